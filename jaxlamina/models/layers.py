@@ -1,0 +1,195 @@
+"""The parts a decoder layer is made of. Attribute names are the Hugging Face tensor names, weights lie `[out, in]`.
+
+Knows arrays and the attention operator; knows nothing of configurations' files, of KV or of slicing. Projection,
+norm, rotation and attention stay separate calls, queries before keys and values, because a slice of the model begins
+and ends between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlamina.models.config import ModelConfig
+from jaxlamina.models.rope import rotate
+from splitter import attention
+
+# Makes one parameter: ("matrix" | "scale" | "bias", shape) -> an array, or its shape and dtype alone.
+Make = Callable[[str, tuple[int, ...]], Any]
+
+
+def linear(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+    """x [..., in] @ w [out, in]^T + b [out] -> [..., out], in x's dtype. Every projection of every model is this."""
+    y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+    return y if b is None else y + b
+
+
+def vocabulary_logits(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [..., D], w [V, D] -> float32 [..., V]: rounding logits to bfloat16 would tie neighbours for no gain."""
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _value(variable: nnx.Param | None) -> jax.Array | None:
+    return None if variable is None else variable[...]
+
+
+class Linear(nnx.Module):
+    """`weight` [out, in], `bias` [out] or None."""
+
+    def __init__(self, n_in: int, n_out: int, *, bias: bool, make: Make) -> None:
+        self.weight = nnx.Param(make("matrix", (n_out, n_in)))
+        self.bias = nnx.Param(make("bias", (n_out,))) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linear(x, self.weight[...], _value(self.bias))
+
+
+class Embedding(nnx.Module):
+    """`weight` [rows, width], looked up by row number."""
+
+    def __init__(self, n_rows: int, width: int, *, make: Make) -> None:
+        self.weight = nnx.Param(make("matrix", (n_rows, width)))
+
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        return jnp.take(self.weight[...], rows, axis=0, mode="clip")
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square in float32, cast back, then scaled: the order Hugging Face rounds in."""
+
+    def __init__(self, width: int, eps: float, *, make: Make) -> None:
+        self.weight = nnx.Param(make("scale", (width,)))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return self.weight[...] * wide.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Mean and variance in float32; `weight` and `bias` [width], both None where the norm learns nothing."""
+
+    def __init__(self, width: int, eps: float, *, affine: bool, make: Make) -> None:
+        self.weight = nnx.Param(make("scale", (width,))) if affine else None
+        self.bias = nnx.Param(make("bias", (width,))) if affine else None
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.weight is not None and self.bias is not None:
+            wide = wide * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return wide.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections around the attention operator. x [B, T, D] -> [B, T, D]; tables: cosine and sine, or None."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, make: Make) -> None:
+        d, h = config.hidden_size, config.head_dim
+        n, k = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = h
+        self.window = config.windows[layer]
+        self.name = f"layers.{layer}.self_attn"
+        self.q_proj = Linear(d, n * h, bias=config.qkv_bias, make=make)
+        self.k_proj = Linear(d, k * h, bias=config.qkv_bias, make=make)
+        self.v_proj = Linear(d, k * h, bias=config.qkv_bias, make=make)
+        out = Linear(n * h, d, bias=config.o_bias, make=make)
+        if config.model_type == "opt":
+            self.out_proj = out
+        else:
+            self.o_proj = out
+        self.q_norm = RMSNorm(h, config.norm_eps, make=make) if config.qk_norm else None
+        self.k_norm = RMSNorm(h, config.norm_eps, make=make) if config.qk_norm else None
+
+    def queries(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+        """[B, T, D] -> [B, T, N, H], normed and rotated."""
+        return self._turned(self._heads(self.q_proj(x)), self.q_norm, tables)
+
+    def keys(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+        """[B, T, D] -> [B, T, K, H], normed and rotated: what the KV cache holds."""
+        return self._turned(self._heads(self.k_proj(x)), self.k_norm, tables)
+
+    def values(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, K, H]."""
+        return self._heads(self.v_proj(x))
+
+    def project_out(self, out: jax.Array) -> jax.Array:
+        """[B, T, N, H] -> [B, T, D]."""
+        flat = out.reshape(*out.shape[:2], -1)
+        return self.out_proj(flat) if hasattr(self, "out_proj") else self.o_proj(flat)
+
+    def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+        # Queries come first so that a slice can send them off before keys and values are computed.
+        q = self.queries(x, tables)
+        k = self.keys(x, tables)
+        v = self.values(x)
+        return self.project_out(attention(q, k, v, window=self.window, name=self.name))
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+    @staticmethod
+    def _turned(x: jax.Array, norm: RMSNorm | None, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+        if norm is not None:
+            x = norm(x)
+        return x if tables is None else rotate(x, *tables)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)); D -> F -> D."""
+
+    def __init__(self, config: ModelConfig, *, make: Make) -> None:
+        d, f = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(d, f, bias=config.mlp_bias, make=make)
+        self.up_proj = Linear(d, f, bias=config.mlp_bias, make=make)
+        self.down_proj = Linear(f, d, bias=config.mlp_bias, make=make)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaLayer(nnx.Module):
+    """Pre-norm layer of llama, mistral, qwen2 and qwen3."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, make: Make) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, make=make)
+        self.self_attn = Attention(config, layer, make=make)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, make=make)
+        self.mlp = GatedMLP(config, make=make)
+
+    def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+        x = x + self.self_attn(self.input_layernorm(x), tables)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class OptLayer(nnx.Module):
+    """Layer of opt: norms before each block, or after each residual sum (opt-350m)."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, make: Make) -> None:
+        d, f = config.hidden_size, config.intermediate_size
+        self.norm_first = config.norm_first
+        self.act = config.hidden_act
+        self.self_attn = Attention(config, layer, make=make)
+        self.self_attn_layer_norm = LayerNorm(d, config.norm_eps, affine=config.norm_affine, make=make)
+        self.fc1 = Linear(d, f, bias=config.mlp_bias, make=make)
+        self.fc2 = Linear(f, d, bias=config.mlp_bias, make=make)
+        self.final_layer_norm = LayerNorm(d, config.norm_eps, affine=config.norm_affine, make=make)
+
+    def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+        if self.norm_first:
+            x = x + self.self_attn(self.self_attn_layer_norm(x), tables)
+            return x + self._mlp(self.final_layer_norm(x))
+        x = self.self_attn_layer_norm(x + self.self_attn(x, tables))
+        return self.final_layer_norm(x + self._mlp(x))
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        hidden = self.fc1(x)
+        hidden = jax.nn.relu(hidden) if self.act == "relu" else jax.nn.gelu(hidden, approximate=False)
+        return self.fc2(hidden)
