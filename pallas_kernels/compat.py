@@ -1,0 +1,125 @@
+"""Every JAX version difference and every import of `jax.extend` or `jax._src`, in one place.
+
+JAX 0.10.2 has `ClosedJaxpr` beside `Jaxpr`; from 0.11 they are one class. The rest of the project asks the
+functions below and never looks at the version itself. Knows nothing of attention, models or slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import source_info_util
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+Primitive = jex_core.Primitive
+Literal = jex_core.Literal
+Var = jex_core.Var
+JaxprEqn = jex_core.JaxprEqn
+ShapedArray = jax.core.ShapedArray
+
+_JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Whether `x` is a jaxpr, closed over its constants or not."""
+    return isinstance(x, _JAXPR_TYPES)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr and the values of its constants; a jaxpr without constants gives an empty tuple.
+
+    From 0.11 there is one class, which has both `.jaxpr` and `.consts`; in 0.10.2 only the closed one has.
+    """
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner, tuple(getattr(jaxpr, "consts", ()))
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
+    """The jaxprs in an equation's parameters (a `jit`'s body, a `cond`'s branches, …)."""
+    for value in eqn.params.values():
+        for leaf in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(leaf):
+                yield leaf
+
+
+def bind_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Run one equation on `args` as `jax.core.eval_jaxpr` does; always a list of results.
+
+    The equation's own context (compute type, partitioning) and source position are kept.
+    """
+    params = eqn.primitive.get_bind_params(eqn.params)
+    info = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a `scan` equation's operands are constants, and how many are carried; the rest is scanned over."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(list, eqn.params["ft_in"].unpack())
+    return len(consts), len(carry)
+
+
+def where(eqn: JaxprEqn) -> str:
+    """`file:line (function)` of the user's code that made an equation, with its name stack where there is one."""
+    place = source_info_util.summarize(eqn.source_info)
+    stack = str(eqn.source_info.name_stack)
+    return f"{place} [{stack}]" if stack else place
+
+
+def name_stack(eqn: JaxprEqn) -> str:
+    """The `jax.named_scope` path of an equation, or an empty string."""
+    return str(eqn.source_info.name_stack)
+
+
+def itemsize_bytes(dtype: Any) -> float:
+    """Bytes of one element. Half a byte for 4-bit types, which NumPy reports as one; keys count their words."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return float(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4)
+    name = np.dtype(dtype).name
+    if name in ("int4", "uint4", "float4_e2m1fn"):
+        return 0.5
+    if name in ("int2", "uint2"):
+        return 0.25
+    return float(np.dtype(dtype).itemsize)
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array of this shape and dtype, rounded up."""
+    return int(np.ceil(float(np.prod(aval.shape, dtype=np.float64)) * itemsize_bytes(aval.dtype)))
+
+
+def define_primitive(
+    name: str,
+    run: Callable[..., Any],
+    abstract: Callable[..., Any],
+    batch: Callable[..., Any],
+) -> Primitive:
+    """A primitive with one result that runs, compiles, differentiates and batches.
+
+    `run(*arrays, **params)` is its meaning in plain JAX: the lowering, and the derivative, come from it.
+    `abstract` gives the result's aval; `batch(args, dims, **params)` follows the batching-rule protocol.
+    """
+    prim = Primitive(name)
+
+    @prim.def_impl
+    def _impl(*args: Any, **params: Any) -> Any:
+        return jax.jit(run, static_argnames=tuple(params))(*args, **params)
+
+    prim.def_abstract_eval(abstract)
+    mlir.register_lowering(prim, mlir.lower_fun(run, multiple_results=False))
+
+    def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(lambda *xs: run(*xs, **params), tuple(primals), tuple(tangents))
+
+    ad.primitive_jvps[prim] = _jvp
+    batching.primitive_batchers[prim] = batch
+    return prim
