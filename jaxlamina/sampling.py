@@ -1,0 +1,285 @@
+"""How the next token is chosen: the parameters of a request, and one jitted function for a whole batch.
+
+Knows logits `[B, V]` and per-request numbers; nothing of models, KV or scheduling. There is no sort over
+the vocabulary: top-k and top-p are thresholds, found exactly by bisection over the bits of a float32.
+A request draws from a key made of its own seed and the position alone, so its tokens do not depend on
+what else is in the batch, and a step can be run again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.errors import UserError
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is continued. Names and defaults are vLLM's. ``UserError`` on a value out of range.
+
+    - ``max_tokens``: generate at most so many; None: up to the model's length.
+    - ``min_tokens``: no end-of-sequence token, stop token or stop string before so many.
+    - ``temperature``: 0 takes the likeliest token; otherwise logits are divided by it.
+    - ``min_p``: keep tokens at least this fraction as likely as the likeliest; then
+      ``top_k``: keep the k likeliest (0 or -1: all); then
+      ``top_p``: keep the fewest likeliest ones whose probabilities add up to it.
+      Tokens exactly as likely as the last one kept are kept too.
+    - ``seed``: same seed, same prompt, same tokens; None: the engine deals one.
+    - ``stop``: strings that end the text (left out of it); ``stop_token_ids``: tokens that do.
+    - ``ignore_eos``: go on after the model's end-of-sequence token.
+    - ``logprobs``: None, or how many of the likeliest tokens to report beside the chosen one.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _require_int(self.max_tokens, "max_tokens", 1, None, " or None (up to the model's length)")
+        _require_int(self.min_tokens, "min_tokens", 0, self.max_tokens)
+        _require_number(self.temperature, "temperature", 0.0, None, "; 0 is greedy")
+        _require_number(self.top_p, "top_p", 0.0, 1.0, "; 1 keeps all tokens", above_low=True)
+        _require_int(self.top_k, "top_k", -1, None, "; 0 and -1 keep all tokens")
+        _require_number(self.min_p, "min_p", 0.0, 1.0, "; 0 keeps all tokens")
+        if self.seed is not None:
+            _require_int(self.seed, "seed", 0, 2**64 - 1, " or None")
+        if self.logprobs is not None:
+            _require_int(self.logprobs, "logprobs", 0, MAX_LOGPROBS, " or None (no logprobs)")
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        if not isinstance(self.stop, str | list | tuple | None):
+            raise UserError(f"stop={self.stop!r} must be a non-empty string or a list of such")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(s, str) and s for s in stop):
+            raise UserError(f"stop={self.stop!r} must be a non-empty string or a list of such")
+        object.__setattr__(self, "stop", stop)
+        if isinstance(self.stop_token_ids, int | str):
+            raise UserError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for token in self.stop_token_ids or ():
+            _require_int(token, "stop_token_ids", 0, None)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether any of top_k, top_p and min_p leaves tokens out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def _range_text(low: float, high: float | None, above_low: bool = False) -> str:
+    least = f"above {low}" if above_low else f"at least {low}"
+    return least if high is None else f"{least} and at most {high}"
+
+
+def _require_int(value: object, name: str, low: int, high: int | None, more: str = "") -> None:
+    ok = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not ok or value < low or (high is not None and value > high):  # type: ignore[operator]
+        raise UserError(f"{name}={value!r} must be a whole number {_range_text(low, high)}{more}")
+
+
+def _require_number(
+    value: object, name: str, low: float, high: float | None, more: str = "", above_low: bool = False
+) -> None:
+    ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if ok:
+        ok = math.isfinite(value) and value >= low  # type: ignore[arg-type,operator]
+        ok = ok and not (above_low and value == low) and (high is None or value <= high)  # type: ignore[operator]
+    if not ok:
+        raise UserError(f"{name}={value!r} must be a number {_range_text(low, high, above_low)}{more}")
+
+
+class Sampled(NamedTuple):
+    """One step's choice. Device arrays; the last four are None unless logprobs were asked for."""
+
+    tokens: jax.Array  # [B] int32
+    logprobs: jax.Array | None = None  # [B] float32, of the chosen token
+    ranks: jax.Array | None = None  # [B] int32, 1 is the likeliest
+    top_tokens: jax.Array | None = None  # [B, n_top] int32, likeliest first
+    top_logprobs: jax.Array | None = None  # [B, n_top] float32
+
+
+class SamplingBatch(NamedTuple):
+    """The parameters of B requests as arrays, and what of the sampler they need (hashable, static)."""
+
+    temperature: np.ndarray  # [B] float32, 0: greedy
+    top_k: np.ndarray  # [B] int32, V or more: all
+    top_p: np.ndarray  # [B] float32
+    min_p: np.ndarray  # [B] float32
+    seeds: np.ndarray  # [B, 2] uint32: low and high word
+    positions: np.ndarray  # [B] int32: the position the chosen token will have
+    banned: np.ndarray  # [B, E] int32, padded with V or more
+    draws: bool  # some row is not greedy
+    filters: bool  # some row that draws has top_k, top_p or min_p
+    n_top: int | None  # logprobs of so many tokens, None: no logprobs at all
+
+    @classmethod
+    def build(
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        banned: Sequence[Sequence[int]],
+        size: int,
+    ) -> SamplingBatch:
+        """Rows for ``params``, padded with greedy rows to ``size``. ``seeds`` stand for a missing one.
+
+        ``banned``: tokens each row may not choose now (``min_tokens``).
+        """
+        n = len(params)
+        no_token = np.iinfo(np.int32).max
+        widest = max((len(tokens) for tokens in banned), default=0)
+        rows = cls(
+            temperature=np.zeros(size, np.float32),
+            top_k=np.full(size, no_token, np.int32),
+            top_p=np.ones(size, np.float32),
+            min_p=np.zeros(size, np.float32),
+            seeds=np.zeros((size, 2), np.uint32),
+            positions=np.zeros(size, np.int32),
+            # a power of two wide, so that not every mix of stop tokens is a new program
+            banned=np.full((size, 1 << (widest - 1).bit_length() if widest else 0), no_token, np.int32),
+            draws=any(not p.greedy for p in params),
+            filters=any(p.filters and not p.greedy for p in params),
+            n_top=_logprobs_width([p.logprobs for p in params]),
+        )
+        rows.positions[:n] = positions
+        for b, p in enumerate(params):
+            rows.temperature[b] = p.temperature
+            rows.top_k[b] = p.top_k if p.top_k > 0 else no_token
+            rows.top_p[b], rows.min_p[b] = p.top_p, p.min_p
+            seed = seeds[b] if p.seed is None else int(p.seed)
+            rows.seeds[b] = seed & 0xFFFFFFFF, seed >> 32
+            rows.banned[b, : len(banned[b])] = banned[b]
+        return rows
+
+
+def _logprobs_width(asked: Sequence[int | None]) -> int | None:
+    """0, 5 or 20 for the widest request: three programs at most, and five is what people ask for."""
+    widest = max((n for n in asked if n is not None), default=None)
+    return None if widest is None else next(size for size in (0, 5, MAX_LOGPROBS) if widest <= size)
+
+
+class Sampler:
+    """Chooses tokens for a batch; counts the programs it had compiled for it."""
+
+    def __init__(self) -> None:
+        self.n_compiled = 0
+        self._choose = jax.jit(self._traced, static_argnames=("draws", "filters", "n_top"))
+
+    def __call__(self, logits: jax.Array, batch: SamplingBatch) -> Sampled:
+        """``logits`` [B, V] float32 → ``Sampled`` on the same device. Errors of shape are jax's."""
+        arrays, static = batch[:7], dict(zip(("draws", "filters", "n_top"), batch[7:], strict=True))
+        if not batch.draws:  # a greedy step reads no parameter: ship only what bans tokens
+            arrays = (None,) * 6 + arrays[6:]
+        return self._choose(logits, *arrays, **static)
+
+    def _traced(self, *args, **static) -> Sampled:
+        self.n_compiled += 1  # Python runs once a program
+        return choose(*args, **static)
+
+
+def choose(
+    logits: jax.Array,
+    temperature: jax.Array | None,
+    top_k: jax.Array | None,
+    top_p: jax.Array | None,
+    min_p: jax.Array | None,
+    seeds: jax.Array | None,
+    positions: jax.Array | None,
+    banned: jax.Array,
+    *,
+    draws: bool,
+    filters: bool,
+    n_top: int | None,
+) -> Sampled:
+    """One token a row of ``logits`` [B, V] float32; arguments as ``SamplingBatch``. Jittable."""
+    allowed = logits
+    if banned.shape[1]:
+        rows = jnp.arange(logits.shape[0])[:, None]
+        allowed = logits.at[rows, banned].set(-jnp.inf, mode="drop")
+    tokens = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    if draws:
+        scaled = allowed / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+        if filters:
+            scaled = filter_logits(scaled, top_k, top_p, min_p)
+        drawn = jax.vmap(_draw)(scaled, seeds, positions)
+        tokens = jnp.where(temperature > 0, drawn, tokens)
+    if n_top is None:
+        return Sampled(tokens)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top_logprobs, top_tokens = jax.lax.top_k(logprobs, n_top)
+    return Sampled(
+        tokens,
+        jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0],
+        1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32),
+        top_tokens.astype(jnp.int32),
+        top_logprobs,
+    )
+
+
+def _draw(logits: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+    """One token from ``logits`` [V], by the Gumbel maximum: the key is the seed's and the position's alone."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed[0]), seed[1]), position)
+    return jnp.argmax(logits + jax.random.gumbel(key, logits.shape, jnp.float32), axis=-1).astype(jnp.int32)
+
+
+def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """``logits`` [B, V] with -inf for every token left out: by min_p, then top_k, then top_p (as vLLM).
+
+    A row that filters nothing (top_k ≥ V, top_p 1, min_p 0) comes back as it is, bit for bit.
+    """
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # [B, V], the likeliest is 1
+    weights = jnp.where(weights >= min_p[:, None], weights, 0.0)
+    k = jnp.minimum(top_k, logits.shape[1])[:, None]
+    kth = _largest_threshold(lambda t: jnp.sum(weights >= t, axis=-1, keepdims=True) >= k, weights)
+    weights = jnp.where(weights >= kth, weights, 0.0)
+    mass = jnp.sum(weights, axis=-1, keepdims=True) * top_p[:, None]
+    nucleus = _largest_threshold(
+        lambda t: jnp.sum(jnp.where(weights >= t, weights, 0.0), axis=-1, keepdims=True) >= mass, weights
+    )
+    nucleus = jnp.where(top_p[:, None] < 1, nucleus, 0.0)
+    keeps_unlikeliest = (min_p[:, None] <= 0) & (
+        kth <= 0
+    )  # weights may underflow to 0 without being left out
+    keep = (weights >= nucleus) & ((weights > 0) | keeps_unlikeliest)
+    return jnp.where(keep, logits, -jnp.inf)
+
+
+def _largest_threshold(holds: Callable[[jax.Array], jax.Array], weights: jax.Array) -> jax.Array:
+    """The largest float32 t in [0, 1] a row for which ``holds(t)`` [B, 1], true at 0 and then falling.
+
+    Non-negative floats are ordered as their bits are as integers, so 30 halvings of the bits' range
+    find the float exactly, at one pass over the vocabulary each.
+    """
+    low = jnp.zeros((weights.shape[0], 1), jnp.int32)
+    high = jnp.full_like(low, 0x3F800001)  # the float after 1.0
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # holds at low, not at high
+        middle = low + (high - low) // 2
+        yes = holds(jax.lax.bitcast_convert_type(middle, jnp.float32))
+        return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
+
+    low, _ = jax.lax.fori_loop(0, 30, halve, (low, high))
+    return jax.lax.bitcast_convert_type(low, jnp.float32)

@@ -1,0 +1,42 @@
+"""Buckets: every size fits in one, and none wastes more than it should."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxlamina.buckets import Buckets, bucket, steps
+
+
+@given(st.integers(1, 300), st.integers(1, 40_000))
+def test_default_buckets_hold_everything_up_to_their_limits(max_num_seqs: int, max_model_len: int):
+    sizes = Buckets.default(max_num_seqs, max_model_len)
+    assert sizes.batch[-1] == max_num_seqs and sizes.prompt[-1] == sizes.context[-1] == max_model_len
+    assert len(sizes.context) < 80
+    for n in {1, max_num_seqs // 2 + 1, max_num_seqs}:
+        got = bucket(n, sizes.batch)
+        assert n <= got and (n < 8 or got <= n * 1.5)
+    for n in {1, max_model_len // 2 + 1, max_model_len}:
+        got = bucket(n, sizes.context)
+        assert n <= got and (n <= 512 or got <= n * 1.125)
+
+
+def test_bucket_is_the_smallest_that_fits():
+    assert [bucket(n, (2, 4, 9)) for n in (0, 1, 2, 3, 4, 5, 9)] == [2, 2, 2, 4, 4, 9, 9]
+    with pytest.raises(ValueError, match="n=10 must be within 0 … 9"):
+        bucket(10, (2, 4, 9))
+
+
+def test_steps_cut_each_doubling_evenly():
+    assert steps(16, 100, 2) == (16, 24, 32, 48, 64, 96, 100)
+    assert steps(8, 32, 1) == (8, 16, 32)
+    assert steps(8, 3, 2) == (3,)
+    with pytest.raises(ValueError, match="start=0"):
+        steps(0, 4, 1)
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 4), (4, 4), (8, 4)])
+def test_bad_buckets_are_refused(sizes):
+    with pytest.raises(ValueError, match="positive and rising"):
+        Buckets(batch=sizes, prompt=(16,), context=(64,))

@@ -1,0 +1,226 @@
+"""Sampling: the sampler's distribution against a float64 numpy reference, seeds, logprobs, validation."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxlamina.errors import UserError
+from jaxlamina.sampling import Sampler, SamplingBatch, SamplingParams, filter_logits
+
+V = 50
+SAMPLER = Sampler()
+FILTER = jax.jit(filter_logits)
+
+
+def reference_probabilities(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
+    """float64 distribution over the vocabulary, by sorting; independent of the sampler's bisection."""
+    x = logits.astype(np.float64) / p.temperature
+    probs = np.exp(x - x.max())
+    probs[probs < p.min_p * probs.max()] = 0
+    if 0 < p.top_k < len(probs):
+        probs[probs < np.sort(probs)[-p.top_k]] = 0
+    probs /= probs.sum()
+    if p.top_p < 1:
+        order = np.argsort(-probs, kind="stable")
+        n_kept = int(np.searchsorted(np.cumsum(probs[order]), p.top_p)) + 1
+        probs[probs < probs[order[n_kept - 1]]] = 0
+    return probs / probs.sum()
+
+
+def sample(logits, params, seeds=None, positions=None, banned=None, size=None):
+    n = len(params)
+    batch = SamplingBatch.build(
+        params, seeds or range(n), positions or [0] * n, banned or [()] * n, size or n
+    )
+    return SAMPLER(jnp.asarray(logits, jnp.float32), batch)
+
+
+SETTINGS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.4),
+    SamplingParams(temperature=1.7, top_k=5),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=1.0, top_k=V + 7),
+    SamplingParams(temperature=1.0, top_p=0.6),
+    SamplingParams(temperature=1.3, top_p=0.9, top_k=12),
+    SamplingParams(temperature=1.0, min_p=0.2),
+    SamplingParams(temperature=2.0, min_p=0.05, top_k=9, top_p=0.8),
+]
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"t{p.temperature}k{p.top_k}p{p.top_p}m{p.min_p}")
+def test_draws_follow_the_reference_distribution(params: SamplingParams):
+    n = 20_000
+    row = np.random.default_rng(7).normal(0, 2, V).astype(np.float32)
+    batch = SamplingBatch.build([params], [5], [0], [()], 1)
+    batch = SamplingBatch(
+        *(np.repeat(a, n, axis=0) for a in batch[:5]),
+        np.arange(n, dtype=np.int32),
+        np.zeros((n, 0), np.int32),
+        *batch[7:],
+    )
+    tokens = np.asarray(SAMPLER(jnp.broadcast_to(row, (n, V)), batch).tokens)
+    expected = reference_probabilities(row, params)
+    counts = np.bincount(tokens, minlength=V)
+    assert counts[expected == 0].sum() == 0
+    spread = np.sqrt(n * expected * (1 - expected))
+    assert np.all(np.abs(counts - n * expected) <= 5 * spread + 5)  # 5: rare tokens are Poisson
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    top_k=st.integers(0, V + 3),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+)
+def test_filter_keeps_what_the_reference_keeps(seed: int, top_k: int, top_p: float, min_p: float):
+    rows = np.random.default_rng(seed).normal(0, 3, (4, V)).astype(np.float32)
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    batch = SamplingBatch.build([params] * 4, [0] * 4, [0] * 4, [()] * 4, 4)
+    kept = np.asarray(FILTER(jnp.asarray(rows), batch.top_k, batch.top_p, batch.min_p))
+    for row, got in zip(rows, kept, strict=True):
+        expected = reference_probabilities(row, params)
+        sums = np.cumsum(np.sort(expected)[::-1])
+        if np.any(np.abs(sums - top_p) < 1e-5) or np.any(np.abs(np.exp(row - row.max()) - min_p) < 1e-6):
+            continue  # on the edge float32 and float64 may differ
+        assert np.array_equal(np.isfinite(got), expected > 0)
+        assert np.array_equal(got[np.isfinite(got)], row[np.isfinite(got)])
+
+
+def test_ties_with_the_last_kept_token_are_kept():
+    row = jnp.asarray([[1.0, 3.0, 3.0, 3.0, 0.0]])
+    one = np.ones(1, np.float32)
+    kept = filter_logits(row, np.full(1, 2, np.int32), one, 0 * one)
+    assert np.isfinite(np.asarray(kept))[0].tolist() == [False, True, True, True, False]
+
+
+def test_same_seed_same_tokens_whatever_else_is_in_the_batch():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(0, 2, (4, V))
+    mine = SamplingParams(seed=2**63 + 11, temperature=0.9)
+    others = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=3, seed=1, logprobs=5),
+        SamplingParams(top_p=0.5, min_p=0.1, seed=2),
+    ]
+    for position in range(20):
+        alone = sample(rows[:1], [mine], positions=[position])
+        last = sample(rows[[1, 2, 3, 0]], [*others, mine], positions=[0, 3, 9, position], size=None)
+        assert int(alone.tokens[0]) == int(last.tokens[3])
+
+
+def test_seed_words_and_position_all_matter():
+    rows = np.zeros((1, 5000))
+    seeds = [7, 8, 7 + 2**32, 2**64 - 1]
+    draws = {
+        (seed, position): int(sample(rows, [SamplingParams(seed=seed)], positions=[position]).tokens[0])
+        for seed in seeds
+        for position in (0, 1, 2)
+    }
+    assert len(set(draws.values())) == len(draws)
+
+
+def test_a_missing_seed_is_the_engines():
+    rows = np.zeros((1, 5000))
+    free, fixed = SamplingParams(), SamplingParams(seed=123)
+    assert int(sample(rows, [free], seeds=[123]).tokens[0]) == int(sample(rows, [fixed], seeds=[9]).tokens[0])
+
+
+def test_greedy_is_argmax_and_padding_rows_do_no_harm():
+    rows = np.random.default_rng(1).normal(0, 1, (4, V))
+    got = sample(rows, [SamplingParams(temperature=0.0)] * 3, size=4)
+    assert got.logprobs is None
+    assert np.asarray(got.tokens)[:3].tolist() == rows.argmax(-1)[:3].tolist()
+
+
+def test_a_mixed_batch_keeps_greedy_rows_greedy():
+    rows = np.random.default_rng(2).normal(0, 1, (2, V))
+    got = sample(rows, [SamplingParams(temperature=0.0), SamplingParams(temperature=5.0, top_k=4)])
+    assert int(got.tokens[0]) == rows[0].argmax()
+
+
+def test_banned_tokens_are_never_chosen():
+    rows = np.zeros((2, 8))
+    rows[0, 3] = rows[1, 5] = 9
+    banned = [(3,), (5, 0, 1)]
+    greedy = sample(rows, [SamplingParams(temperature=0.0)] * 2, banned=banned)
+    assert int(greedy.tokens[0]) != 3 and int(greedy.tokens[1]) not in (5, 0, 1)
+    for position in range(20):
+        drawn = sample(rows, [SamplingParams(temperature=2.0)] * 2, banned=banned, positions=[position] * 2)
+        assert int(drawn.tokens[0]) != 3 and int(drawn.tokens[1]) not in (5, 0, 1)
+
+
+@pytest.mark.parametrize("asked", [0, 3, 20])
+def test_logprobs_are_the_raw_distribution(asked: int):
+    rows = np.random.default_rng(3).normal(0, 2, (2, V))
+    got = sample(rows, [SamplingParams(temperature=3.0, top_k=30, logprobs=asked, seed=s) for s in (1, 2)])
+    expected = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
+    for b in range(2):
+        token = int(got.tokens[b])
+        assert got.logprobs[b] == pytest.approx(expected[b, token], abs=1e-5)
+        assert int(got.ranks[b]) == 1 + int((rows[b] > rows[b, token]).sum())
+        n_top = got.top_tokens.shape[1]
+        assert n_top >= asked
+        assert np.asarray(got.top_tokens)[b].tolist() == np.argsort(-rows[b])[:n_top].tolist()
+        np.testing.assert_allclose(got.top_logprobs[b], np.sort(expected[b])[::-1][:n_top], atol=1e-5)
+
+
+def test_a_greedy_batch_is_one_program_whatever_its_parameters():
+    sampler = Sampler()
+    for position in range(5):
+        batch = SamplingBatch.build([SamplingParams(temperature=0.0)], [position], [position], [()], 1)
+        sampler(jnp.zeros((1, V)), batch)
+    assert sampler.n_compiled == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1 must be a number at least 0.0; 0 is greedy"),
+        ({"temperature": float("nan")}, "temperature=nan must be"),
+        ({"temperature": "warm"}, "temperature='warm' must be"),
+        ({"top_p": 0.0}, "top_p=0.0 must be a number above 0.0 and at most 1.0"),
+        ({"top_p": 1.2}, "top_p=1.2"),
+        ({"top_k": -2}, "top_k=-2 must be a whole number at least -1"),
+        ({"top_k": 2.5}, "top_k=2.5"),
+        ({"min_p": 1.5}, "min_p=1.5"),
+        ({"max_tokens": 0}, "max_tokens=0 must be a whole number at least 1"),
+        ({"max_tokens": True}, "max_tokens=True"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens=5 must be a whole number at least 0 and at most 4"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**64}, "seed=18446744073709551616"),
+        ({"stop": ""}, "stop=''"),
+        ({"stop": ["a", 3]}, "stop="),
+        ({"stop": 3}, "stop=3"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
+        ({"stop_token_ids": 2}, "stop_token_ids=2 must be a list"),
+        ({"logprobs": 21}, "logprobs=21 must be a whole number at least 0 and at most 20"),
+        ({"ignore_eos": 1}, "ignore_eos=1"),
+    ],
+)
+def test_bad_parameters_say_what_is_allowed(wrong: dict, message: str):
+    with pytest.raises(UserError) as caught:
+        SamplingParams(**wrong)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unknown_parameters_are_errors_and_params_are_frozen():
+    with pytest.raises(TypeError, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=1.1)  # type: ignore[call-arg]
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = 0.0  # type: ignore[misc]
+
+
+def test_stop_forms_are_normalised():
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")
+    assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
