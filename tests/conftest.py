@@ -1,0 +1,53 @@
+"""What every test leans on: no network, reproducible hypothesis runs, and skips that say what is missing.
+
+Knows nothing of what is tested.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+# Before transformers or tokenizers are imported: no test may ask a hub for anything.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # No deadline: the first example of a property compiles, the others do not.
+    settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def why_no_mpi() -> str | None:
+    """What keeps `mpi` tests from running here, or None."""
+    if shutil.which("mpirun") is None:
+        return "no mpirun: apt-get install openmpi-bin libopenmpi-dev"
+    if importlib.util.find_spec("mpi4jax") is None:
+        return "mpi4jax is not installed: make test installs it, or pip install mpi4jax"
+    return None
+
+
+def why_no_gpus(wanted: int) -> str | None:
+    """What keeps `gpu` (wanted=1) and `multi_gpu` (wanted=2) tests from running here, or None."""
+    import jax
+
+    n = sum(device.platform in ("gpu", "cuda", "rocm") for device in jax.devices())
+    return None if n >= wanted else f"JAX sees {n} GPU(s), this test needs {wanted}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = None
+    if item.get_closest_marker("mpi"):
+        reason = why_no_mpi()
+    if item.get_closest_marker("multi_gpu"):
+        reason = why_no_gpus(2)
+    elif item.get_closest_marker("gpu"):
+        reason = why_no_gpus(1)
+    if reason is not None:
+        pytest.skip(reason)
