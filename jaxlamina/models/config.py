@@ -1,8 +1,9 @@
 """What a model looks like: one frozen dataclass, read from a Hugging Face `config.json`.
 
-Knows the configuration forms of transformers 4 and 5 for llama, mistral, qwen2, qwen3 and opt. A field that would
-change the result and is not supported is an error that names the field; a field nobody here has heard of is one too,
-because a silently ignored field is a wrong model. Knows nothing of arrays, weights or tokenizers.
+Knows the configuration forms of transformers 4 and 5 for llama, mistral, qwen2, qwen3 and opt. A field that
+would change the result and is not supported is an error that names the field; a field nobody here has heard
+of is one too, because a silently ignored field is a wrong model. Knows nothing of arrays, weights or
+tokenizers.
 """
 
 from __future__ import annotations
@@ -16,22 +17,30 @@ from jaxlamina.models.rope_config import RopeConfig, rope_from_hf, rope_to_hf
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 
-# Keys with no effect on what a forward pass computes: bookkeeping, training-only settings, defaults for generation.
+# Keys with no effect on what a forward pass computes: bookkeeping, training-only settings, defaults for
+# generation.
+# fmt: off
 HARMLESS_KEYS = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
-    activation_dropout architectures attention_dropout attn_implementation auto_map bad_words_ids
-    begin_suppress_tokens chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dropout dtype
-    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing id2label init_std initializer_range is_decoder is_llama_config
-    keys_to_ignore_at_inference label2id layerdrop length_penalty max_length max_new_tokens max_sequence_length
-    min_length model_max_length name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
-    temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
-    """.split()
+    {
+        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
+        "_name_or_path", "activation_dropout", "architectures", "attention_dropout",
+        "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+        "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout",
+        "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+        "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
+        "id2label", "init_std", "initializer_range", "is_decoder", "is_llama_config",
+        "keys_to_ignore_at_inference", "label2id", "layerdrop", "length_penalty", "max_length",
+        "max_new_tokens", "max_sequence_length", "min_length", "model_max_length", "name_or_path",
+        "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences",
+        "output_attentions", "output_hidden_states", "output_scores", "prefix", "problem_type",
+        "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+        "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+        "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+        "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+        "use_cache",
+    }
 )
+# fmt: on
 
 # Keys that do change the result, with the only values under which they do not.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -45,18 +54,20 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
 }
 
+# fmt: off
 _COMMON_KEYS = frozenset(
-    """
-    model_type vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings
-    tie_word_embeddings bos_token_id eos_token_id pad_token_id
-    """.split()
+    {
+        "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+        "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+    }
 )
 _LLAMA_KEYS = _COMMON_KEYS | frozenset(
-    """
-    intermediate_size num_key_value_heads hidden_act rms_norm_eps head_dim rope_theta rope_scaling rope_parameters
-    original_max_position_embeddings
-    """.split()
+    {
+        "intermediate_size", "num_key_value_heads", "hidden_act", "rms_norm_eps", "head_dim",
+        "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
+    }
 )
+# fmt: on
 _FAMILY_KEYS: dict[str, frozenset[str]] = {
     "llama": _LLAMA_KEYS | {"attention_bias", "mlp_bias"},
     "mistral": _LLAMA_KEYS | {"sliding_window", "layer_types"},
@@ -105,7 +116,9 @@ class ModelConfig:
     hidden_act: str  # silu | relu | gelu
     norm_eps: float
     tie_word_embeddings: bool
-    windows: tuple[int | None, ...]  # a layer's sliding window in tokens, None = attends over everything earlier
+    windows: tuple[
+        int | None, ...
+    ]  # a layer's sliding window in tokens, None = attends over everything earlier
     rope: RopeConfig | None  # None: learned positions (opt)
     qkv_bias: bool = False
     o_bias: bool = False
@@ -122,28 +135,31 @@ class ModelConfig:
     def __post_init__(self) -> None:
         n, k = self.num_attention_heads, self.num_key_value_heads
         if n % k:
-            raise UserError(
-                f"config: num_attention_heads={n} must be a multiple of num_key_value_heads={k}; check config.json"
-            )
+            raise UserError(f"config: num_attention_heads={n} must be a multiple of num_key_value_heads={k}")
         if len(self.windows) != self.num_hidden_layers:
             raise UserError(
-                f"config: layer_types names {len(self.windows)} layers but num_hidden_layers={self.num_hidden_layers}"
+                f"config: layer_types names {len(self.windows)} layers "
+                f"but num_hidden_layers={self.num_hidden_layers}"
             )
         if self.rope is not None and self.head_dim % 2:
-            raise UserError(f"config: head_dim={self.head_dim} must be even for rotary positions; check config.json")
+            raise UserError(
+                f"config: head_dim={self.head_dim} must be even for rotary positions; check config.json"
+            )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """Read a `config.json` that was parsed to a dict.
 
-        Raises `UserError` naming the field for an unknown model_type, a missing or ill-typed size, and every field
-        that would change the result and is not supported.
+        Raises `UserError` naming the field for an unknown model_type, a missing or ill-typed size, and every
+        field that would change the result and is not supported.
         """
         family = hf.get("model_type")
         if family is None:
             raise UserError("config: model_type is missing; is this the config.json of a Hugging Face model?")
         if family not in FAMILIES:
-            raise UserError(f"config: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
+            raise UserError(
+                f"config: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            )
         _reject_unsupported(family, hf)
         return _opt(hf) if family == "opt" else _llama_like(family, hf)
 
@@ -211,7 +227,7 @@ _ARCHITECTURES = {
 def _reject_unsupported(family: str, hf: Mapping[str, Any]) -> None:
     if hf.get("quantization_config") is not None:
         raise UserError(
-            "config: quantization_config is not supported; use the model's unquantized weights, or a GGUF file"
+            "config: quantization_config is not supported; use unquantized weights or a GGUF file"
         )
     for key, allowed in NEUTRAL_VALUES.items():
         value = hf.get(key)
@@ -238,11 +254,15 @@ def _llama_like(family: str, hf: Mapping[str, Any]) -> ModelConfig:
     head_dim = _optional_size(hf, "head_dim", defaults["head_dim"])
     if head_dim is None:
         if d % n:
-            raise UserError(f"config: hidden_size={d} must be a multiple of num_attention_heads={n} without head_dim")
+            raise UserError(
+                f"config: hidden_size={d} must be a multiple of num_attention_heads={n} without head_dim"
+            )
         head_dim = d // n
     act = hf.get("hidden_act") or "silu"
     if act not in ("silu", "swish"):
-        raise UserError(f"config: hidden_act={act!r} is not supported for model_type={family!r}; supported: silu")
+        raise UserError(
+            f"config: hidden_act={act!r} is not supported for model_type={family!r}; supported: silu"
+        )
     attention_bias = _flag(hf, "attention_bias", False)
     return ModelConfig(
         model_type=family,
@@ -275,7 +295,9 @@ def _opt(hf: Mapping[str, Any]) -> ModelConfig:
         raise UserError(f"config: hidden_size={d} must be a multiple of num_attention_heads={n}")
     act = hf.get("activation_function") or "relu"
     if act not in ("relu", "gelu"):
-        raise UserError(f"config: activation_function={act!r} is not supported for opt; supported: relu, gelu")
+        raise UserError(
+            f"config: activation_function={act!r} is not supported for opt; supported: relu, gelu"
+        )
     max_positions = _optional_size(hf, "max_position_embeddings", _DEFAULTS["opt"]["max_position_embeddings"])
     assert max_positions is not None
     embed_dim = _optional_size(hf, "word_embed_proj_dim", None)
@@ -316,13 +338,15 @@ def _windows(family: str, hf: Mapping[str, Any], n_layers: int) -> tuple[int | N
     if types is not None:
         strange = sorted(set(types) - {"full_attention", "sliding_attention"})
         if strange:
-            raise UserError(f"config: layer_types has {', '.join(strange)}; supported: full_attention, sliding_attention")
+            raise UserError(
+                f"config: layer_types has {', '.join(strange)}; supported: full_attention, sliding_attention"
+            )
     if family == "mistral":
         expected = "full_attention" if window is None else "sliding_attention"
         if types is not None and any(kind != expected for kind in types):
             raise UserError(
-                f"config: layer_types mixes kinds of attention, which model_type='mistral' with sliding_window={window} "
-                "does not do; this looks like another model (ministral?)"
+                f"config: layer_types must all be {expected} for model_type='mistral' "
+                f"with sliding_window={window}; a model that mixes them has another model_type"
             )
         return (window,) * (n_layers if types is None else len(types))
     if not _flag(hf, "use_sliding_window", False):
@@ -333,7 +357,8 @@ def _windows(family: str, hf: Mapping[str, Any], n_layers: int) -> tuple[int | N
         return tuple(window if i >= first else None for i in range(n_layers))
     if window is None and "sliding_attention" in types:
         raise UserError(
-            "config: layer_types asks for sliding_attention but use_sliding_window is false or sliding_window is missing"
+            "config: layer_types asks for sliding_attention but use_sliding_window is false "
+            "or sliding_window is null"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

@@ -1,7 +1,7 @@
 """One decoder driven by `ModelConfig`, and its pure form over a flat dict of arrays.
 
-The flat dict (Hugging Face tensor name -> array) is what weights, models and workers hand to each other; the NNX
-modules only give it structure. Knows nothing of files, KV, requests or of how the model is cut.
+The flat dict (Hugging Face tensor name -> array) is what weights, models and workers hand to each other; the
+NNX modules only give it structure. Knows nothing of files, KV, requests or of how the model is cut.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPT_POSITION_OFFSET = 2
 
 
 class LlamaStack(nnx.Module):
-    """`model.*` of llama, mistral, qwen2 and qwen3: tokens, positions [B, T] -> hidden [B, T, D] before the norm."""
+    """`model.*` of llama, mistral, qwen2 and qwen3."""
 
     def __init__(self, config: ModelConfig, *, make: Make) -> None:
         self.config = config
@@ -43,6 +43,7 @@ class LlamaStack(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, make=make)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """tokens, positions [B, T] -> [B, T, D], before the last norm."""
         assert self.config.rope is not None
         x = self.embed_tokens(tokens)
         tables = rotary_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
@@ -55,7 +56,7 @@ class LlamaStack(nnx.Module):
 
 
 class OptStack(nnx.Module):
-    """`model.decoder.*` of opt: learned positions, optional projections between embedding and hidden width."""
+    """`model.decoder.*` of opt: learned positions, and projections where the embedding is narrower."""
 
     def __init__(self, config: ModelConfig, *, make: Make) -> None:
         d, e = config.hidden_size, config.embed_dim or config.hidden_size
@@ -70,6 +71,7 @@ class OptStack(nnx.Module):
         )
 
     def hidden(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """tokens, positions [B, T] -> [B, T, D], before the last norm."""
         x = self.embed_tokens(tokens)
         if self.project_in is not None:
             x = self.project_in(x)
@@ -94,8 +96,8 @@ class OptModel(nnx.Module):
 class Decoder(nnx.Module):
     """A causal language model of any supported family.
 
-    `abstract=True` makes parameters of shape and dtype alone: an 80-layer 70B shape costs no memory. Otherwise
-    `rngs` (default `nnx.Rngs(0)`) draws them.
+    `abstract=True` makes parameters of shape and dtype alone: an 80-layer 70B shape costs no memory.
+    Otherwise `rngs` (default `nnx.Rngs(0)`) draws them.
     """
 
     def __init__(
@@ -117,11 +119,13 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, logits_at: jax.Array | None = None
     ) -> jax.Array:
-        """tokens, positions [B, T] int32 -> float32 logits [B, T, V], or [B, 1, V] at index logits_at [B] along T.
+        """tokens, positions [B, T] int32 -> float32 logits [B, T, V]; with logits_at [B], [B, 1, V].
 
-        Rows are padded on the right; a pad's position repeats the last valid one (`dynamic` rotary scaling takes a
-        row's length from its largest position). Causal attention runs over T, so with T = 1 a whole-model call sees
-        one token: earlier ones are the attention worker's.
+        `logits_at` names one index along T a row, such as the last valid token of a padded prompt.
+
+        Rows are padded on the right; a pad's position repeats the last valid one (`dynamic` rotary scaling
+        takes a row's length from its largest position). Causal attention runs over T, so with T = 1 a
+        whole-model call sees one token: earlier ones are the attention worker's.
         """
         stack = self.model.decoder if isinstance(self.model, OptModel) else self.model
         x = stack.hidden(tokens, positions)
@@ -184,10 +188,10 @@ def apply(
 
 
 def random_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-    """Random parameters that keep activations near unit size; norms and biases are drawn too, so that none is inert.
+    """Random parameters that keep activations near unit size; norms and biases are drawn too.
 
-    Drawn by numpy on the host, one tensor at a time, equal for equal seeds on every platform. For shapes alone use
-    `abstract_params`.
+    Drawn by numpy on the host, one tensor at a time, equal for equal seeds on every platform. For shapes
+    alone use `abstract_params`.
     """
     params = {}
     for i, (name, spec) in enumerate(abstract_params(config, dtype).items()):

@@ -1,8 +1,8 @@
-"""The parts a decoder layer is made of. Attribute names are the Hugging Face tensor names, weights lie `[out, in]`.
+"""The parts of a decoder layer. Attribute names are the Hugging Face tensor names, weights lie `[out, in]`.
 
-Knows arrays and the attention operator; knows nothing of configurations' files, of KV or of slicing. Projection,
-norm, rotation and attention stay separate calls, queries before keys and values, because a slice of the model begins
-and ends between them.
+Knows arrays and the attention operator; knows nothing of configurations' files, of KV or of slicing.
+Projection, norm, rotation and attention stay separate calls, queries before keys and values, because a slice
+of the model begins and ends between them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Make = Callable[[str, tuple[int, ...]], Any]
 
 
 def linear(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
-    """x [..., in] @ w [out, in]^T + b [out] -> [..., out], in x's dtype. Every projection of every model is this."""
+    """x [..., in], w [out, in], b [out] -> x w^T + b [..., out]. Every projection of every model."""
     y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
     return y if b is None else y + b
 
 
 def vocabulary_logits(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., D], w [V, D] -> float32 [..., V]: rounding logits to bfloat16 would tie neighbours for no gain."""
+    """x [..., D], w [V, D] -> float32 [..., V]: bfloat16 would tie neighbours for no gain."""
     return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -89,7 +89,7 @@ class LayerNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections around the attention operator. x [B, T, D] -> [B, T, D]; tables: cosine and sine, or None."""
+    """Projections around the attention operator: [B, T, D] -> [B, T, D]; tables are cosine and sine."""
 
     def __init__(self, config: ModelConfig, layer: int, *, make: Make) -> None:
         d, h = config.hidden_size, config.head_dim

@@ -1,9 +1,9 @@
 """Rotary positions: frequencies as numpy constants, cosine and sine from positions, and the rotation itself.
 
-Sources: RoFormer (arXiv 2104.09864); linear and dynamic NTK scaling (arXiv 2306.15595 and the community's NTK work);
-YaRN (arXiv 2309.00071); Llama 3.1's frequency bands. Angles are plain elementwise arithmetic on the positions (no
-table look-up, no matrix product), so that whoever slices the model can recompute them in every slice rather than
-carry them. Knows nothing of models, layers or attention.
+Sources: RoFormer (arXiv 2104.09864); linear and dynamic NTK scaling (arXiv 2306.15595 and the community's NTK
+work); YaRN (arXiv 2309.00071); Llama 3.1's frequency bands. Angles are plain elementwise arithmetic on the
+positions (no table look-up, no matrix product), so that whoever slices the model can recompute them in every
+slice rather than carry them. Knows nothing of models, layers or attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rotary part of a `config.json`: `rope_theta` + `rope_scaling` (transformers 4) or `rope_parameters` (5).
+"""The rotary part of config.json: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters` (5).
 
 Knows names and values, no arrays: the frequencies are made in `rope.py`.
 """
@@ -40,11 +40,11 @@ _IGNORED_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_fa
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions. Every type reads `theta` and `max_position_embeddings` (tokens); the rest only as named.
+    """Rotary positions. Every type reads `theta` and `max_position_embeddings` (tokens), the rest as named.
 
     - `factor`: linear, dynamic, llama3, yarn. `original_max_position_embeddings`: llama3, yarn.
     - `low_freq_factor`, `high_freq_factor`: llama3.
-    - `attention_factor` (None: derived), `beta_fast`, `beta_slow`, `mscale`, `mscale_all_dim`, `truncate`: yarn.
+    - `attention_factor` (None: derived), `beta_*`, `mscale`, `mscale_all_dim`, `truncate`: yarn.
     """
 
     rope_type: str
@@ -69,13 +69,18 @@ def rope_from_hf(hf: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
     if rope_type not in ROPE_TYPES:
         raise UserError(f"config: {where} has rope_type={rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
     if params.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UserError(f"config: {where}.partial_rotary_factor={params['partial_rotary_factor']} is not supported")
+        raise UserError(
+            f"config: {where}.partial_rotary_factor={params['partial_rotary_factor']} is not supported"
+        )
     keys = _TYPE_KEYS[rope_type]
-    # transformers ignores what a type does not read if another type reads it; a key that no type knows is an error.
+    # transformers ignores what a type does not read if another type reads it; a key that no type knows is an
+    # error.
     known = _IGNORED_KEYS.union(*_TYPE_KEYS.values())
     unknown = sorted(key for key, value in params.items() if key not in known and value is not None)
     if unknown:
-        raise UserError(f"config: {where} has {', '.join(unknown)}, which rope_type={rope_type!r} does not know")
+        raise UserError(
+            f"config: {where} has {', '.join(unknown)}, which rope_type={rope_type!r} does not know"
+        )
     missing = sorted(key for key, needed in keys.items() if needed and params.get(key) is None)
     if missing:
         raise UserError(f"config: {where} with rope_type={rope_type!r} must have {', '.join(missing)}")
@@ -97,7 +102,9 @@ def rope_from_hf(hf: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
             or max_position_embeddings
         )
         if isinstance(original, bool) or not isinstance(original, int | float) or original <= 0:
-            raise UserError(f"config: {where}.original_max_position_embeddings={original!r} must be a positive integer")
+            raise UserError(
+                f"config: {where}.original_max_position_embeddings={original!r} must be a positive integer"
+            )
         original = int(original)
     factor = number("factor")
     if factor is None:
@@ -106,7 +113,9 @@ def rope_from_hf(hf: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
         raise UserError(f"config: {where}.factor={factor} must be positive")
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if low is not None and high is not None and not 0 < low < high:
-        raise UserError(f"config: {where} must have 0 < low_freq_factor < high_freq_factor, not {low} and {high}")
+        raise UserError(
+            f"config: {where} must have 0 < low_freq_factor < high_freq_factor, not {low} and {high}"
+        )
     truncate = params.get("truncate")
     return RopeConfig(
         rope_type=rope_type,
@@ -130,7 +139,9 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     if rope.rope_type == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     values = {key: getattr(rope, key) for key in _TYPE_KEYS[rope.rope_type]}
-    scaling = {"rope_type": rope.rope_type} | {key: value for key, value in values.items() if value is not None}
+    scaling = {"rope_type": rope.rope_type} | {
+        key: value for key, value in values.items() if value is not None
+    }
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
@@ -142,7 +153,9 @@ def _rope_dict(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         if value and any(isinstance(inner, Mapping) for inner in value.values()):
             raise UserError(f"config: {name} differs between kinds of layers, which is not supported")
     if old and new and dict(old) != dict(new):
-        raise UserError("config: rope_scaling and rope_parameters are both there and differ; keep one of the two")
+        raise UserError(
+            "config: rope_scaling and rope_parameters are both there and differ; keep one of the two"
+        )
     return ("rope_scaling", old) if old else ("rope_parameters", new or {})
 
 

@@ -1,0 +1,339 @@
+"""Reading config.json: published files, both forms of rotary parameters, one clear line for the rest."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig
+
+# Published config.json files, shortened only where values repeat.
+LLAMA_2: dict[str, Any] = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA_31: dict[str, Any] = LLAMA_2 | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+SMOLLM2: dict[str, Any] = LLAMA_2 | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "rope_interleaved": False,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    "vocab_size": 49152,
+}
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3: dict[str, Any] = QWEN2 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+OPT_125M: dict[str, Any] = {
+    "_name_or_path": "facebook/opt-125m",
+    "_remove_final_layer_norm": False,
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "architectures": ["OPTForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "do_layer_norm_before": True,
+    "dropout": 0.1,
+    "eos_token_id": 2,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+}
+OPT_350M: dict[str, Any] = (
+    OPT_125M
+    | {"do_layer_norm_before": False, "hidden_size": 1024, "word_embed_proj_dim": 512}
+    | {
+        "num_attention_heads": 16,
+        "ffn_dim": 4096,
+    }
+)
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-2": LLAMA_2,
+    "llama-3.1": LLAMA_31,
+    "smollm2": SMOLLM2,
+    "mistral": MISTRAL,
+    "mistral-v0.3": MISTRAL | {"sliding_window": None, "head_dim": 128},
+    "qwen2": QWEN2,
+    "qwen2-yarn": QWEN2 | {"rope_scaling": YARN},
+    "qwen2-window": QWEN2 | {"use_sliding_window": True},
+    "qwen3": QWEN3,
+    "opt-125m": OPT_125M,
+    "opt-350m": OPT_350M,
+}
+
+
+def error_of(hf: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        ModelConfig.from_hf(hf)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_round_trip(name: str) -> None:
+    config = ModelConfig.from_hf(PUBLISHED[name])
+    again = ModelConfig.from_hf(json.loads(json.dumps(config.to_hf())))
+    assert again == config
+    assert hash(again) == hash(config)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_transformers_reads_what_we_write(name: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: pip install -e '.[dev]'")
+    import transformers
+
+    theirs = transformers.AutoConfig.for_model(**ModelConfig.from_hf(PUBLISHED[name]).to_hf())
+    direct = transformers.AutoConfig.for_model(
+        **copy.deepcopy(PUBLISHED[name])
+    )  # it writes into nested dicts
+    # What transformers 5 writes for the published file is also what we must read.
+    assert ModelConfig.from_hf(theirs.to_dict()) == ModelConfig.from_hf(direct.to_dict())
+    assert ModelConfig.from_hf(direct.to_dict()) == ModelConfig.from_hf(PUBLISHED[name])
+
+
+def test_sizes_of_the_demo_model() -> None:
+    config = ModelConfig.from_hf(SMOLLM2)
+    assert (config.head_dim, config.num_key_value_heads, config.num_hidden_layers) == (64, 3, 30)
+    assert config.rope is not None and config.rope.theta == 100000.0 and config.rope.rope_type == "default"
+    assert config.tie_word_embeddings and not config.qkv_bias and config.windows == (None,) * 30
+    assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (1, (2,), 2)
+    assert config.norm_eps == 1e-5
+
+
+def test_several_end_tokens_and_none() -> None:
+    assert ModelConfig.from_hf(LLAMA_31).eos_token_ids == (128001, 128008, 128009)
+    assert ModelConfig.from_hf(LLAMA_2 | {"eos_token_id": None}).eos_token_ids == ()
+
+
+def test_families_differ_where_their_authors_did() -> None:
+    qwen2, qwen3 = ModelConfig.from_hf(QWEN2), ModelConfig.from_hf(QWEN3)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
+    biased = ModelConfig.from_hf(LLAMA_2 | {"attention_bias": True, "mlp_bias": True})
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+    old, small = ModelConfig.from_hf(OPT_125M), ModelConfig.from_hf(OPT_350M)
+    assert (old.norm_first, old.final_norm, old.embed_dim, old.rope) == (True, True, None, None)
+    assert (small.norm_first, small.final_norm, small.embed_dim) == (False, False, 512)
+    assert old.tie_word_embeddings  # opt's files leave it out and mean true
+
+
+def test_sliding_windows_of_each_family() -> None:
+    assert set(ModelConfig.from_hf(MISTRAL).windows) == {4096}
+    assert set(ModelConfig.from_hf(MISTRAL | {"sliding_window": None}).windows) == {None}
+    without = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    assert set(ModelConfig.from_hf(without).windows) == {4096}  # transformers' default for mistral
+    assert set(ModelConfig.from_hf(QWEN2).windows) == {None}
+    used = ModelConfig.from_hf(QWEN2 | {"use_sliding_window": True, "sliding_window": 128})
+    assert used.windows == (None,) * 21 + (128,) * 3
+    listed = QWEN2 | {"use_sliding_window": True, "sliding_window": 128, "num_hidden_layers": 2}
+    listed["layer_types"] = ["sliding_attention", "full_attention"]
+    assert ModelConfig.from_hf(listed).windows == (128, None)
+
+
+def test_both_forms_of_rotary_parameters_mean_the_same() -> None:
+    for scaling in (LLAMA_31["rope_scaling"], {"type": "linear", "factor": 2.0}, YARN):
+        old = LLAMA_31 | {"rope_scaling": scaling}
+        new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+        new["rope_parameters"] = scaling | {"rope_theta": 500000.0}
+        assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    rope = ModelConfig.from_hf(LLAMA_31).rope
+    assert rope is not None
+    assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == ("llama3", 8.0, 8192)
+
+
+def test_yarn_derives_what_is_left_out() -> None:
+    rope = ModelConfig.from_hf(LLAMA_31 | {"rope_scaling": {"rope_type": "yarn", "factor": 4}}).rope
+    assert rope is not None
+    assert (rope.original_max_position_embeddings, rope.beta_fast, rope.beta_slow) == (131072, 32.0, 1.0)
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 32768}
+    rope = ModelConfig.from_hf(LLAMA_31 | {"rope_scaling": scaling}).rope
+    assert rope is not None and rope.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model_type": "gpt_neox"}, "model_type='gpt_neox'"),
+        ({"model_type": None}, "model_type"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": "32000"}, "vocab_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads=5"),
+        ({"num_attention_heads": 31, "num_key_value_heads": 31}, "num_attention_heads=31"),
+        ({"head_dim": 127}, "head_dim=127"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope'"),
+        ({"rope_scaling": {"rope_type": "nonsense"}}, "rope_type='nonsense'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"type": "linear", "factor": -1.0}}, "factor=-1.0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 3.0}}, "alpha"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "high_freq_factor, low_freq_factor"),
+        ({"rope_scaling": LLAMA_31["rope_scaling"] | {"low_freq_factor": 9.0}}, "low_freq_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
+            "rope_scaling",
+        ),
+    ],
+)
+def test_llama_fields_that_are_not_supported_are_named(change: dict[str, Any], field: str) -> None:
+    assert field in error_of(LLAMA_2 | change)
+
+
+@pytest.mark.parametrize(
+    ("hf", "field"),
+    [
+        (OPT_125M | {"activation_function": "swish"}, "activation_function='swish'"),
+        (OPT_125M | {"ffn_dim": None}, "ffn_dim"),
+        (OPT_125M | {"rope_theta": 1e4}, "rope_theta"),
+        (OPT_125M | {"num_attention_heads": 7}, "num_attention_heads=7"),
+        (QWEN2 | {"attention_bias": True}, "attention_bias"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 24}, "layer_types"),
+        (QWEN2 | {"layer_types": ["full_attention"] * 3}, "layer_types names 3 layers"),
+        (QWEN3 | {"layer_types": ["chunked_attention"] * 28}, "chunked_attention"),
+        (QWEN3 | {"num_experts": 128}, "num_experts=128"),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types"),
+        (MISTRAL | {"sliding_window": -1}, "sliding_window=-1"),
+    ],
+)
+def test_fields_of_other_families_are_named(hf: dict[str, Any], field: str) -> None:
+    assert field in error_of(hf)
+
+
+def test_unknown_fields_without_a_value_and_harmless_ones_pass() -> None:
+    plain = ModelConfig.from_hf(LLAMA_2)
+    assert (
+        ModelConfig.from_hf(LLAMA_2 | {"something_new": None, "temperature": 0.6, "id2label": {"0": "x"}})
+        == plain
+    )
+
+
+def test_error_lists_every_unknown_field() -> None:
+    message = error_of(LLAMA_2 | {"residual_multiplier": 0.22, "embedding_multiplier": 12.0})
+    assert "residual_multiplier" in message and "embedding_multiplier" in message
