@@ -17,7 +17,16 @@ from splitter.trace import SplitError, Traced
 
 # Operators that only move or relabel elements. A cache write may sit behind some of them.
 _LAYOUT = frozenset(
-    {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "copy", "rev"}
+    {
+        "transpose",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "rev",
+    }
 )
 _CACHE_WRITES = {"dynamic_update_slice": 1, "scatter": 2}  # position of the new values among the operands
 
@@ -26,10 +35,68 @@ _VIEWS = frozenset({"slice", "squeeze", "reshape"})
 
 # Cheap to run again in a slice instead of carrying the result: no products, gathers, sorts or control flow.
 _CHEAP = _LAYOUT | frozenset(
-    "abs add add_any and atan2 ceil clamp concatenate cos cosh div eq erf exp exp2 expm1 floor ge gt integer_pow "
-    "iota is_finite le log log1p logistic lt max min mul ne neg not nextafter or pad pow rem round rsqrt select_n "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice sqrt square stop_gradient sub tan "
-    "tanh xor reduce_max reduce_min reduce_sum argmax cumsum".split()
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "atan2",
+        "ceil",
+        "clamp",
+        "concatenate",
+        "cos",
+        "cosh",
+        "div",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "iota",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "nextafter",
+        "or",
+        "pad",
+        "pow",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "slice",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "reduce_max",
+        "reduce_min",
+        "reduce_sum",
+        "argmax",
+        "cumsum",
+    ]
 )
 
 
@@ -75,7 +142,7 @@ class Analysis:
     """The facts about a traced model that cutting and slicing need; see the field comments."""
 
     traced: Traced
-    producer: dict[Any, int] = field(default_factory=dict)  # variable -> position of the equation that writes it
+    producer: dict[Any, int] = field(default_factory=dict)  # variable -> its equation's position
     consumers: dict[Any, list[int]] = field(default_factory=dict)
     depends: dict[Any, Dependence] = field(default_factory=dict)
     regions: list[SiteRegion] = field(default_factory=list)
@@ -123,7 +190,9 @@ def analyse(traced: Traced, *, recompute: bool = True) -> Analysis:
         a.regions.append(_region(a, number, site, folded, outputs))
     if recompute:
         _mark_cheap(a)
-    a.kinds = tuple(_output_kind(a, v, name) for v, name in zip(jaxpr.outvars, traced.output_names, strict=True))
+    a.kinds = tuple(
+        _output_kind(a, v, name) for v, name in zip(jaxpr.outvars, traced.output_names, strict=True)
+    )
     return a
 
 

@@ -134,13 +134,16 @@ class _CutStep:
     def at_sink(self, v: int) -> bool:
         """Whether something that can only run after this attention reads value `v`."""
         ix = self.index
-        return ix.reader_level.get(v, -1) >= self.site or ix.last_site.get(v, -1) > self.site or v in self.finals
+        return (
+            ix.reader_level.get(v, -1) >= self.site or ix.last_site.get(v, -1) > self.site or v in self.finals
+        )
 
     def needed_later(self, v: int, active: set[int], memo: dict[int, bool]) -> bool:
         """Whether the sink side reads `v`, directly or through operators it recomputes."""
         if v not in memo:
             memo[v] = self.at_sink(v) or any(
-                not self.g.ops[o].recomputable or any(self.needed_later(w, active, memo) for w in self.g.ops[o].writes)
+                not self.g.ops[o].recomputable
+                or any(self.needed_later(w, active, memo) for w in self.g.ops[o].writes)
                 for o in self.index.consumers.get(v, ())
                 if o in active
             )

@@ -11,7 +11,7 @@ of KV caches, slots or requests.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,15 +68,24 @@ def attention(
     )  # fmt: skip
 
 
-def _run_attention(q, k, v, *, scale, window, softcap, name):
+def _run_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    name: str | None,
+) -> jax.Array:
     del name
     return causal_attention(q, k, v, scale=scale, window=window, softcap=softcap)
 
 
-def _batch_attention(args, dims, **params):
+def _batch_attention(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
 
-    def fold(x, d):
+    def fold(x: Any, d: int | None) -> Any:
         x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         return x.reshape(size * x.shape[1], *x.shape[2:])
 
@@ -97,7 +106,9 @@ attention_p = compat.define_primitive(
 _OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 
 
-def marked_dot_product_attention(query, key, value, bias=None, mask=None, **kwargs):
+def marked_dot_product_attention(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **kwargs: Any
+) -> Any:
     """`jax.nn.dot_product_attention` that leaves a primitive in the jaxpr. Same arguments, same result.
 
     `return_residual=True` is left unmarked: its second result is no attention output.
@@ -105,25 +116,29 @@ def marked_dot_product_attention(query, key, value, bias=None, mask=None, **kwar
     if kwargs.get("return_residual"):
         return _PLAIN_DPA(query, key, value, bias, mask, **kwargs)
     kwargs.pop("return_residual", None)
-    given = dict(bias=bias, mask=mask) | {n: kwargs.pop(n, None) for n in _OPTIONAL[2:]}
+    given = {"bias": bias, "mask": mask} | {n: kwargs.pop(n, None) for n in _OPTIONAL[2:]}
     names = tuple(n for n in _OPTIONAL if given[n] is not None)
     operands = [jnp.asarray(x) for x in (query, key, value, *(given[n] for n in names))]
     if isinstance(kwargs.get("local_window_size"), list):
         kwargs["local_window_size"] = tuple(kwargs["local_window_size"])
-    return dot_product_attention_p.bind(*operands, names=names, vmaps=(), static=tuple(sorted(kwargs.items())))
+    return dot_product_attention_p.bind(
+        *operands, names=names, vmaps=(), static=tuple(sorted(kwargs.items()))
+    )
 
 
-def _run_dot_product_attention(*operands, names, vmaps, static):
-    def plain(q, k, v, *rest):
+def _run_dot_product_attention(
+    *operands: Any, names: tuple[str, ...], vmaps: tuple[Any, ...], static: tuple[Any, ...]
+) -> Any:
+    def plain(q: Any, k: Any, v: Any, *rest: Any) -> Any:
         return _PLAIN_DPA(q, k, v, **dict(zip(names, rest, strict=True)), **dict(static))
 
-    run = plain
+    run: Any = plain
     for dims in vmaps:
         run = jax.vmap(run, in_axes=dims)
     return run(*operands)
 
 
-def _abstract_dot_product_attention(*avals, **params):
+def _abstract_dot_product_attention(*avals: Any, **params: Any) -> Any:
     out = jax.eval_shape(
         lambda *xs: _run_dot_product_attention(*xs, **params),
         *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals),
@@ -131,7 +146,9 @@ def _abstract_dot_product_attention(*avals, **params):
     return compat.ShapedArray(out.shape, out.dtype)
 
 
-def _batch_dot_product_attention(args, dims, *, vmaps, **params):
+def _batch_dot_product_attention(
+    args: Sequence[Any], dims: Sequence[Any], *, vmaps: tuple[Any, ...], **params: Any
+) -> tuple[Any, int]:
     return dot_product_attention_p.bind(*args, vmaps=(*vmaps, tuple(dims)), **params), 0
 
 

@@ -31,7 +31,9 @@ class Block:
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         env = dict(zip(self.invars, args, strict=True))
         for eqn in self.eqns:
-            env.update(zip(eqn.outvars, compat.bind_eqn(eqn, [read(env, a) for a in eqn.invars]), strict=True))
+            env.update(
+                zip(eqn.outvars, compat.bind_eqn(eqn, [read(env, a) for a in eqn.invars]), strict=True)
+            )
         return [read(env, a) for a in self.outvars]
 
 

@@ -6,6 +6,7 @@ the same but for their parameters share one program. Knows nothing of pools, dev
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,7 +108,9 @@ class SplitModel:
         """
         flat, tree = tree_util.tree_flatten(params)
         if tree != self.traced.params_tree:
-            raise SplitError(f"params have another structure than those traced: {tree} for {self.traced.params_tree}")
+            raise SplitError(
+                f"params have another structure than those traced: {tree} for {self.traced.params_tree}"
+            )
         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in flat)
         prologue = self._views(self.slices[i].param_vars)
         if abstract:
@@ -118,7 +121,9 @@ class SplitModel:
         """Slice 0's context: those of the model's inputs that the slices read. Raises SplitError on other trees."""
         flat, tree = tree_util.tree_flatten(tuple(inputs))
         if tree != self.traced.inputs_tree:
-            raise SplitError(f"inputs have another structure than those traced: {tree} for {self.traced.inputs_tree}")
+            raise SplitError(
+                f"inputs have another structure than those traced: {tree} for {self.traced.inputs_tree}"
+            )
         given = dict(zip(self.traced.jaxpr.invars[self.traced.n_params :], flat, strict=True))
         return tuple(given[v] for v in self.slices[0].context_vars)
 
@@ -151,7 +156,9 @@ class SplitModel:
             "aux": iter(aux),
             "state": iter(state),
         }
-        return tree_util.tree_unflatten(self.traced.out_tree, [next(parts[kind]) for kind in self.analysis.kinds])
+        return tree_util.tree_unflatten(
+            self.traced.out_tree, [next(parts[kind]) for kind in self.analysis.kinds]
+        )
 
     def report(self) -> SplitReport:
         """Slices, contexts and exchanged bytes, as plain data that prints."""
@@ -252,6 +259,11 @@ class _Builder:
         self.fixed = {*jaxpr.constvars, *a.view}
         self.inputs = set(jaxpr.invars[n_params:])
         self.contexts = _extended(contexts, self.inputs)
+        # A context is what its reader uses first, first; but what lives on keeps one order through all slices, or
+        # two slices that read it in another order would not be the same program.
+        carried = Counter(v for context in self.contexts for v in context)
+        self.lasting = self.inputs | {v for v, n in carried.items() if n > 1}
+        self.age = {v: -len(jaxpr.invars) + k for k, v in enumerate(jaxpr.invars)} | a.producer
         self.programs: dict[str, SliceProgram] = {}
         made: list[Slice] = []
         following: tuple[Any, ...] = ()
@@ -280,11 +292,11 @@ class _Builder:
         kv_eqns = tuple(a.eqns[p] for p in kv_positions)
         used = first_use((*q_eqns, *kv_eqns), (*first_out, *second_out))
         params = tuple(v for v in used if v in self.fixed)
+        # What only passes through is among second_out; the last slice is handed more than it reads.
         own = [v for v in used if v in given and v is not out]
-        # What only passes through keeps the order in which the next slice takes it (it is among second_out); what
-        # the last slice is handed without need comes at its end.
-        unread = [v for v in self.contexts[i - 1] if v not in used] if i == self.n else []
-        context = (*own, *unread)
+        own += [v for v in self.contexts[i - 1] if v not in used] if i == self.n else []
+        fresh = [v for v in own if v not in self.lasting]
+        context = (*fresh, *sorted((v for v in own if v in self.lasting), key=self.age.__getitem__))
         start = (*params, *context) if out is None else (*params, *context, out)
         if i == self.n:
             return self._last(i, Block(start, q_eqns, first_out), params, context, tuple(q_positions))

@@ -82,7 +82,9 @@ def read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, compat.Literal) else env[atom]
 
 
-def trace(fn: Callable[..., Any], params: Any, *inputs: Any, operators: Sequence[Any] = DEFAULT_OPERATORS) -> Traced:
+def trace(
+    fn: Callable[..., Any], params: Any, *inputs: Any, operators: Sequence[Any] = DEFAULT_OPERATORS
+) -> Traced:
     """Trace `fn(params, *inputs)` into one flat jaxpr with its attention operators marked.
 
     Args:
@@ -171,7 +173,11 @@ def _unroll(eqn: compat.JaxprEqn, operands: Sequence[Any], wanted: frozenset[Any
     body, body_consts = compat.open_jaxpr(p["jaxpr"])
     n_consts, n_carry = compat.scan_counts(eqn)
     length = p["length"]
-    fixed, carry, xs = operands[:n_consts], list(operands[n_consts : n_consts + n_carry]), operands[n_consts + n_carry :]
+    fixed, carry, xs = (
+        operands[:n_consts],
+        list(operands[n_consts : n_consts + n_carry]),
+        operands[n_consts + n_carry :],
+    )
     steps: list[Any] = [None] * length
     for i in reversed(range(length)) if p["reverse"] else range(length):
         # Static slices of stacked weights are views: the slicer moves them to load time.

@@ -30,7 +30,7 @@ def rope(x, positions):
 
 
 def qkv(layer, h, positions):
-    heads = lambda w: (h @ w).reshape(*h.shape[:2], -1, H)  # noqa: E731
+    heads = lambda w: (h @ w).reshape(*h.shape[:2], -1, H)
     return rope(heads(layer["q"]), positions), rope(heads(layer["k"]), positions), heads(layer["v"])
 
 
@@ -39,10 +39,10 @@ def mlp(layer, h):
 
 
 def layer_params(make: Any) -> dict[str, Any]:
-    return dict(
-        norm1=make(D), q=make(D, N * H), k=make(D, K * H), v=make(D, K * H), o=make(N * H, D),
-        norm2=make(D), gate=make(D, F), up=make(D, F), down=make(F, D),
-    )  # fmt: skip
+    return {
+        "norm1": make(D), "q": make(D, N * H), "k": make(D, K * H), "v": make(D, K * H), "o": make(N * H, D),
+        "norm2": make(D), "gate": make(D, F), "up": make(D, F), "down": make(F, D),
+    }  # fmt: skip
 
 
 def llama_params(n_layers: int, *, abstract: bool = False, seed: int = 0) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def llama_params(n_layers: int, *, abstract: bool = False, seed: int = 0) -> dic
             return jax.ShapeDtypeStruct(shape, jnp.float32)
         return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
 
-    return dict(embed=make(V, D), norm=make(D), layers=[layer_params(make) for _ in range(n_layers)])
+    return {"embed": make(V, D), "norm": make(D), "layers": [layer_params(make) for _ in range(n_layers)]}
 
 
 def llama_layer(x, layer, positions):
@@ -70,7 +70,7 @@ def llama(params, tokens, positions):
 
 
 def stacked(params: dict[str, Any]) -> dict[str, Any]:
-    return params | dict(layers=jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"]))
+    return params | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])}
 
 
 def scanned_llama(params, tokens, positions):
@@ -207,4 +207,6 @@ def run_split(model: SplitModel, params: Any, *inputs: Any, tie: Any = None) -> 
         out, state = model.sites[i].attend(q, k, v, *private[i])
         states.append(state)
     final = model.slices[model.n].final(model.slice_params(model.n, params), context, out)
-    return model.merge_outputs(final, model.aux_outputs(params, *inputs), model.state_outputs(states, *inputs))
+    return model.merge_outputs(
+        final, model.aux_outputs(params, *inputs), model.state_outputs(states, *inputs)
+    )

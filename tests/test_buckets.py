@@ -12,7 +12,8 @@ from jaxlamina.buckets import Buckets, bucket, steps
 @given(st.integers(1, 300), st.integers(1, 40_000))
 def test_default_buckets_hold_everything_up_to_their_limits(max_num_seqs: int, max_model_len: int):
     sizes = Buckets.default(max_num_seqs, max_model_len)
-    assert sizes.batch[-1] == max_num_seqs and sizes.prompt[-1] == sizes.context[-1] == max_model_len
+    assert sizes.batch[-1] == max_num_seqs and sizes.context[-1] == max_model_len
+    assert sizes.prompt[-1] == max(2, max_model_len)
     assert len(sizes.context) < 80
     for n in {1, max_num_seqs // 2 + 1, max_num_seqs}:
         got = bucket(n, sizes.batch)
@@ -40,3 +41,8 @@ def test_steps_cut_each_doubling_evenly():
 def test_bad_buckets_are_refused(sizes):
     with pytest.raises(ValueError, match="positive and rising"):
         Buckets(batch=sizes, prompt=(16,), context=(64,))
+
+
+def test_a_prompt_bucket_of_one_token_is_refused():
+    with pytest.raises(ValueError, match="must start at 2"):
+        Buckets(batch=(1,), prompt=(1, 16), context=(64,))

@@ -23,7 +23,9 @@ def cut_graphs(draw):
     ops, reads, writes = [], [], []
     for _ in range(draw(st.integers(1, 3))):
         for _ in range(draw(st.integers(1, 3))):
-            used = tuple(draw(st.lists(st.sampled_from(range(len(values))), min_size=1, max_size=3, unique=True)))
+            used = tuple(
+                draw(st.lists(st.sampled_from(range(len(values))), min_size=1, max_size=3, unique=True))
+            )
             recomputable = draw(st.booleans()) and all(level[v] < 0 and cheap[v] for v in used)
             new = tuple(range(len(values), len(values) + draw(st.integers(1, 2))))
             values += [draw(st.integers(1, 20)) for _ in new]
@@ -38,7 +40,9 @@ def cut_graphs(draw):
     used = (writes[-1], *draw(st.lists(st.sampled_from(range(len(values))), max_size=2, unique=True)))
     ops.append(Op(tuple(dict.fromkeys(used)), (len(values),), len(reads) - 1, False))
     values.append(1)
-    return CutGraph(tuple(ops), tuple(values), tuple(range(n_inputs)), tuple(reads), tuple(writes), (len(values) - 1,))
+    return CutGraph(
+        tuple(ops), tuple(values), tuple(range(n_inputs)), tuple(reads), tuple(writes), (len(values) - 1,)
+    )
 
 
 def brute_force_bytes(g: CutGraph, site: int) -> int:
@@ -54,7 +58,11 @@ def brute_force_bytes(g: CutGraph, site: int) -> int:
     best = None
     for choice in product([False, True], repeat=len(open_ops)):
         before = {o for o, chosen in zip(open_ops, choice, strict=True) if chosen}
-        ready = set(g.inputs) | {g.site_writes[j] for j in range(site)} | {v for o in before for v in g.ops[o].writes}
+        ready = (
+            set(g.inputs)
+            | {g.site_writes[j] for j in range(site)}
+            | {v for o in before for v in g.ops[o].writes}
+        )
 
         def computable(v, ready=ready):
             """From what is there, recomputing cheap operators where needed."""
@@ -117,7 +125,9 @@ def test_each_slice_can_be_computed_from_the_context_before_it(g):
 @given(
     st.integers(2, 7).flatmap(
         lambda n: st.lists(
-            st.tuples(st.integers(0, n - 1), st.integers(0, n - 1), st.integers(0, 30)), min_size=1, max_size=20
+            st.tuples(st.integers(0, n - 1), st.integers(0, n - 1), st.integers(0, 30)),
+            min_size=1,
+            max_size=20,
         ).map(lambda edges: (n, edges))
     )
 )
@@ -147,6 +157,11 @@ def test_capacities_beyond_32_bits():
 def test_a_value_read_twice_is_charged_once():
     # value 1 is read by two operators after the attention; carrying it costs its 10 bytes once.
     g = CutGraph(
-        (Op((0,), (1,), -1), Op((1, 2), (3,), 0), Op((1, 3), (4,), 0)), (99, 10, 1, 1, 1), (0,), ((1,),), (2,), (4,)
+        (Op((0,), (1,), -1), Op((1, 2), (3,), 0), Op((1, 3), (4,), 0)),
+        (99, 10, 1, 1, 1),
+        (0,),
+        ((1,),),
+        (2,),
+        (4,),
     )
     assert plan_cuts(g)[0].context == (1,)

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxlamina.errors import UserError
 from jaxlamina.models import Decoder, ModelConfig, abstract_params, apply, random_params
 from jaxlamina.models.rope import inverse_frequencies, rotary_tables
+from splitter import split
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed: pip install -e '.[dev]'")
@@ -165,6 +166,27 @@ def test_inverse_frequencies_equal_transformers(name: str) -> None:
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=3e-7)
     assert our_factor == pytest.approx(factor, rel=1e-12)
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["llama", "llama-llama3", "llama-yarn"])
+def test_angles_of_far_positions_equal_transformers(name: str) -> None:
+    """An error of one unit in the last place of a frequency grows with the position; here it would be seen."""
+    import torch
+    import transformers
+
+    wide = MODELS[name] | {"head_dim": 64, "rope_theta": 500000.0, "max_position_embeddings": 131072}
+    rope = ModelConfig.from_hf(wide).rope
+    assert rope is not None
+    positions = np.array([[0, 1, 100, 4095, 8191, 65535, 131071]], np.int32)
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(wide))
+    module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    theirs = module(torch.zeros(1), torch.from_numpy(positions).long())
+    ours = rotary_tables(rope, 64, jnp.asarray(positions), jnp.float32)
+    for table, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(
+            table[:, :, 0], expected.numpy()[..., :32], atol=2e-3 if name != "llama" else 1e-6
+        )
 
 
 @needs_torch
@@ -339,3 +361,16 @@ def test_rotary_tables_are_cheap_to_recompute(name: str) -> None:
         "pow",
     }
     assert used <= allowed | {"cos", "sin", "reduce_max", "jit", "pjit"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_are_few_and_carry_the_residual_and_at_most_the_positions(name: str) -> None:
+    config = ModelConfig.from_hf(MODELS[name] | {"num_hidden_layers": 5})
+    step = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    model = split(partial(apply, config), abstract_params(config), step, step)
+    assert (model.n, model.n_programs) == (5, 3)
+    assert [site.window for site in model.sites] == list(config.windows)
+    for cut in model.report().cuts:
+        carried = sorted((value.shape, value.dtype) for value in cut.context)
+        residual, positions = ((2, 1, 32), "float32"), ((2, 1), "int32")
+        assert carried in ([residual], [positions, residual])

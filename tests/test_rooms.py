@@ -47,7 +47,9 @@ def test_jax_internals_are_imported_in_one_file():
         for path in sources(room):
             if path != COMPAT:
                 inner = [n for n in imports(path) if n.startswith(("jax._src", "jax.extend", "jaxlib"))]
-                assert not inner, f"{path.relative_to(ROOT)} imports {inner}; that belongs in pallas_kernels/compat.py"
+                assert not inner, (
+                    f"{path.relative_to(ROOT)} imports {inner}; that belongs in pallas_kernels/compat.py"
+                )
 
 
 POLICY = ("splitter/mincut.py", "jaxlamina/kv/allocator.py", "jaxlamina/scheduler.py", "launch/roles.py")

@@ -179,7 +179,9 @@ def test_each_slice_fits_its_neighbour():
         q, rest = jax.eval_shape(model.slices[i].q_part, weights, context, out)
         k, v, context = jax.eval_shape(model.slices[i].kv_part, weights, rest, None)
         site = model.sites[i]
-        assert [(x.shape, x.dtype) for x in (q, k, v)] == [(x.shape, x.dtype) for x in (site.q, site.k, site.v)]
+        assert [(x.shape, x.dtype) for x in (q, k, v)] == [
+            (x.shape, x.dtype) for x in (site.q, site.k, site.v)
+        ]
         out = site.out
     logits = jax.eval_shape(model.slices[model.n].final, model.slice_params(model.n, params), context, out)
     assert logits.shape == (B, T, ex.V)
@@ -217,7 +219,7 @@ def test_two_batches_can_be_interleaved():
 def test_gradients_flow_through_the_slices():
     params = ex.llama_params(2)
     model = split(ex.llama, params, TOKENS, POSITIONS)
-    loss = lambda run: lambda p: jnp.mean(run(p) ** 2)  # noqa: E731
+    loss = lambda run: lambda p: jnp.mean(run(p) ** 2)
     want = jax.grad(loss(lambda p: ex.llama(p, TOKENS, POSITIONS)))(params)
     got = jax.grad(loss(lambda p: ex.run_split(model, p, TOKENS, POSITIONS)))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)

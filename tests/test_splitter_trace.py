@@ -37,7 +37,14 @@ def custom_tangent(f):
 
 
 @pytest.mark.parametrize(
-    "wrap", [jax.jit, jax.checkpoint, custom_derivative, custom_tangent, lambda f: jax.jit(jax.checkpoint(jax.jit(f)))]
+    "wrap",
+    [
+        jax.jit,
+        jax.checkpoint,
+        custom_derivative,
+        custom_tangent,
+        lambda f: jax.jit(jax.checkpoint(jax.jit(f))),
+    ],
 )
 def test_nested_constructs_are_inlined(wrap):
     model, params = wrapped(wrap), ex.llama_params(2)
@@ -120,7 +127,7 @@ def test_a_mask_that_depends_on_activations_is_refused():
 
 def random_qkv(seed=0, batch=2, tokens=5):
     rng = np.random.default_rng(seed)
-    make = lambda heads: jnp.asarray(rng.normal(size=(batch, tokens, heads, ex.H)), jnp.float32)  # noqa: E731
+    make = lambda heads: jnp.asarray(rng.normal(size=(batch, tokens, heads, ex.H)), jnp.float32)
     return make(ex.N), make(ex.K), make(ex.K)
 
 
@@ -147,11 +154,11 @@ def test_the_operator_compiles_batches_and_differentiates():
     q, k, v = random_qkv()
     want = dense_attention(q, k, v)
     np.testing.assert_allclose(jax.jit(attention)(q, k, v), want, atol=1e-5)
-    one = lambda q, k, v: attention(q[None], k[None], v[None])[0]  # noqa: E731
+    one = lambda q, k, v: attention(q[None], k[None], v[None])[0]
     np.testing.assert_allclose(jax.vmap(one)(q, k, v), want, atol=1e-5)
     np.testing.assert_allclose(jax.vmap(one, in_axes=(0, None, None))(q, k[0], v[0])[0], want[0], atol=1e-5)
 
-    f = lambda q, k, v: attention(q, k, v)[..., 0].sum()  # noqa: E731
+    f = lambda q, k, v: attention(q, k, v)[..., 0].sum()
     for argument, grad in enumerate(jax.grad(f, argnums=(0, 1, 2))(q, k, v)):
         step = 1e-5 * np.random.default_rng(1).normal(size=grad.shape)
         args = [np.asarray(x, np.float64) for x in (q, k, v)]
