@@ -49,6 +49,10 @@ class Buckets:
             sizes = getattr(self, name)
             if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
                 raise ValueError(f"{name} buckets {sizes} must be positive and rising")
+        if self.prompt[0] < 2:
+            raise ValueError(
+                f"prompt buckets {self.prompt} must start at 2: one token a row is a decode step"
+            )
 
     @classmethod
     def default(cls, max_num_seqs: int, max_model_len: int) -> Buckets:
@@ -59,7 +63,7 @@ class Buckets:
         """
         small = tuple(n for n in (1, 2, 4) if n < max_num_seqs)
         batch = (*small, *steps(8, max_num_seqs, 2)) if max_num_seqs > 8 else (*small, max_num_seqs)
-        return cls(batch, steps(16, max_model_len, 2), _contexts(max_model_len))
+        return cls(batch, steps(16, max(2, max_model_len), 2), _contexts(max_model_len))
 
 
 def _contexts(max_model_len: int) -> tuple[int, ...]:

@@ -1,0 +1,288 @@
+"""``LLM``: the Python interface. Prompts in, finished requests out.
+
+Puts checkpoint, tokenizer, executor and engine together; each of them knows how to do its own part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxlamina import compilation
+from jaxlamina.buckets import Buckets
+from jaxlamina.engine import Engine, TokenEvent
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, apply
+from jaxlamina.outputs import RequestOutput
+from jaxlamina.sampling import SamplingParams
+from jaxlamina.workers import LocalExecutor, UnsplitExecutor
+from jaxlamina.workers.capacity import slots_that_fit
+from splitter import SplitReport
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+Messages = Sequence[Mapping[str, Any]]  # one conversation
+
+
+class ModelSource(Protocol):
+    """What ``LLM`` needs of a checkpoint (`jaxlamina.weights.Checkpoint` is one)."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def load(self, dtype: Any, device: Any, progress: Any) -> Mapping[str, jax.Array]: ...
+
+    def tokenizer(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class InMemoryModel:
+    """A model whose parameters are already arrays; without a tokenizer it takes and gives token ids."""
+
+    config: ModelConfig
+    params: Mapping[str, jax.Array]
+    text: Any | None = None  # a Tokenizer
+    eos_token_ids: tuple[int, ...] = ()
+
+    def load(self, dtype: Any, device: Any, progress: Any = None) -> dict[str, jax.Array]:
+        return {name: jax.device_put(jnp.asarray(x, dtype), device) for name, x in self.params.items()}
+
+    def tokenizer(self) -> Any:
+        return self.text
+
+
+class LLM:
+    """A model ready to write.
+
+    - ``model``: a name ("smollm2-135m-instruct"), a Hugging Face folder, a ``.gguf`` file, an orbax folder, or
+      a ``ModelSource``.
+    - ``dtype``: "float32" or "bfloat16", of weights and KV.
+    - ``max_num_seqs``: requests decoded at once.
+    - ``max_model_len``: tokens of a request, prompt included; default the model's, or less if KV does not fit.
+    - ``kv_slots``: tokens whose KV is kept, over all requests; default as many as could be used, as far as memory goes.
+    - ``split``: model worker and attention worker apart, each on its own device where there are two; False runs
+      each step as one program, to compare with.
+    - ``q_first``: send q before k and v are computed; default where the workers have different devices.
+    - ``devices``: one device for both workers, or (model worker's, attention worker's).
+    - ``seed``: requests without a seed of their own get theirs from it.
+    - ``compilation_cache``: keep compiled programs on disk for the next process.
+    - ``on_load(done_bytes, total_bytes)``: progress of loading.
+
+    ``UserError`` for a model that is not there or not supported, and for options out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelSource,
+        *,
+        dtype: str = "float32",
+        max_num_seqs: int = 32,
+        max_model_len: int | None = None,
+        kv_slots: int | None = None,
+        split: bool = True,
+        q_first: bool | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        seed: int = 0,
+        compilation_cache: bool = True,
+        on_load: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
+        if max_num_seqs < 1:
+            raise UserError(f"{max_num_seqs=} must be at least 1")
+        if compilation_cache:
+            compilation.keep_programs()
+        source = _open(model)
+        self.config: ModelConfig = source.config
+        self.model_device, self.attention_device = _two_devices(devices, split)
+        length = self._length(max_model_len)
+        if kv_slots is not None and kv_slots < 1:
+            raise UserError(f"{kv_slots=} must be at least 1")
+        least = 2 if max_model_len is None else length
+        n_slots = kv_slots or partial(slots_that_fit, most=max_num_seqs * length, least=least)
+        self.tokenizer = source.tokenizer()
+        params = source.load(DTYPES[dtype], self.model_device, on_load)
+        fn = partial(apply, self.config)
+        self.executor: LocalExecutor | UnsplitExecutor
+        if split:
+            self.executor = LocalExecutor(
+                fn,
+                params,
+                n_slots=n_slots,
+                model_device=self.model_device,
+                attention_device=self.attention_device,
+                q_first=q_first,
+            )
+        else:
+            self.executor = UnsplitExecutor(fn, params, n_slots=n_slots, device=self.model_device)
+        self.max_model_len = min(length, self.executor.n_slots + 1)
+        self.buckets = Buckets.default(max_num_seqs, self.max_model_len)
+        self.engine = Engine(
+            self.executor,
+            self.tokenizer,
+            vocab_size=self.config.vocab_size,
+            buckets=self.buckets,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            eos_token_ids=source.eos_token_ids,
+            seed=seed,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: Callable[[TokenEvent], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; outputs in the prompts' order.
+
+        A prompt is a string, ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``; ``sampling_params`` one for
+        all (default ``SamplingParams()``) or one each. ``on_token`` is called for every token as it comes.
+        ``UserError`` for a prompt that cannot be served; then none is.
+        """
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = _one_each(sampling_params, len(prompts))
+        with self._queued(prompts, params) as ids:
+            finished: dict[str, RequestOutput] = {}
+            while len(finished) < len(ids):
+                for event in self.engine.step():
+                    if event.output is not None:
+                        finished[event.request_id] = event.output
+                    if on_token is not None:
+                        on_token(event)
+            return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: Callable[[TokenEvent], None] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of several, put into words by the model's chat template.
+
+        A conversation is a list of ``{"role": …, "content": …}``; ``template`` goes to the template as it is.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
+        return self.generate(prompts, sampling_params, on_token=on_token)
+
+    def chat_prompt(self, messages: Any, **template: Any) -> dict[str, Any]:
+        """The prompt, text and token ids, that ``chat`` makes of one conversation."""
+        tokenizer = self._tokenizer_for("chat")
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **template)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Continues one prompt and yields its text piece by piece as tokens come (bad input: ``UserError`` at once)."""
+        queued = self._queued([prompt], _one_each(sampling_params, 1))
+        [request_id] = queued.__enter__()
+
+        def pieces() -> Iterator[str]:
+            try:
+                finished = False
+                while not finished:
+                    for event in self.engine.step():
+                        if event.request_id == request_id:
+                            finished = event.output is not None
+                            if event.new_text:
+                                yield event.new_text
+            finally:
+                queued.__exit__(None, None, None)
+
+        return pieces()
+
+    def split_report(self) -> SplitReport:
+        """Slices, what each cut keeps and what crosses between the pools, for a decode step of one request."""
+        return self.executor.report
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and seconds so far; buckets; slots; and programs compiled, by what they were compiled for."""
+        return dataclasses.asdict(self.engine.stats) | {
+            "n_compilations": self.executor.programs.total + self.engine.sampler.n_compiled,
+            "compilations": dict(self.executor.programs.counts) | {"sampler": self.engine.sampler.n_compiled},
+            "buckets": dataclasses.asdict(self.buckets),
+            "kv_slots": self.executor.n_slots,
+            "kv_slots_used": self.engine.scheduler.slots.n_used,
+            "model_device": str(self.model_device),
+            "attention_device": str(self.attention_device),
+        }
+
+    @contextmanager
+    def _queued(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[list[str]]:
+        """The prompts as requests of the engine; those not finished on leaving are aborted."""
+        ids: list[str] = []
+        try:
+            for prompt, p in zip(prompts, params, strict=True):
+                text, tokens = self._tokens(prompt)
+                ids.append(self.engine.add_request(tokens, p, text))
+            yield ids
+        finally:
+            for request_id in ids:
+                self.engine.abort(request_id)
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer_for("a text prompt").encode(prompt)
+        if not isinstance(prompt, Mapping) or not prompt.keys() & {"prompt", "prompt_token_ids"}:
+            raise UserError(
+                f'a prompt must be a string, {{"prompt": …}} or {{"prompt_token_ids": […]}}, not {prompt!r:.80}'
+            )
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+        if unknown:
+            raise UserError(f"a prompt has no field {sorted(unknown)}, only prompt and prompt_token_ids")
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), prompt["prompt_token_ids"]
+        return self._tokens(prompt["prompt"])
+
+    def _tokenizer_for(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise UserError(f"{what} needs a tokenizer, and this model has none: give prompt_token_ids")
+        return self.tokenizer
+
+    def _length(self, max_model_len: int | None) -> int:
+        longest = self.config.max_position_embeddings
+        if max_model_len is None:
+            return longest
+        if not 2 <= max_model_len <= longest:
+            raise UserError(f"{max_model_len=} must be at least 2 and at most {longest}, the model's length")
+        return max_model_len
+
+
+def _open(model: str | Path | ModelSource) -> ModelSource:
+    if not isinstance(model, str | Path):
+        return model
+    from jaxlamina.weights import open_checkpoint  # its readers need more than an in-memory model does
+
+    return open_checkpoint(str(model))
+
+
+def _two_devices(devices: Sequence[jax.Device] | None, split: bool) -> tuple[jax.Device, jax.Device]:
+    """Model worker's and attention worker's device: two where there are two and the model is split."""
+    given = list(jax.local_devices() if devices is None else devices)
+    if not given or (devices is not None and len(given) > 2):
+        raise UserError(
+            f"devices={given} must be one device, or two: the model worker's and the attention worker's"
+        )
+    return given[0], given[1 if split and len(given) > 1 else 0]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * n
+    if len(params) != n:
+        raise UserError(f"{len(params)} sampling parameters for {n} prompts: give one for all or one each")
+    return params

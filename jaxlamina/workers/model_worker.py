@@ -1,0 +1,136 @@
+"""The compute pool's side: weights, and the slices of the split model, jitted for each bucket.
+
+Holds weights and nothing else between steps. It knows no KV and no slot: a decode slice gives q, k, v and a
+context and goes on from attention output; a prefill slice attends inside its prompt by itself and its k, v
+are for the attention worker to keep. Who calls the slices, in which order, is the executor's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlamina.workers.attention_worker import AttentionSpec
+from jaxlamina.workers.programs import Programs
+from pallas_kernels import causal_attention
+from splitter import SplitModel, split, trace
+
+# (params, tokens [B, T], positions [B, T], logits_at [B] | None) -> logits [B, 1 or T, V]
+ModelFn = Callable[..., jax.Array]
+Params = Mapping[str, jax.Array]
+Weights = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class BoundSlice:
+    """A slice's jitted parts with its weights beside them, looked up once and not once a step.
+
+    ``whole`` is both parts in one call; ``q_part`` and ``kv_part`` are for a transport that sends q early.
+    In a prefill only ``whole`` is there, and gives attention output where a decode slice gives q.
+    """
+
+    weights: Weights
+    whole: Callable[..., tuple]
+    q_part: Callable[..., tuple] | None = None
+    kv_part: Callable[..., tuple] | None = None
+
+
+@dataclass(frozen=True)
+class BoundModel:
+    """All slices of the model for one bucket: n ``BoundSlice``, then the last slice's ``final`` → logits [B, V]."""
+
+    first_context: Callable[..., tuple]
+    slices: tuple[BoundSlice, ...]
+    final: Callable[..., jax.Array]
+    final_weights: Weights
+
+
+class ModelWorker:
+    """Weights on one device and the programs that use them."""
+
+    def __init__(self, model: ModelFn, params: Params, device: jax.Device, programs: Programs) -> None:
+        self.device = device
+        self.params = jax.device_put(dict(params), device)
+        self._model = model
+        self._programs = programs
+        self._decode: dict[int, BoundModel] = {}
+        self._prefill: dict[tuple[int, int], BoundModel] = {}
+
+    def split(self, batch: int, n_tokens: int = 1) -> SplitModel:
+        """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits."""
+        return split(trace_step(self._model, self.params, batch, n_tokens))
+
+    def decode(self, batch: int) -> BoundModel:
+        """The model's slices for a decode step of ``batch`` rows, made on first use."""
+        if batch not in self._decode:
+            self._decode[batch] = self._bind(self.split(batch), f"batch {batch}", prefill=False)
+        return self._decode[batch]
+
+    def prefill(self, batch: int, n_tokens: int) -> BoundModel:
+        """The same for prompts padded to ``[batch, n_tokens]``."""
+        key = batch, n_tokens
+        if key not in self._prefill:
+            what = f"prefill {batch} × {n_tokens} tokens"
+            self._prefill[key] = self._bind(self.split(batch, n_tokens), what, prefill=True)
+        return self._prefill[key]
+
+    def _bind(self, model: SplitModel, what: str, *, prefill: bool) -> BoundModel:
+        jitted: dict[Any, tuple] = {}  # by program (and operator): equal slices share their compiled code
+        slices = []
+        for i, site in enumerate(model.sites):
+            program = model.slices[i].program
+            spec = AttentionSpec.of(site)
+            key = (program, spec) if prefill else program
+            if key not in jitted:
+                jitted[key] = self._jit_prefill(program, spec, what) if prefill else self._jit(program, what)
+            slices.append(BoundSlice(self._weights(model, i), *jitted[key]))
+        last = model.slices[model.n].program
+
+        def final(weights, context, attention_out):
+            self._programs.compiled(f"last slice, {what}")
+            return last.final(weights, context, attention_out)[:, -1]
+
+        return BoundModel(model.first_context, tuple(slices), jax.jit(final), self._weights(model, model.n))
+
+    def _weights(self, model: SplitModel, i: int) -> Weights:
+        return tuple(jnp.asarray(w) for w in model.slice_params(i, self.params))
+
+    def _jit(self, program: Any, what: str) -> tuple:
+        def whole(weights, context, attention_out):
+            self._programs.compiled(f"slice, {what}")
+            q, rest = program.q_part(weights, context, attention_out)
+            return q, *program.kv_part(weights, rest)
+
+        def q_part(weights, context, attention_out):
+            self._programs.compiled(f"slice up to q, {what}")
+            return program.q_part(weights, context, attention_out)
+
+        def kv_part(weights, rest, tie):
+            self._programs.compiled(f"slice from q on, {what}")
+            return program.kv_part(weights, rest, tie)
+
+        return jax.jit(whole), jax.jit(q_part), jax.jit(kv_part)
+
+    def _jit_prefill(self, program: Any, spec: AttentionSpec, what: str) -> tuple:
+        def whole(weights, context, attention_out):
+            self._programs.compiled(f"slice, {what}")
+            q, rest = program.q_part(weights, context, attention_out)
+            k, v, context = program.kv_part(weights, rest)
+            return causal_attention(q, k, v, **spec.scoring), k, v, context
+
+        return (jax.jit(whole),)
+
+
+def trace_step(model: ModelFn, params: Params, batch: int, n_tokens: int):
+    """``model`` traced for ``[batch, n_tokens]``: a decode step for one token a row, else a prefill."""
+    tokens = jax.ShapeDtypeStruct((batch, n_tokens), jnp.int32)
+    if n_tokens == 1:
+        return trace(
+            lambda p, tokens, positions: model(p, tokens, positions, None), dict(params), tokens, tokens
+        )
+    logits_at = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return trace(model, dict(params), tokens, tokens, logits_at)

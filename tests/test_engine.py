@@ -1,0 +1,282 @@
+"""The engine with an imaginary model: its "KV" is the token itself, and what it writes next is a checksum of all
+tokens it finds through the slot tables. So a wrong slot, length, position or stale entry changes the text."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxlamina.buckets import Buckets
+from jaxlamina.engine import Engine, TokenEvent
+from jaxlamina.errors import UserError
+from jaxlamina.outputs import RequestOutput
+from jaxlamina.sampling import SamplingParams
+from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+
+V = 97
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def next_token(history: list[int]) -> int:
+    return sum((i + 1) * t for i, t in enumerate(history)) % V
+
+
+def continuation(prompt: list[int], n: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ImaginaryExecutor:
+    def __init__(self, n_slots: int) -> None:
+        self.n_slots = n_slots
+        self.kv = np.full((n_slots, 2), -1)  # token, position
+        self.decode_shapes: set[tuple[int, int]] = set()
+
+    def prefill(self, batch: PrefillBatch):
+        histories = []
+        for b, last in enumerate(batch.logits_at):
+            assert np.all(batch.slots[b, last + 1 :] == self.n_slots)
+            assert np.all(batch.positions[b] == np.minimum(np.arange(batch.tokens.shape[1]), last))
+            slots = batch.slots[b, : last + 1]
+            self.kv[slots, 0], self.kv[slots, 1] = batch.tokens[b, : last + 1], np.arange(last + 1)
+            histories.append(batch.tokens[b, : last + 1].tolist())
+        return self._logits(histories)
+
+    def decode(self, batch: DecodeBatch):
+        self.decode_shapes.add(batch.slot_table.shape)
+        histories = []
+        for b in range(len(batch.tokens)):
+            if batch.new_slots[b] == self.n_slots:
+                histories.append([0])  # padding
+                continue
+            n = batch.lengths[b]
+            found = self.kv[batch.slot_table[b, :n]]
+            assert found[:, 1].tolist() == list(range(n)), "a slot is in the wrong place"
+            assert batch.positions[b, 0] == n
+            self.kv[batch.new_slots[b]] = batch.tokens[b, 0], n
+            histories.append([*found[:, 0].tolist(), int(batch.tokens[b, 0])])
+        return self._logits(histories)
+
+    def _logits(self, histories: list[list[int]]):
+        logits = np.zeros((len(histories), V), np.float32)
+        logits[np.arange(len(histories)), [next_token(h) for h in histories]] = 50
+        return jnp.asarray(logits)
+
+
+class LetterTokenizer:
+    """Token t is a letter, or the same one twice."""
+
+    words = [chr(ord("a") + t % 26) * (1 + t % 2) for t in range(V)]
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) - ord("a") for c in text]
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        return "".join(self.words[i] for i in ids)
+
+    def detokenizer(self):
+        return LetterDetokenizer()
+
+
+class LetterDetokenizer:
+    def add(self, token_id: int) -> str:
+        return LetterTokenizer.words[token_id]
+
+    def finish(self) -> str:
+        return ""
+
+
+def make(
+    n_slots: int = 200, max_num_seqs: int = 4, tokenizer=None, eos=(), max_model_len: int = 64
+) -> Engine:
+    buckets = Buckets(batch=(1, 2, 4), prompt=(4, 16, 64), context=(8, 64))
+    return Engine(
+        ImaginaryExecutor(n_slots),
+        tokenizer,
+        vocab_size=V,
+        buckets=buckets,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        eos_token_ids=eos,
+    )
+
+
+def run(engine: Engine) -> tuple[dict[str, RequestOutput], list[TokenEvent]]:
+    outputs, events = {}, []
+    while not engine.idle:
+        for event in engine.step():
+            events.append(event)
+            if event.output is not None:
+                outputs[event.request_id] = event.output
+        engine.check_integrity()
+    return outputs, events
+
+
+def one(engine: Engine, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    request_id = engine.add_request(prompt, params)
+    return run(engine)[0][request_id]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n_slots=st.integers(24, 70),
+    max_num_seqs=st.integers(1, 4),
+    shapes=st.lists(
+        st.tuples(st.integers(1, 14), st.integers(1, 10), st.integers(0, V - 1)), min_size=1, max_size=8
+    ),
+)
+def test_tokens_do_not_depend_on_batching_or_preemption(n_slots: int, max_num_seqs: int, shapes: list):
+    engine = make(n_slots, max_num_seqs)
+    expected = {}
+    for length, max_tokens, first in shapes:
+        prompt = [(first + 7 * i) % V for i in range(length)]
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        expected[engine.add_request(prompt, params)] = continuation(prompt, max_tokens)
+    outputs, events = run(engine)
+    assert {i: list(out.token_ids) for i, out in outputs.items()} == expected
+    for i, tokens in expected.items():  # streamed in order, each once
+        assert [e.token_id for e in events if e.request_id == i] == tokens
+    assert engine.scheduler.slots.n_used == 0
+
+
+def test_preemption_happens_and_is_counted():
+    engine = make(n_slots=24, max_num_seqs=4)
+    ids = [engine.add_request([1, 2, 3, 4], SamplingParams(temperature=0.0, max_tokens=12)) for _ in range(4)]
+    outputs, _ = run(engine)
+    assert engine.stats.n_preemptions > 0
+    assert sum(out.n_preemptions for out in outputs.values()) == engine.stats.n_preemptions
+    assert len({out.token_ids for out in outputs.values()}) == 1 and len(ids) == len(outputs)
+
+
+def test_batches_have_bucket_shapes_only():
+    engine = make(max_num_seqs=4)
+    for length in (3, 9, 20):
+        engine.add_request(list(range(length)), SamplingParams(temperature=0.0, max_tokens=5 + length))
+    run(engine)
+    assert engine.executor.decode_shapes <= {(b, c) for b in (1, 2, 4) for c in (8, 64)}
+
+
+def test_finish_reasons_length_eos_and_stop_token():
+    prompt, n = [5, 6], 6
+    tokens = continuation(prompt, n)
+    third = tokens[2]
+    assert third not in tokens[:2]
+    plain = one(make(), prompt, GREEDY)
+    assert (plain.finish_reason, plain.stop_reason, list(plain.token_ids)) == ("length", None, tokens)
+    eos = one(make(eos=(third,)), prompt, GREEDY)
+    assert (eos.finish_reason, eos.stop_reason, list(eos.token_ids)) == ("stop", None, tokens[:3])
+    ignored = one(make(eos=(third,)), prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+    assert list(ignored.token_ids) == tokens
+    stop = one(make(), prompt, SamplingParams(temperature=0.0, max_tokens=n, stop_token_ids=[third]))
+    assert (stop.finish_reason, stop.stop_reason, list(stop.token_ids)) == ("stop", third, tokens[:3])
+
+
+def test_min_tokens_keeps_stop_tokens_from_being_chosen():
+    prompt = [5, 6]
+    first = continuation(prompt, 1)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=3, stop_token_ids=[first])
+    out = one(make(), prompt, params)
+    assert len(out.token_ids) > 3 and first not in out.token_ids[:3]
+
+
+def test_max_tokens_none_goes_to_the_models_length():
+    out = one(make(max_model_len=20), [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=None))
+    assert out.finish_reason == "length" and len(out.token_ids) == 17
+
+
+def test_stop_token_is_left_out_of_the_text_but_not_of_the_tokens():
+    engine = make(tokenizer=LetterTokenizer())
+    tokens = continuation([5, 6], 6)
+    out = one(engine, [5, 6], SamplingParams(temperature=0.0, max_tokens=6, stop_token_ids=[tokens[2]]))
+    assert out.text == LetterTokenizer().decode(tokens[:2])
+
+
+def test_stop_strings_cut_the_text_and_streamed_pieces_add_up_to_it():
+    text = LetterTokenizer().decode(continuation([5, 6], 12))
+    stop = text[5:9]
+    engine = make(tokenizer=LetterTokenizer())
+    request_id = engine.add_request(
+        [5, 6], SamplingParams(temperature=0.0, max_tokens=12, stop=["zzzzz", stop])
+    )
+    outputs, events = run(engine)
+    out = outputs[request_id]
+    assert out.finish_reason == "stop" and out.stop_reason == stop
+    assert out.text == text[: text.index(stop)]
+    assert "".join(event.new_text for event in events) == out.text
+
+
+def test_logprobs_hold_the_chosen_token_and_the_likeliest():
+    engine = make(tokenizer=LetterTokenizer())
+    out = one(engine, [5, 6], SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))
+    assert out.logprobs is not None and len(out.logprobs) == 4
+    for token, entry in zip(out.token_ids, out.logprobs, strict=True):
+        assert len(entry) == 3 and next(iter(entry)) == token
+        assert entry[token].rank == 1 and entry[token].logprob == pytest.approx(0, abs=1e-6)
+        assert entry[token].decoded_token == LetterTokenizer.words[token]
+    assert out.cumulative_logprob == pytest.approx(0, abs=1e-5)
+    assert one(engine, [5, 6], GREEDY).logprobs is None
+
+
+def test_logprobs_zero_reports_the_chosen_token_alone():
+    out = one(make(), [5, 6], SamplingParams(temperature=3.0, max_tokens=4, logprobs=0, seed=1))
+    assert [list(entry) for entry in out.logprobs or ()] == [[token] for token in out.token_ids]
+
+
+def test_seeds_come_from_the_engine_unless_given():
+    hot = SamplingParams(temperature=30.0, max_tokens=8)
+    first, again = one(make(), [5, 6], hot), one(make(), [5, 6], hot)
+    assert first.token_ids == again.token_ids  # the engine's seed is 0 in both
+    engine = make()
+    a, b = (engine.add_request([5, 6], hot) for _ in range(2))
+    outputs, _ = run(engine)
+    assert outputs[a].token_ids != outputs[b].token_ids
+    fixed = SamplingParams(temperature=30.0, max_tokens=8, seed=4)
+    c, d = (engine.add_request([5, 6], fixed) for _ in range(2))
+    outputs, _ = run(engine)
+    assert outputs[c].token_ids == outputs[d].token_ids
+
+
+def test_abort_frees_slots_and_keeps_what_was_written():
+    engine = make()
+    request_id = engine.add_request([1, 2, 3], GREEDY)
+    waiting = engine.add_request([4], GREEDY)
+    engine.step()
+    out = engine.abort(request_id)
+    assert out is not None and out.finish_reason == "abort" and len(out.token_ids) == 1
+    assert engine.abort(request_id) is None
+    assert engine.abort(waiting) is not None
+    assert engine.idle and engine.scheduler.slots.n_used == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "the prompt is empty"),
+        (list(range(64)), GREEDY, "the prompt has 64 tokens, the model's length is 64"),
+        ([V], GREEDY, r"prompt token id 97 is not in the vocabulary \(0 … 96\)"),
+        ([-1], GREEDY, "prompt token id -1 is not"),
+        (["a"], GREEDY, "prompt token id 'a' is not a whole number"),
+        ([1.0], GREEDY, "prompt token id 1.0 is not a whole number"),
+        ([1], SamplingParams(stop="x"), "stop strings need a tokenizer"),
+        ([1] * 30, SamplingParams(max_tokens=20), "may need 49 KV slots .* the pool has 40"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(prompt, params, message: str):
+    engine = make(n_slots=40)
+    with pytest.raises(UserError, match=message) as caught:
+        engine.add_request(prompt, params)
+    assert "\n" not in str(caught.value)
+    assert engine.idle
+
+
+def test_stats_count_what_ran():
+    engine = make()
+    one(engine, [1, 2, 3], GREEDY)
+    stats = engine.stats
+    assert (stats.n_prompt_tokens, stats.n_generated_tokens, stats.n_decode_tokens) == (3, 6, 5)
+    assert stats.n_steps == 6 and stats.prefill_s > 0 and stats.decode_s > 0
