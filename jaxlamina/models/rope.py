@@ -22,8 +22,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
 
     For `dynamic` these hold up to `max_position_embeddings` tokens; `rotary_tables` stretches them beyond.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain = np.float32(1.0) / np.power(np.float32(rope.theta), exponents)
+    periods = _periods(rope.theta, head_dim)
+    plain = np.float32(1.0) / periods
     if rope.rope_type in ("default", "dynamic"):
         return plain, 1.0
     if rope.rope_type == "linear":
@@ -31,7 +31,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     if rope.rope_type == "llama3":
         return _llama3(rope, plain), 1.0
     assert rope.rope_type == "yarn", rope.rope_type
-    return _yarn(rope, exponents, head_dim), yarn_attention_factor(rope)
+    return _yarn(rope, periods), yarn_attention_factor(rope)
+
+
+def _exponents(head_dim: int) -> np.ndarray:
+    return np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+
+
+def _periods(theta: float, head_dim: int) -> np.ndarray:
+    # The power in float64, rounded once: numpy's float32 power is off by a unit in the last place here and
+    # there, which at position 100,000 is an angle off by a hundredth.
+    return np.power(np.float64(theta), _exponents(head_dim).astype(np.float64)).astype(np.float32)
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
@@ -39,14 +49,15 @@ def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
     assert rope.low_freq_factor is not None and rope.high_freq_factor is not None
     original = rope.original_max_position_embeddings
     assert original is not None
-    turns = np.float32(original) * plain / np.float32(2 * math.pi)  # full turns within the original length
+    wavelengths = np.float32(2 * math.pi) / plain
+    turns = np.float32(original) / wavelengths  # within the original length
     blend = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)
 
 
-def _yarn(rope: RopeConfig, exponents: np.ndarray, head_dim: int) -> np.ndarray:
+def _yarn(rope: RopeConfig, periods: np.ndarray) -> np.ndarray:
     """Dimensions that turn often within the original length stay, slow ones are interpolated (YaRN §3.2)."""
-    original = rope.original_max_position_embeddings
+    original, head_dim = rope.original_max_position_embeddings, 2 * len(periods)
     assert original is not None
 
     def dimension_of(turns: float) -> float:
@@ -60,7 +71,6 @@ def _yarn(rope: RopeConfig, exponents: np.ndarray, head_dim: int) -> np.ndarray:
         high += 0.001  # a ramp of no width would divide by zero
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
     keep = 1 - np.clip(ramp, 0.0, 1.0)
-    periods = np.power(np.float32(rope.theta), exponents)
     interpolated = np.float32(1.0) / (np.float32(rope.factor) * periods)
     return (interpolated * (1 - keep) + (np.float32(1.0) / periods) * keep).astype(np.float32)
 
@@ -104,8 +114,7 @@ def _dynamic_periods(rope: RopeConfig, head_dim: int, positions: jax.Array) -> j
     length = jnp.maximum(jnp.max(positions, axis=1) + 1, trained).astype(jnp.float32)
     stretch = rope.factor * length / trained - (rope.factor - 1)
     theta = rope.theta * jnp.power(stretch, np.float32(head_dim / (head_dim - 2)))
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return jnp.power(theta[:, None, None, None], exponents)
+    return jnp.power(theta[:, None, None, None], _exponents(head_dim))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
