@@ -1,0 +1,100 @@
+"""Chat templates: the Jinja program of a model that turns messages into one prompt.
+
+Templates come with models from strangers, so they run in jinja2's immutable sandbox and see plain data only.
+The environment is the one of transformers (`apply_chat_template`): same filters, functions and tags. Knows
+nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxlamina.errors import UserError
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what an assistant wrote, for training; here it is its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own tojson escapes HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@lru_cache(maxsize=32)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of JSON types alone: an object's methods are what a template could misuse."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(item) for item in value]
+    raise UserError(f"messages must be made of strings, numbers, lists and dicts, not {type(value).__name__}")
+
+
+def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """The prompt that `template` makes of `messages` ({"role": …, "content": …} each) and `variables`.
+
+    Raises `UserError` for messages of another form, for what the template itself rejects, and for a template
+    that is broken or leaves the sandbox.
+    """
+    if isinstance(messages, str | Mapping) or not messages:
+        raise UserError(
+            'messages must be a list such as [{"role": "user", "content": "Hello"}], and not empty'
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UserError(f'message {i} must be a dict with a "role" and a "content"')
+        if "content" not in message and "tool_calls" not in message:
+            raise UserError(f'message {i} (role {message["role"]!r}) has no "content"')
+    try:
+        return _compiled(template).render(
+            messages=_plain(messages), **{k: _plain(v) for k, v in variables.items()}
+        )
+    except jinja2.exceptions.TemplateSyntaxError as error:
+        raise UserError(
+            f"the model's chat template is broken at line {error.lineno}: {error.message}"
+        ) from None
+    except jinja2.exceptions.TemplateError as error:
+        raise UserError(f"the model's chat template refused the messages: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        raise UserError(f"the model's chat template failed on these messages: {error}") from None

@@ -1,0 +1,310 @@
+"""GGUF files of llama.cpp as checkpoints: metadata to `ModelConfig`, tensors to Hugging Face names and order.
+
+Knows llama.cpp's names for the llama (mistral too), qwen2 and qwen3 architectures and how its converter
+reorders weights. Knows nothing of the container's bytes (`gguf_file`) or of tokenizers (`gguf_tokenizer`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig
+from jaxlamina.tokenizer import Tokenizer
+from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes
+from jaxlamina.weights.fit import check_fit
+from jaxlamina.weights.gguf_file import SUPPORTED, GgufFile, GgufTensor, decoder, read_gguf
+from jaxlamina.weights.gguf_tokenizer import gguf_eos_ids, tokenizer_from_gguf
+from jaxlamina.weights.streaming import StoredTensor
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ROPE_FACTORS = "rope_freqs.weight"
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+# Metadata under `<architecture>.` that is read here, or has no effect on what is computed.
+_READ_KEYS = frozenset(
+    """
+    vocab_size context_length embedding_length block_count feed_forward_length attention.head_count
+    attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
+    attention.sliding_window rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.type
+    rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    """.split()
+)
+_NEUTRAL_KEYS: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+
+
+class GgufCheckpoint(StreamedCheckpoint):
+    """One `.gguf` file."""
+
+    kind = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = read_gguf(path)
+        self._config = ModelConfig.from_hf(hf_config(self._file))
+        _ = self.stored  # so that a wrong tensor is an error now and not after a prompt
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        found = {
+            hf_name(name): (name, tensor)
+            for name, tensor in self._file.tensors.items()
+            if name != ROPE_FACTORS
+        }
+        shapes = {hf: tensor.shape for hf, (_, tensor) in found.items()}
+        check_fit(expected_shapes(self.config), shapes, str(self.path))
+        strange = sorted({t.type_name for _, t in found.values()} - set(SUPPORTED))
+        if strange:
+            raise UserError(
+                f"{self.path} has tensors of type {', '.join(strange)}; supported: {', '.join(SUPPORTED)}. "
+                "Fetch another quantisation of this model"
+            )
+        return {hf: self._stored(name, tensor) for hf, (name, tensor) in found.items()}
+
+    def _stored(self, name: str, tensor: GgufTensor) -> StoredTensor:
+        permuted = self.config.model_type in ("llama", "mistral") and re.search(
+            r"\.attn_[qk]\.(weight|bias)$", name
+        )
+        head_dim = self.config.head_dim
+        return StoredTensor(
+            path=self.path,
+            shape=tensor.shape,
+            offset_bytes=tensor.offset_bytes,
+            n_bytes=tensor.n_bytes,
+            decode=decoder(tensor.type_name),
+            row_group=head_dim if permuted else 1,
+            rearrange=_unpermute(head_dim) if permuted else None,
+        )
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return tokenizer_from_gguf(self._file.metadata, str(self.path))
+
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+
+def hf_name(name: str) -> str:
+    """llama.cpp's tensor name in Hugging Face's words; a name that is not known comes back as it is."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None:
+        return name
+    layer, stem, suffix = match.groups()
+    known = (_TOP if layer is None else _BLOCK).get(stem)
+    if known is None:
+        return name
+    return f"{known}.{suffix}" if layer is None else f"model.layers.{layer}.{known}.{suffix}"
+
+
+def _unpermute(head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Undo llama.cpp's reordering of the rows of q and k of the llama architecture.
+
+    Its rotary kernel turns neighbouring rows (0, 1), (2, 3), … and Hugging Face's turns (0, H/2), (1, H/2 + 1), …,
+    so the converter interleaves each head's two halves. Nothing crashes without this; perplexity is 490, not 23.
+    """
+
+    def rearrange(rows: np.ndarray) -> np.ndarray:
+        heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
+        return heads.swapaxes(1, 2).reshape(rows.shape)
+
+    return rearrange
+
+
+def hf_config(file: GgufFile) -> dict[str, Any]:
+    """The `config.json` that this file's metadata amounts to.
+
+    Raises `UserError` for another architecture, a missing key, a key that is not known and may change the
+    result, and a `rope_freqs.weight` that is not the llama3 scaling.
+    """
+    meta = file.metadata
+    arch = meta.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise UserError(
+            f"{file.path} has the architecture {arch!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
+        )
+    prefix = f"{arch}."
+    own = {key[len(prefix) :]: value for key, value in meta.items() if key.startswith(prefix)}
+    _reject_unknown(own, prefix, file)
+
+    def size(key: str, default: int | None = None) -> int:
+        value = own.get(key, default)
+        if isinstance(value, list) and value and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problem = (
+                "is missing" if value is None else f"is {str(value)[:60]} and must be one positive integer"
+            )
+            raise UserError(f"{file.path}: {prefix}{key} {problem}")
+        return value
+
+    hidden, heads = size("embedding_length"), size("attention.head_count")
+    head_dim = size("attention.key_length", hidden // heads)
+    rotary, value_dim = size("rope.dimension_count", head_dim), size("attention.value_length", head_dim)
+    if rotary != head_dim or value_dim != head_dim:
+        raise UserError(
+            f"{file.path}: {prefix}rope.dimension_count={rotary} and {prefix}attention.value_length={value_dim} "
+            f"must equal the head size {head_dim}"
+        )
+    tied = "output.weight" not in file.tensors
+    window = own.get("attention.sliding_window") or None
+    family = "mistral" if arch == "llama" and window else arch
+    config: dict[str, Any] = {
+        "model_type": family,
+        "vocab_size": _vocab_size(file),
+        "hidden_size": hidden,
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": size("context_length"),
+        "rms_norm_eps": _short_float(own.get("attention.layer_norm_rms_epsilon"), prefix, file),
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "rope_theta": float(own.get("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(own, prefix, file, head_dim),
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(gguf_eos_ids(meta)) or None,
+        "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
+    }
+    if family in ("llama", "qwen3"):
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if family == "llama":
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if family == "mistral":
+        config["sliding_window"] = window
+    elif window:
+        config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    return config
+
+
+def _reject_unknown(own: Mapping[str, Any], prefix: str, file: GgufFile) -> None:
+    unknown = sorted(
+        f"{prefix}{key}={str(value)[:40]}"
+        for key, value in own.items()
+        if key not in _READ_KEYS and value not in _NEUTRAL_KEYS.get(key, ())
+    )
+    if unknown:
+        raise UserError(f"{file.path}: {', '.join(unknown)} is not supported and may change the result")
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UserError(
+            f"{file.path}: tensor token_embd.weight is missing; this is no complete language model"
+        )
+    return embedding.shape[0]  # rows, not the vocabulary's length: models pad the table
+
+
+def _short_float(value: Any, prefix: str, file: GgufFile) -> float:
+    """A float32 of the metadata as the shortest decimal that names it: 1e-05 and not 9.999999747378752e-06."""
+    if not isinstance(value, float):
+        raise UserError(f"{file.path}: {prefix}attention.layer_norm_rms_epsilon is missing")
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(
+    own: Mapping[str, Any], prefix: str, file: GgufFile, head_dim: int
+) -> dict[str, Any] | None:
+    kind = own.get("rope.scaling.type", "none")
+    factor = float(own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0)) or 1.0)
+    scaling: dict[str, Any] | None
+    if kind in ("none", "linear"):
+        # Files from before rope.scaling.* give a linear factor alone.
+        linear = factor != 1.0 and (kind == "linear" or "rope.scaling.type" not in own)
+        scaling = {"rope_type": "linear", "factor": factor} if linear else None
+    elif kind == "yarn":
+        scaling = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": own.get("rope.scaling.original_context_length"),
+            "attention_factor": _yarn_attention_factor(own, factor),
+            "beta_fast": own.get("rope.scaling.yarn_beta_fast"),
+            "beta_slow": own.get("rope.scaling.yarn_beta_slow"),
+        }
+        scaling = {key: value for key, value in scaling.items() if value is not None}
+    else:
+        raise UserError(
+            f"{file.path}: {prefix}rope.scaling.type={kind!r} is not supported; supported: none, linear, yarn"
+        )
+    if ROPE_FACTORS not in file.tensors:
+        return scaling
+    if scaling is not None:
+        raise UserError(
+            f"{file.path}: {ROPE_FACTORS} beside {prefix}rope.scaling.type={kind!r} is not supported"
+        )
+    return _llama3_scaling(file, own, head_dim)
+
+
+def _yarn_attention_factor(own: Mapping[str, Any], factor: float) -> float | None:
+    # llama.cpp multiplies its attn_factor with YaRN's own 1 + 0.1 ln(factor); Hugging Face's replaces it.
+    extra = own.get("rope.scaling.attn_factor")
+    return None if extra in (None, 1.0) else float(extra) * (0.1 * math.log(factor) + 1.0)
+
+
+def _llama3_scaling(file: GgufFile, own: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """The llama3 rope scaling that `rope_freqs.weight` [H/2] was computed from, checked against the tensor.
+
+    The converter stores the divisor of each frequency and drops the parameters. Every published model uses
+    low_freq_factor 1, high_freq_factor 4 and 8192 original tokens; the factor is the largest divisor.
+    """
+    tensor = file.tensors[ROPE_FACTORS]
+    if tensor.shape != (head_dim // 2,) or tensor.type_name not in SUPPORTED:
+        raise UserError(
+            f"{file.path}: {ROPE_FACTORS} has shape {list(tensor.shape)} and must have [{head_dim // 2}]"
+        )
+    stored = StoredTensor(
+        file.path, tensor.shape, tensor.offset_bytes, tensor.n_bytes, decoder(tensor.type_name)
+    )
+    found = stored.read(np.dtype(np.float32)).astype(np.float64)
+    factor = float(np.max(found))
+    low, high, original = 1.0, 4.0, 8192
+    theta = float(own.get("rope.freq_base", 10000.0))
+    turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+    if not np.allclose(found, expected, rtol=1e-3):
+        raise UserError(
+            f"{file.path}: {ROPE_FACTORS} is not the llama3 rope scaling (low_freq_factor 1, high_freq_factor 4, "
+            "8192 original tokens) and is not supported; use the Hugging Face folder of this model"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

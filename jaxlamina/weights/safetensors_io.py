@@ -1,0 +1,289 @@
+"""Hugging Face folders: config.json beside one safetensors file or shards with an index; reading and writing.
+
+Knows the safetensors byte layout (8 bytes of header length, a JSON header, then the data) and the index file.
+Does not parse the config or the tokenizer, and never holds more than one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig
+from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
+from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes, read_json
+from jaxlamina.weights.fit import check_fit, is_buffer, model_names
+from jaxlamina.weights.streaming import StoredTensor
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+# Element types a weight may have; the rest of the format's types are known by size alone.
+FLOATS: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+_OTHER_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64, "F4": 4,
+    "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+class SafetensorsCheckpoint(StreamedCheckpoint):
+    """A Hugging Face folder."""
+
+    kind = "safetensors"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._config = ModelConfig.from_hf(read_json(path / "config.json"))
+        _ = self.stored  # so that a truncated file or a wrong tensor is an error now and not after a prompt
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        tensors: dict[str, tuple[str, StoredTensor]] = {}
+        for file in _weight_files(self.path):
+            for name, entry in read_header(file).items():
+                if name in tensors:
+                    raise UserError(f"{self.path}: tensor {name} is in two files; remove the older one")
+                tensors[name] = entry
+        expected = expected_shapes(self.config)
+        renamed = model_names(tensors, expected)
+        found = {renamed[name]: entry for name, entry in tensors.items() if not is_buffer(name)}
+        if self.config.tie_word_embeddings and "lm_head.weight" not in expected:
+            _drop_tied_head(found, self.config)
+        check_fit(expected, {name: tensor.shape for name, (_, tensor) in found.items()}, str(self.path))
+        strange = sorted({dtype for dtype, _ in found.values() if dtype not in FLOATS})
+        if strange:
+            raise UserError(
+                f"{self.path} stores weights as {', '.join(strange)}, which is not supported; "
+                f"supported: {', '.join(FLOATS)}"
+            )
+        return {name: tensor for name, (_, tensor) in found.items()}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return tokenizer_from_folder(self.path, self.config.eos_token_ids)
+
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+
+def read_header(path: Path) -> dict[str, tuple[str, StoredTensor]]:
+    """Tensor name -> (element type, where it lies), every byte of the file accounted for.
+
+    Raises `UserError` naming the file for a header that is cut short, no JSON, or inconsistent, and for data
+    that is shorter (bytes expected and present) or longer than the header says.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with open(path, "rb") as file:
+            first = file.read(8)
+            n = int.from_bytes(first, "little")
+            if len(first) < 8 or n > size_bytes - 8:
+                raise UserError(
+                    f"{path} is truncated: its header takes {8 + n if len(first) == 8 else 8} bytes and the file has "
+                    f"{size_bytes}; fetch it again"
+                )
+            if n > MAX_HEADER_BYTES:
+                raise UserError(f"{path} is not a safetensors file: it claims a header of {n} bytes")
+            text = file.read(n)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    start = 8 + n
+    entries: dict[str, tuple[str, StoredTensor]] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, info in _parse_header(text, path).items():
+        dtype, shape, begin, end = _parse_entry(name, info, path)
+        decode = (lambda raw, t=FLOATS[dtype]: raw.view(t)) if dtype in FLOATS else _undecodable
+        entries[name] = dtype, StoredTensor(path, shape, start + begin, end - begin, decode)
+        spans.append((begin, end, name))
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            raise UserError(
+                f"{path} has a corrupt header: {name} begins at byte {begin}, not {position}; fetch it again"
+            )
+        position = end
+    if start + position != size_bytes:
+        how = "truncated" if size_bytes < start + position else "longer than its header says"
+        raise UserError(
+            f"{path} is {how}: {start + position} bytes expected, {size_bytes} present; fetch it again"
+        )
+    return entries
+
+
+def _parse_header(text: bytes, path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError("a name occurs twice")
+        return dict(pairs)
+
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        if not isinstance(header, dict):
+            raise ValueError("no object")
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0][:100]
+        raise UserError(f"{path} has a corrupt header ({reason}); fetch it again") from None
+    header.pop("__metadata__", None)
+    return header
+
+
+def _parse_entry(name: str, info: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
+    def is_size(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    corrupt = UserError(f"{path} has a corrupt header at tensor {name[:100]!r}; fetch it again")
+    if not isinstance(info, dict):
+        raise corrupt
+    dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not all(map(is_size, shape)):
+        raise corrupt
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
+        raise corrupt
+    begin, end = offsets
+    if dtype in FLOATS:
+        bits = np.dtype(FLOATS[dtype]).itemsize * 8
+    elif dtype in _OTHER_BITS:
+        bits = _OTHER_BITS[dtype]
+    else:
+        raise UserError(f"{path}: tensor {name} has the unknown element type {dtype!r}")
+    if (end - begin) * 8 != math.prod(shape) * bits:
+        raise corrupt
+    return dtype, tuple(shape), begin, end
+
+
+def _undecodable(raw: np.ndarray) -> np.ndarray:
+    raise AssertionError("element types were checked when the file was opened")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return _indexed_files(index)
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise UserError(
+            f"{folder} has {len(files)} safetensors files and no {INDEX_NAME}; fetch the index too"
+        )
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise UserError(
+            f"{folder} has PyTorch pickles and no safetensors; save it again with "
+            "transformers' save_pretrained(safe_serialization=True)"
+        )
+    raise UserError(f"{folder} has a config.json and no *.safetensors; fetch the weights too")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index} has no weight_map from tensor names to files; fetch it again")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise UserError(f"{index} names files outside its folder: {', '.join(outside)}")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{index.parent} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}; fetch them"
+        )
+    return [index.parent / name for name in names]
+
+
+def _drop_tied_head(found: dict[str, tuple[str, StoredTensor]], config: ModelConfig) -> None:
+    """Some exports store a tied head again. Equal to the embedding it is dropped; else the config lies."""
+    if "lm_head.weight" not in found:
+        return
+    embedding = (
+        "model.decoder.embed_tokens.weight" if config.model_type == "opt" else "model.embed_tokens.weight"
+    )
+    if embedding not in found:
+        return  # reported as missing, and the head as unexpected
+    (head_type, head), (body_type, body) = found["lm_head.weight"], found[embedding]
+    if head.shape != body.shape or head_type not in FLOATS or body_type not in FLOATS:
+        return
+    if not all(np.array_equal(a, b) for (_, a), (_, b) in zip(head.chunks(), body.chunks(), strict=True)):
+        raise UserError(
+            f"{head.path}: lm_head.weight differs from {embedding} although config.json says "
+            "tie_word_embeddings=true; set it to false to use the head"
+        )
+    del found["lm_head.weight"]
+
+
+def write_safetensors(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterator[tuple[str, np.ndarray]],
+    dtype: np.dtype,
+    max_shard_bytes: int,
+) -> None:
+    """Write `tensors` (any order, every name of `shapes` once) as one file, or as shards with an index.
+
+    The headers are known before the data, so each tensor goes to its place and is forgotten.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, n_bytes in sizes.items():
+        if shards[-1] and filled + n_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += n_bytes
+    n = len(shards)
+    files = [SINGLE_NAME] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
+    places: dict[str, tuple[Path, int]] = {}
+    for file, names in zip(files, shards, strict=True):
+        places |= _write_header(folder / file, {name: shapes[name] for name in names}, dtype)
+    for name, array in tensors:
+        path, offset = places.pop(name)
+        with open(path, "r+b") as out:
+            out.seek(offset)
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8).tofile(out)
+    assert not places, sorted(places)
+    if n > 1:
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+        }
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_header(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
+) -> dict[str, tuple[Path, int]]:
+    code = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype.name]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    position = 0
+    for name, shape in shapes.items():
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + position)
+    start = 8 + len(text)
+    return {name: (path, start + header[name]["data_offsets"][0]) for name in shapes}
