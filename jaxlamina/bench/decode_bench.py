@@ -1,0 +1,234 @@
+"""Decode speed of this project beside its peers: rounds A B C A B C …, medians, ratios, and the memory's limit.
+
+Knows prompts, rounds and numbers; how a peer runs is `peers`' business, how it looks is `cli`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from jaxlamina.bench.machine import ReadBandwidth
+from jaxlamina.bench.peers import OURS, Decoded, Job
+from jaxlamina.bench.processes import PeerError, PeerProcess
+from jaxlamina.bench.prompts import prompts
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, abstract_params
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """One peer at one batch size. Speeds in tokens a second, one per round, and their median.
+
+    same_tokens: rows whose tokens all equal the first measured peer's; None for that peer itself.
+    of_roofline: median speed over what reading the step's bytes at the measured bandwidth would allow.
+    """
+
+    peer: str
+    batch: int
+    tokens_per_s: float
+    rounds_tokens_per_s: tuple[float, ...]
+    ms_per_step: float
+    prefill_s: float
+    of_roofline: float
+    same_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """`ours` over `peer` at one batch size: the median of the rounds' own ratios, so a slow spell hits both."""
+
+    batch: int
+    ours: str
+    peer: str
+    ratio: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """Everything `jaxlamina bench decode` found."""
+
+    model: str
+    n_prompt_tokens: int
+    n_steps: int
+    n_rounds: int
+    prompt_kind: str
+    read_bandwidth_bytes_per_s: float
+    step_bytes: dict[int, int]
+    results: tuple[PeerResult, ...]
+    ratios: tuple[Ratio, ...]
+    notes: dict[str, str]
+    left_out: dict[str, str]
+    peak_memory_bytes: dict[str, int]
+
+    def roofline(self, batch: int) -> float:
+        """Tokens a second if a step took no longer than reading its bytes."""
+        return batch * self.read_bandwidth_bytes_per_s / self.step_bytes[batch]
+
+    def to_dict(self) -> dict[str, Any]:
+        rooflines = {batch: self.roofline(batch) for batch in self.step_bytes}
+        return asdict(self) | {"roofline_tokens_per_s": rooflines}
+
+
+def weight_bytes(config: ModelConfig, itemsize: int = FLOAT32_BYTES) -> int:
+    """Bytes of weights a decode step reads: all but tables of which it looks up a few rows."""
+    skipped = (
+        ("embed_positions.weight",)
+        if config.tie_word_embeddings
+        else ("embed_positions.weight", "embed_tokens.weight")
+    )
+    return sum(x.size * itemsize for name, x in abstract_params(config).items() if not name.endswith(skipped))
+
+
+def step_bytes(
+    config: ModelConfig, batch: int, n_prompt: int, n_steps: int, itemsize: int = FLOAT32_BYTES
+) -> int:
+    """Bytes a mean decode step must touch: the weights once, each row's earlier K and V, and the new K and V."""
+    token_bytes = 2 * config.num_key_value_heads * config.head_dim * itemsize
+    touched = 0
+    for step in range(n_steps):
+        earlier = n_prompt + step
+        for window in config.windows:
+            touched += 1 + (earlier if window is None else min(earlier, window - 1))
+    return weight_bytes(config, itemsize) + round(batch * token_bytes * touched / n_steps)
+
+
+def measure(
+    model: str,
+    config: ModelConfig,
+    peers: Sequence[str],
+    *,
+    batches: Sequence[int],
+    n_prompt: int,
+    n_steps: int,
+    n_rounds: int,
+    encode: Callable[[str], Sequence[int]] | None,
+    left_out: dict[str, str] | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> DecodeReport:
+    """Times greedy decoding by every peer at every batch size, in interleaved rounds.
+
+    A peer that fails is left out from then on, with its error as the reason. `on_progress(what, done, total)`.
+
+    Raises `UserError` if none of the peers could be measured, or the sequence is longer than the model's.
+    """
+    length = n_prompt + n_steps
+    if length + 1 > config.max_position_embeddings:
+        raise UserError(
+            f"--prompt {n_prompt} and --tokens {n_steps} make {length + 1} tokens, "
+            f"{model} has {config.max_position_embeddings} positions: lower one of them"
+        )
+    texts = prompts(max(batches), n_prompt, vocab_size=config.vocab_size, encode=encode)
+    bandwidth = ReadBandwidth(weight_bytes(config))
+    progress = _Progress(on_progress, len(peers) * (1 + len(batches) * (1 + n_rounds)))
+    missing = dict(left_out or {})
+    runs: dict[tuple[str, int], list[Decoded]] = {}
+    with ExitStack() as stack:
+        processes = _load(stack, peers, Job(model, max(batches), length), missing, progress)
+        notes = {name: p.note for name, p in processes.items()}
+        for batch in batches:
+            # Round 0 warms up: compilation, page faults, threads.
+            for round_ in range(n_rounds + 1):
+                bandwidth.measure()
+                for name in list(processes):
+                    progress.next(f"batch {batch}, {'warm-up' if not round_ else f'round {round_}'}: {name}")
+                    try:
+                        run = processes[name].decode(texts[:batch], n_steps)
+                    except PeerError as e:
+                        missing[name] = str(e)
+                        del processes[name]
+                        continue
+                    if round_:
+                        runs.setdefault((name, batch), []).append(run)
+        peaks = {name: p.peak_memory_bytes() for name, p in processes.items()}
+    if not processes:
+        raise UserError("no peer could be measured: " + "; ".join(missing.values()))
+    sizes = {batch: step_bytes(config, batch, n_prompt, n_steps) for batch in batches}
+    complete = {key: found for key, found in runs.items() if key[0] in processes}
+    return DecodeReport(
+        model=model,
+        n_prompt_tokens=n_prompt,
+        n_steps=n_steps,
+        n_rounds=n_rounds,
+        prompt_kind="text" if encode is not None else "random token ids",
+        read_bandwidth_bytes_per_s=bandwidth.best,
+        step_bytes=sizes,
+        results=tuple(_results(complete, list(processes), batches, n_steps, sizes, bandwidth.best)),
+        ratios=tuple(_ratios(complete, list(processes), batches)),
+        notes={name: notes[name] for name in processes},
+        left_out=missing,
+        peak_memory_bytes=peaks,
+    )
+
+
+class _Progress:
+    def __init__(self, report: Callable[[str, int, int], None], total: int) -> None:
+        self._report, self._done, self._total = report, 0, total
+
+    def next(self, what: str) -> None:
+        self._report(what, self._done, self._total)
+        self._done += 1
+
+
+def _load(
+    stack: ExitStack, peers: Sequence[str], job: Job, missing: dict[str, str], progress: _Progress
+) -> dict[str, PeerProcess]:
+    loaded = {}
+    for name in peers:
+        progress.next(f"loading {name}")
+        try:
+            loaded[name] = stack.enter_context(PeerProcess(name, job))
+        except PeerError as e:
+            missing[name] = str(e)
+    return loaded
+
+
+def _results(
+    runs: dict[tuple[str, int], list[Decoded]],
+    peers: Sequence[str],
+    batches: Sequence[int],
+    n_steps: int,
+    sizes: dict[int, int],
+    bandwidth: float,
+) -> list[PeerResult]:
+    made = []
+    for batch in batches:
+        reference = runs[peers[0], batch][0].tokens
+        for name in peers:
+            found = runs[name, batch]
+            speeds = tuple(batch * n_steps / run.decode_s for run in found)
+            step_s = median(run.decode_s for run in found) / n_steps
+            same = sum(a == b for a, b in zip(found[0].tokens, reference, strict=True))
+            made.append(
+                PeerResult(
+                    peer=name,
+                    batch=batch,
+                    tokens_per_s=median(speeds),
+                    rounds_tokens_per_s=speeds,
+                    ms_per_step=1000 * step_s,
+                    prefill_s=median(run.prefill_s for run in found),
+                    of_roofline=sizes[batch] / bandwidth / step_s,
+                    same_tokens=None if name == peers[0] else same,
+                )
+            )
+    return made
+
+
+def _ratios(
+    runs: dict[tuple[str, int], list[Decoded]], peers: Sequence[str], batches: Sequence[int]
+) -> list[Ratio]:
+    made = []
+    for batch in batches:
+        for ours in (name for name in peers if name in OURS):
+            for peer in (name for name in peers if name not in OURS or (ours, name) == ("split", "unsplit")):
+                pairs = zip(runs[ours, batch], runs[peer, batch], strict=True)
+                rounds = [theirs.decode_s / mine.decode_s for mine, theirs in pairs]
+                made.append(Ratio(batch, ours, peer, median(rounds), min(rounds), max(rounds)))
+    return made
