@@ -25,7 +25,7 @@ from jaxlamina.errors import UserError
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks what an assistant wrote, for training; here it is its body."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -136,7 +136,7 @@ def tokenizer_from_folder(folder: Path, eos_token_ids: Sequence[int] = ()) -> To
         raise UserError(f"{folder} has no tokenizer.json; fetch it too, or give token ids instead of text")
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
+    except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
         raise UserError(
             f"{path} is not a tokenizer ({str(error).splitlines()[0][:120]}); fetch it again"
         ) from None

@@ -2,5 +2,6 @@
 
 from jaxlamina.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxlamina.weights.convert import convert
+from jaxlamina.weights.demo import cache_dir
 
-__all__ = ["Checkpoint", "convert", "open_checkpoint"]
+__all__ = ["Checkpoint", "cache_dir", "convert", "open_checkpoint"]

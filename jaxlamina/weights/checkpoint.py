@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jaxlamina.tokenizer import Tokenizer
 from jaxlamina.weights.streaming import Progress, StoredTensor, place, stream, target_dtype
 
 Kind = Literal["safetensors", "gguf", "orbax"]
-Placement = jax.Device | jax.sharding.Sharding
+Placement: TypeAlias = jax.Device | jax.sharding.Sharding
 
 
 class Checkpoint(ABC):

@@ -44,13 +44,29 @@ _BLOCK = {
 
 # Metadata under `<architecture>.` that is read here, or has no effect on what is computed.
 _READ_KEYS = frozenset(
-    """
-    vocab_size context_length embedding_length block_count feed_forward_length attention.head_count
-    attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
-    attention.sliding_window rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.type
-    rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
-    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
-    """.split()
+    {
+        "vocab_size",
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
 )
 _NEUTRAL_KEYS: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),

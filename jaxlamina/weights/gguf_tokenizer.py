@@ -93,7 +93,7 @@ def _byte_level_bpe(
     llama3 = name == "llama-bpe"
     try:
         model = models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=llama3)
-    except Exception as error:  # tokenizers raises bare Exception
+    except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
         raise UserError(f"{where}: the tokenizer's merges do not fit its tokens ({error})") from None
     inner = tokenizers.Tokenizer(model)
     splits = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in _PRE[name]]

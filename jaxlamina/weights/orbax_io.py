@@ -48,7 +48,7 @@ class OrbaxCheckpoint(Checkpoint):
         with _checkpointer() as checkpointer:
             try:
                 metadata = checkpointer.metadata((self.path / PARAMS).resolve())
-            except Exception as error:  # Orbax and TensorStore raise what they like on a broken folder
+            except Exception as error:  # noqa: BLE001 (Orbax and TensorStore raise what they like)
                 raise self._broken(error) from None
         tree = getattr(metadata, "item_metadata", metadata)
         tree = getattr(tree, "tree", tree)
@@ -76,7 +76,7 @@ class OrbaxCheckpoint(Checkpoint):
                     (self.path / PARAMS).resolve(),
                     args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True),
                 )
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (Orbax and TensorStore raise what they like)
                 raise self._broken(error) from None
         return dict(restored)
 

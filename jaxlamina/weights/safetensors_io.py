@@ -137,11 +137,11 @@ def _parse_header(text: bytes, path: Path) -> dict[str, Any]:
 
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-        if not isinstance(header, dict):
-            raise ValueError("no object")
     except (ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:100]
         raise UserError(f"{path} has a corrupt header ({reason}); fetch it again") from None
+    if not isinstance(header, dict):
+        raise UserError(f"{path} has a corrupt header (no JSON object); fetch it again")
     header.pop("__metadata__", None)
     return header
 
