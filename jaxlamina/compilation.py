@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxlamina.weights.demo import cache_dir
+
 
 def keep_programs() -> None:
     """Keeps compiled programs on disk under the project's cache folder, so that the next process starts in seconds.
@@ -13,9 +15,12 @@ def keep_programs() -> None:
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    from jaxlamina.weights import cache_dir
-
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+    folder = cache_dir() / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home: every process compiles for itself
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # or JAX goes on without one if it has compiled anything before

@@ -111,7 +111,7 @@ class LLM:
             raise UserError(f"{kv_slots=} must be at least 1")
         least = 2 if max_model_len is None else length
         n_slots = kv_slots or partial(slots_that_fit, most=max_num_seqs * length, least=least)
-        self.tokenizer = source.tokenizer()
+        self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
         params = source.load(DTYPES[dtype], self.model_device, on_load)
         fn = partial(apply, self.config)
         self.executor: LocalExecutor | UnsplitExecutor
@@ -250,7 +250,7 @@ class LLM:
 
     def _tokenizer_for(self, what: str) -> Any:
         if self.tokenizer is None:
-            raise UserError(f"{what} needs a tokenizer, and this model has none: give prompt_token_ids")
+            raise UserError(f"{what} needs a tokenizer ({self._why_no_tokenizer}): give prompt_token_ids")
         return self.tokenizer
 
     def _length(self, max_model_len: int | None) -> int:
@@ -268,6 +268,14 @@ def _open(model: str | Path | ModelSource) -> ModelSource:
     from jaxlamina.weights import open_checkpoint  # its readers need more than an in-memory model does
 
     return open_checkpoint(str(model))
+
+
+def _tokenizer(source: ModelSource) -> tuple[Any | None, str]:
+    """The model's tokenizer, or None and why: token ids can be served without one."""
+    try:
+        return source.tokenizer(), "this model has none"
+    except UserError as error:
+        return None, str(error)
 
 
 def _two_devices(devices: Sequence[jax.Device] | None, split: bool) -> tuple[jax.Device, jax.Device]:

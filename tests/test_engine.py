@@ -71,7 +71,7 @@ class ImaginaryExecutor:
 class LetterTokenizer:
     """Token t is a letter, or the same one twice."""
 
-    words = [chr(ord("a") + t % 26) * (1 + t % 2) for t in range(V)]
+    words = tuple(chr(ord("a") + t % 26) * (1 + t % 2) for t in range(V))
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) - ord("a") for c in text]

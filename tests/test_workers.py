@@ -1,0 +1,339 @@
+"""Split execution: against the model over the whole sequence, against unsplit execution, and what each worker holds.
+
+Small random models of every family; SmolLM2 is in test_llm.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_models import MODELS
+
+from jaxlamina.buckets import Buckets
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, apply, random_params
+from jaxlamina.workers import (
+    AttentionSpec,
+    AttentionWorker,
+    DecodeBatch,
+    LocalExecutor,
+    PrefillBatch,
+    Programs,
+    UnsplitExecutor,
+)
+from jaxlamina.workers.capacity import host_free_bytes, slots_that_fit
+
+BUCKETS = Buckets(batch=(1, 2, 4), prompt=(8, 16), context=(16, 32))
+ONE_BUCKET = Buckets(batch=(4,), prompt=(16,), context=(32,))  # fewer programs, where buckets do not matter
+N_SLOTS = 60
+PROMPTS = ([5, 9, 11, 3, 4, 17, 8, 2, 1, 6], [7, 8], [40, 41, 42, 43, 44])
+N_STEPS = 8
+DEVICE = jax.devices()[0]
+
+
+def config_of(name: str) -> ModelConfig:
+    return ModelConfig.from_hf(MODELS[name])
+
+
+def make(config: ModelConfig, params=None, kind: str = "split", n_slots: int = N_SLOTS):
+    params = random_params(config, seed=3) if params is None else params
+    fn = partial(apply, config)
+    if kind == "unsplit":
+        return UnsplitExecutor(fn, params, n_slots=n_slots, device=DEVICE)
+    q_first = kind == "q first"
+    return LocalExecutor(
+        fn, params, n_slots=n_slots, model_device=DEVICE, attention_device=DEVICE, q_first=q_first
+    )
+
+
+class Rows:
+    """Requests by hand: tokens and scattered slots, decoded with given or greedy tokens."""
+
+    def __init__(self, executor, prompts=PROMPTS, buckets=BUCKETS) -> None:
+        self.executor = executor
+        self.buckets = buckets
+        self.free = np.random.default_rng(1).permutation(executor.n_slots).tolist()
+        self.tokens = [list(p) for p in prompts]
+        self.slots = [[self.free.pop() for _ in p] for p in prompts]
+        self.logits: list[np.ndarray] = []  # [n_rows, V] a step
+
+    def prefill(self) -> None:
+        rows = [
+            self.executor.prefill(PrefillBatch.build([tokens], [slots], self.buckets, self.executor.n_slots))
+            for tokens, slots in zip(self.tokens, self.slots, strict=True)
+        ]
+        self._take(np.concatenate([np.asarray(row) for row in rows]))
+
+    def decode(self) -> None:
+        for row in self.slots:
+            row.append(self.free.pop())
+        newest = [row[-1] for row in self.tokens]
+        batch = DecodeBatch.build(newest, self.slots, self.buckets, self.executor.n_slots)
+        self._take(np.asarray(self.executor.decode(batch))[: len(newest)])
+
+    def _take(self, logits: np.ndarray) -> None:
+        self.logits.append(np.array(logits))  # not a view, which would keep the device array alive
+        for row, token in zip(self.tokens, logits.argmax(-1), strict=True):
+            row.append(int(token))
+
+    def run(self, n_steps: int = N_STEPS) -> Rows:
+        self.prefill()
+        for _ in range(n_steps):
+            self.decode()
+        return self
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, relative: float) -> None:
+    assert np.abs(got - want).max() <= relative * np.abs(want).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_split_equals_unsplit_and_the_whole_sequence(name: str):
+    config = config_of(name)
+    params = random_params(config, seed=3)
+    split = Rows(make(config, params), buckets=ONE_BUCKET).run()
+    unsplit = Rows(make(config, params, "unsplit"), buckets=ONE_BUCKET).run()
+    assert split.tokens == unsplit.tokens
+    for got, want in zip(split.logits, unsplit.logits, strict=True):
+        assert_close(got, want, 1e-5)
+    if config.rope is not None and config.rope.rope_type == "dynamic":
+        return  # its cached keys keep the base of their own step, so a whole sequence at once is another function
+    longest = max(len(row) for row in split.tokens)
+    padded = np.asarray([row + [0] * (longest - len(row)) for row in split.tokens], np.int32)
+    positions = np.broadcast_to(np.arange(longest, dtype=np.int32), padded.shape)
+    whole = np.asarray(jax.jit(partial(apply, config))(params, padded, positions))
+    for b, prompt in enumerate(PROMPTS):
+        for step, logits in enumerate(split.logits):
+            assert_close(logits[b], whole[b, len(prompt) - 1 + step], 2e-5)
+
+
+def test_sending_q_first_changes_nothing():
+    config = config_of("qwen3")
+    whole, parts = (Rows(make(config, kind=kind), buckets=ONE_BUCKET).run() for kind in ("split", "q first"))
+    for got, want in zip(parts.logits, whole.logits, strict=True):
+        assert np.array_equal(got, want)
+
+
+def test_bfloat16_split_follows_unsplit():
+    config = config_of("llama")
+    params = random_params(config, seed=3, dtype=jnp.bfloat16)
+    split, unsplit = (Rows(make(config, params, kind), buckets=ONE_BUCKET) for kind in ("split", "unsplit"))
+    assert split.executor.attention.k_pools[0].dtype == jnp.bfloat16
+    for rows in (split, unsplit):
+        rows.prefill()
+    for _ in range(N_STEPS):
+        unsplit.tokens = [list(row) for row in split.tokens]  # teacher-forced: rounding may turn a token
+        for rows in (split, unsplit):
+            rows.decode()
+    for got, want in zip(split.logits, unsplit.logits, strict=True):
+        assert_close(got, want, 0.03)
+
+
+def test_everything_the_model_worker_made_in_a_step_can_be_deleted():
+    """All but weights, tokens and context, that is; decoding goes on with the same tokens."""
+    config = config_of("llama")
+    rows = Rows(make(config), buckets=ONE_BUCKET)
+    expected = Rows(make(config), buckets=ONE_BUCKET).run().tokens
+    worker = rows.executor.model
+    made: list[jax.Array] = []
+
+    def watched(call):
+        def run(*args):
+            out = call(*args)
+            made.extend(x for x in jax.tree.leaves(out) if x is not None)
+            return out
+
+        return run
+
+    def watch(bound):
+        slices = tuple(
+            type(part)(part.weights, watched(part.whole), part.q_part, part.kv_part) for part in bound.slices
+        )
+        return type(bound)(bound.first_context, slices, watched(bound.final), bound.final_weights)
+
+    decode, prefill = worker.decode, worker.prefill
+    worker.decode = lambda *shape: watch(decode(*shape))
+    worker.prefill = lambda *shape: watch(prefill(*shape))
+    steps = [rows.prefill, *[rows.decode] * N_STEPS]
+    weights = {id(x) for x in worker.params.values()}
+    for step in steps:
+        step()
+        assert len(made) > 3 * len(rows.executor.attention.specs)
+        for x in made:
+            assert id(x) not in weights
+            if not x.is_deleted():
+                x.delete()
+        made.clear()
+    assert rows.tokens == expected
+
+
+def test_each_worker_holds_its_own_and_nothing_else():
+    config = config_of("llama")
+    before = {id(x) for x in jax.live_arrays()}
+    rows = Rows(make(config), buckets=ONE_BUCKET).run(2)
+    executor = rows.executor
+    pools = {id(x) for x in (*executor.attention.k_pools, *executor.attention.v_pools)}
+    weights = {id(x) for x in executor.model.params.values()}
+    bound = [*executor.model._decode.values(), *executor.model._prefill.values()]
+    bound_arrays = [
+        w for model in bound for ws in (*(p.weights for p in model.slices), model.final_weights) for w in ws
+    ]
+    constants = {
+        id(w) for w in bound_arrays
+    } - weights  # of the trace: rotary frequencies; no copy of a weight
+    assert all(w.shape == (config.head_dim // 2,) for w in bound_arrays if id(w) in constants)
+    assert not weights & pools
+    n_prompt = len(PROMPTS[0])
+    spec = executor.attention.specs[0]
+    for x in jax.live_arrays():
+        if id(x) in before | pools | weights | constants:
+            continue
+        # What is left over: the step's small tables. No KV of a prompt, no hidden state.
+        assert x.size < n_prompt * spec.n_kv_heads * spec.head_dim, x.shape
+        assert not jnp.issubdtype(x.dtype, jnp.floating), (x.shape, x.dtype)
+
+
+def test_a_growing_sequence_compiles_once_a_bucket():
+    config = config_of("llama")
+    rows = Rows(make(config), prompts=[[1, 2, 3]])
+    rows.prefill()
+    rows.decode()
+    counts = rows.executor.programs.total
+    for _ in range(13):  # up to 16 earlier tokens: the first context bucket
+        rows.decode()
+    assert rows.executor.programs.total == counts
+    for _ in range(5):
+        rows.decode()
+    assert rows.executor.programs.total == counts + 1
+    assert rows.executor.programs.counts["attend, batch 1, context 32"] == 1
+
+
+def test_equal_slices_share_programs_at_any_depth():
+    totals = []
+    for n_layers in (3, 9):
+        config = ModelConfig.from_hf(MODELS["llama"] | {"num_hidden_layers": n_layers})
+        rows = Rows(make(config), buckets=ONE_BUCKET).run(1)
+        totals.append(rows.executor.programs.total)
+    assert totals[0] == totals[1]
+
+
+def test_layers_of_different_windows_get_their_own():
+    specs = make(config_of("qwen2-window")).attention.specs
+    assert [spec.window for spec in specs] == [None, 4]
+
+
+def test_padding_rows_store_nothing():
+    config = config_of("llama")
+    rows = Rows(make(config))
+    rows.prefill()
+    attention = rows.executor.attention
+    rows.decode()  # three rows in a batch of four
+    used = {slot for row in rows.slots for slot in row}
+    unused = [slot for slot in range(N_SLOTS) if slot not in used]
+    for pool in (*attention.k_pools, *attention.v_pools):
+        assert not np.asarray(pool)[unused].any() and np.asarray(pool)[sorted(used)].any(axis=(1, 2)).all()
+
+
+def test_an_operator_of_another_kind_is_refused_by_name():
+    def model(params, tokens, positions, logits_at=None):
+        x = params["e"][tokens]
+        q = (x @ params["w"]).reshape(*x.shape[:2], 2, 4)
+        return jax.nn.dot_product_attention(q, q, q).reshape(*x.shape[:2], 8)
+
+    params = {"e": jnp.ones((10, 8)), "w": jnp.ones((8, 8))}
+    with pytest.raises(UserError, match="dot_product_attention; this runtime runs splitter.attention"):
+        LocalExecutor(model, params, n_slots=8, model_device=DEVICE, attention_device=DEVICE)
+
+
+def test_decode_batch_pads_rows_and_context():
+    batch = DecodeBatch.build([7, 8, 9], [[4, 5, 6], [1], list(range(20, 38))], BUCKETS, 60)
+    assert batch.tokens[:, 0].tolist() == [7, 8, 9, 0]
+    assert batch.lengths.tolist() == [2, 0, 17, 0] and batch.positions[:, 0].tolist() == [2, 0, 17, 0]
+    assert batch.new_slots.tolist() == [6, 1, 37, 60]
+    assert batch.slot_table.shape == (4, 32) and batch.slot_table[0, :2].tolist() == [4, 5]
+
+
+def test_prefill_batch_pads_to_the_right():
+    batch = PrefillBatch.build([[1, 2, 3], [4]], [[9, 8, 7], [6]], BUCKETS, 60)
+    assert batch.tokens.shape == (2, 8) and batch.logits_at.tolist() == [2, 0]
+    assert batch.positions[0].tolist() == [0, 1, 2, 2, 2, 2, 2, 2] and not batch.positions[1].any()
+    assert batch.slots[0].tolist() == [9, 8, 7, 60, 60, 60, 60, 60]
+
+
+SPEC = AttentionSpec(2, 16, np.dtype(np.float32), 0.25, None, None)
+
+
+def test_capacity_goes_by_free_memory_and_says_so_when_it_is_short(monkeypatch):
+    assert SPEC.slot_bytes == 2 * 2 * 16 * 4
+    monkeypatch.setattr("jaxlamina.workers.capacity.host_free_bytes", lambda: 10 * 100 * 4 * SPEC.slot_bytes)
+    assert slots_that_fit([SPEC] * 4, DEVICE, most=1000, least=1) == 100
+    assert slots_that_fit([SPEC] * 4, DEVICE, most=30, least=1) == 30
+    with pytest.raises(
+        UserError, match="hold 100 KV slots of 1,024 bytes, fewer than one request of 101 tokens"
+    ):
+        slots_that_fit([SPEC] * 4, DEVICE, most=1000, least=101)
+
+
+def test_a_containers_limit_counts(tmp_path: Path):
+    proc = tmp_path / "meminfo"
+    proc.write_text("MemTotal: 900 kB\nMemAvailable:     500 kB\n")
+    assert host_free_bytes(proc, tmp_path) == 500 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert host_free_bytes(proc, tmp_path) == 500 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert host_free_bytes(proc, tmp_path) == 4000
+    assert host_free_bytes(tmp_path / "no", tmp_path / "no") > 0
+
+
+def test_pools_are_donated_not_copied():
+    worker = AttentionWorker([SPEC], 8, DEVICE, Programs())
+    before = worker.k_pools[0]
+    batch = DecodeBatch.build([1], [[3]], BUCKETS, 8)
+    worker.begin_decode(batch)
+    x = jnp.ones((1, 1, 2, 16))
+    worker.attend(0, x, x, x)
+    assert before.is_deleted()
+    assert np.asarray(worker.k_pools[0])[3].all() and not np.asarray(worker.k_pools[0])[[0, 1, 2, 4]].any()
+
+
+TWO_DEVICES = """
+import jax, numpy as np
+from test_workers import Rows, config_of, random_params, partial, apply, LocalExecutor
+first, second = jax.devices()
+config = config_of("llama")
+params = random_params(config, seed=3)
+def make(a, b, **kw):
+    return LocalExecutor(partial(apply, config), params, n_slots=60, model_device=a, attention_device=b, **kw)
+apart = Rows(make(first, second)).run()
+assert apart.executor.q_first
+assert {x.device for x in apart.executor.attention.k_pools} == {second}
+assert {x.device for x in apart.executor.model.params.values()} == {first}
+for other in (Rows(make(first, first)).run(), Rows(make(first, second, q_first=False)).run()):
+    assert other.tokens == apart.tokens
+    for got, want in zip(other.logits, apart.logits, strict=True):
+        assert np.array_equal(got, want)
+print("apart and equal")
+"""
+
+
+def test_workers_on_two_devices():
+    root = Path(__file__).parent.parent
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES], check=False, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert child.returncode == 0, child.stderr
+    assert "apart and equal" in child.stdout
