@@ -1,0 +1,346 @@
+"""Benches on tiny models: that they measure what they say, in the form they say. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from typer.testing import CliRunner
+
+from jaxlamina.bench import decode_bench, machine, peers, processes, split_bench
+from jaxlamina.bench.cli import app
+from jaxlamina.bench.prompts import prompts
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, abstract_params, apply, random_params
+from splitter import split
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a random two-layer llama, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = ModelConfig.from_hf(TINY)
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    weights = {name: np.asarray(x) for name, x in random_params(config, 1).items()}
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def greedy_by_whole_passes(prompt: list[int], n_tokens: int) -> list[int]:
+    """The oracle: no KV at all, the whole sequence again for each token."""
+    config = ModelConfig.from_hf(TINY)
+    params = random_params(config, 1)
+    tokens = list(prompt)
+    for _ in range(n_tokens):
+        positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+        logits = apply(config, params, jnp.asarray([tokens], jnp.int32), positions)
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+# ---- split bench
+
+
+def test_split_bench_measures_each_layer_count() -> None:
+    config = ModelConfig.from_hf(TINY)
+    found = split_bench.measure(config, [3, 7], batch_size=2, dtype=jnp.float32, every_slice=True)
+    assert [t.n_layers for t in found] == [3, 7]
+    for t in found:
+        assert t.n_slices == t.n_layers + 1
+        assert t.n_programs == len(t.programs) == 3
+        assert sum(shared_by for _, shared_by, _ in t.programs) == t.n_slices
+        assert t.compile_s == pytest.approx(sum(seconds for _, _, seconds in t.programs))
+        assert min(t.trace_s, t.split_s, t.compile_s) > 0
+        assert t.every_slice_s is not None and t.every_slice_s > 0
+        # q 4 heads and out 4 heads, k and v 2 heads each, of 4 float32
+        assert t.exchanged_bytes_per_token == t.n_layers * (4 + 4 + 2 + 2) * 4 * 4
+    layer = found[1].n_params - found[0].n_params
+    assert layer == 4 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16 + 2 * 16)
+
+
+def test_split_bench_compiles_every_distinct_slice_once() -> None:
+    config = split_bench.with_layers(ModelConfig.from_hf(TINY), 4)
+    step = jnp.zeros((1, 1), jnp.int32)
+    model = split(
+        lambda p, tokens, positions: apply(config, p, tokens, positions), abstract_params(config), step, step
+    )
+    found = list(split_bench.distinct(model))
+    assert [first for _, first, _ in found] == [0, 1, 4]
+    assert [n for _, _, n in found] == [1, 3, 1]
+    assert [name for name, _, _ in found] == ["slice 0", "slices 1–3", "slice 4"]
+
+
+def test_with_layers_repeats_the_window_pattern() -> None:
+    windowed = TINY | {"model_type": "mistral", "sliding_window": 8}
+    config = split_bench.with_layers(ModelConfig.from_hf(windowed), 5)
+    assert config.num_hidden_layers == 5 and config.windows == (8,) * 5
+
+
+# ---- prompts
+
+
+def test_text_prompts_have_the_length_asked_for_and_differ() -> None:
+    made = prompts(5, 3000, vocab_size=256, encode=lambda text: list(text.encode()))
+    assert [len(p) for p in made] == [3000] * 5
+    assert len({tuple(p[:40]) for p in made}) == 5
+    assert bytes(made[0]).decode().startswith("A lighthouse keeper on a rocky island")
+
+
+def test_random_prompts_stay_in_the_vocabulary_and_repeat_with_the_seed() -> None:
+    made = prompts(3, 50, vocab_size=7, encode=None)
+    assert {len(p) for p in made} == {50}
+    assert set(np.ravel(made)) <= set(range(7))
+    assert made == prompts(3, 50, vocab_size=7, encode=None)
+    assert made != prompts(3, 50, vocab_size=7, encode=None, seed=1)
+
+
+# ---- what a step must read
+
+
+def test_weight_bytes_leave_out_looked_up_tables() -> None:
+    config = ModelConfig.from_hf(TINY)
+    everything = sum(4 * x.size for x in abstract_params(config).values())
+    assert decode_bench.weight_bytes(config) == everything - 4 * 61 * 16  # embed_tokens; lm_head stays
+    tied = ModelConfig.from_hf(TINY | {"tie_word_embeddings": True})
+    assert decode_bench.weight_bytes(tied) == decode_bench.weight_bytes(config)  # now it is the head
+
+
+def test_step_bytes_count_kv_of_each_row() -> None:
+    config = ModelConfig.from_hf(TINY)
+    one_token = 2 * 2 * 4 * 4  # K and V, 2 heads of 4 float32
+    alone = decode_bench.step_bytes(config, 1, 10, 3)
+    # earlier tokens 10, 11, 12: 11 in the mean, and the new one; two layers
+    assert alone - decode_bench.weight_bytes(config) == 2 * one_token * (11 + 1)
+    assert (
+        decode_bench.step_bytes(config, 5, 10, 3) - decode_bench.weight_bytes(config)
+        == 5 * 2 * one_token * 12
+    )
+    windowed = ModelConfig.from_hf(TINY | {"model_type": "mistral", "sliding_window": 8})
+    assert (
+        decode_bench.step_bytes(windowed, 1, 10, 3) - decode_bench.weight_bytes(windowed) == 2 * one_token * 8
+    )
+
+
+# ---- choosing peers
+
+
+def test_peers_by_name_and_unknown_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peers.chosen("unsplit, split,split") == (["unsplit", "split"], {})
+    with pytest.raises(UserError, match="'vllm' is not one of auto, split"):
+        peers.chosen("split,vllm")
+    with pytest.raises(UserError, match="empty"):
+        peers.chosen(",")
+    monkeypatch.setitem(peers._NEEDS, "llama.cpp", (("no_such_module", "no-such-package"),))
+    names, left_out = peers.chosen("auto")
+    assert "llama.cpp" not in names and names[:2] == ["split", "unsplit"]
+    assert left_out["llama.cpp"] == "not installed: pip install no-such-package"
+    with pytest.raises(UserError, match="pip install no-such-package"):
+        peers.chosen("llama.cpp")
+
+
+# ---- decode bench
+
+
+def test_decode_bench_end_to_end(tiny_folder: Path) -> None:
+    config = ModelConfig.from_hf(TINY)
+    report = decode_bench.measure(
+        str(tiny_folder),
+        config,
+        ["split", "unsplit"],
+        batches=[1, 3],
+        n_prompt=9,
+        n_steps=4,
+        n_rounds=2,
+        encode=None,
+    )
+    assert [(r.batch, r.peer) for r in report.results] == [
+        (batch, peer) for batch in (1, 3) for peer in ("split", "unsplit")
+    ]
+    for r in report.results:
+        assert len(r.rounds_tokens_per_s) == 2 and min(r.rounds_tokens_per_s) > 0
+        assert r.same_tokens == (None if r.peer == "split" else r.batch)
+        assert r.of_roofline == pytest.approx(
+            report.step_bytes[r.batch] / report.read_bandwidth_bytes_per_s / (r.ms_per_step / 1000)
+        )
+    assert [(x.batch, x.ours, x.peer) for x in report.ratios] == [
+        (1, "split", "unsplit"),
+        (3, "split", "unsplit"),
+    ]
+    for x in report.ratios:
+        assert x.lowest <= x.ratio <= x.highest
+    assert report.left_out == {} and set(report.peak_memory_bytes) == {"split", "unsplit"}
+    assert json.loads(json.dumps(report.to_dict()))["n_rounds"] == 2
+
+
+@pytest.mark.parametrize("name", ["split", "unsplit", "transformers"])
+def test_peers_write_the_greedy_tokens(tiny_folder: Path, name: str) -> None:
+    why = peers.why_not(name)
+    if why is not None:
+        pytest.skip(f"{name} is {why}")
+    given = prompts(3, 9, vocab_size=61, encode=None)
+    with processes.PeerProcess(name, peers.Job(str(tiny_folder), 3, 15)) as peer:
+        for batch in (1, 3):  # twice on one peer: nothing may be left over from the first run
+            run = peer.decode(given[:batch], 6)
+            assert run.tokens == [greedy_by_whole_passes(p, 7) for p in given[:batch]]
+            assert run.prefill_s > 0 and run.decode_s > 0
+
+
+def test_a_failing_peer_is_left_out_with_its_reason(tiny_folder: Path) -> None:
+    report = decode_bench.measure(
+        str(tiny_folder),
+        ModelConfig.from_hf(TINY),
+        ["llama.cpp", "unsplit"],
+        batches=[1],
+        n_prompt=4,
+        n_steps=2,
+        n_rounds=1,
+        encode=None,
+        left_out={"transformers": "not installed"},
+    )
+    assert [r.peer for r in report.results] == ["unsplit"]
+    assert report.results[0].same_tokens is None
+    assert report.left_out.keys() == {"transformers", "llama.cpp"}
+    assert report.left_out["llama.cpp"].startswith("llama.cpp: ")
+
+
+def test_no_peer_left_is_an_error(tiny_folder: Path) -> None:
+    with pytest.raises(UserError, match="no peer could be measured: .*no-such-folder"):
+        decode_bench.measure(
+            "no-such-folder",
+            ModelConfig.from_hf(TINY),
+            ["unsplit"],
+            batches=[1],
+            n_prompt=4,
+            n_steps=2,
+            n_rounds=1,
+            encode=None,
+        )
+
+
+def test_a_sequence_past_the_models_length_is_an_error() -> None:
+    with pytest.raises(UserError, match="--prompt 60 and --tokens 10 make 71 tokens"):
+        decode_bench.measure(
+            "unused",
+            ModelConfig.from_hf(TINY),
+            ["unsplit"],
+            batches=[1],
+            n_prompt=60,
+            n_steps=10,
+            n_rounds=1,
+            encode=None,
+        )
+
+
+# ---- the F32 copy
+
+
+def test_f32_copy_holds_the_same_numbers_and_metadata(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the F32 copy is written with the gguf package")
+    from jaxlamina.bench.gguf_f32 import f32_gguf
+
+    source = tmp_path / "small.gguf"
+    writer = gguf.GGUFWriter(source, arch="llama")
+    writer.add_block_count(1)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    matrix = np.random.default_rng(0).standard_normal((4, 64), dtype=np.float32)
+    quantised = gguf.quantize(matrix, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("weight", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("norm", np.arange(3, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    copy = f32_gguf(source, tmp_path / "cache")
+    reader = gguf.GGUFReader(copy)
+    tensors = {t.name: t for t in reader.tensors}
+    assert {t.tensor_type for t in reader.tensors} == {gguf.GGMLQuantizationType.F32}
+    expected = gguf.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0)
+    np.testing.assert_array_equal(tensors["weight"].data, expected)
+    np.testing.assert_array_equal(tensors["norm"].data, np.arange(3, dtype=np.float32))
+    assert reader.fields["llama.block_count"].contents() == 1
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    before = copy.stat().st_mtime_ns
+    assert f32_gguf(source, tmp_path / "cache") == copy and copy.stat().st_mtime_ns == before
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [copy.name]  # no unfinished file stays behind
+
+
+# ---- machine
+
+
+def test_machine_says_where_and_when() -> None:
+    where = machine.describe(["numpy", "no-such-package"])
+    assert where.versions["numpy"] == np.__version__ and "no-such-package" not in where.versions
+    assert where.n_cores >= 1 and where.device
+    assert json.loads(json.dumps(where.to_dict()))["date"].endswith("+00:00")
+
+
+def test_busy_machines_are_told() -> None:
+    idle = machine.Machine("cpu", 2, 8.0, 0.1, "2026-01-01", {})
+    assert idle.busy() is None
+    assert "load average was 3.0" in str(machine.Machine("cpu", 2, 8.0, 3.0, "2026-01-01", {}).busy())
+
+
+def test_bandwidth_keeps_its_best() -> None:
+    bandwidth = machine.ReadBandwidth(1)
+    first = bandwidth.measure(passes=1)
+    assert bandwidth.measure(passes=1) >= first > 0
+
+
+# ---- commands
+
+
+@pytest.mark.parametrize("only_json", [False, True])
+def test_split_command_ends_with_json(tmp_path: Path, only_json: bool) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TINY))
+    result = CliRunner().invoke(
+        app, ["split", "--config", str(file), "--layers", "2,3", *(["--json"] if only_json else [])]
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    record = json.loads(lines[-1])
+    assert record["bench"] == "split" and [r["n_layers"] for r in record["results"]] == [2, 3]
+    assert {"device", "versions", "date"} <= record.keys()
+    assert (len(lines) == 1) == only_json
+    if not only_json:
+        assert "limit 2 s" in result.stdout and "(1 is flat)" in result.stdout
+
+
+def test_decode_command_ends_with_json(tiny_folder: Path) -> None:
+    result = CliRunner().invoke(
+        app,
+        ["decode", "--model", str(tiny_folder), "--batch", "2", "--prompt", "5", "--tokens", "3"]
+        + ["--rounds", "1", "--peers", "split,unsplit"],
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert record["bench"] == "decode" and record["prompt_kind"] == "random token ids"
+    assert [r["peer"] for r in record["results"]] == ["split", "unsplit"]
+    assert record["roofline_tokens_per_s"].keys() == {"2"}
+    assert {"device", "versions", "date"} <= record.keys()
+    assert "roofline at batch 2" in result.stdout
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "-3", "1,,2"])
+def test_bad_counts_are_named(text: str) -> None:
+    result = CliRunner().invoke(app, ["split", "--layers", text])
+    assert isinstance(result.exception, UserError)
+    assert "--layers" in str(result.exception)
