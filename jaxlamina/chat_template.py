@@ -62,8 +62,11 @@ def _compiled(template: str) -> jinja2.Template:
 
 def _plain(value: Any) -> Any:
     """A copy made of JSON types alone: an object's methods are what a template could misuse."""
-    if value is None or isinstance(value, str | int | float | bool):
+    if value is None or type(value) in (str, int, float, bool):
         return value
+    for kind in (str, int, float):  # a subclass, such as an enum, back to its base
+        if isinstance(value, kind):
+            return kind(value) if kind is not str else str.__str__(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):

