@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +140,13 @@ def test_step_bytes_count_kv_of_each_row() -> None:
     )
 
 
+def test_step_flop_count_weights_and_attended_tokens() -> None:
+    config = ModelConfig.from_hf(TINY)
+    weights = decode_bench.weight_bytes(config, itemsize=1)
+    attention = 2 * 4 * 4 * 4 * 12  # layers, two products of two operations, N, H, tokens in the mean
+    assert decode_bench.step_flop(config, 3, 10, 3) == 3 * (2 * weights + attention)
+
+
 # ---- choosing peers
 
 
@@ -176,9 +185,12 @@ def test_decode_bench_end_to_end(tiny_folder: Path) -> None:
     for r in report.results:
         assert len(r.rounds_tokens_per_s) == 2 and min(r.rounds_tokens_per_s) > 0
         assert r.same_tokens == (None if r.peer == "split" else r.batch)
-        assert r.of_roofline == pytest.approx(
-            report.step_bytes[r.batch] / report.read_bandwidth_bytes_per_s / (r.ms_per_step / 1000)
+        limit_s = max(
+            report.step_bytes[r.batch] / report.read_bandwidth_bytes_per_s,
+            report.step_flop[r.batch] / report.matmul_flop_per_s,
         )
+        assert r.of_roofline == pytest.approx(limit_s / (r.ms_per_step / 1000))
+        assert r.tokens_per_s == pytest.approx(r.batch / (r.ms_per_step / 1000))
     assert [(x.batch, x.ours, x.peer) for x in report.ratios] == [
         (1, "split", "unsplit"),
         (3, "split", "unsplit"),
@@ -298,10 +310,12 @@ def test_busy_machines_are_told() -> None:
     assert "load average was 3.0" in str(machine.Machine("cpu", 2, 8.0, 3.0, "2026-01-01", {}).busy())
 
 
-def test_bandwidth_keeps_its_best() -> None:
-    bandwidth = machine.ReadBandwidth(1)
-    first = bandwidth.measure(passes=1)
-    assert bandwidth.measure(passes=1) >= first > 0
+@pytest.mark.parametrize("make", [lambda: machine.ReadBandwidth(1), lambda: machine.MatmulRate(64)])
+def test_measured_limits_keep_their_best(make: Callable[[], Any]) -> None:
+    limit = make()
+    first = limit.measure(passes=1)
+    assert limit.best == first > 0
+    assert limit.measure(passes=1) == limit.best >= first
 
 
 # ---- commands

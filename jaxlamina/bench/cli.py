@@ -201,11 +201,13 @@ def _show_decode(out: Console, report: Any, where: Any) -> None:
         title=f"{report.model}, float32, greedy: prompt {report.n_prompt_tokens} ({report.prompt_kind}), "
         f"{report.n_steps} decode steps, median of {report.n_rounds} interleaved rounds",
         box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
-    table.add_column("batch", justify="right")
-    table.add_column("peer")
-    for name in ("tokens/s", "lowest–highest", "ms a step", "of roofline", "same tokens", "prefill s"):
-        table.add_column(name, justify="right")
+    table.add_column("batch", justify="right", no_wrap=True)
+    table.add_column("peer", no_wrap=True)
+    for name in ("tokens/s", "range", "ms/step", "% roof", "same", "prefill"):
+        table.add_column(name, justify="right", no_wrap=True)
     for i, r in enumerate(report.results):
         new_batch = i == 0 or report.results[i - 1].batch != r.batch
         if new_batch and i:
@@ -218,15 +220,24 @@ def _show_decode(out: Console, report: Any, where: Any) -> None:
             f"{min(speeds):.1f}–{max(speeds):.1f}",
             f"{r.ms_per_step:.2f}",
             f"{r.of_roofline:.0%}",
-            "reference" if r.same_tokens is None else f"{r.same_tokens} of {r.batch}",
-            f"{r.prefill_s:.2f}",
+            "–" if r.same_tokens is None else f"{r.same_tokens}/{r.batch}",
+            f"{r.prefill_s:.2f} s",
         )
     out.print(table)
+    out.print(
+        "% roof: of the roofline below; same: rows with the first peer's tokens exactly; "
+        "prefill: the prompts' own pass, not in tokens/s",
+        style="dim",
+    )
+    bandwidth, rate = report.read_bandwidth_bytes_per_s, report.matmul_flop_per_s
+    out.print(
+        f"measured here: memory reads {bandwidth / 1e9:.1f} GB/s, float32 matrix products {rate / 1e9:.0f} GFLOP/s"
+    )
     for batch, n_bytes in report.step_bytes.items():
         out.print(
-            f"roofline at batch {batch}: {n_bytes / 1e6:,.0f} MB a step at "
-            f"{report.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s read (measured here) = "
-            f"{report.roofline(batch):.1f} tokens/s",
+            f"roofline at batch {batch}: {report.roofline(batch):.1f} tokens/s, the lower of {n_bytes / 1e6:,.0f} MB "
+            f"a step to read ({report.read_limit(batch):.1f}) and {report.step_flop[batch] / 1e9:.2f} GFLOP "
+            f"({report.matmul_limit(batch):.1f})",
             soft_wrap=True,
         )
     for ratio in report.ratios:

@@ -1,4 +1,4 @@
-"""Decode speed of this project beside its peers: rounds A B C A B C …, medians, ratios, and the memory's limit.
+"""Decode speed of this project beside its peers: rounds A B C A B C …, medians, ratios, and the machine's limit.
 
 Knows prompts, rounds and numbers; how a peer runs is `peers`' business, how it looks is `cli`'s.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from jaxlamina.bench.machine import ReadBandwidth
+from jaxlamina.bench.machine import MatmulRate, ReadBandwidth
 from jaxlamina.bench.peers import OURS, Decoded, Job
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts
@@ -26,7 +26,7 @@ class PeerResult:
     """One peer at one batch size. Speeds in tokens a second, one per round, and their median.
 
     same_tokens: rows whose tokens all equal the first measured peer's; None for that peer itself.
-    of_roofline: median speed over what reading the step's bytes at the measured bandwidth would allow.
+    of_roofline: median speed over `DecodeReport.roofline`.
     """
 
     peer: str
@@ -61,7 +61,9 @@ class DecodeReport:
     n_rounds: int
     prompt_kind: str
     read_bandwidth_bytes_per_s: float
+    matmul_flop_per_s: float
     step_bytes: dict[int, int]
+    step_flop: dict[int, int]
     results: tuple[PeerResult, ...]
     ratios: tuple[Ratio, ...]
     notes: dict[str, str]
@@ -69,8 +71,14 @@ class DecodeReport:
     peak_memory_bytes: dict[str, int]
 
     def roofline(self, batch: int) -> float:
-        """Tokens a second if a step took no longer than reading its bytes."""
+        """Tokens a second if a step took no longer than reading its bytes, or than its matrix products."""
+        return min(self.read_limit(batch), self.matmul_limit(batch))
+
+    def read_limit(self, batch: int) -> float:
         return batch * self.read_bandwidth_bytes_per_s / self.step_bytes[batch]
+
+    def matmul_limit(self, batch: int) -> float:
+        return batch * self.matmul_flop_per_s / self.step_flop[batch]
 
     def to_dict(self) -> dict[str, Any]:
         rooflines = {batch: self.roofline(batch) for batch in self.step_bytes}
@@ -100,6 +108,18 @@ def step_bytes(
     return weight_bytes(config, itemsize) + round(batch * token_bytes * touched / n_steps)
 
 
+def step_flop(config: ModelConfig, batch: int, n_prompt: int, n_steps: int) -> int:
+    """Floating-point operations of a mean decode step's matrix products: every weight, and q·k and weights·v."""
+    matrices = weight_bytes(config, 1)  # norms and biases are among it, and are nothing beside it
+    attended = sum(
+        min(n_prompt + step + 1, n_prompt + step + 1 if window is None else window)
+        for step in range(n_steps)
+        for window in config.windows
+    )
+    attention = 4 * config.num_attention_heads * config.head_dim * attended / n_steps
+    return batch * round(2 * matrices + attention)
+
+
 def measure(
     model: str,
     config: ModelConfig,
@@ -126,7 +146,7 @@ def measure(
             f"{model} has {config.max_position_embeddings} positions: lower one of them"
         )
     texts = prompts(max(batches), n_prompt, vocab_size=config.vocab_size, encode=encode)
-    bandwidth = ReadBandwidth(weight_bytes(config))
+    bandwidth, matmul = ReadBandwidth(weight_bytes(config)), MatmulRate()
     progress = _Progress(on_progress, len(peers) * (1 + len(batches) * (1 + n_rounds)))
     missing = dict(left_out or {})
     runs: dict[tuple[str, int], list[Decoded]] = {}
@@ -137,6 +157,7 @@ def measure(
             # Round 0 warms up: compilation, page faults, threads.
             for round_ in range(n_rounds + 1):
                 bandwidth.measure()
+                matmul.measure()
                 for name in list(processes):
                     progress.next(f"batch {batch}, {'warm-up' if not round_ else f'round {round_}'}: {name}")
                     try:
@@ -150,22 +171,26 @@ def measure(
         peaks = {name: p.peak_memory_bytes() for name, p in processes.items()}
     if not processes:
         raise UserError("no peer could be measured: " + "; ".join(missing.values()))
-    sizes = {batch: step_bytes(config, batch, n_prompt, n_steps) for batch in batches}
     complete = {key: found for key, found in runs.items() if key[0] in processes}
-    return DecodeReport(
+    names = list(processes)
+    report = DecodeReport(
         model=model,
         n_prompt_tokens=n_prompt,
         n_steps=n_steps,
         n_rounds=n_rounds,
         prompt_kind="text" if encode is not None else "random token ids",
         read_bandwidth_bytes_per_s=bandwidth.best,
-        step_bytes=sizes,
-        results=tuple(_results(complete, list(processes), batches, n_steps, sizes, bandwidth.best)),
-        ratios=tuple(_ratios(complete, list(processes), batches)),
-        notes={name: notes[name] for name in processes},
+        matmul_flop_per_s=matmul.best,
+        step_bytes={batch: step_bytes(config, batch, n_prompt, n_steps) for batch in batches},
+        step_flop={batch: step_flop(config, batch, n_prompt, n_steps) for batch in batches},
+        results=(),
+        ratios=tuple(_ratios(complete, names, batches)),
+        notes={name: notes[name] for name in names},
         left_out=missing,
         peak_memory_bytes=peaks,
     )
+    rooflines = {batch: report.roofline(batch) for batch in batches}
+    return replace(report, results=tuple(_results(complete, names, n_steps, rooflines)))
 
 
 class _Progress:
@@ -193,18 +218,15 @@ def _load(
 def _results(
     runs: dict[tuple[str, int], list[Decoded]],
     peers: Sequence[str],
-    batches: Sequence[int],
     n_steps: int,
-    sizes: dict[int, int],
-    bandwidth: float,
+    rooflines: dict[int, float],
 ) -> list[PeerResult]:
     made = []
-    for batch in batches:
+    for batch, roofline in rooflines.items():
         reference = runs[peers[0], batch][0].tokens
         for name in peers:
             found = runs[name, batch]
             speeds = tuple(batch * n_steps / run.decode_s for run in found)
-            step_s = median(run.decode_s for run in found) / n_steps
             same = sum(a == b for a, b in zip(found[0].tokens, reference, strict=True))
             made.append(
                 PeerResult(
@@ -212,9 +234,9 @@ def _results(
                     batch=batch,
                     tokens_per_s=median(speeds),
                     rounds_tokens_per_s=speeds,
-                    ms_per_step=1000 * step_s,
+                    ms_per_step=1000 * batch / median(speeds),
                     prefill_s=median(run.prefill_s for run in found),
-                    of_roofline=sizes[batch] / bandwidth / step_s,
+                    of_roofline=median(speeds) / roofline,
                     same_tokens=None if name == peers[0] else same,
                 )
             )

@@ -1,4 +1,5 @@
-"""What a measurement was taken on: processor, versions, date, load, and how fast memory is read.
+"""What a measurement was taken on: processor, versions, date, load, how fast memory is read and how fast
+matrices are multiplied.
 
 Knows nothing of models or peers.
 """
@@ -112,4 +113,21 @@ class ReadBandwidth:
                 start = time.perf_counter()
                 list(pool.map(np.sum, self._pieces))
                 self.best = max(self.best, self._n_bytes / (time.perf_counter() - start))
+        return self.best
+
+
+class MatmulRate:
+    """How fast all cores together multiply large float32 matrices (numpy's BLAS); `best` of every `measure` so far."""
+
+    def __init__(self, size: int = 1536) -> None:
+        self._a = np.ones((size, size), np.float32)
+        self.best = 0.0
+
+    def measure(self, passes: int = 3) -> float:
+        """Floating-point operations per second of the best of `passes`; raises `best` if it is higher."""
+        out = self._a @ self._a
+        for _ in range(passes):
+            start = time.perf_counter()
+            np.matmul(self._a, self._a, out=out)
+            self.best = max(self.best, 2 * len(self._a) ** 3 / (time.perf_counter() - start))
         return self.best

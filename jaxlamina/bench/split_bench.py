@@ -156,7 +156,7 @@ def compile_slice(model: SplitModel, i: int, params: dict[str, jax.ShapeDtypeStr
 
 @contextmanager
 def _no_compilation_cache() -> Iterator[None]:
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield
