@@ -1,0 +1,61 @@
+"""SmolLM2's perplexity on WikiText-2, decoded token by token through both workers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_models import MODELS
+
+from jaxlamina import LLM
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, apply, random_params
+from jaxlamina.perplexity import perplexity, windows_of
+from jaxlamina.workers import LocalExecutor
+
+TEXT = Path(__file__).parent / "data" / "wiki.test.raw.head"
+TEXT_SHA256 = "a692944c927f5db1be61ee0430f073ad0da33699f7d25eb54aa1317c2fe93a49"
+# Of the first 20,480 tokens of the whole file (303,415 tokens, sha256 173c87a5…9e7dd08), as little-endian int32.
+TOKENS_SHA256 = "9432f86c0d3d46ca12954e346761c4bd256f66fe6a78b0531a86ebdb98f0bc39"
+
+
+def test_smollm2_on_wikitext_by_decode():
+    """23.229 by transformers in float32 over the same 20 windows of 1,024 tokens, no BOS."""
+    assert hashlib.sha256(TEXT.read_bytes()).hexdigest() == TEXT_SHA256
+    llm = LLM("smollm2-135m-instruct", max_num_seqs=20, max_model_len=1024, kv_slots=20 * 1023)
+    tokens = llm.tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
+    windows = windows_of(tokens, 20, 1024)
+    assert hashlib.sha256(windows.astype("<i4").tobytes()).hexdigest() == TOKENS_SHA256
+    result = perplexity(llm.executor, windows, buckets=llm.buckets)
+    assert result.n_scored_tokens == 20_460
+    assert result.value == pytest.approx(23.23, abs=0.02)
+
+
+def test_perplexity_is_that_of_the_whole_sequence_at_once():
+    config = ModelConfig.from_hf(MODELS["llama"])
+    params, device = random_params(config, seed=5), jax.devices()[0]
+    windows = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(12, dtype=np.int32), windows.shape)
+    logits = np.asarray(apply(config, params, windows, positions), np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    scored = np.take_along_axis(logprobs[:, :-1], windows[:, 1:, None], axis=-1)
+    executor = LocalExecutor(
+        partial(apply, config), params, n_slots=33, model_device=device, attention_device=device
+    )
+    steps: list[tuple[int, int]] = []
+    got = perplexity(executor, windows, on_step=lambda *at: steps.append(at))
+    assert got.n_scored_tokens == 33 and got.value == pytest.approx(math.exp(-scored.mean()), rel=1e-5)
+    assert steps[0] == (1, 11) and steps[-1] == (11, 11)
+    with pytest.raises(UserError, match="44 slots asked for"):
+        perplexity(executor, np.zeros((4, 12), np.int32))
+
+
+def test_windows_need_enough_text():
+    assert windows_of(range(7), 3, 2).tolist() == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(UserError, match="need 8 tokens, the text has 7"):
+        windows_of(range(7), 4, 2)
