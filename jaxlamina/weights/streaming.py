@@ -171,5 +171,7 @@ def _read_exactly(file: Any, out: np.ndarray, path: Path) -> None:
                 f"cannot read {path}: {error.strerror or os.strerror(error.errno or 0)}"
             ) from None
         if not n:
-            raise UserError(f"{path} ends at byte {file.tell()}, in the middle of a tensor; fetch it again")
+            raise UserError(
+                f"{path} ends at byte {os.fstat(file.fileno()).st_size}, before or in a tensor; fetch it again"
+            )
         view = view[n:]

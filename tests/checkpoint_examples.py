@@ -1,0 +1,97 @@
+"""Small models, Hugging Face folders and tokenizers that the tests of weights and tokenizers share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxlamina.models import ModelConfig, random_params
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
+QWEN2 = {**LLAMA, "model_type": "qwen2"}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 64,
+    "eos_token_id": 2,
+}
+
+
+def host_params(hf: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random float32 weights of a model; norms and biases are random too, so that none can be mixed up."""
+    drawn = random_params(ModelConfig.from_hf(hf), seed, jnp.float32)
+    rng = np.random.default_rng(seed)
+    return {
+        name: np.array(x) if x.ndim > 1 else rng.normal(1.0, 0.3, x.shape).astype(np.float32)
+        for name, x in drawn.items()
+    }
+
+
+def write_folder(
+    folder: Path,
+    hf: dict[str, Any],
+    params: dict[str, np.ndarray],
+    *,
+    n_shards: int = 1,
+    tokenizer: tokenizers.Tokenizer | None = None,
+) -> Path:
+    """A Hugging Face folder written with the safetensors package, not with ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf))
+    if n_shards == 1:
+        save_file(params, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        weight_map: dict[str, str] = {}
+        names = list(params)
+        for i in range(n_shards):
+            file = f"model-{i + 1:05}-of-{n_shards:05}.safetensors"
+            part = {name: params[name] for name in names[i::n_shards]}
+            save_file(part, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def byte_tokens() -> list[str]:
+    """GPT-2's stand-in character of every byte, byte b at place b (written out from its definition)."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    unseen = iter(range(256, 512))
+    return [chr(b) if b in visible else chr(next(unseen)) for b in range(256)]
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer without merges: id = byte; 256 and 257 are special."""
+    inner = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(byte_tokens())}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<s>", "</s>"])
+    return inner
