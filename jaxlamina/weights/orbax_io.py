@@ -2,10 +2,14 @@
 
 Restoring goes from TensorStore straight to the target device or sharding. Knows the folder's layout
 (`params/` is Orbax's own) and nothing of the arrays' meaning.
+
+`params.files.json` lists the sizes of Orbax's files. With a file cut short Orbax fails tensor by tensor in
+threads that print tracebacks of their own; the list tells beforehand, in one line. A folder without it loads.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +26,7 @@ from jaxlamina.weights.fit import check_fit
 from jaxlamina.weights.streaming import Progress, target_dtype
 
 PARAMS = "params"
+FILE_LIST = "params.files.json"
 _MARKS = ("_METADATA", "_CHECKPOINT_METADATA")
 
 
@@ -37,6 +42,7 @@ class OrbaxCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._config = ModelConfig.from_hf(read_json(path / "config.json"))
+        _check_files(path)
         check_fit(expected_shapes(self._config), {n: s for n, (s, _) in self._stored.items()}, str(path))
 
     @property
@@ -56,7 +62,7 @@ class OrbaxCheckpoint(Checkpoint):
             getattr(leaf, "shape", None) is None for leaf in tree.values()
         ):
             raise UserError(
-                f"{self.path / PARAMS} is no flat dict of tensors; write it with jaxlamina convert"
+                f"{self.path / PARAMS} cannot be read as an Orbax checkpoint of one flat dict of tensors; write it with jaxlamina convert"
             )
         return {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in tree.items()}
 
@@ -129,6 +135,25 @@ def write_orbax(folder: Path, params: Mapping[str, jax.Array]) -> None:
 
     with _checkpointer() as checkpointer:
         checkpointer.save((folder / PARAMS).resolve(), args=ocp.args.PyTreeSave(dict(params)))
+    (folder / FILE_LIST).write_text(json.dumps(_file_sizes(folder), indent=2) + "\n", encoding="utf-8")
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in (folder / PARAMS).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _check_files(folder: Path) -> None:
+    if not (folder / FILE_LIST).is_file():
+        return
+    present = _file_sizes(folder)
+    wrong = [
+        f"{name} ({size} bytes expected, {present[name]} present)" if name in present else f"{name} (missing)"
+        for name, size in read_json(folder / FILE_LIST).items()
+        if present.get(name) != size
+    ]
+    if wrong:
+        raise UserError(f"{folder} is truncated: {', '.join(wrong)}; fetch it again, or convert it again")
 
 
 def _checkpointer() -> Any:
