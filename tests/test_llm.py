@@ -1,0 +1,271 @@
+"""The Python interface: SmolLM2 split against unsplit, and every way of asking and of asking wrongly."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from test_models import MODELS
+
+import jaxlamina
+from jaxlamina import LLM, SamplingParams, UserError
+from jaxlamina.llm import InMemoryModel
+from jaxlamina.models import ModelConfig, random_params
+
+MODEL = "smollm2-135m-instruct"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea, there lived an old fisherman who",
+    "1 2 3 4 5 6",
+    "def fibonacci(n):\n",
+    """Water boils at a temperature of one hundred degrees because the pressure of its vapour then equals that of
+    the air around it. On a high mountain the air is thinner, so""",
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(MODEL, max_num_seqs=5, max_model_len=256, kv_slots=700)
+
+
+@pytest.fixture(scope="module")
+def small() -> LLM:
+    """A random model without a tokenizer, in a pool that four of its longest requests do not fit into."""
+    config = ModelConfig.from_hf(MODELS["llama"])
+    return LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=4, kv_slots=64)
+
+
+def recorded(model: LLM) -> list[np.ndarray]:
+    """The logits of every step that the model's executor runs from now on."""
+    steps: list[np.ndarray] = []
+
+    def recording(run):
+        def call(batch):
+            logits = run(batch)
+            steps.append(np.array(logits))
+            return logits
+
+        return call
+
+    model.executor.decode = recording(model.executor.decode)
+    model.executor.prefill = recording(model.executor.prefill)
+    return steps
+
+
+def test_split_smollm2_equals_unsplit_over_64_steps_of_a_mixed_batch():
+    params = SamplingParams(temperature=0.0, max_tokens=65, ignore_eos=True)  # the first comes of the prefill
+    runs = []
+    for split in (True, False):
+        model = LLM(MODEL, max_num_seqs=5, max_model_len=256, kv_slots=700, split=split)
+        steps = recorded(model)
+        outputs = model.generate(PROMPTS, params)
+        runs.append((outputs, steps))
+        assert len({len(out.prompt_token_ids) for out in outputs}) > 2
+        assert model.stats()["n_decode_tokens"] == 5 * 64
+    (split_outputs, split_steps), (unsplit_outputs, unsplit_steps) = runs
+    assert [out.token_ids for out in split_outputs] == [out.token_ids for out in unsplit_outputs]
+    assert split_outputs[0].text.startswith(" Paris")
+    assert len(split_steps) == len(unsplit_steps) == 5 + 64
+    for got, want in zip(split_steps, unsplit_steps, strict=True):
+        assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
+def test_a_batch_writes_what_each_prompt_alone_writes(llm: LLM):
+    together = llm.generate(PROMPTS, GREEDY)
+    assert [out.prompt for out in together] == PROMPTS
+    for prompt, out in zip(PROMPTS[:2], together, strict=False):
+        [alone] = llm.generate(prompt, GREEDY)
+        assert alone.token_ids == out.token_ids and alone.text == out.text
+
+
+def test_prompts_as_text_or_token_ids_and_parameters_each(llm: LLM):
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    prompts = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}]
+    lengths = [SamplingParams(temperature=0.0, max_tokens=n) for n in (3, 2, 1)]
+    outputs = llm.generate(prompts, lengths)
+    assert [len(out.token_ids) for out in outputs] == [3, 2, 1]
+    assert {out.prompt_token_ids for out in outputs} == {tuple(ids)}
+    assert [out.prompt for out in outputs] == [PROMPTS[0], PROMPTS[0], None]
+    assert outputs[0].text.startswith(outputs[1].text)
+    assert llm.generate([], GREEDY) == []
+
+
+def test_chat_answers_one_conversation_or_several(llm: LLM):
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    [answer] = llm.chat(question, GREEDY)
+    assert "Paris" in answer.text and answer.finish_reason == "stop"
+    assert answer.prompt is not None and answer.prompt.endswith("<|im_start|>assistant\n")
+    assert "<|im_end|>" not in answer.text
+    several = llm.chat([question, [{"role": "user", "content": "Say hello."}]], GREEDY)
+    assert several[0].token_ids == answer.token_ids and len(several) == 2
+
+
+def test_streamed_pieces_are_the_text(llm: LLM):
+    [whole] = llm.generate(PROMPTS[1], GREEDY)
+    pieces = list(llm.stream(PROMPTS[1], GREEDY))
+    assert len(pieces) > 4 and "".join(pieces) == whole.text
+
+
+def test_a_stream_left_early_frees_its_slots(llm: LLM):
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    next(stream)
+    stream.close()
+    assert llm.engine.idle and llm.stats()["kv_slots_used"] == 0
+    llm.stream(PROMPTS[1], GREEDY).close()  # never begun
+    assert llm.engine.idle
+    with pytest.raises(UserError, match="the prompt is empty"):
+        llm.stream({"prompt_token_ids": []})  # at once, not at the first piece
+
+
+def test_stop_strings_and_logprobs_of_a_real_text(llm: LLM):
+    [plain] = llm.generate(PROMPTS[1], GREEDY)
+    stop = plain.text[10:14]
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop=stop, logprobs=2)
+    [out] = llm.generate(PROMPTS[1], params)
+    assert out.text == plain.text[: plain.text.index(stop)] and out.stop_reason == stop
+    assert out.logprobs is not None and len(out.logprobs) == len(out.token_ids)
+    for token, entry in zip(out.token_ids, out.logprobs, strict=True):
+        assert len(entry) == 2 and entry[token].rank == 1
+        first, second = entry.values()
+        assert first.logprob >= second.logprob
+        assert entry[token].decoded_token == llm.tokenizer.decode([token], skip_special_tokens=False)
+
+
+def test_every_token_is_reported_as_it_comes(llm: LLM):
+    events = []
+    outputs = llm.generate(PROMPTS[:2], GREEDY, on_token=events.append)
+    for out in outputs:
+        mine = [event for event in events if event.request_id == out.request_id]
+        assert tuple(event.token_id for event in mine) == out.token_ids
+        assert "".join(event.new_text for event in mine) == out.text
+        assert mine[-1].output is out and all(event.output is None for event in mine[:-1])
+
+
+def test_seeded_requests_repeat_alone_and_in_a_batch(llm: LLM):
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=12)
+    [alone] = llm.generate(PROMPTS[0], params)
+    others = [SamplingParams(temperature=1.5, max_tokens=12), GREEDY]
+    outputs = llm.generate([PROMPTS[1], PROMPTS[0], PROMPTS[2]], [others[0], params, others[1]])
+    assert outputs[1].token_ids == alone.token_ids
+    [other] = llm.generate(PROMPTS[0], SamplingParams(temperature=0.8, top_p=0.9, seed=12, max_tokens=12))
+    assert other.token_ids != alone.token_ids
+
+
+def test_split_report_says_what_crosses(llm: LLM):
+    report = llm.split_report()
+    assert report.n_slices == 31 and report.n_programs == 3 and report.n_tokens == 1
+    residual, positions = 576 * 4, 4
+    assert {cut.context_bytes for cut in report.cuts} == {residual + positions}
+    assert report.exchanged_bytes_per_token == 30 * 4 * (9 + 3 + 3 + 9) * 64
+
+
+def test_a_growing_sequence_compiles_nothing_within_a_bucket(llm: LLM):
+    llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    before = llm.stats()
+    llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+    after = llm.stats()
+    assert after["n_compilations"] == before["n_compilations"]
+    assert after["n_steps"] == before["n_steps"] + 50
+    assert after["buckets"]["context"][0] == 64 and after["compilations"]["attend, batch 1, context 64"] == 1
+
+
+def test_compiled_programs_are_kept_on_disk(llm: LLM):
+    folder = jax.config.jax_compilation_cache_dir
+    assert folder is not None and jax.config.jax_persistent_cache_min_compile_time_secs == 0
+
+
+def test_more_requests_than_fit_are_served_in_turn(small: LLM):
+    prompts = [{"prompt_token_ids": [3 + i] * (6 + i)} for i in range(7)]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    outputs = small.generate(prompts, params)
+    assert small.stats()["n_preemptions"] > 0 and small.stats()["kv_slots_used"] == 0
+    small.engine.check_integrity()
+    for prompt, out in zip(prompts, outputs, strict=True):
+        assert small.generate(prompt, params)[0].token_ids == out.token_ids
+
+
+def test_capacity_comes_from_memory_when_not_given(monkeypatch):
+    config = ModelConfig.from_hf(MODELS["llama"])
+    model = InMemoryModel(config, random_params(config))
+    assert LLM(model, max_num_seqs=3).stats()["kv_slots"] == 3 * 64  # no more than could be used
+    slot_bytes = 2 * 2 * 2 * 8 * 4
+    monkeypatch.setattr("jaxlamina.workers.capacity.host_free_bytes", lambda: 10 * 20 * slot_bytes)
+    short = LLM(model, max_num_seqs=3)
+    assert short.stats()["kv_slots"] == 20 and short.max_model_len == 21
+    [out] = short.generate({"prompt_token_ids": [1]}, SamplingParams(temperature=0.0, max_tokens=None))
+    assert len(out.token_ids) == 20
+    with pytest.raises(UserError, match="fewer than one request of 40 tokens: lower max_model_len"):
+        LLM(model, max_model_len=40)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda m: m.generate({"prompt_token_ids": []}), "the prompt is empty"),
+        (
+            lambda m: m.generate({"prompt_token_ids": [5] * 64}),
+            "the prompt has 64 tokens, the model's length is 64",
+        ),
+        (lambda m: m.generate({"prompt_token_ids": [96]}), "prompt token id 96 is not in the vocabulary"),
+        (lambda m: m.generate("words"), "needs a tokenizer"),
+        (lambda m: m.chat([{"role": "user", "content": "x"}]), "chat needs a tokenizer"),
+        (lambda m: m.generate([3]), "a prompt must be a string"),
+        (lambda m: m.generate({"text": "x"}), "a prompt must be a string"),
+        (lambda m: m.generate({"prompt_token_ids": [1], "lora": 1}), r"a prompt has no field \['lora'\]"),
+        (
+            lambda m: m.generate({"prompt_token_ids": [1]}, [GREEDY, GREEDY]),
+            "2 sampling parameters for 1 prompts",
+        ),
+        (
+            lambda m: m.generate([{"prompt_token_ids": [1]}, {"prompt_token_ids": [999]}]),
+            "prompt token id 999",
+        ),
+        (lambda m: SamplingParams(temperature=-1), "temperature=-1"),
+    ],
+)
+def test_bad_requests_are_refused_in_one_line_and_leave_nothing_behind(small: LLM, ask, message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        ask(small)
+    assert "\n" not in str(caught.value)
+    assert small.engine.idle
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float8"}, "dtype='float8' must be one of float32, bfloat16"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_model_len": 65}, "max_model_len=65 must be at least 2 and at most 64"),
+        ({"max_model_len": 1}, "max_model_len=1"),
+        ({"kv_slots": 0}, "kv_slots=0"),
+        ({"devices": []}, "must be one device, or two"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(options: dict, message: str):
+    model = InMemoryModel(ModelConfig.from_hf(MODELS["llama"]), {})
+    with pytest.raises(UserError, match=message):
+        LLM(model, **options)
+
+
+def test_empty_text_prompt_is_refused(llm: LLM):
+    with pytest.raises(UserError, match="the prompt is empty"):
+        llm.generate("")
+
+
+def test_unknown_model_is_refused_by_name():
+    with pytest.raises(UserError, match="no-such-model"):
+        LLM("no-such-model")
+
+
+def test_bfloat16_writes_too():
+    model = LLM(MODEL, dtype="bfloat16", max_num_seqs=1, max_model_len=64, kv_slots=64)
+    [out] = model.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4))
+    assert out.text.startswith(" Paris")
+
+
+def test_package_exports_what_it_names():
+    for name in jaxlamina.__all__:
+        assert getattr(jaxlamina, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = jaxlamina.nothing
