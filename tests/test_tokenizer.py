@@ -426,7 +426,7 @@ def test_what_transformers_gives_templates_is_there():
         ("{{ raise_exception('roles must alternate') }}", "refused the messages: roles must alternate"),
         ("{% if %}", "chat template is broken at line 1"),
         ("{{ messages[0].__class__.__mro__[1].__subclasses__() }}", "refused the messages: .*unsafe"),
-        ("{{ raise_exception.__globals__ }}", "refused the messages: .*unsafe"),
+        ("{{ raise_exception.__globals__.os }}", "refused the messages: .*unsafe"),
         ("{{ messages.append(1) }}", "refused the messages: .*unsafe"),
         ("{% for i in range(10**9) %}{% endfor %}", "chat template failed"),
         ("{{ nothing.here }}", "refused the messages"),
