@@ -13,7 +13,7 @@ def keep_programs() -> None:
 
     A folder that the user has set (``JAX_COMPILATION_CACHE_DIR``) is left as it is.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     folder = cache_dir() / "xla"
     try:

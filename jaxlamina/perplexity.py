@@ -62,7 +62,7 @@ def perplexity(
     slots = np.asarray(dealt, np.int32).reshape(n_tokens - 1, n_rows).T  # a step's new slots side by side
     scores = []
     for t in range(n_tokens - 1):
-        batch = DecodeBatch.build(windows[:, t], slots[:, : t + 1], buckets, executor.n_slots)
+        batch = DecodeBatch.build(windows[:, t], list(slots[:, : t + 1]), buckets, executor.n_slots)
         scores.append(_logprobs(executor.decode(batch)[:n_rows], windows[:, t + 1]))
         if on_step is not None:
             on_step(t + 1, n_tokens - 1)

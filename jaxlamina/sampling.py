@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,15 +119,21 @@ class Sampled(NamedTuple):
     top_logprobs: jax.Array | None = None  # [B, n_top] float32
 
 
-class SamplingBatch(NamedTuple):
-    """The parameters of B requests as arrays, and what of the sampler they need (hashable, static)."""
+class Knobs(NamedTuple):
+    """What each of B rows draws by, as arrays."""
 
-    temperature: np.ndarray  # [B] float32, 0: greedy
-    top_k: np.ndarray  # [B] int32, V or more: all
-    top_p: np.ndarray  # [B] float32
-    min_p: np.ndarray  # [B] float32
-    seeds: np.ndarray  # [B, 2] uint32: low and high word
-    positions: np.ndarray  # [B] int32: the position the chosen token will have
+    temperature: Any  # [B] float32, 0: greedy
+    top_k: Any  # [B] int32, V or more: all
+    top_p: Any  # [B] float32
+    min_p: Any  # [B] float32
+    seeds: Any  # [B, 2] uint32: low and high word
+    positions: Any  # [B] int32: the position the chosen token will have
+
+
+class SamplingBatch(NamedTuple):
+    """The parameters of B requests as numpy arrays, and what of the sampler they need (static)."""
+
+    knobs: Knobs
     banned: np.ndarray  # [B, E] int32, padded with V or more
     draws: bool  # some row is not greedy
     filters: bool  # some row that draws has top_k, top_p or min_p
@@ -146,31 +152,33 @@ class SamplingBatch(NamedTuple):
 
         ``banned``: tokens each row may not choose now (``min_tokens``).
         """
-        n = len(params)
         no_token = np.iinfo(np.int32).max
         widest = max((len(tokens) for tokens in banned), default=0)
-        rows = cls(
+        knobs = Knobs(
             temperature=np.zeros(size, np.float32),
             top_k=np.full(size, no_token, np.int32),
             top_p=np.ones(size, np.float32),
             min_p=np.zeros(size, np.float32),
             seeds=np.zeros((size, 2), np.uint32),
             positions=np.zeros(size, np.int32),
-            # a power of two wide, so that not every mix of stop tokens is a new program
-            banned=np.full((size, 1 << (widest - 1).bit_length() if widest else 0), no_token, np.int32),
+        )
+        # a power of two wide, so that not every mix of stop tokens is a new program
+        banned_rows = np.full((size, 1 << (widest - 1).bit_length() if widest else 0), no_token, np.int32)
+        for b, p in enumerate(params):
+            knobs.temperature[b] = p.temperature
+            knobs.top_k[b] = p.top_k if p.top_k > 0 else no_token
+            knobs.top_p[b], knobs.min_p[b] = p.top_p, p.min_p
+            seed = seeds[b] if p.seed is None else int(p.seed)
+            knobs.seeds[b] = seed & 0xFFFFFFFF, seed >> 32
+            knobs.positions[b] = positions[b]
+            banned_rows[b, : len(banned[b])] = banned[b]
+        return cls(
+            knobs,
+            banned_rows,
             draws=any(not p.greedy for p in params),
             filters=any(p.filters and not p.greedy for p in params),
             n_top=_logprobs_width([p.logprobs for p in params]),
         )
-        rows.positions[:n] = positions
-        for b, p in enumerate(params):
-            rows.temperature[b] = p.temperature
-            rows.top_k[b] = p.top_k if p.top_k > 0 else no_token
-            rows.top_p[b], rows.min_p[b] = p.top_p, p.min_p
-            seed = seeds[b] if p.seed is None else int(p.seed)
-            rows.seeds[b] = seed & 0xFFFFFFFF, seed >> 32
-            rows.banned[b, : len(banned[b])] = banned[b]
-        return rows
 
 
 def _logprobs_width(asked: Sequence[int | None]) -> int | None:
@@ -184,46 +192,35 @@ class Sampler:
 
     def __init__(self) -> None:
         self.n_compiled = 0
-        self._choose = jax.jit(self._traced, static_argnames=("draws", "filters", "n_top"))
+        self._choose = jax.jit(self._traced, static_argnames=("filters", "n_top"))
 
     def __call__(self, logits: jax.Array, batch: SamplingBatch) -> Sampled:
         """``logits`` [B, V] float32 → ``Sampled`` on the same device. Errors of shape are jax's."""
-        arrays, static = batch[:7], dict(zip(("draws", "filters", "n_top"), batch[7:], strict=True))
-        if not batch.draws:  # a greedy step reads no parameter: ship only what bans tokens
-            arrays = (None,) * 6 + arrays[6:]
-        return self._choose(logits, *arrays, **static)
+        knobs = batch.knobs if batch.draws else None  # a greedy step ships none of them
+        return self._choose(logits, knobs, batch.banned, filters=batch.filters, n_top=batch.n_top)
 
-    def _traced(self, *args, **static) -> Sampled:
+    def _traced(
+        self, logits: jax.Array, knobs: Knobs | None, banned: jax.Array, *, filters: bool, n_top: int | None
+    ) -> Sampled:
         self.n_compiled += 1  # Python runs once a program
-        return choose(*args, **static)
+        return choose(logits, knobs, banned, filters=filters, n_top=n_top)
 
 
 def choose(
-    logits: jax.Array,
-    temperature: jax.Array | None,
-    top_k: jax.Array | None,
-    top_p: jax.Array | None,
-    min_p: jax.Array | None,
-    seeds: jax.Array | None,
-    positions: jax.Array | None,
-    banned: jax.Array,
-    *,
-    draws: bool,
-    filters: bool,
-    n_top: int | None,
+    logits: jax.Array, knobs: Knobs | None, banned: jax.Array, *, filters: bool, n_top: int | None
 ) -> Sampled:
-    """One token a row of ``logits`` [B, V] float32; arguments as ``SamplingBatch``. Jittable."""
+    """One token a row of ``logits`` [B, V] float32, the likeliest without ``knobs``; the rest as ``SamplingBatch``."""
     allowed = logits
     if banned.shape[1]:
         rows = jnp.arange(logits.shape[0])[:, None]
         allowed = logits.at[rows, banned].set(-jnp.inf, mode="drop")
     tokens = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
-    if draws:
-        scaled = allowed / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    if knobs is not None:
+        scaled = allowed / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
         if filters:
-            scaled = filter_logits(scaled, top_k, top_p, min_p)
-        drawn = jax.vmap(_draw)(scaled, seeds, positions)
-        tokens = jnp.where(temperature > 0, drawn, tokens)
+            scaled = filter_logits(scaled, knobs.top_k, knobs.top_p, knobs.min_p)
+        drawn = jax.vmap(_draw)(scaled, knobs.seeds, knobs.positions)
+        tokens = jnp.where(knobs.temperature > 0, drawn, tokens)
     if n_top is None:
         return Sampled(tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)

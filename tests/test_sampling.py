@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
-from jaxlamina.sampling import Sampler, SamplingBatch, SamplingParams, filter_logits
+from jaxlamina.sampling import Knobs, Sampler, SamplingBatch, SamplingParams, filter_logits
 
 V = 50
 SAMPLER = Sampler()
@@ -60,11 +60,9 @@ def test_draws_follow_the_reference_distribution(params: SamplingParams):
     n = 20_000
     row = np.random.default_rng(7).normal(0, 2, V).astype(np.float32)
     batch = SamplingBatch.build([params], [5], [0], [()], 1)
-    batch = SamplingBatch(
-        *(np.repeat(a, n, axis=0) for a in batch[:5]),
-        np.arange(n, dtype=np.int32),
-        np.zeros((n, 0), np.int32),
-        *batch[7:],
+    repeated = Knobs(*(np.repeat(column, n, axis=0) for column in batch.knobs))
+    batch = batch._replace(
+        knobs=repeated._replace(positions=np.arange(n, dtype=np.int32)), banned=np.zeros((n, 0), np.int32)
     )
     tokens = np.asarray(SAMPLER(jnp.broadcast_to(row, (n, V)), batch).tokens)
     expected = reference_probabilities(row, params)
@@ -85,7 +83,7 @@ def test_filter_keeps_what_the_reference_keeps(seed: int, top_k: int, top_p: flo
     rows = np.random.default_rng(seed).normal(0, 3, (4, V)).astype(np.float32)
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
     batch = SamplingBatch.build([params] * 4, [0] * 4, [0] * 4, [()] * 4, 4)
-    kept = np.asarray(FILTER(jnp.asarray(rows), batch.top_k, batch.top_p, batch.min_p))
+    kept = np.asarray(FILTER(jnp.asarray(rows), *batch.knobs[1:4]))
     for row, got in zip(rows, kept, strict=True):
         expected = reference_probabilities(row, params)
         sums = np.cumsum(np.sort(expected)[::-1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -154,10 +155,8 @@ def test_everything_the_model_worker_made_in_a_step_can_be_deleted():
         return run
 
     def watch(bound):
-        slices = tuple(
-            type(part)(part.weights, watched(part.whole), part.q_part, part.kv_part) for part in bound.slices
-        )
-        return type(bound)(bound.first_context, slices, watched(bound.final), bound.final_weights)
+        slices = tuple(replace(part, whole=watched(part.whole)) for part in bound.slices)
+        return replace(bound, slices=slices, final=watched(bound.final))
 
     decode, prefill = worker.decode, worker.prefill
     worker.decode = lambda *shape: watch(decode(*shape))

@@ -6,8 +6,9 @@ token and no request, only rows of slot numbers that the scheduler's allocator d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,7 +49,7 @@ class AttentionSpec:
         return 2 * self.n_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
-    def scoring(self) -> dict[str, float | int | None]:
+    def scoring(self) -> dict[str, Any]:
         """The keyword arguments that the attention functions of ``pallas_kernels`` take."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
@@ -97,13 +98,24 @@ class AttentionWorker:
         """Layer i: stores a prefill's k, v ``[B, T, K, H]``; padding is dropped."""
         self.k_pools[i], self.v_pools[i] = self._append(self.k_pools[i], self.v_pools[i], k, v, *self._step)
 
-    def _jit_attend(self, spec: AttentionSpec):
-        def attend(k_pool, v_pool, q, k, v, slot_table, lengths, new_slots):
+    def _jit_attend(self, spec: AttentionSpec) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+        def attend(
+            k_pool: jax.Array,
+            v_pool: jax.Array,
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            slot_table: jax.Array,
+            lengths: jax.Array,
+            new_slots: jax.Array,
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             self._programs.compiled(f"attend, batch {q.shape[0]}, context {slot_table.shape[1]}")
             return decode_attention(q, k, v, k_pool, v_pool, slot_table, lengths, new_slots, **spec.scoring)
 
         return jax.jit(attend, donate_argnums=(0, 1))
 
-    def _traced_append(self, k_pool, v_pool, k, v, slots):
+    def _traced_append(
+        self, k_pool: jax.Array, v_pool: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         self._programs.compiled(f"append, {slots.shape[0]} tokens")
         return append(k_pool, v_pool, k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]), slots)

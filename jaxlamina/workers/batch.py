@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxlamina.buckets import Buckets, bucket
 
+Ints = Sequence[int] | np.ndarray
+
 
 class DecodeBatch(NamedTuple):
     """One new token for each of B rows. Rows past the requests are padding, and store nothing."""
@@ -20,9 +22,7 @@ class DecodeBatch(NamedTuple):
     new_slots: np.ndarray  # [B] int32: where the new token's KV goes; S for padding
 
     @classmethod
-    def build(
-        cls, tokens: Sequence[int], slots: Sequence[Sequence[int]], buckets: Buckets, n_slots: int
-    ) -> DecodeBatch:
+    def build(cls, tokens: Ints, slots: Sequence[Ints], buckets: Buckets, n_slots: int) -> DecodeBatch:
         """``tokens[b]`` is row b's newest token; ``slots[b]`` are the slots of all its tokens, that one last.
 
         ``n_slots`` is S, the pool's size. ``ValueError`` if there are more rows or tokens than buckets hold.
@@ -39,8 +39,8 @@ class DecodeBatch(NamedTuple):
         n = len(tokens)
         batch.tokens[:n, 0] = tokens
         batch.positions[:n, 0] = batch.lengths[:n] = lengths
-        for b, row in enumerate(slots):
-            row = np.asarray(row, np.int32)
+        for b, row_slots in enumerate(slots):
+            row = np.asarray(row_slots, np.int32)
             batch.slot_table[b, : len(row) - 1] = row[:-1]
             batch.new_slots[b] = row[-1]
         return batch
@@ -56,7 +56,7 @@ class PrefillBatch(NamedTuple):
 
     @classmethod
     def build(
-        cls, tokens: Sequence[Sequence[int]], slots: Sequence[Sequence[int]], buckets: Buckets, n_slots: int
+        cls, tokens: Sequence[Ints], slots: Sequence[Ints], buckets: Buckets, n_slots: int
     ) -> PrefillBatch:
         """``tokens[b]`` are row b's tokens from position 0 on, ``slots[b]`` as many slots."""
         width = bucket(max(len(row) for row in tokens), buckets.prompt)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +18,45 @@ import jax.numpy as jnp
 from jaxlamina.workers.attention_worker import AttentionSpec
 from jaxlamina.workers.programs import Programs
 from pallas_kernels import causal_attention
-from splitter import SplitModel, split, trace
+from splitter import SplitModel, Traced, split, trace
+from splitter.program import SliceProgram
 
 # (params, tokens [B, T], positions [B, T], logits_at [B] | None) -> logits [B, 1 or T, V]
 ModelFn = Callable[..., jax.Array]
 Params = Mapping[str, jax.Array]
 Weights = tuple[jax.Array, ...]
+Context = tuple[Any, ...]
+SliceT = TypeVar("SliceT")
 
 
 @dataclass(frozen=True)
-class BoundSlice:
+class DecodeSlice:
     """A slice's jitted parts with its weights beside them, looked up once and not once a step.
 
-    ``whole`` is both parts in one call; ``q_part`` and ``kv_part`` are for a transport that sends q early.
-    In a prefill only ``whole`` is there, and gives attention output where a decode slice gives q.
+    ``whole(weights, context, attention_out) -> (q, k, v, context)`` in one call; or ``q_part`` and ``kv_part``
+    (as the splitter's), for a transport that sends q early.
     """
 
     weights: Weights
-    whole: Callable[..., tuple]
-    q_part: Callable[..., tuple] | None = None
-    kv_part: Callable[..., tuple] | None = None
+    whole: Callable[..., tuple[Any, Any, Any, Context]]
+    q_part: Callable[..., tuple[Any, Context]]
+    kv_part: Callable[..., tuple[Any, Any, Context]]
 
 
 @dataclass(frozen=True)
-class BoundModel:
-    """All slices of the model for one bucket: n ``BoundSlice``, then the last slice's ``final`` → logits [B, V]."""
+class PrefillSlice:
+    """``whole(weights, context, attention_out) -> (attention_out, k, v, context)``: attention included."""
 
-    first_context: Callable[..., tuple]
-    slices: tuple[BoundSlice, ...]
+    weights: Weights
+    whole: Callable[..., tuple[Any, Any, Any, Context]]
+
+
+@dataclass(frozen=True)
+class BoundModel(Generic[SliceT]):
+    """All slices of the model for one bucket: n of them, then the last one's ``final`` → logits [B, V]."""
+
+    first_context: Callable[..., Context]
+    slices: tuple[SliceT, ...]
     final: Callable[..., jax.Array]
     final_weights: Weights
 
@@ -57,40 +69,46 @@ class ModelWorker:
         self.params = jax.device_put(dict(params), device)
         self._model = model
         self._programs = programs
-        self._decode: dict[int, BoundModel] = {}
-        self._prefill: dict[tuple[int, int], BoundModel] = {}
+        self._decode: dict[int, BoundModel[DecodeSlice]] = {}
+        self._prefill: dict[tuple[int, int], BoundModel[PrefillSlice]] = {}
 
     def split(self, batch: int, n_tokens: int = 1) -> SplitModel:
         """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits."""
         return split(trace_step(self._model, self.params, batch, n_tokens))
 
-    def decode(self, batch: int) -> BoundModel:
+    def decode(self, batch: int) -> BoundModel[DecodeSlice]:
         """The model's slices for a decode step of ``batch`` rows, made on first use."""
         if batch not in self._decode:
-            self._decode[batch] = self._bind(self.split(batch), f"batch {batch}", prefill=False)
+            jit = partial(self._jit_decode, what=f"batch {batch}")
+            self._decode[batch] = self._bind(self.split(batch), f"batch {batch}", DecodeSlice, jit)
         return self._decode[batch]
 
-    def prefill(self, batch: int, n_tokens: int) -> BoundModel:
+    def prefill(self, batch: int, n_tokens: int) -> BoundModel[PrefillSlice]:
         """The same for prompts padded to ``[batch, n_tokens]``."""
         key = batch, n_tokens
         if key not in self._prefill:
             what = f"prefill {batch} × {n_tokens} tokens"
-            self._prefill[key] = self._bind(self.split(batch, n_tokens), what, prefill=True)
+            jit = partial(self._jit_prefill, what=what)
+            self._prefill[key] = self._bind(self.split(batch, n_tokens), what, PrefillSlice, jit)
         return self._prefill[key]
 
-    def _bind(self, model: SplitModel, what: str, *, prefill: bool) -> BoundModel:
-        jitted: dict[Any, tuple] = {}  # by program (and operator): equal slices share their compiled code
+    def _bind(
+        self,
+        model: SplitModel,
+        what: str,
+        kind: Callable[..., SliceT],
+        jit: Callable[[SliceProgram, AttentionSpec], tuple[Callable[..., Any], ...]],
+    ) -> BoundModel[SliceT]:
+        jitted: dict[Any, tuple[Callable[..., Any], ...]] = {}  # equal slices share their compiled code
         slices = []
         for i, site in enumerate(model.sites):
-            program = model.slices[i].program
-            spec = AttentionSpec.of(site)
-            key = (program, spec) if prefill else program
+            key = model.slices[i].program, AttentionSpec.of(site)
             if key not in jitted:
-                jitted[key] = self._jit_prefill(program, spec, what) if prefill else self._jit(program, what)
-            slices.append(BoundSlice(self._weights(model, i), *jitted[key]))
+                jitted[key] = jit(*key)
+            slices.append(kind(self._weights(model, i), *jitted[key]))
         last = model.slices[model.n].program
 
-        def final(weights, context, attention_out):
+        def final(weights: Weights, context: Context, attention_out: jax.Array) -> jax.Array:
             self._programs.compiled(f"last slice, {what}")
             return last.final(weights, context, attention_out)[:, -1]
 
@@ -99,24 +117,28 @@ class ModelWorker:
     def _weights(self, model: SplitModel, i: int) -> Weights:
         return tuple(jnp.asarray(w) for w in model.slice_params(i, self.params))
 
-    def _jit(self, program: Any, what: str) -> tuple:
-        def whole(weights, context, attention_out):
+    def _jit_decode(
+        self, program: SliceProgram, _spec: AttentionSpec, what: str
+    ) -> tuple[Callable[..., Any], ...]:
+        def whole(weights: Weights, context: Context, attention_out: Any) -> tuple[Any, Any, Any, Context]:
             self._programs.compiled(f"slice, {what}")
             q, rest = program.q_part(weights, context, attention_out)
             return q, *program.kv_part(weights, rest)
 
-        def q_part(weights, context, attention_out):
+        def q_part(weights: Weights, context: Context, attention_out: Any) -> tuple[Any, Context]:
             self._programs.compiled(f"slice up to q, {what}")
             return program.q_part(weights, context, attention_out)
 
-        def kv_part(weights, rest, tie):
+        def kv_part(weights: Weights, rest: Context, tie: jax.Array) -> tuple[Any, Any, Context]:
             self._programs.compiled(f"slice from q on, {what}")
             return program.kv_part(weights, rest, tie)
 
         return jax.jit(whole), jax.jit(q_part), jax.jit(kv_part)
 
-    def _jit_prefill(self, program: Any, spec: AttentionSpec, what: str) -> tuple:
-        def whole(weights, context, attention_out):
+    def _jit_prefill(
+        self, program: SliceProgram, spec: AttentionSpec, what: str
+    ) -> tuple[Callable[..., Any], ...]:
+        def whole(weights: Weights, context: Context, attention_out: Any) -> tuple[Any, Any, Any, Context]:
             self._programs.compiled(f"slice, {what}")
             q, rest = program.q_part(weights, context, attention_out)
             k, v, context = program.kv_part(weights, rest)
@@ -125,12 +147,17 @@ class ModelWorker:
         return (jax.jit(whole),)
 
 
-def trace_step(model: ModelFn, params: Params, batch: int, n_tokens: int):
+def trace_step(model: ModelFn, params: Params, batch: int, n_tokens: int) -> Traced:
     """``model`` traced for ``[batch, n_tokens]``: a decode step for one token a row, else a prefill."""
     tokens = jax.ShapeDtypeStruct((batch, n_tokens), jnp.int32)
     if n_tokens == 1:
-        return trace(
-            lambda p, tokens, positions: model(p, tokens, positions, None), dict(params), tokens, tokens
-        )
-    logits_at = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return trace(model, dict(params), tokens, tokens, logits_at)
+
+        def decode(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+            return model(params, tokens, positions, None)
+
+        return trace(decode, dict(params), tokens, tokens)
+
+    def prefill(params: Params, tokens: jax.Array, positions: jax.Array, logits_at: jax.Array) -> jax.Array:
+        return model(params, tokens, positions, logits_at)
+
+    return trace(prefill, dict(params), tokens, tokens, jax.ShapeDtypeStruct((batch,), jnp.int32))

@@ -50,11 +50,21 @@ class UnsplitExecutor:
         self.k_pools, self.v_pools, logits = self._prefill(self.params, self.k_pools, self.v_pools, *batch)
         return logits
 
-    def _traced_decode(self, params, k_pools, v_pools, tokens, positions, slot_table, lengths, new_slots):
+    def _traced_decode(
+        self,
+        params: Params,
+        k_pools: list[jax.Array],
+        v_pools: list[jax.Array],
+        tokens: jax.Array,
+        positions: jax.Array,
+        slot_table: jax.Array,
+        lengths: jax.Array,
+        new_slots: jax.Array,
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         self.programs.compiled(f"whole step, batch {len(tokens)}, context {slot_table.shape[1]}")
         k_pools, v_pools = list(k_pools), list(v_pools)
 
-        def attend(i, q, k, v):
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             k_pools[i], v_pools[i], out = decode_attention(
                 q, k, v, k_pools[i], v_pools[i], slot_table, lengths, new_slots, **self.specs[i].scoring
             )
@@ -64,11 +74,20 @@ class UnsplitExecutor:
         logits = traced.eval(params, tokens, positions, attend=attend)
         return k_pools, v_pools, logits[:, -1]
 
-    def _traced_prefill(self, params, k_pools, v_pools, tokens, positions, logits_at, slots):
+    def _traced_prefill(
+        self,
+        params: Params,
+        k_pools: list[jax.Array],
+        v_pools: list[jax.Array],
+        tokens: jax.Array,
+        positions: jax.Array,
+        logits_at: jax.Array,
+        slots: jax.Array,
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens")
         k_pools, v_pools = list(k_pools), list(v_pools)
 
-        def attend(i, q, k, v):
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             k_pools[i], v_pools[i] = append(
                 k_pools[i],
                 v_pools[i],
