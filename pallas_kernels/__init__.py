@@ -13,12 +13,14 @@ from pallas_kernels.attention import (
     make_pool,
     partial_attention,
 )
+from pallas_kernels.precision import exact
 
 __all__ = [
     "append",
     "causal_attention",
     "combine",
     "decode_attention",
+    "exact",
     "make_pool",
     "partial_attention",
 ]

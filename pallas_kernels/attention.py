@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.precision import exact
+
 # Rows of queries scored at a time in `causal_attention`, so that a long prompt needs T * _Q_BLOCK scores a
 # head at once and not T * T.
 _Q_BLOCK = 512
@@ -41,7 +43,12 @@ def _scores(q: Array, k: Array, scale: float, softcap: float | None) -> Array:
     """q `[B, T, N, H]`, k `[B, C, K, H]` -> float32 scores `[B, K, G, T, C]`."""
     b, t, n, h = q.shape
     grouped = q.reshape(b, t, k.shape[2], n // k.shape[2], h)
-    scores = jnp.einsum("BTKGH,BCKH->BKGTC", grouped, k, preferred_element_type=jnp.float32) * scale
+    scores = (
+        jnp.einsum(
+            "BTKGH,BCKH->BKGTC", grouped, k, precision=exact(k.dtype), preferred_element_type=jnp.float32
+        )
+        * scale
+    )
     return _capped(scores, softcap)
 
 
@@ -52,7 +59,13 @@ def _capped(scores: Array, softcap: float | None) -> Array:
 def _weigh(weights: Array, v: Array) -> Array:
     """Unnormalised weights `[B, K, G, T, C]` over v `[B, C, K, H]` -> float32 `[B, T, N, H]`."""
     b, kv, g, t, _ = weights.shape
-    out = jnp.einsum("BKGTC,BCKH->BTKGH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "BKGTC,BCKH->BTKGH",
+        weights.astype(v.dtype),
+        v,
+        precision=exact(v.dtype),
+        preferred_element_type=jnp.float32,
+    )
     return out.reshape(b, t, kv * g, v.shape[-1])
 
 
@@ -136,11 +149,15 @@ def _attend_stored(
     c, kv = k.shape[1:3]
     if kv <= _BLOCK_DIAGONAL_HEADS:
         eye = jnp.eye(kv, dtype=q.dtype)
-        spread = jnp.einsum("BTKGH,KJ->BTKGJH", q.reshape(b, t, kv, n // kv, h), eye).reshape(
-            b, t * n, kv * h
-        )
+        spread = jnp.einsum(
+            "BTKGH,KJ->BTKGJH", q.reshape(b, t, kv, n // kv, h), eye, precision=exact(q.dtype)
+        ).reshape(b, t * n, kv * h)
         scores = jnp.einsum(
-            "BCX,BMX->BCM", k.reshape(b, c, kv * h), spread, preferred_element_type=jnp.float32
+            "BCX,BMX->BCM",
+            k.reshape(b, c, kv * h),
+            spread,
+            precision=exact(k.dtype),
+            preferred_element_type=jnp.float32,
         ).reshape(b, c, t, n)
         scores = _capped(scores * scale, softcap)
         scores = jnp.where(jnp.moveaxis(seen, 1, 2)[..., None], scores, -jnp.inf)  # [B, C, T, N]
@@ -149,6 +166,7 @@ def _attend_stored(
             "BCM,BCX->BMX",
             weights.reshape(b, c, t * n).astype(v.dtype),
             v.reshape(b, c, kv * h),
+            precision=exact(v.dtype),
             preferred_element_type=jnp.float32,
         )
         out = jnp.einsum("BTKGKH->BTKGH", out.reshape(b, t, kv, n // kv, kv, h)).reshape(b, t, n, h)
@@ -200,7 +218,7 @@ def partial_attention(
     mass).
     """
     _check_heads(q, k_pool, v_pool)
-    b, t, n, _ = q.shape
+    b, t = q.shape[:2]
     at = jnp.arange(slot_table.shape[1])
     # Entries past a row's end read the row's own first slot: another request's values (an overflowed one's
     # inf or NaN above all, which a weight of 0 does not silence) must not reach this row.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from flax import nnx
 
 from jaxlamina.models.config import ModelConfig
 from jaxlamina.models.rope import rotate
+from pallas_kernels import exact
 from splitter import attention
 
 # Makes one parameter: ("matrix" | "scale" | "bias", shape) -> an array, or its shape and dtype alone.
@@ -38,10 +40,11 @@ def _times_transposed(x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | 
     XLA from turning it back.
     """
     n_rows = math.prod(x.shape[:-1])
+    product = partial(jax.lax.dot_general, precision=exact(w.dtype), preferred_element_type=dtype)
     if n_rows > _FEW_ROWS or jax.default_backend() != "cpu":
-        return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+        return product(x, w, (((x.ndim - 1,), (1,)), ((), ())))
     columns = jax.lax.optimization_barrier(x.reshape(n_rows, -1).T)
-    y = jax.lax.dot_general(w, columns, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    y = product(w, columns, (((1,), (0,)), ((), ())))
     return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
 
 
