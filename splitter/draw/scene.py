@@ -47,7 +47,10 @@ class Band:
 
 @dataclass(frozen=True)
 class CutMark:
-    """The cut at attention `site`: its row, what crosses it, and the box keys of "send q", "send k, v", "receive"."""
+    """The cut at attention `site`: its row, what crosses it, and the box keys of "send q", "send k, v", "receive".
+
+    lines, tip: of the attention operator. cut_tip: of the cut.
+    """
 
     site: int
     row: int
@@ -57,6 +60,7 @@ class CutMark:
     receive: str
     lines: tuple[str, ...]
     tip: str
+    cut_tip: str
     operators: tuple[int, ...]
 
 
@@ -350,17 +354,21 @@ class _Director:
         tip = [f"attention {i}: {site.name}", *(view.explain(g) for g in operators)]
         tip += [f"q {site.q.dtype}{list(site.q.shape)}, k, v {site.k.dtype}{list(site.k.shape)}"]
         tip += [f"own operand {p.dtype}{list(p.shape)}" for p in site.private[:8]]
+        kept = f"context kept at cut {i}: {cut.context_bytes:,} bytes"
+        if (spare := cut.context_bytes - view.model.cuts[i].context_bytes) > 0:
+            kept += f"\n{spare:,} of them are not read any more; they stay so that slices are equal"
         self.scene.cuts.append(
             CutMark(
-                i,
-                self.row,
-                cut.context_bytes,
-                f"{Q}:{i}",
-                f"{KV}:{i}",
-                f"recv:{i + 1}",
-                tuple(lines),
-                "\n".join(tip),
-                tuple(operators),
+                site=i,
+                row=self.row,
+                context_bytes=cut.context_bytes,
+                send_q=f"{Q}:{i}",
+                send_kv=f"{KV}:{i}",
+                receive=f"recv:{i + 1}",
+                lines=tuple(lines),
+                tip="\n".join(tip),
+                cut_tip=kept,
+                operators=tuple(operators),
             )
         )
         if not view.context(i + 1):

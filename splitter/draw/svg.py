@@ -162,9 +162,7 @@ class _Painter:
         y = self.row_y(cut.row, 0.5)
         label = f"min cut {cut.site}: {human_bytes(cut.context_bytes)}"
         self.out.append(f'<g data-cut="{cut.site}" data-bytes="{cut.context_bytes}">')
-        self.out.append(
-            f"<title>{escape(f'context kept at cut {cut.site}: {cut.context_bytes:,} bytes')}</title>"
-        )
+        self.out.append(f"<title>{escape(cut.cut_tip)}</title>")
         self.out.append(
             f'<line class="cut" x1="{_MARGIN - 10:.1f}" y1="{y:.1f}" x2="{self.mem_x - 14:.1f}" y2="{y:.1f}"/>'
         )
