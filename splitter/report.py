@@ -16,12 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContextValue:
-    """One value that crosses a cut on the model worker: where it comes from, its shape and dtype, its bytes."""
+    """One value that crosses a cut on the model worker: where it comes from, its shape and dtype, its bytes.
+
+    name: the input's name, or the operator that made the value; `is_input` tells which.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     size_bytes: int
+    is_input: bool
+
+    def text(self) -> str:
+        """E.g. `positions int32[1, 1]`; a computed value shows its type alone."""
+        typed = f"{self.dtype}{list(self.shape)}"
+        return f"{self.name} {typed}" if self.is_input else typed
 
 
 @dataclass(frozen=True)
@@ -72,16 +81,19 @@ class SplitReport:
         """One line for people: how many slices, and what crosses each cut."""
         seen: dict[str, int] = {}
         for c in self.cuts:
-            text = " + ".join(f"{v.name} {v.dtype}{list(v.shape)}" for v in c.context) or "nothing"
-            seen[f"{text} ({c.context_bytes:,} B)"] = seen.get(f"{text} ({c.context_bytes:,} B)", 0) + 1
-        crossing = "; ".join(f"{text} at {n} cuts" for text, n in seen.items())
-        if len(seen) > 4:
-            sizes = sorted({c.context_bytes for c in self.cuts})
-            crossing = f"{sizes[0]:,}–{sizes[-1]:,} B a cut"
+            values = " + ".join(v.text() for v in c.context) or "nothing"
+            text = f"{values} ({c.context_bytes:,} bytes)"
+            seen[text] = seen.get(text, 0) + 1
+        crossing = "; ".join(f"{text} at {n} of {len(self.cuts)} cuts" for text, n in seen.items())
+        if len(seen) == 1:
+            crossing = f"{next(iter(seen))} at every cut"
+        elif len(seen) > 4:
+            sizes = sorted(c.context_bytes for c in self.cuts)
+            crossing = f"{sizes[0]:,} to {sizes[-1]:,} bytes a cut"
         return (
             f"{self.n_slices} slices ({self.n_programs} distinct programs) at {self.n_attention} attention operators; "
             f"context kept at a cut: {crossing}; exchanged with the memory pool: "
-            f"{self.exchanged_bytes_per_token:,.0f} B a token (q, k, v out, attention back)"
+            f"{self.exchanged_bytes_per_token:,.0f} bytes a token (q, k, v out, attention back)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,8 +110,8 @@ def make_report(model: SplitModel) -> SplitReport:
     names = dict(zip(traced.jaxpr.invars[traced.n_params :], traced.input_names, strict=True))
 
     def value(v: Any) -> ContextValue:
-        name = names.get(v) or _describe(a.eqns[a.producer[v]])
-        return ContextValue(name, tuple(v.aval.shape), str(v.aval.dtype), compat.nbytes(v.aval))
+        name = names[v] if v in names else _describe(a.eqns[a.producer[v]])
+        return ContextValue(name, tuple(v.aval.shape), str(v.aval.dtype), compat.nbytes(v.aval), v in names)
 
     cuts = []
     for i, site in enumerate(model.sites):

@@ -233,17 +233,23 @@ def _needed(a: Analysis, wanted: Sequence[Any], given: set[Any]) -> list[int]:
     return sorted(found)
 
 
+# A value is small beside a context when it is at most this fraction of it.
+_SMALL = 16
+
+
 def _extended(contexts: Sequence[tuple[Any, ...]], inputs: set[Any]) -> list[tuple[Any, ...]]:
     """Contexts in which what has lived through several cuts, and any input once carried, lives to the end.
 
     A model's last slices need positions no more; were they dropped there, slice n-1 would be a program of its own,
-    compiled for the sake of a few bytes.
+    compiled for the sake of a few bytes. What is not small beside the context it would join is dropped all the same.
     """
     extended = [contexts[0]] if contexts else []
     before: set[Any] = set()
     for context in contexts[1:]:
         previous = extended[-1]
-        kept = [v for v in previous if v not in context and (v in inputs or v in before)]
+        room = sum(compat.nbytes(v.aval) for v in context) // _SMALL
+        lasting = [v for v in previous if v not in context and (v in inputs or v in before)]
+        kept = [v for v in lasting if compat.nbytes(v.aval) <= room]
         extended.append((*context, *kept))
         before = set(previous)
     return extended

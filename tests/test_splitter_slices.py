@@ -244,3 +244,19 @@ def test_another_structure_than_traced_is_an_error():
         model.slice_params(0, {"embed": params["embed"]})
     with pytest.raises(SplitError, match="structure"):
         model.first_context(TOKENS)
+
+
+def test_a_large_input_is_not_carried_past_its_last_use():
+    """Inputs stay in the context to the end only while they are small beside it."""
+
+    def model(params, x, mask):
+        from splitter import attention
+
+        y = attention(x, x, x)
+        y = attention(y * 2, x, x) + mask.sum()
+        return attention(y @ params, y, y).sum()
+
+    x = jnp.ones((1, 3, 2, 8))
+    cuts = split(model, jnp.eye(8), x, jnp.ones((4,))).report().cuts
+    assert x.nbytes in [v.size_bytes for v in cuts[0].context]
+    assert cuts[-1].context_bytes < x.nbytes
