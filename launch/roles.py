@@ -78,7 +78,9 @@ class Pools:
     def check_world(self, n_ranks: int) -> None:
         """Raises `UserError` unless exactly so many ranks were started as this DOP needs."""
         if n_ranks != self.n_ranks:
-            raise UserError(f"DOP {self} needs {self.n_ranks} ranks, {n_ranks} were started: mpirun -n {self.n_ranks}")
+            raise UserError(
+                f"DOP {self} needs {self.n_ranks} ranks, {n_ranks} were started: mpirun -n {self.n_ranks}"
+            )
 
     @property
     def roles(self) -> tuple[Role, ...]:

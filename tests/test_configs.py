@@ -40,7 +40,9 @@ def test_a_config_json_does_too(tmp_path):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(UserError, match="no model shape 'llama-9b'; known: llama-2-70b, llama-3-70b, .*smollm2"):
+    with pytest.raises(
+        UserError, match="no model shape 'llama-9b'; known: llama-2-70b, llama-3-70b, .*smollm2"
+    ):
         model_config("llama-9b")
 
 

@@ -30,10 +30,15 @@ def find(name: str) -> Path | None:
     """
     if name.lower() not in NAMES:
         return None
+    return present() or _fetch(cache_dir() / FILE_NAME)
+
+
+def present() -> Path | None:
+    """The demo model's file where it is on this machine already, in the cache folder or the installed wheel."""
     cached = cache_dir() / FILE_NAME
     if cached.is_file() and cached.stat().st_size == FILE_BYTES:
         return cached
-    return _in_wheel() or _fetch(cached)
+    return _in_wheel()
 
 
 def cache_dir() -> Path:

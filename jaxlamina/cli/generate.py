@@ -1,0 +1,241 @@
+"""`jaxlamina generate`: prompts in, text as it is written, then how fast it was and how the model was cut.
+
+Text goes to stdout, everything else to stderr. Knows `LLM`; nothing of how it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxlamina.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxlamina.llm import LLM
+    from jaxlamina.outputs import RequestOutput
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def generate(
+    prompts: Annotated[
+        list[str],
+        typer.Argument(metavar="PROMPT...", help="Each is a prompt of its own; '-' reads one from stdin."),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf or an orbax folder."
+        ),
+    ] = DEFAULT_MODEL,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put the prompt into the model's chat template, or continue it as it is. "
+            "Default: the template where the model has one.",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="A system message before the prompt, with --chat.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 128,
+    min_tokens: Annotated[int, typer.Option(help="Do not stop before so many tokens.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that add up to this much.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this likely, relative to the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same prompt, same text.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")
+    ] = None,
+    stop_token_ids: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", help="A token id that ends the text; may be repeated."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")
+    ] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities of each token and so many rivals.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "float32",
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included.")] = None,
+    split: Annotated[
+        bool,
+        typer.Option("--split/--no-split", help="Two workers, or each step one program to compare with."),
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout instead of text.")
+    ] = False,
+) -> None:
+    """Write text with a model that is cut at its attention operators: compute pool and memory pool apart."""
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    if system is not None and chat is False:
+        raise UserError("--system needs the chat template: leave out --raw")
+    if logprobs is not None and not as_json:
+        raise UserError("--logprobs are shown in the JSON output only: add --json")
+    console = Console(stderr=True)
+    with console.status("starting JAX"):
+        from jaxlamina.sampling import (
+            SamplingParams,
+        )  # the parameters are checked before the model is fetched
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop or None,
+            stop_token_ids=stop_token_ids or None,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+        import jaxlamina.llm  # noqa: F401  (the slow import, under the spinner)
+    started = time.perf_counter()
+    llm = _load(
+        console, model, dtype=dtype, max_num_seqs=len(texts), max_model_len=max_model_len, split=split
+    )
+    load_s = time.perf_counter() - started
+    ready = _prompts(llm, texts, chat, system)
+    with console.status("compiling, or reading compiled programs from disk"):
+        # Two tokens go through every program of the first steps, so that the speed below is one of decoding.
+        llm.generate(ready, replace(params, max_tokens=min(2, max_tokens), min_tokens=0))
+    warm_s = time.perf_counter() - started - load_s
+    watch = _Stopwatch()
+    show = watch.on_token if as_json else _Streamer(watch, n_prompts=len(texts)).on_token
+    outputs = llm.generate(ready, params, on_token=show)
+    if as_json:
+        print(json.dumps(_record(llm, model, outputs, watch, load_s, warm_s, split), ensure_ascii=False))
+        return
+    if len(outputs) > 1:
+        for i, output in enumerate(outputs):
+            print(f"[{i + 1}] {output.text}")
+    _closing_lines(console, llm, len(outputs), watch, load_s, warm_s, split)
+
+
+def _load(console: Console, model: str, **options: Any) -> LLM:
+    from jaxlamina.llm import LLM
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("reading weights", total=None, visible=False)
+
+        def on_load(done_bytes: int, total_bytes: int) -> None:
+            progress.update(task, completed=done_bytes, total=total_bytes, visible=True)
+
+        return LLM(model, on_load=on_load, **options)
+
+
+def _prompts(llm: LLM, texts: list[str], chat: bool | None, system: str | None) -> list[Any]:
+    """What `LLM.generate` takes, through the chat template where it is wanted."""
+    if chat is None:
+        chat = system is not None or bool(getattr(llm.tokenizer, "chat_template", None))
+    if not chat:
+        return list(texts)
+    if any(not text.strip() for text in texts):
+        raise UserError("the prompt is empty: give some text")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [llm.chat_prompt([*first, {"role": "user", "content": text}]) for text in texts]
+
+
+@dataclass
+class _Stopwatch:
+    """Times of the first and the last token. A rate over what lies between counts decode steps only."""
+
+    started: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    n_tokens: int = 0
+
+    def on_token(self, _: Any) -> None:
+        now = time.perf_counter()
+        if not self.n_tokens:
+            self.first = now
+        self.last = now
+        self.n_tokens += 1
+
+    @property
+    def seconds(self) -> float:
+        return self.last - self.started
+
+    def decode_tokens_per_s(self, n_requests: int) -> float | None:
+        """Tokens a second after each request's first one; None for too few."""
+        n, span = self.n_tokens - n_requests, self.last - self.first
+        return n / span if n > 0 and span > 0 else None
+
+
+class _Streamer:
+    """Writes one prompt's text as it comes; of several, only counts, since their pieces would mix."""
+
+    def __init__(self, watch: _Stopwatch, n_prompts: int) -> None:
+        self.watch = watch
+        self.write: Callable[[str], Any] = sys.stdout.write if n_prompts == 1 else lambda _: None
+
+    def on_token(self, event: Any) -> None:
+        self.watch.on_token(event)
+        if event.new_text:
+            self.write(event.new_text)
+        if event.output is not None:
+            self.write("\n")
+        sys.stdout.flush()
+
+
+def _closing_lines(
+    console: Console, llm: LLM, n_requests: int, watch: _Stopwatch, load_s: float, warm_s: float, split: bool
+) -> None:
+    stats = llm.stats()
+    rate = watch.decode_tokens_per_s(n_requests)
+    speed = f"{rate:.1f} tokens/s" if rate is not None else f"{watch.seconds:.2f} s"
+    console.print(
+        f"\n{watch.n_tokens} tokens, {speed} (first after {(watch.first - watch.started) * 1e3:.0f} ms; "
+        f"loaded in {load_s:.1f} s, {stats['n_compilations']} programs ready in {warm_s:.1f} s)",
+        style="bold",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if split:
+        where = f"compute pool on {stats['model_device']}, memory pool on {stats['attention_device']}"
+        line = f"{llm.split_report().line()}; {where}"
+    else:
+        line = f"not split: each step is one program on {stats['model_device']}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _record(
+    llm: LLM,
+    model: str,
+    outputs: list[RequestOutput],
+    watch: _Stopwatch,
+    load_s: float,
+    warm_s: float,
+    split: bool,
+) -> dict[str, Any]:
+    report = llm.split_report() if split else None
+    return {
+        "model": model,
+        "outputs": [asdict(output) for output in outputs],
+        "n_tokens": watch.n_tokens,
+        "seconds": round(watch.seconds, 4),
+        "tokens_per_s": watch.decode_tokens_per_s(len(outputs)),
+        "load_s": round(load_s, 3),
+        "warm_up_s": round(warm_s, 3),
+        "split": report
+        and {
+            "n_slices": report.n_slices,
+            "n_programs": report.n_programs,
+            "context_bytes": [cut.context_bytes for cut in report.cuts],
+            "exchanged_bytes_per_token": report.exchanged_bytes_per_token,
+        },
+    }

@@ -1,0 +1,89 @@
+"""`jaxlamina`: the commands, and the one place where errors become lines.
+
+Exit codes: 0 done, 1 `doctor` found something broken, 2 bad input, 130 interrupted. Knows no model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from jaxlamina import __version__
+from jaxlamina.bench.cli import app as bench_app
+from jaxlamina.cli import convert, doctor, generate, split
+from jaxlamina.errors import UserError
+
+app = typer.Typer(
+    name="jaxlamina",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="LLM decoding with model-attention disaggregation on JAX: weights in one pool, KV and attention in another.",
+)
+app.command("generate")(generate.generate)
+app.command("split")(split.split)
+app.command("convert")(convert.convert)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench_app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"jaxlamina {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line (default: the process's own) and returns its exit code. Bad input is one line on stderr."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="jaxlamina")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader is gone (`| head`): what is still buffered goes nowhere, quietly.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except Exception as error:
+        line = _line_of(error)
+        if line is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _line_of(error: Exception) -> str | None:
+    """The line to show for an error that input or environment caused; None for one that is ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if "splitter" in sys.modules:
+        from splitter import SplitError
+
+        if isinstance(error, SplitError):
+            return str(error)
+    if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
+        reason = " ".join(str(error).split())
+        return f"JAX cannot start ({reason}); check JAX_PLATFORMS, or run: jaxlamina doctor"
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("jaxlamina"):
+        return f"the Python package {error.name} is not installed; run: jaxlamina doctor"
+    return None
+
+
+def run() -> None:
+    """The script's entry."""
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""`jaxlamina split`: cut one decode step of a model shape and show the cuts. No weights are read or allocated.
+
+Knows how a report looks; the cutting and the drawing are the splitter's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxlamina.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxlamina.models import ModelConfig
+    from splitter import SplitModel, SplitReport
+
+
+def split(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A shape in configs/models (llama-3-8b), a .toml or config.json, or any model that generate takes."
+        ),
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Requests in the decode step that is cut.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Weights and activations: float32 or bfloat16.")] = "float32",
+    svg: Annotated[Path | None, typer.Option(help="Draw the partitioned graph into this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="The same as a page, details on hovering.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole report as JSON on stdout.")] = False,
+) -> None:
+    """Cut a model at its attention operators and report the slices and what crosses each cut."""
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"--dtype {dtype!r} must be float32 or bfloat16")
+    for file in (svg, html):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UserError(f"cannot write {file}: there is no folder {file.absolute().parent}")
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("reading the model's shape"):
+        shape = _shape(model)
+    with console.status(f"tracing and cutting {shape.num_hidden_layers} layers"):
+        parts = _cut(shape, batch, dtype)
+        report = parts.report()
+    if as_json:
+        print(json.dumps({"model": model, "batch": batch, "dtype": dtype, **report.to_dict()}))
+    else:
+        _show(
+            Console(),
+            report,
+            title=f"{model}, one decode step of {batch} request{'s' * (batch > 1)}, {dtype}",
+        )
+    if svg is not None or html is not None:
+        from splitter.draw import to_html, to_svg
+
+        for file, draw in ((svg, to_svg), (html, to_html)):
+            if file is not None:
+                _write(file, draw(parts))
+                console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _shape(model: str) -> ModelConfig:
+    from jaxlamina import configs
+
+    if configs.find_model(model) is not None:
+        return configs.model_config(model)
+    from jaxlamina.weights import open_checkpoint
+
+    try:
+        return open_checkpoint(model).config
+    except UserError as error:
+        if Path(model).exists() or not str(error).startswith("unknown model"):
+            raise
+        raise UserError(f"{error}; known shapes: {', '.join(configs.model_names())}") from None
+
+
+def _cut(shape: ModelConfig, batch: int, dtype: str) -> SplitModel:
+    from functools import partial
+
+    import jax
+    import jax.numpy as jnp
+
+    from jaxlamina.models import abstract_params, apply
+    from splitter import split as split_
+
+    step = jax.ShapeDtypeStruct((batch, 1), jnp.int32)  # tokens and positions, [B, T=1]
+    return split_(partial(apply, shape), abstract_params(shape, dtype), step, step)
+
+
+def _show(out: Any, report: SplitReport, title: str) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for name in ("cuts", "q", "k, v", "attention output", "context"):
+        table.add_column(name, justify="right", no_wrap=name != "context")
+    table.add_column("of it", overflow="fold")
+    for first, last, cut in _runs(report):
+        values = "\n".join(f"{v.name} {v.dtype}{list(v.shape)}" for v in cut.context) or "nothing"
+        row = (cut.q_bytes, cut.kv_bytes, cut.out_bytes, cut.context_bytes)
+        table.add_row(
+            f"{first}–{last}" if last > first else f"{first}", *(f"{n:,} B" for n in row), _plain(values)
+        )
+    out.print(table)
+    out.print(report.line(), markup=False, highlight=False, soft_wrap=True)
+    for what, names in (("no attention", report.aux_outputs), ("attention state", report.state_outputs)):
+        if names:
+            out.print(f"outputs that depend on {what}: {', '.join(names)}", markup=False, soft_wrap=True)
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)  # shapes in square brackets are no markup
+
+
+def _runs(report: SplitReport) -> list[tuple[int, int, Any]]:
+    """Neighbouring cuts that are alike but for their names, as (first, last, one of them)."""
+    runs: list[tuple[int, int, Any]] = []
+    for i, cut in enumerate(report.cuts):
+        alike = runs and _alike(runs[-1][2], cut)
+        runs[-1:] = [(runs[-1][0], i, runs[-1][2])] if alike else [*runs[-1:], (i, i, cut)]
+    return runs
+
+
+def _alike(a: Any, b: Any) -> bool:
+    def sizes(cut: Any) -> Any:
+        values = [(v.name.rsplit("/", 1)[-1], v.shape, v.dtype) for v in cut.context]
+        return values, cut.q_bytes, cut.kv_bytes, cut.out_bytes
+
+    return sizes(a) == sizes(b)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
