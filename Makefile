@@ -103,7 +103,7 @@ $(STAMPS)/mpi: $(STAMPS)/dev
 	  export CUDA_PATH="$(abspath $(STAMPS))/no-cuda"; \
 	fi; \
 	log="$(STAMPS)/mpi4jax.log"; \
-	if PIP_CONSTRAINT="$(abspath $(STAMPS))/jax.txt" $(PIP) install '.[mpi]' >"$$log" 2>&1; then \
+	if PIP_CONSTRAINT="$(abspath $(STAMPS))/jax.txt" $(PIP) install --editable '.[mpi]' >"$$log" 2>&1; then \
 	  touch "$@"; \
 	else \
 	  echo "mpi4jax could not be built (see $$log): tests marked mpi will be skipped" >&2; \
