@@ -113,11 +113,11 @@ def append(k_pool: Array, v_pool: Array, k_new: Array, v_new: Array, slots: Arra
 
     slots `[M]` int32; a slot >= S is dropped (padding). In place when the caller's jit donates the pools.
     """
-    write = {"mode": "drop", "wrap_negative_indices": False}
-    return (
-        k_pool.at[slots].set(k_new.astype(k_pool.dtype), **write),
-        v_pool.at[slots].set(v_new.astype(v_pool.dtype), **write),
-    )
+
+    def write(pool: Array, new: Array) -> Array:
+        return pool.at[slots].set(new.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
+
+    return write(k_pool, k_new), write(v_pool, v_new)
 
 
 def _gather(pool: Array, slot_table: Array) -> Array:

@@ -4,6 +4,7 @@ numbers."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -157,7 +158,7 @@ def test_partials_over_any_partition_combine_to_the_whole(seed: int, length: int
     far = jnp.full((1, 2), 1000, jnp.int32)  # the queries follow every part, wherever it was cut
     q, k_pool, v_pool, *_ = case.partial_args()
     parts = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         table = np.full((1, length + 1), case.n_slots, np.int32)
         table[0, : high - low] = row[low:high]
         size = jnp.array([high - low], jnp.int32)
@@ -202,7 +203,7 @@ def test_padding_row_is_not_stored() -> None:
     case = Case(3, 4, 2, [4, 0])
     case.new_slots[1] = case.n_slots
     args = case.decode_args()
-    k_pool, v_pool, out = pk.decode_attention(*args, scale=0.35)
+    k_pool, _, out = pk.decode_attention(*args, scale=0.35)
     changed = np.flatnonzero((np.asarray(k_pool) != case.k_pool).any((1, 2)))
     assert changed.tolist() == [case.new_slots[0]]
     assert np.isfinite(np.asarray(out)).all()
