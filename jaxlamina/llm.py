@@ -6,7 +6,7 @@ Puts checkpoint, tokenizer, executor and engine together; each of them knows how
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -186,24 +186,22 @@ class LLM:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **template)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str]:
         """Continues one prompt and yields its text piece by piece as tokens come (bad input: ``UserError`` at once)."""
-        queued = self._queued([prompt], _one_each(sampling_params, 1))
-        [request_id] = queued.__enter__()
+        pieces = self._pieces(prompt, _one_each(sampling_params, 1))
+        next(pieces)  # queues the request
+        return pieces
 
-        def pieces() -> Iterator[str]:
-            try:
-                finished = False
-                while not finished:
-                    for event in self.engine.step():
-                        if event.request_id == request_id:
-                            finished = event.output is not None
-                            if event.new_text:
-                                yield event.new_text
-            finally:
-                queued.__exit__(None, None, None)
-
-        return pieces()
+    def _pieces(self, prompt: Prompt, params: Sequence[SamplingParams]) -> Generator[str]:
+        with self._queued([prompt], params) as [request_id]:
+            yield ""  # begun now, so that closing it early ends the request
+            finished = False
+            while not finished:
+                for event in self.engine.step():
+                    if event.request_id == request_id:
+                        finished = event.output is not None
+                        if event.new_text:
+                            yield event.new_text
 
     def split_report(self) -> SplitReport:
         """Slices, what each cut keeps and what crosses between the pools, for a decode step of one request."""

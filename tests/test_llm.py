@@ -112,7 +112,8 @@ def test_a_stream_left_early_frees_its_slots(llm: LLM):
     next(stream)
     stream.close()
     assert llm.engine.idle and llm.stats()["kv_slots_used"] == 0
-    llm.stream(PROMPTS[1], GREEDY).close()  # never begun
+    untouched = llm.stream(PROMPTS[1], GREEDY)
+    untouched.close()
     assert llm.engine.idle
     with pytest.raises(UserError, match="the prompt is empty"):
         llm.stream({"prompt_token_ids": []})  # at once, not at the first piece
