@@ -83,7 +83,7 @@ def _jax() -> Finding:
     versions = {name: _version(name) for name in ("jax", "jaxlib")}
     wanted = f"jax>={_dotted(JAX_FROM)},<{_dotted(JAX_BELOW)}"
     mend = f'pip install "{wanted}"'
-    absent = [name for name, version in versions.items() if version is None]
+    absent = [name for name, version in versions.items() if version is None or not _importable(name)]
     if absent:
         return Finding("jax", "broken", f"{' and '.join(absent)} not installed", mend)
     detail = f"jax {versions['jax']}, jaxlib {versions['jaxlib']}"
@@ -153,13 +153,13 @@ def _mpi() -> Iterator[Finding]:
         yield Finding("mpi4jax", "missing", "not installed", mend)
         return
     told_mpi, trouble = _ask(_ASK_MPI)
-    version = _version("mpi4jax")
+    installed = _version("mpi4jax")
     if told_mpi is None:
         again = "pip install --force-reinstall --no-cache-dir --no-deps mpi4jax"
-        yield Finding("mpi4jax", "missing", f"{version} does not load: {trouble}", again)
+        yield Finding("mpi4jax", "missing", f"{installed} does not load: {trouble}", again)
     else:
         gpu = "with" if told_mpi["cuda"] else "without"
-        yield Finding("mpi4jax", "ok", f"{version} on {told_mpi['library']}, {gpu} GPU support")
+        yield Finding("mpi4jax", "ok", f"{installed} on {told_mpi['library']}, {gpu} GPU support")
 
 
 def _storage() -> Iterator[Finding]:

@@ -18,18 +18,13 @@ def convert(
 ) -> None:
     """Convert weights between formats: GGUF, safetensors or orbax in, safetensors or orbax out."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from jaxlamina.cli.progress import bytes_bar
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with console.status("starting JAX"):
         from jaxlamina.weights import convert as convert_
-
-        task = progress.add_task("converting", total=None, visible=False)
-
-        def on_progress(done_bytes: int, total_bytes: int) -> None:
-            progress.update(task, completed=done_bytes, total=total_bytes, visible=True)
-
+    with bytes_bar(console, "converting") as on_progress:
         folder = convert_(source, target, to=to, dtype=dtype, progress=on_progress)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     console.print(

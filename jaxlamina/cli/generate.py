@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jaxlamina.cli.progress import bytes_bar
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def generate(
     ] = False,
 ) -> None:
     """Write text with a model that is cut at its attention operators: compute pool and memory pool apart."""
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
+    if not all(texts):
+        raise UserError("the prompt is empty: give some text")
     if system is not None and chat is False:
         raise UserError("--system needs the chat template: leave out --raw")
     if logprobs is not None and not as_json:
@@ -128,13 +130,7 @@ def generate(
 def _load(console: Console, model: str, **options: Any) -> LLM:
     from jaxlamina.llm import LLM
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("reading weights", total=None, visible=False)
-
-        def on_load(done_bytes: int, total_bytes: int) -> None:
-            progress.update(task, completed=done_bytes, total=total_bytes, visible=True)
-
+    with bytes_bar(console, "reading weights") as on_load:
         return LLM(model, on_load=on_load, **options)
 
 
@@ -144,8 +140,6 @@ def _prompts(llm: LLM, texts: list[str], chat: bool | None, system: str | None) 
         chat = system is not None or bool(getattr(llm.tokenizer, "chat_template", None))
     if not chat:
         return list(texts)
-    if any(not text.strip() for text in texts):
-        raise UserError("the prompt is empty: give some text")
     first = [] if system is None else [{"role": "system", "content": system}]
     return [llm.chat_prompt([*first, {"role": "user", "content": text}]) for text in texts]
 

