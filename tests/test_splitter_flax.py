@@ -5,10 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import split_examples as ex
 from flax import nnx
 
 from splitter import split
+
+
+@pytest.fixture(autouse=True)
+def _float32_means_float32():
+    """These models take products in JAX's default precision, which a GPU rounds differently per fusion."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
 
 B, LENGTH, LAYERS = 2, 10, 3
 

@@ -10,6 +10,14 @@ import split_examples as ex
 
 from splitter import SplitError, attention, split, trace
 
+
+@pytest.fixture(autouse=True)
+def _float32_means_float32():
+    """These models take products in JAX's default precision, which a GPU rounds differently per fusion."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 TOKENS = jnp.array([[1, 2, 3]], jnp.int32)
 POSITIONS = jnp.array([[0, 1, 2]], jnp.int32)
 
