@@ -273,12 +273,12 @@ SPEC = AttentionSpec(2, 16, np.dtype(np.float32), 0.25, None, None)
 def test_capacity_goes_by_free_memory_and_says_so_when_it_is_short(monkeypatch):
     assert SPEC.slot_bytes == 2 * 2 * 16 * 4
     monkeypatch.setattr("jaxlamina.workers.capacity.host_free_bytes", lambda: 10 * 100 * 4 * SPEC.slot_bytes)
-    assert slots_that_fit([SPEC] * 4, DEVICE, most=1000, least=1) == 100
-    assert slots_that_fit([SPEC] * 4, DEVICE, most=30, least=1) == 30
+    assert slots_that_fit([SPEC] * 4, jax.devices("cpu")[0], most=1000, least=1) == 100
+    assert slots_that_fit([SPEC] * 4, jax.devices("cpu")[0], most=30, least=1) == 30
     with pytest.raises(
         UserError, match="hold 100 KV slots of 1,024 bytes, fewer than one request of 101 tokens"
     ):
-        slots_that_fit([SPEC] * 4, DEVICE, most=1000, least=101)
+        slots_that_fit([SPEC] * 4, jax.devices("cpu")[0], most=1000, least=101)
 
 
 def test_a_containers_limit_counts(tmp_path: Path):
