@@ -308,9 +308,10 @@ def test_other_rope_freqs_are_an_error_that_names_them(tmp_path, change):
         ({"ARCH.rope.scaling.type": "longrope"}, r"rope.scaling.type='longrope' is not supported"),
         ({"ARCH.expert_count": 8}, r"llama.expert_count=8 is not supported"),
         ({"ARCH.logit_scale": 0.5}, r"llama.logit_scale=0.5 is not supported"),
+        ({"split.count": 3}, r"is one of 3 parts; join them first: llama-gguf-split --merge"),
         ({"ARCH.rope.dimension_count": 8}, r"rope.dimension_count=8 .* must equal the head size 16"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_metadata_that_changes_the_result_is_an_error(tmp_path, meta, problem):
     with pytest.raises(UserError, match=problem) as error:

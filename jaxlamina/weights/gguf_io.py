@@ -161,7 +161,7 @@ def _unpermute(head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """The `config.json` that this file's metadata amounts to.
 
-    Raises `UserError` for another architecture, a missing key, a key that is not known and may change the
+    Raises `UserError` for another architecture, one part of a split file, a missing key, a key that is not known and may change the
     result, and a `rope_freqs.weight` that is not the llama3 scaling.
     """
     meta = file.metadata
@@ -169,6 +169,11 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     if arch not in ARCHITECTURES:
         raise UserError(
             f"{file.path} has the architecture {arch!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
+        )
+    if meta.get("split.count", 0) > 1:
+        raise UserError(
+            f"{file.path} is one of {meta['split.count']} parts; join them first: "
+            "llama-gguf-split --merge <first part> <whole file>"
         )
     prefix = f"{arch}."
     own = {key[len(prefix) :]: value for key, value in meta.items() if key.startswith(prefix)}
