@@ -83,13 +83,15 @@ def _show_split(out: Console, record: dict[str, Any], found: list[Any], where: A
     table = Table(
         title=f"{record['config']}, decode step of {record['batch']} requests, {record['dtype']}, abstract weights",
         box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
-    names = ("layers", "parameters", "equations", "trace s", "split s", "slices", "programs", "compile s")
+    names = ("layers", "weights", "equations", "trace s", "split s", "slices", "programs", "compile s")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     each = any(t.every_slice_s is not None for t in found)
     if each:
-        table.add_column("every slice s", justify="right")
+        table.add_column("each s", justify="right", no_wrap=True)
     for t in found:
         row = [
             f"{t.n_layers}",
