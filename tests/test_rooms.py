@@ -52,7 +52,15 @@ def test_jax_internals_are_imported_in_one_file():
                 )
 
 
-POLICY = ("splitter/mincut.py", "jaxlamina/kv/allocator.py", "jaxlamina/scheduler.py", "launch/roles.py")
+POLICY = (
+    "splitter/mincut.py",
+    "splitter/draw/groups.py",
+    "splitter/draw/layout.py",
+    "jaxlamina/kv/allocator.py",
+    "jaxlamina/scheduler.py",
+    "jaxlamina/buckets.py",
+    "launch/roles.py",
+)
 
 
 @pytest.mark.parametrize("path", POLICY)
