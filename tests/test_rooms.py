@@ -56,7 +56,6 @@ POLICY = (
     "splitter/mincut.py",
     "splitter/draw/groups.py",
     "splitter/draw/layout.py",
-    "jaxlamina/kv/allocator.py",
     "jaxlamina/scheduler.py",
     "jaxlamina/buckets.py",
     "launch/roles.py",
@@ -67,3 +66,9 @@ POLICY = (
 def test_policy_is_pure_python(path):
     bad = {n.split(".")[0] for n in imports(ROOT / path)} & {"jax", "jaxlib", "numpy", "flax"}
     assert not bad, f"{path} imports {bad}; policy is plain Python on plain data"
+
+
+@pytest.mark.parametrize("path", sources("jaxlamina/kv"), ids=lambda path: path.name)
+def test_kv_policy_has_no_device(path):
+    bad = {n.split(".")[0] for n in imports(path)} & {"jax", "jaxlib", "flax"}
+    assert not bad, f"{path.name} imports {bad}; slots are dealt out in plain numpy, arrays are the workers'"

@@ -1,5 +1,8 @@
-"""KV slots: who owns which. Knows no array and no device; the arrays live with the attention worker."""
+"""KV slots: who owns which, whose prefix is kept, which live on the host. Knows no KV array and no device; the
+arrays live with the attention worker."""
 
 from jaxlamina.kv.allocator import OutOfSlots, SlotAllocator
+from jaxlamina.kv.prefix import PrefixCache
+from jaxlamina.kv.slot_list import SlotList, append_each
 
-__all__ = ["OutOfSlots", "SlotAllocator"]
+__all__ = ["OutOfSlots", "PrefixCache", "SlotAllocator", "SlotList", "append_each"]

@@ -1,7 +1,8 @@
 """Slots for KV, one a token: a slab of reference counts and a last-in-first-out free list.
 
-Pure Python on plain integers. It knows nothing of arrays, devices, requests or layers: a slot is a row
-number, the same in every layer's pool, and what is stored there is the attention worker's business.
+Policy on plain numpy, every call over a whole list of slots. It knows nothing of KV arrays, devices, requests or
+layers: a slot is a row number, the same in every layer's pool, and what is stored there is the attention worker's
+business. Token-granular KV as in Lamina (2025) §4.2.2, LightLLM's token attention and FineInfer §3.4.
 """
 
 from __future__ import annotations
@@ -9,10 +10,30 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+Slots = Iterable[int] | np.ndarray
 
 
 class OutOfSlots(RuntimeError):
     """Fewer slots are free than were asked for; nothing was allocated."""
+
+
+def as_slots(slots: Any) -> np.ndarray:
+    """Slot numbers ``[n]`` as an integer array: any array, sequence or iterable of integers, uncopied if it can be.
+
+    ``ValueError`` for anything but integers in a row.
+    """
+    if not isinstance(slots, np.ndarray | list | tuple | array) and not hasattr(slots, "__array__"):
+        slots = list(slots)
+    numbers = np.asarray(slots)
+    if numbers.size == 0:
+        return np.empty(0, np.int32)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise ValueError(f"slots must be integers in a row, not {numbers.dtype} of shape {numbers.shape}")
+    return numbers
 
 
 class SlotAllocator:
@@ -27,96 +48,137 @@ class SlotAllocator:
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1 slot")
         self.capacity = capacity
-        self._owners = array("i", bytes(4 * capacity))  # [S] reference counts, the slab
-        self._free = array("i", range(capacity - 1, -1, -1))  # the end is dealt out first
+        self._owners = np.zeros(capacity, np.int32)  # [S] reference counts, the slab
+        self._stack = np.arange(capacity, dtype=np.int32)  # from _top on: the free slots, dealt from _top up
+        self._top = 0
+        self._stamps = np.zeros(capacity, np.int64)  # [S] the deal that each slot was last part of
+        self._n_deals = 0
+        self._place = np.empty(capacity, np.int32)  # [S] scratch of `_once`
+        self._owners_view = self._owners.view()
+        self._owners_view.flags.writeable = False
+        self.n_unshared = 0  # rises when a slot with several owners is left with one
 
     @property
     def n_free(self) -> int:
         """Slots nobody owns."""
-        return len(self._free)
+        return self.capacity - self._top
 
     @property
     def n_used(self) -> int:
         """Slots with at least one owner."""
-        return self.capacity - len(self._free)
+        return self._top
+
+    @property
+    def owner_counts(self) -> np.ndarray:
+        """How many owners each slot has, ``[S]`` int32: a read-only view that follows every change."""
+        return self._owners_view
 
     def n_owners(self, slot: int) -> int:
         """How many owners a slot has (0: it is free)."""
-        return self._owners[self._checked(slot)]
+        return int(self._owners[self._checked(np.asarray([slot]))[0]])
 
-    def allocate(self, n: int) -> list[int]:
-        """``n`` slots with one owner each, or ``OutOfSlots`` and no change."""
+    def owners_of(self, slots: Slots) -> np.ndarray:
+        """How many owners each of these slots has, ``[n]`` int32."""
+        return self._owners[self._checked(as_slots(slots))]
+
+    def stamps_of(self, slots: Slots) -> np.ndarray:
+        """When each of these slots was last dealt, ``[n]`` int64, in deals: the same stamp on a slot that is
+        owned means that it was owned all along, so that its KV is what it was."""
+        return self._stamps[self._checked(as_slots(slots))]
+
+    def allocate(self, n: int) -> np.ndarray:
+        """``n`` slots with one owner each, ``[n]`` int32, or ``OutOfSlots`` and no change."""
         if n < 0:
             raise ValueError(f"{n=} must not be negative")
-        if n > len(self._free):
-            raise OutOfSlots(f"{n} slots asked for, {len(self._free)} of {self.capacity} free")
-        if n == 0:
-            return []
-        taken = self._free[-n:].tolist()[::-1]
-        del self._free[-n:]
-        for slot in taken:
-            self._owners[slot] = 1
+        top = self._top
+        if n > self.capacity - top:
+            raise OutOfSlots(f"{n} slots asked for, {self.n_free} of {self.capacity} free")
+        taken = self._stack[top : top + n].copy()
+        self._top = top + n
+        self._n_deals += 1
+        self._owners[taken] = 1
+        self._stamps[taken] = self._n_deals
         return taken
 
-    def fork(self, slots: Iterable[int]) -> None:
+    def fork(self, slots: Slots) -> None:
         """One more owner for each of these slots; ``ValueError`` and no change if one of them is free."""
-        slots = self._owned(slots, times=False)
-        for slot in slots:
-            self._owners[slot] += 1
+        slots = self._checked(as_slots(slots))
+        if slots.size and self._owners[slots].min() < 1:
+            self._refuse(slots, times=False)
+        np.add.at(self._owners, slots, 1)
 
-    def free(self, slots: Iterable[int]) -> None:
+    def free(self, slots: Slots) -> None:
         """One owner fewer for each of these slots; ``ValueError`` and no change if one has too few.
 
         Slots come back so that the next ``allocate`` of as many deals them in the same order.
         """
-        slots = self._owned(slots, times=True)
-        for slot in reversed(slots):
-            self._owners[slot] -= 1
-            if self._owners[slot] == 0:
-                self._free.append(slot)
+        slots = self._checked(as_slots(slots))
+        if not slots.size:
+            return
+        np.subtract.at(self._owners, slots, 1)
+        left = self._owners[slots]
+        fewest = left.min()
+        if fewest < 0:
+            np.add.at(self._owners, slots, 1)
+            self._refuse(slots, times=True)
+        if (left == 1).any():
+            self.n_unshared += 1
+        if fewest > 0:
+            return
+        released = self._once(slots[left == 0])
+        self._stack[self._top - len(released) : self._top] = released
+        self._top -= len(released)
 
-    def check_integrity(self, owners: Mapping[Hashable, Iterable[int]] | None = None) -> None:
+    def check_integrity(self, owners: Mapping[Hashable, Slots] | None = None) -> None:
         """Raises ``RuntimeError`` naming the first faulty slot.
 
         Every slot is free exactly once or owned, never both and never neither. With ``owners`` (owner →
         its slots, everyone who holds any) the reference counts must also be what the owners add up to,
         which finds leaks and slots used after they were freed. O(capacity): for tests and idle moments.
         """
-        times_free = Counter(self._free)
-        for slot in times_free:
-            if not 0 <= slot < self.capacity:
-                raise RuntimeError(f"slot {slot} is on the free list, the pool has 0 … {self.capacity - 1}")
-        for slot, count in enumerate(self._owners):
-            if times_free[slot] > 1:
-                raise RuntimeError(f"slot {slot} is on the free list {times_free[slot]} times")
-            if count < 0:
-                raise RuntimeError(f"slot {slot} has {count} owners")
-            if count and times_free[slot]:
-                raise RuntimeError(f"slot {slot} has {count} owner(s) and is on the free list")
-            if not count and not times_free[slot]:
-                raise RuntimeError(f"slot {slot} has no owner and is not on the free list: it has leaked")
-        if owners is None:
-            return
-        held_by: dict[int, list[Hashable]] = {}
-        for owner, slots in owners.items():
-            for slot in slots:
-                held_by.setdefault(slot, []).append(owner)
-        for slot in sorted(held_by.keys() | {s for s, count in enumerate(self._owners) if count}):
+        if not 0 <= self._top <= self.capacity:
+            raise RuntimeError(f"{self._top} slots of {self.capacity} are in use")
+        free = self._stack[self._top :]
+        for slot in free[(free < 0) | (free >= self.capacity)]:
+            raise RuntimeError(f"slot {slot} is on the free list, the pool has 0 … {self.capacity - 1}")
+        times_free = np.bincount(free, minlength=self.capacity)
+        counts = self._owners
+        for slot in np.flatnonzero(times_free > 1):
+            raise RuntimeError(f"slot {slot} is on the free list {times_free[slot]} times")
+        for slot in np.flatnonzero(counts < 0):
+            raise RuntimeError(f"slot {slot} has {counts[slot]} owners")
+        for slot in np.flatnonzero((counts > 0) & (times_free > 0)):
+            raise RuntimeError(f"slot {slot} has {counts[slot]} owner(s) and is on the free list")
+        for slot in np.flatnonzero((counts == 0) & (times_free == 0)):
+            raise RuntimeError(f"slot {slot} has no owner and is not on the free list: it has leaked")
+        if owners is not None:
+            self._check_owners({name: as_slots(slots) for name, slots in owners.items()})
+
+    def _check_owners(self, owners: dict[Hashable, np.ndarray]) -> None:
+        held = np.concatenate([np.empty(0, np.int64), *owners.values()]).astype(np.int64)
+        in_pool = (held >= 0) & (held < self.capacity)
+        counts = np.bincount(held[in_pool], minlength=self.capacity)
+        for slot in (*np.flatnonzero(counts != self._owners), *held[~in_pool]):
             count = self._owners[slot] if 0 <= slot < self.capacity else 0
-            names = held_by.get(slot, [])
-            if count != len(names):
-                raise RuntimeError(f"slot {slot} has reference count {count}, its owners are {names}")
+            names = [name for name, slots in owners.items() for _ in range(int((slots == slot).sum()))]
+            raise RuntimeError(f"slot {slot} has reference count {count}, its owners are {names}")
 
-    def _checked(self, slot: int) -> int:
-        if not 0 <= slot < self.capacity:
+    def _checked(self, slots: np.ndarray) -> np.ndarray:
+        """The slots, all of them within the pool."""
+        if slots.size and (slots.min() < 0 or slots.max() >= self.capacity):
+            slot = int(slots[(slots < 0) | (slots >= self.capacity)][0])
             raise ValueError(f"{slot=} must be within 0 … {self.capacity - 1}")
-        return slot
-
-    def _owned(self, slots: Iterable[int], *, times: bool) -> list[int]:
-        """The slots as a list, all of them owned; with ``times``, as often as they are listed."""
-        slots = list(slots)
-        for slot, listed in Counter(slots).items():
-            needed = listed if times else 1
-            if self._owners[self._checked(slot)] < needed:
-                raise ValueError(f"{slot=} has {self._owners[slot]} owner(s), {needed} needed")
         return slots
+
+    def _once(self, slots: np.ndarray) -> np.ndarray:
+        """Each slot once, where it is listed first."""
+        places = np.arange(len(slots), dtype=np.int32)
+        self._place[slots[::-1]] = places[::-1]  # of equal slots the last assignment stays
+        return slots[self._place[slots] == places]
+
+    def _refuse(self, slots: np.ndarray, *, times: bool) -> None:
+        """Raises for the first slot with fewer owners than needed: 1, or with ``times`` as often as it is listed."""
+        for slot, listed in Counter(slots.tolist()).items():
+            needed = listed if times else 1
+            if self._owners[slot] < needed:
+                raise ValueError(f"{slot=} has {self._owners[slot]} owner(s), {needed} needed")

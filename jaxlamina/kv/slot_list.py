@@ -1,0 +1,86 @@
+"""A request's slots by position: a list of integers that grows, with numpy's view of it at no cost.
+
+It knows neither who owns the slots nor what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlamina.kv.allocator import Slots, as_slots
+
+
+class SlotList:
+    """Slots ``[n]`` int32 in a buffer that doubles when it is full.
+
+    ``append`` is one store, ``view()`` and ``np.asarray`` copy nothing. A view stays as it was when more is
+    appended, but not over ``clear`` or ``truncate``: copy what must outlive them.
+    """
+
+    __slots__ = ("_buffer", "_n")
+
+    def __init__(self, slots: Slots = ()) -> None:
+        self._buffer = np.empty(16, np.int32)
+        self._n = 0
+        self.extend(slots)
+
+    def append(self, slot: int) -> None:
+        n = self._n
+        if n == len(self._buffer):
+            self._grow(n + 1)
+        self._buffer[n] = slot
+        self._n = n + 1
+
+    def extend(self, slots: Slots) -> None:
+        """Appends all of these, in order."""
+        slots = as_slots(slots)
+        end = self._n + len(slots)
+        if end > len(self._buffer):
+            self._grow(end)
+        self._buffer[self._n : end] = slots
+        self._n = end
+
+    def truncate(self, n: int) -> None:
+        """Keeps the first ``n``."""
+        if not 0 <= n <= self._n:
+            raise ValueError(f"{n=} must be within 0 … {self._n}, as many as the list has")
+        self._n = n
+
+    def clear(self) -> None:
+        """Forgets all of them (and frees none: that is the allocator's)."""
+        self._n = 0
+
+    def view(self) -> np.ndarray:
+        """The slots ``[n]`` int32, uncopied."""
+        return self._buffer[: self._n]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, index: Any) -> Any:
+        """A slot as an ``int``, or a view of several."""
+        found = self.view()[index]
+        return found if isinstance(found, np.ndarray) else int(found)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.view().tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.view(), dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return f"SlotList({self.view().tolist()})"
+
+    def _grow(self, needed: int) -> None:
+        buffer = np.empty(max(needed, 2 * len(self._buffer)), np.int32)
+        buffer[: self._n] = self.view()
+        self._buffer = buffer
+
+
+def append_each(lists: Sequence[SlotList], slots: np.ndarray) -> None:
+    """One slot more for each list, in order: a decode step's growth. ``ValueError`` unless there are as many."""
+    for row, slot in zip(lists, slots.tolist(), strict=True):
+        row.append(slot)
