@@ -16,7 +16,7 @@ import numpy as np
 from jaxlamina.errors import UserError
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.programs import Programs
-from pallas_kernels import append, decode_attention, make_pool
+from pallas_kernels import append, decode_attention, make_pool, partial_attention
 from splitter import AttentionSite
 
 
@@ -76,6 +76,8 @@ class AttentionWorker:
         self._programs = programs
         attends = {spec: self._jit_attend(spec) for spec in dict.fromkeys(specs)}
         self._attends = [attends[spec] for spec in specs]
+        stored = {spec: self._jit_attend_stored(spec) for spec in attends}
+        self._attends_stored = [stored[spec] for spec in specs]
         self._append = jax.jit(self._traced_append, donate_argnums=(0, 1))
         self._step: tuple[jax.Array, ...] = ()
 
@@ -91,12 +93,20 @@ class AttentionWorker:
         return out
 
     def begin_prefill(self, batch: PrefillBatch) -> None:
-        """Takes in where the prompts' KV will go."""
-        self._step = (jax.device_put(batch.slots.reshape(-1), self.device),)
+        """Takes in where the prompts' KV will go, and where that of their earlier tokens is."""
+        arrays = batch.slots.reshape(-1), batch.slot_table, batch.lengths
+        self._step = tuple(jax.device_put(arrays, self.device))
 
     def append(self, i: int, k: jax.Array, v: jax.Array) -> None:
         """Layer i: stores a prefill's k, v ``[B, T, K, H]``; padding is dropped."""
-        self.k_pools[i], self.v_pools[i] = self._append(self.k_pools[i], self.v_pools[i], k, v, *self._step)
+        self.k_pools[i], self.v_pools[i] = self._append(self.k_pools[i], self.v_pools[i], k, v, self._step[0])
+
+    def attend_stored(self, i: int, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Layer i: a prefill's q ``[B, T, N, H]`` over the rows' earlier tokens.
+
+        Returns float32 (out ``[B, T, N, H]``, lse ``[B, T, N]``), to be combined with the chunk's own.
+        """
+        return self._attends_stored[i](q, self.k_pools[i], self.v_pools[i], *self._step[1:])
 
     def _jit_attend(self, spec: AttentionSpec) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
         def attend(
@@ -113,6 +123,17 @@ class AttentionWorker:
             return decode_attention(q, k, v, k_pool, v_pool, slot_table, lengths, new_slots, **spec.scoring)
 
         return jax.jit(attend, donate_argnums=(0, 1))
+
+    def _jit_attend_stored(self, spec: AttentionSpec) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        def attend_stored(
+            q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, slot_table: jax.Array, lengths: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            shape = f"batch {q.shape[0]} × {q.shape[1]}, context {slot_table.shape[1]}"
+            self._programs.compiled(f"attend stored tokens, {shape}")
+            out, lse = partial_attention(q, k_pool, v_pool, slot_table, lengths, **spec.scoring)
+            return out.astype(jax.numpy.float32), lse
+
+        return jax.jit(attend_stored)
 
     def _traced_append(
         self, k_pool: jax.Array, v_pool: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array

@@ -47,27 +47,55 @@ class DecodeBatch(NamedTuple):
 
 
 class PrefillBatch(NamedTuple):
-    """Whole prompts, padded on the right; a pad's position repeats the last valid one and it is not stored."""
+    """Prompts, or what is left of them after tokens whose KV is stored already; padded on the right.
+
+    A pad's position repeats the last valid one and it is not stored. C is 0 where no row has earlier tokens.
+    """
 
     tokens: np.ndarray  # [B, T] int32
-    positions: np.ndarray  # [B, T] int32
+    positions: np.ndarray  # [B, T] int32, from lengths[b] on
     logits_at: np.ndarray  # [B] int32: index of each row's last token
     slots: np.ndarray  # [B, T] int32: where each token's KV goes; S for padding
+    slot_table: np.ndarray  # [B, C] int32: slots of the earlier tokens, by position
+    lengths: np.ndarray  # [B] int32: how many earlier tokens
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether any row follows tokens whose KV is stored."""
+        return self.slot_table.shape[1] > 0
 
     @classmethod
     def build(
-        cls, tokens: Sequence[Ints], slots: Sequence[Ints], buckets: Buckets, n_slots: int
+        cls,
+        tokens: Sequence[Ints],
+        slots: Sequence[Ints],
+        buckets: Buckets,
+        n_slots: int,
+        earlier: Sequence[Ints] = (),
     ) -> PrefillBatch:
-        """``tokens[b]`` are row b's tokens from position 0 on, ``slots[b]`` as many slots."""
-        width = bucket(max(len(row) for row in tokens), buckets.prompt)
-        last = np.asarray([len(row) - 1 for row in tokens], np.int32)
+        """``tokens[b]`` are row b's tokens after those of ``earlier[b]``, ``slots[b]`` as many slots.
+
+        ``earlier[b]``: slots of the row's tokens whose KV is stored, by position; nothing for prompts from their
+        first token on. ``ValueError`` for rows that do not match, and for more tokens than buckets hold.
+        """
+        earlier = earlier or [()] * len(tokens)
+        if not len(tokens) == len(slots) == len(earlier):
+            raise ValueError(f"{len(tokens)=}, {len(slots)=} and {len(earlier)=} must be equal")
+        n_tokens = np.asarray([len(row) for row in tokens], np.int32)
+        lengths = np.asarray([len(row) for row in earlier], np.int32)
+        width = bucket(int(n_tokens.max()), buckets.prompt)
+        context = bucket(int(lengths.max()), buckets.context) if lengths.any() else 0
+        last = n_tokens - 1
         batch = cls(
             np.zeros((len(tokens), width), np.int32),
-            np.minimum(np.arange(width, dtype=np.int32), last[:, None]),
+            lengths[:, None] + np.minimum(np.arange(width, dtype=np.int32), last[:, None]),
             last,
             np.full((len(tokens), width), n_slots, np.int32),
+            np.zeros((len(tokens), context), np.int32),
+            lengths,
         )
-        for b, (row, row_slots) in enumerate(zip(tokens, slots, strict=True)):
+        for b, (row, row_slots, row_earlier) in enumerate(zip(tokens, slots, earlier, strict=True)):
             batch.tokens[b, : len(row)] = row
             batch.slots[b, : len(row)] = row_slots
+            batch.slot_table[b, : len(row_earlier)] = row_earlier
         return batch

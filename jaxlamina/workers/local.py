@@ -8,13 +8,23 @@ are computed (Lamina 2025, §4.2.2).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxlamina.workers.attention_worker import AttentionSpec, AttentionWorker
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
-from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
+from jaxlamina.workers.model_worker import (
+    BoundModel,
+    Context,
+    ModelFn,
+    ModelWorker,
+    Params,
+    Partial,
+    PrefillSlice,
+    combined,
+)
 from jaxlamina.workers.programs import Programs
 from splitter import SplitReport
 
@@ -46,6 +56,7 @@ class LocalExecutor:
         self.q_first = model_device != attention_device if q_first is None else q_first
         self._apart = model_device != attention_device
         self._zero_after = jax.jit(zero_after)
+        self._combined = jax.jit(combined, static_argnums=1)
 
     @property
     def device(self) -> jax.Device:
@@ -70,16 +81,38 @@ class LocalExecutor:
         return model.final(model.final_weights, context, out)
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
-        """Prompts from their first token on, KV stored: logits ``[B, V]`` after each row's last token."""
-        model, attention = self.model.prefill(*batch.tokens.shape), self.attention
+        """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
+        model = self.model.prefill(*batch.tokens.shape)
         inputs = jax.device_put((batch.tokens, batch.positions, batch.logits_at), self.device)
         context = model.first_context(*inputs)
-        attention.begin_prefill(batch)
+        self.attention.begin_prefill(batch)
+        if batch.has_earlier:
+            out, context = self._after_stored(model, context)
+        else:
+            out, context = self._from_first(model, context)
+        return model.final(model.final_weights, context, out)
+
+    def _from_first(
+        self, model: BoundModel[PrefillSlice], context: Context
+    ) -> tuple[jax.Array | None, Context]:
+        """The slices over whole prompts: their attention needs nothing that is stored."""
         out = None
         for i, part in enumerate(model.slices):
             out, k, v, context = part.whole(part.weights, context, out)
-            attention.append(i, self._to_attention(k), self._to_attention(v))
-        return model.final(model.final_weights, context, out)
+            self.attention.append(i, self._to_attention(k), self._to_attention(v))
+        return out, context
+
+    def _after_stored(
+        self, model: BoundModel[PrefillSlice], context: Context
+    ) -> tuple[jax.Array | None, Context]:
+        """The slices over the rest of prompts: each layer's attention is its own partial and the stored tokens'."""
+        partials: tuple[Partial, ...] = ()
+        for i, part in enumerate(model.slices):
+            q, own, k, v, context = part.chunk(part.weights, context, partials)
+            stored = self.attention.attend_stored(i, self._to_attention(q))
+            self.attention.append(i, self._to_attention(k), self._to_attention(v))
+            partials = own, self._to_model(stored)
+        return self._combined(partials, self.attention.specs[-1]), context
 
     def _send_q(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q at the attention worker, and the tie for k and v: a scalar that is there only once q is."""
@@ -88,7 +121,7 @@ class LocalExecutor:
     def _to_attention(self, x: jax.Array) -> jax.Array:
         return jax.device_put(x, self.attention.device) if self._apart else x
 
-    def _to_model(self, x: jax.Array) -> jax.Array:
+    def _to_model(self, x: Any) -> Any:
         return jax.device_put(x, self.model.device) if self._apart else x
 
 

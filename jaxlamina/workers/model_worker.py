@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.workers.attention_worker import AttentionSpec
+from jaxlamina.workers.own import causal_partial
 from jaxlamina.workers.programs import Programs
-from pallas_kernels import causal_attention
+from pallas_kernels import causal_attention, combine
 from splitter import SplitModel, Traced, split, trace
 from splitter.program import SliceProgram
 
@@ -26,6 +27,7 @@ ModelFn = Callable[..., jax.Array]
 Params = Mapping[str, jax.Array]
 Weights = tuple[jax.Array, ...]
 Context = tuple[Any, ...]
+Partial = tuple[jax.Array, jax.Array]  # out float32 [B, T, N, H], lse float32 [B, T, N]
 SliceT = TypeVar("SliceT")
 
 
@@ -45,10 +47,16 @@ class DecodeSlice:
 
 @dataclass(frozen=True)
 class PrefillSlice:
-    """``whole(weights, context, attention_out) -> (attention_out, k, v, context)``: attention included."""
+    """``whole(weights, context, attention_out) -> (attention_out, k, v, context)``: attention included.
+
+    ``chunk`` is for prompts whose first tokens are stored: it takes the last layer's partials and gives this
+    layer's own, ``chunk(weights, context, partials) -> (q, (out, lse), k, v, context)``. Partials are tuples
+    ``((out, lse), …)`` to be combined, empty before the first layer.
+    """
 
     weights: Weights
     whole: Callable[..., tuple[Any, Any, Any, Context]]
+    chunk: Callable[..., tuple[Any, Partial, Any, Any, Context]]
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,20 @@ class ModelWorker:
             k, v, context = program.kv_part(weights, rest)
             return causal_attention(q, k, v, **spec.scoring), k, v, context
 
-        return (jax.jit(whole),)
+        def chunk(
+            weights: Weights, context: Context, partials: tuple[Partial, ...]
+        ) -> tuple[Any, Partial, Any, Any, Context]:
+            self._programs.compiled(f"slice after stored tokens, {what}")
+            q, rest = program.q_part(weights, context, combined(partials, spec))
+            k, v, context = program.kv_part(weights, rest)
+            return q, causal_partial(q, k, v, **spec.scoring), k, v, context
+
+        return jax.jit(whole), jax.jit(chunk)
+
+
+def combined(partials: tuple[Partial, ...], spec: AttentionSpec) -> jax.Array | None:
+    """Attention output in the model's dtype from partials over disjoint tokens; None from none."""
+    return combine(*zip(*partials, strict=True))[0].astype(spec.dtype) if partials else None
 
 
 def trace_step(model: ModelFn, params: Params, batch: int, n_tokens: int) -> Traced:

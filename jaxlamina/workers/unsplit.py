@@ -12,8 +12,9 @@ import jax
 from jaxlamina.workers.attention_worker import AttentionSpec, make_pools
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
+from jaxlamina.workers.own import causal_partial
 from jaxlamina.workers.programs import Programs
-from pallas_kernels import append, causal_attention, decode_attention
+from pallas_kernels import append, causal_attention, combine, decode_attention, partial_attention
 from splitter import SplitReport, split
 
 
@@ -46,7 +47,7 @@ class UnsplitExecutor:
         return logits
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
-        """Prompts from their first token on, KV stored: logits ``[B, V]`` after each row's last token."""
+        """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
         self.k_pools, self.v_pools, logits = self._prefill(self.params, self.k_pools, self.v_pools, *batch)
         return logits
 
@@ -83,8 +84,12 @@ class UnsplitExecutor:
         positions: jax.Array,
         logits_at: jax.Array,
         slots: jax.Array,
+        slot_table: jax.Array,
+        lengths: jax.Array,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens")
+        context = slot_table.shape[1]
+        after = f" after {context}" if context else ""
+        self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens{after}")
         k_pools, v_pools = list(k_pools), list(v_pools)
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -95,7 +100,12 @@ class UnsplitExecutor:
                 v.reshape(-1, *v.shape[2:]),
                 slots.reshape(-1),
             )
-            return causal_attention(q, k, v, **self.specs[i].scoring)
+            scoring = self.specs[i].scoring
+            if not context:
+                return causal_attention(q, k, v, **scoring)
+            own = causal_partial(q, k, v, **scoring)
+            stored = partial_attention(q, k_pools[i], v_pools[i], slot_table, lengths, **scoring)
+            return combine(*zip(own, stored, strict=True))[0].astype(q.dtype)
 
         traced = trace_step(self._model, self.params, *tokens.shape)
         logits = traced.eval(params, tokens, positions, logits_at, attend=attend)
