@@ -98,8 +98,8 @@ class PrefixCache:
         """Keeps the KV of ``tokens``, which lies in ``slots`` (the caller owns them, and goes on owning them).
 
         The cache takes a reference of its own on the slots of the tokens it did not have yet, and returns how many
-        these are; tokens that it has, under whatever slots, stay as they are. ``ValueError`` and no change unless
-        there are as many slots as tokens, all owned, none twice and none kept for other tokens.
+        these are; tokens that it has, under whatever slots, stay as they are. ``ValueError``, and nothing is kept,
+        unless there are as many slots as tokens, all owned, none twice and none kept for other tokens.
         """
         tokens, rows = as_tokens(tokens), as_slots(slots)
         if len(tokens) != len(rows):
