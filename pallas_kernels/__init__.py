@@ -5,22 +5,31 @@ This room knows arrays only: nothing of models, requests or who owns a slot.
 
 from __future__ import annotations
 
-from pallas_kernels.attention import (
-    append,
-    causal_attention,
-    combine,
-    decode_attention,
-    make_pool,
-    partial_attention,
-)
+from pallas_kernels.attention import append, combine, decode_attention, partial_attention
+from pallas_kernels.causal import causal_attention, causal_partial
+from pallas_kernels.dispatch import BACKENDS, use_backend
 from pallas_kernels.precision import exact
+from pallas_kernels.quantized import (
+    ChannelQuantizedPool,
+    Pool,
+    QuantizedPool,
+    channel_scales_of,
+    make_pool,
+)
 
 __all__ = [
+    "BACKENDS",
+    "ChannelQuantizedPool",
+    "Pool",
+    "QuantizedPool",
     "append",
     "causal_attention",
+    "causal_partial",
+    "channel_scales_of",
     "combine",
     "decode_attention",
     "exact",
     "make_pool",
     "partial_attention",
+    "use_backend",
 ]

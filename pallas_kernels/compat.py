@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import source_info_util
+from jax._src.lib import cuda_versions
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
@@ -20,6 +21,9 @@ Literal = jex_core.Literal
 Var = jex_core.Var
 JaxprEqn = jex_core.JaxprEqn
 ShapedArray = jax.core.ShapedArray
+
+MOSAIC_GPU_TAKES_REFS = jax.__version_info__ >= (0, 11)
+"""Whether a Mosaic GPU kernel under jit can be given a mutable reference (in 0.10.2 its batching rule refuses)."""
 
 _JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
 
@@ -94,6 +98,14 @@ def itemsize_bytes(dtype: Any) -> float:
 def nbytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype, rounded up."""
     return int(np.ceil(float(np.prod(aval.shape, dtype=np.float64)) * itemsize_bytes(aval.dtype)))
+
+
+def has_cudnn() -> bool:
+    """Whether JAX found cuDNN here."""
+    try:
+        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
+    except RuntimeError:  # JAX's plugin is there, NVIDIA's library is not
+        return False
 
 
 def define_primitive(

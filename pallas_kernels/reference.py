@@ -2,8 +2,8 @@
 
 Written to be checked by eye, not to be fast: every function loops over requests and queries, picks the tokens
 a query sees as a plain list, and does a plain softmax over it. The fast versions in
-`pallas_kernels.attention` are tested against these. Knows nothing of JAX, of batching tricks or of padding
-beyond the rules stated here.
+`pallas_kernels` are tested against these. Knows nothing of JAX's functions, of batching tricks or of padding
+beyond the rules stated here. An int8 pool means the numbers that it reads back as.
 
 Rules shared by all: query head n reads KV head n // G with G = N / K. A query at position p sees keys at
 positions max(0, p - window + 1) .. p. Scores are q.k * scale, then softcap * tanh(score / softcap) if a cap
@@ -15,11 +15,37 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool
+
 F64 = NDArray[np.float64]
 
 
 def _f64(x: ArrayLike) -> F64:
     return np.asarray(x).astype(np.float64)
+
+
+def dequantise(pool: ArrayLike | Pool) -> F64:
+    """A pool's elements `[S, K, H]`, whichever form it is kept in."""
+    if isinstance(pool, QuantizedPool):
+        return _f64(pool.values) * _f64(pool.scales)[..., None]
+    if isinstance(pool, ChannelQuantizedPool):
+        return _f64(pool.values) * _f64(pool.scales)
+    return _f64(pool)
+
+
+def quantise(rows: ArrayLike) -> tuple[F64, F64]:
+    """Rows `[M, K, H]` as int8 values and their scales `[M, K]`: the least bfloat16 >= absmax / 127; 0 for a 0 row."""
+    rows = _f64(rows)
+    exact = np.abs(rows).max(-1) / 127
+    # A bfloat16 has 8 bits of fraction, the leading one included: scales of [2**e, 2**(e + 1)) are 2**(e - 7) apart.
+    step = 2.0 ** (np.floor(np.log2(np.where(exact > 0, exact, 1.0))) - 7)
+    scales = np.ceil(exact / step) * step
+    return np.rint(rows / np.where(scales == 0, 1.0, scales)[..., None]), scales
+
+
+def quantise_channels(rows: ArrayLike, scales: ArrayLike) -> F64:
+    """Rows `[M, K, H]` as int8 values by fixed scales `[K, H]`, saturating at +-127."""
+    return np.clip(np.rint(_f64(rows) / _f64(scales)), -127, 127)
 
 
 def attend_one(q: F64, keys: F64, values: F64, *, scale: float, softcap: float | None) -> tuple[F64, F64]:
@@ -30,17 +56,55 @@ def attend_one(q: F64, keys: F64, values: F64, *, scale: float, softcap: float |
     n_heads, head_dim = q.shape
     group = n_heads // keys.shape[1]
     out = np.zeros((n_heads, head_dim))
+    probabilities, lse = probabilities_one(q, keys, scale=scale, softcap=softcap)
+    for n in range(n_heads):
+        out[n] = probabilities[n] @ values[:, n // group]
+    return out, lse
+
+
+def probabilities_one(q: F64, keys: F64, *, scale: float, softcap: float | None) -> tuple[F64, F64]:
+    """One query `[N, H]` over keys `[C, K, H]`: (each key's softmax probability `[N, C]`, lse `[N]`)."""
+    n_heads = q.shape[0]
+    group = n_heads // keys.shape[1]
+    probabilities = np.zeros((n_heads, keys.shape[0]))
     lse = np.full((n_heads,), -np.inf)
     if keys.shape[0] == 0:
-        return out, lse
+        return probabilities, lse
     for n in range(n_heads):
         scores = keys[:, n // group] @ q[n] * scale
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         top = scores.max()
         weights = np.exp(scores - top)
-        out[n] = weights @ values[:, n // group] / weights.sum()
+        probabilities[n] = weights / weights.sum()
         lse[n] = top + np.log(weights.sum())
+    return probabilities, lse
+
+
+def causal_partial(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[F64, F64]:
+    """q `[B, T, N, H]`, k and v `[B, T, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`).
+
+    Each query attends over itself and what precedes it in the chunk, of row b's first lengths[b] tokens. Rows of
+    queries past them mean nothing.
+    """
+    q, k, v = _f64(q), _f64(k), _f64(v)
+    out, lse = np.zeros_like(q), np.full(q.shape[:3], -np.inf)
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            first = 0 if window is None else max(0, t - window + 1)
+            end = t + 1 if lengths is None else min(t + 1, int(np.asarray(lengths)[b]))
+            out[b, t], lse[b, t] = attend_one(
+                q[b, t], k[b, first:end], v[b, first:end], scale=scale, softcap=softcap
+            )
     return out, lse
 
 
@@ -55,34 +119,51 @@ def causal_attention(
 ) -> F64:
     """q `[B, T, N, H]`, k and v `[B, T, K, H]` -> `[B, T, N, H]`: each query over itself and what precedes
     it."""
-    q, k, v = _f64(q), _f64(k), _f64(v)
-    out = np.zeros_like(q)
-    for b in range(q.shape[0]):
-        for t in range(q.shape[1]):
-            first = 0 if window is None else max(0, t - window + 1)
-            out[b, t], _ = attend_one(
-                q[b, t], k[b, first : t + 1], v[b, first : t + 1], scale=scale, softcap=softcap
-            )
-    return out
+    return causal_partial(q, k, v, scale=scale, window=window, softcap=softcap)[0]
 
 
 def append(
-    k_pool: ArrayLike, v_pool: ArrayLike, k_new: ArrayLike, v_new: ArrayLike, slots: ArrayLike
+    k_pool: ArrayLike | Pool,
+    v_pool: ArrayLike | Pool,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    slots: ArrayLike,
 ) -> tuple[F64, F64]:
-    """Pools `[S, K, H]` with token m of k_new, v_new `[M, K, H]` at slots[m]; a slot outside 0..S-1 is
-    dropped."""
-    k_out, v_out = _f64(k_pool).copy(), _f64(v_pool).copy()
-    k_rows, v_rows = _f64(k_new), _f64(v_new)
-    for m, slot in enumerate(np.asarray(slots)):
-        if 0 <= slot < k_out.shape[0]:
-            k_out[slot], v_out[slot] = k_rows[m], v_rows[m]
-    return k_out, v_out
+    """The elements `[S, K, H]` of the pools with token m of k_new, v_new `[M, K, H]` at slots[m].
+
+    A slot outside 0..S-1 is dropped. What an int8 pool stores is what can be read back from it.
+    """
+
+    def stored(pool: ArrayLike | Pool, new: ArrayLike) -> F64:
+        out, rows = dequantise(pool).copy(), _f64(new)
+        if isinstance(pool, QuantizedPool):
+            steps, scales = quantise(rows)
+            rows = steps * scales[..., None]
+        elif isinstance(pool, ChannelQuantizedPool):
+            rows = quantise_channels(rows, pool.scales) * _f64(pool.scales)
+        for m, slot in enumerate(np.asarray(slots)):
+            if 0 <= slot < out.shape[0]:
+                out[slot] = rows[m]
+        return out
+
+    return stored(k_pool, k_new), stored(v_pool, v_new)
+
+
+def _seen(at: int, length: int, window: int | None) -> range:
+    """The stored positions that a query at position `at` sees, of `length` stored ones."""
+    return range(0 if window is None else max(0, at - window + 1), min(length, at + 1))
+
+
+def _positions(q: F64, lengths: ArrayLike, q_positions: ArrayLike | None) -> NDArray[np.int64]:
+    if q_positions is None:
+        return np.asarray(lengths)[:, None] + np.arange(q.shape[1])
+    return np.asarray(q_positions)
 
 
 def partial_attention(
     q: ArrayLike,
-    k_pool: ArrayLike,
-    v_pool: ArrayLike,
+    k_pool: ArrayLike | Pool,
+    v_pool: ArrayLike | Pool,
     slot_table: ArrayLike,
     lengths: ArrayLike,
     *,
@@ -96,19 +177,38 @@ def partial_attention(
     Entry c of a row is the token at position c. Queries are at q_positions `[B, Tq]`, or follow the stored
     tokens (lengths[b] + t) when that is None. Returns (out `[B, Tq, N, H]`, lse `[B, Tq, N]`).
     """
-    q, k_pool, v_pool = _f64(q), _f64(k_pool), _f64(v_pool)
-    table, length_of = np.asarray(slot_table), np.asarray(lengths)
-    out = np.zeros_like(q)
-    lse = np.full(q.shape[:3], -np.inf)
-    for b in range(q.shape[0]):
+    q, k, v = _f64(q), dequantise(k_pool), dequantise(v_pool)
+    table, at = np.asarray(slot_table), _positions(q, lengths, q_positions)
+    out, lse = np.zeros_like(q), np.full(q.shape[:3], -np.inf)
+    for b, length in enumerate(np.asarray(lengths)):
         for t in range(q.shape[1]):
-            at = int(length_of[b]) + t if q_positions is None else int(np.asarray(q_positions)[b, t])
-            first = 0 if window is None else max(0, at - window + 1)
-            seen = [int(table[b, c]) for c in range(first, min(int(length_of[b]), at + 1))]
-            out[b, t], lse[b, t] = attend_one(
-                q[b, t], k_pool[seen], v_pool[seen], scale=scale, softcap=softcap
-            )
+            seen = [int(table[b, c]) for c in _seen(int(at[b, t]), int(length), window)]
+            out[b, t], lse[b, t] = attend_one(q[b, t], k[seen], v[seen], scale=scale, softcap=softcap)
     return out, lse
+
+
+def attention_mass(
+    q: ArrayLike,
+    k_pool: ArrayLike | Pool,
+    slot_table: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_positions: ArrayLike | None = None,
+) -> F64:
+    """`[B, C]`: the probability that `partial_attention` gives each entry of slot_table `[B, C]`, summed over heads
+    and queries; 0 past lengths."""
+    q, k = _f64(q), dequantise(k_pool)
+    table, at = np.asarray(slot_table), _positions(q, lengths, q_positions)
+    mass = np.zeros(table.shape)
+    for b, length in enumerate(np.asarray(lengths)):
+        for t in range(q.shape[1]):
+            seen = list(_seen(int(at[b, t]), int(length), window))
+            probabilities, _ = probabilities_one(q[b, t], k[table[b, seen]], scale=scale, softcap=softcap)
+            mass[b, seen] += probabilities.sum(0)
+    return mass
 
 
 def combine(outs: list[ArrayLike], lses: list[ArrayLike]) -> tuple[F64, F64]:
@@ -130,8 +230,8 @@ def decode_attention(
     q: ArrayLike,
     k_new: ArrayLike,
     v_new: ArrayLike,
-    k_pool: ArrayLike,
-    v_pool: ArrayLike,
+    k_pool: ArrayLike | Pool,
+    v_pool: ArrayLike | Pool,
     slot_table: ArrayLike,
     lengths: ArrayLike,
     new_slots: ArrayLike,
@@ -143,10 +243,10 @@ def decode_attention(
     """One new token a request: attends over the lengths[b] earlier tokens and itself, and is stored at
     new_slots[b].
 
-    Returns (k_pool, v_pool, out `[B, 1, N, H]`).
+    Returns (the pools' elements, out `[B, 1, N, H]`); the new token is attended as it came.
     """
     q, k_one, v_one = _f64(q), _f64(k_new), _f64(v_new)
-    k_old, v_old = _f64(k_pool), _f64(v_pool)
+    k_old, v_old = dequantise(k_pool), dequantise(v_pool)
     out = np.zeros_like(q)
     for b in range(q.shape[0]):
         length = int(np.asarray(lengths)[b])
@@ -155,5 +255,5 @@ def decode_attention(
         keys = np.concatenate([k_old[seen], k_one[b]])
         values = np.concatenate([v_old[seen], v_one[b]])
         out[b, 0], _ = attend_one(q[b, 0], keys, values, scale=scale, softcap=softcap)
-    k_out, v_out = append(k_old, v_old, k_one[:, 0], v_one[:, 0], new_slots)
+    k_out, v_out = append(k_pool, v_pool, k_one[:, 0], v_one[:, 0], new_slots)
     return k_out, v_out, out

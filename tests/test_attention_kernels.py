@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels as pk
-from pallas_kernels import attention, reference
+from pallas_kernels import causal, reference
 
 HEADS = [(4, 4), (6, 2), (4, 1)]  # multi-head, grouped, multi-query
 MASKS: list[dict[str, Any]] = [{}, {"window": 3}, {"softcap": 5.0}, {"window": 1, "softcap": 2.0}]
@@ -78,7 +78,7 @@ def test_causal_attention_matches_reference(n: int, k: int, mask: dict[str, Any]
 def test_causal_attention_in_query_blocks(
     monkeypatch: pytest.MonkeyPatch, t: int, window: int | None
 ) -> None:
-    monkeypatch.setattr(attention, "_Q_BLOCK", 4)
+    monkeypatch.setattr(causal, "_Q_BLOCK", 4)
     rng = np.random.default_rng(t)
     q, key, value = normal(rng, 2, t, 4, 8), normal(rng, 2, t, 2, 8), normal(rng, 2, t, 2, 8)
     got = pk.causal_attention(q, key, value, scale=0.3, window=window)

@@ -1,0 +1,139 @@
+"""Causal attention of a chunk of tokens over itself: whole prompts, or what follows stored tokens.
+
+On an NVIDIA GPU cuDNN's flash attention where it serves, through `jax.nn.dot_product_attention`; else XLA in
+blocks of queries. Knows arrays only, no slots and no pools.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import compat
+from pallas_kernels.dispatch import compute_capability, default_device, forced_backend
+from pallas_kernels.xla import normalised, scores_of, softmax_parts, visible, weigh
+
+# Rows of queries scored at a time, so that a long prompt needs T * _Q_BLOCK scores a head at once and not T * T.
+_Q_BLOCK = 512
+
+
+def check_heads(q: Array, k: Array, v: Array) -> None:
+    """ValueError where q `[..., N, H]` does not fit keys and values `[..., K, H]`."""
+    if k.shape != v.shape:
+        raise ValueError(f"{k.shape=} must equal {v.shape=}")
+    if q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"{q.shape=} must have the head dim of {k.shape=} and a multiple of its heads"
+            " (both are [..., heads, head dim])"
+        )
+
+
+def causal_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """Causal self-attention of whole prompts: query t sees keys max(0, t - window + 1) .. t.
+
+    q `[B, T, N, H]`, k and v `[B, T, K, H]` -> `[B, T, N, H]` in q's dtype. Right-padded prompts need no
+    mask: pads come after every real token and only pads see them. Raises ValueError where heads or head dims
+    do not fit.
+    """
+    check_heads(q, k, v)
+    if _cudnn_serves(q, k, v, softcap):
+        return _cudnn(q, k, v, None, scale, window)
+    return _in_blocks(q, k, v, None, scale, window, softcap)[0].astype(q.dtype)
+
+
+def causal_partial(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Array, Array]:
+    """`causal_attention` as a partial, to be combined by lse with attention over tokens before the chunk.
+
+    lengths `[B]` int32: keys past them are not seen (by pads; queries past them give unspecified numbers), all
+    are if None. Positions are within the chunk. Returns (out `[B, T, N, H]` float32, lse `[B, T, N]` float32).
+    Raises ValueError where heads or head dims do not fit.
+    """
+    check_heads(q, k, v)
+    if _cudnn_serves(q, k, v, softcap):
+        out, lse = _cudnn(q, k, v, lengths, scale, window, return_residual=True)
+        return out.astype(jnp.float32), lse.astype(jnp.float32)
+    return _in_blocks(q, k, v, lengths, scale, window, softcap)
+
+
+def _cudnn_serves(q: Array, k: Array, v: Array, softcap: float | None) -> bool:
+    """Whether cuDNN's flash attention takes the case on the device this is traced for."""
+    device = default_device()
+    return (
+        forced_backend() != "xla"
+        and compute_capability(device) >= (8, 0)
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and q.shape[-1] <= 128
+        and q.shape[-1] % 8 == 0
+        and softcap is None
+        and compat.has_cudnn()
+    )
+
+
+def _cudnn(
+    q: Array, k: Array, v: Array, lengths: Array | None, scale: float, window: int | None, **options: Any
+) -> Any:
+    return jax.nn.dot_product_attention(
+        q, k, v,
+        scale=scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+        **options,
+    )  # fmt: skip
+
+
+def _in_blocks(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Array, Array]:
+    b, t = q.shape[:2]
+    if lengths is None:
+        lengths = jnp.full((1,), t)
+
+    def block(q_block: Array, first: Array | int) -> tuple[Array, Array]:
+        n, rows = q.shape[2], q_block.shape[1]
+        # Pad queries of the last block stand at the last token: with a window they might see nothing.
+        at = jnp.minimum(first + jnp.arange(rows), t - 1)[None]
+        seen = visible(t, lengths, at, window)[:, None, None]
+        scores = jnp.where(seen, scores_of(q_block, k, scale, softcap), -jnp.inf)  # [B, K, G, T, C]
+        weights, total, top = softmax_parts(scores, axis=-1)
+        total, top = (jnp.moveaxis(x.reshape(b, n, rows), 1, 2) for x in (total, top))
+        return normalised(weigh(weights, v), total, top)
+
+    if t <= _Q_BLOCK:
+        return block(q, 0)
+    n_blocks = math.ceil(t / _Q_BLOCK)
+    padded = jnp.pad(q, ((0, 0), (0, n_blocks * _Q_BLOCK - t), (0, 0), (0, 0)))
+    blocks = jnp.moveaxis(padded.reshape(b, n_blocks, _Q_BLOCK, *q.shape[2:]), 1, 0)
+    out, lse = jax.lax.map(lambda args: block(*args), (blocks, jnp.arange(n_blocks) * _Q_BLOCK))
+    out, lse = (jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])[:, :t] for x in (out, lse))
+    return out, lse

@@ -1,0 +1,133 @@
+"""KV pools: float arrays, or int8 with scales, and how rows are turned into int8 and back.
+
+Two int8 forms. `QuantizedPool` keeps a scale for each slot and KV head, taken from the row as it is stored.
+`ChannelQuantizedPool` keeps one for each channel, calibrated beforehand and fixed (ALISA, section V.B). Knows
+arrays only: nothing of attention, nor of who owns a slot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+_STEPS = 127  # int8 values lie in -127 .. 127, symmetric about 0
+_SMALLEST_SCALE = 2.0**-126  # devices take anything smaller for 0
+
+
+class QuantizedPool(NamedTuple):
+    """int8 keys or values, with a scale a slot and KV head: an element is values * scales."""
+
+    values: Array  # [S, K, H] int8
+    scales: Array  # [S, K] bfloat16
+
+
+class ChannelQuantizedPool(NamedTuple):
+    """int8 keys or values, with a fixed scale a channel: an element is values * scales."""
+
+    values: Array  # [S, K, H] int8
+    scales: Array  # [K, H] float32
+
+
+Pool: TypeAlias = Array | QuantizedPool | ChannelQuantizedPool
+
+
+def make_pool(
+    n_slots: int,
+    n_kv_heads: int,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    channel_scales: Array | None = None,
+) -> Pool:
+    """An empty pool `[S, K, H]` for the keys, or the values, of one layer.
+
+    dtype int8 makes a `QuantizedPool`, or with channel_scales `[K, H]` (float32, > 0) a
+    `ChannelQuantizedPool`. Raises ValueError for scales of another shape or beside another dtype.
+    """
+    shape = (n_slots, n_kv_heads, head_dim)
+    if channel_scales is None:
+        empty = jnp.zeros(shape, dtype)
+        if jnp.dtype(dtype) != jnp.int8:
+            return empty
+        return QuantizedPool(empty, jnp.zeros(shape[:2], jnp.bfloat16))
+    if jnp.dtype(dtype) != jnp.int8:
+        raise ValueError(f"channel_scales belong to int8 pools: {dtype=} must be int8, or leave them out")
+    scales = jnp.array(channel_scales, jnp.float32)
+    if scales.shape != shape[1:]:
+        raise ValueError(f"{scales.shape=} of channel_scales must be [KV heads, head dim] = {shape[1:]}")
+    return ChannelQuantizedPool(jnp.zeros(shape, jnp.int8), scales)
+
+
+def values_of(pool: Pool) -> Array:
+    """The pool's big array `[S, K, H]`, whatever the dtype it is stored in."""
+    return pool.values if isinstance(pool, QuantizedPool | ChannelQuantizedPool) else pool
+
+
+def is_quantized(pool: Pool) -> bool:
+    """Whether the pool holds int8 and scales."""
+    return isinstance(pool, QuantizedPool | ChannelQuantizedPool)
+
+
+def scales_up(absmax: Array) -> Array:
+    """bfloat16 scales, float32 absmax / 127 rounded **up**: the largest value must not need a step 128.
+
+    0 gives 0; inf and NaN stay what they are, so that an overflow reads back as one.
+    """
+    # Rows this small that are not 0 lose precision, not their sign or their finiteness.
+    scale = jnp.where(absmax > 0, jnp.maximum(absmax / _STEPS, _SMALLEST_SCALE), absmax)
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    up = jax.lax.bitcast_convert_type((bits + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(scale), up, scale).astype(jnp.bfloat16)
+
+
+def quantise(rows: Array) -> tuple[Array, Array]:
+    """Rows `[..., K, H]` -> (int8 values `[..., K, H]`, bfloat16 scales `[..., K]`).
+
+    An element is off by at most half a scale, which is at most absmax / 127 * (1 + 2**-7).
+    """
+    rows = rows.astype(jnp.float32)
+    scales = scales_up(jnp.max(jnp.abs(rows), axis=-1))
+    by = scales.astype(jnp.float32)[..., None]
+    return jnp.round(rows / jnp.where(by == 0, 1.0, by)).astype(jnp.int8), scales
+
+
+def quantise_channels(rows: Array, scales: Array) -> Array:
+    """Rows `[..., K, H]` -> int8 values by fixed scales `[K, H]`; what lies outside +-127 scales saturates."""
+    steps = jnp.round(rows.astype(jnp.float32) / jnp.where(scales == 0, 1.0, scales))
+    return jnp.clip(steps, -_STEPS, _STEPS).astype(jnp.int8)
+
+
+def channel_scales_of(rows: Array) -> Array:
+    """Scales `[K, H]` float32 from calibration rows `[..., K, H]`: each channel's largest takes the last step.
+
+    A channel that is 0 throughout gets scale 1, as it has none of its own.
+    Source: ALISA section V.B (channel-wise INT8 of KV tensors).
+    """
+    absmax = jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=tuple(range(rows.ndim - 2)))
+    return jnp.where(absmax > 0, absmax / _STEPS, 1.0)
+
+
+def store(pool: Pool, rows: Array, slots: Array) -> Pool:
+    """The pool with rows `[M, K, H]` at slots `[M]`, in the pool's own form; a slot outside 0 .. S-1 is dropped."""
+
+    def write(array: Array, new: Array) -> Array:
+        return array.at[slots].set(new.astype(array.dtype), mode="drop", wrap_negative_indices=False)
+
+    if isinstance(pool, QuantizedPool):
+        values, scales = quantise(rows)
+        return QuantizedPool(write(pool.values, values), write(pool.scales, scales))
+    if isinstance(pool, ChannelQuantizedPool):
+        return pool._replace(values=write(pool.values, quantise_channels(rows, pool.scales)))
+    return write(pool, rows)
+
+
+def dequantise(pool: Pool) -> Array:
+    """The pool's elements `[S, K, H]` as float32 (a float pool's as they are)."""
+    if isinstance(pool, QuantizedPool):
+        return pool.values.astype(jnp.float32) * pool.scales.astype(jnp.float32)[..., None]
+    if isinstance(pool, ChannelQuantizedPool):
+        return pool.values.astype(jnp.float32) * pool.scales
+    return pool
