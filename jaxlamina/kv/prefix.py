@@ -116,11 +116,15 @@ class PrefixCache:
             raise ValueError(f"slot {fresh[self._held[fresh]][0]} is kept for other tokens already")
         self.slots.fork(fresh)
         self._held[fresh] = True
-        parent = path[-1] if path else self._root
-        leaf = _Node(tokens[n_known:].copy(), fresh, parent, self._clock)
-        parent.children[int(leaf.tokens[0])] = leaf
-        self._enqueue(leaf)
         self._n_cached += len(fresh)
+        parent = path[-1] if path else self._root
+        if path and not parent.children:  # a conversation's next turn: the run grows, the tree does not
+            parent.tokens = np.concatenate([parent.tokens, tokens[n_known:]])
+            parent.slots = np.concatenate([parent.slots, fresh])
+        else:
+            leaf = _Node(tokens[n_known:].copy(), fresh, parent, self._clock)
+            parent.children[int(leaf.tokens[0])] = leaf
+            self._enqueue(leaf)
         return len(fresh)
 
     def evict(self, n: int) -> int:
