@@ -138,6 +138,22 @@ def test_idle_tokens_before_ones_in_use_can_be_evicted_too():
     cache.check_integrity()
 
 
+def test_of_tails_in_use_the_one_used_least_recently_is_forgotten_first():
+    slots, cache = make()
+    tails = {}
+    for stem in "acb":
+        kept(slots, cache, stem)
+        if stem != "c":
+            tails[stem] = slots.allocate(3)  # computed by itself: the stem's slot is the cache's alone
+            cache.insert(ids(stem + "12"), tails[stem])
+    assert cache.evict(1) == 1 and cached(cache, "c") == ""  # a, before it, was passed over
+    cache.insert(ids("a12"), tails["a"])  # nothing new, but it is used
+    assert cache.evict(1) == 1
+    assert cached(cache, "a12") == "a12" and cached(cache, "b12") == ""
+    assert cache.evict(1) == 1 and cache.n_cached == 0
+    slots.check_integrity(tails)
+
+
 def test_clear_forgets_everything_and_leaves_other_owners_alone():
     slots, cache = make()
     kept(slots, cache, "abcdef")

@@ -139,7 +139,7 @@ class PrefixCache:
             for leaf in aside:
                 self._push(leaf)
         freed = self._evict_idle(n)
-        while freed < n and self._forget_one_shared_tail():
+        while freed < n and self.n_evictable and self._forget_one_shared_tail():
             freed += self._evict_idle(n - freed)
         self.evicted_tokens += freed
         return freed
