@@ -127,7 +127,7 @@ def test_bfloat16_split_follows_unsplit():
     config = config_of("llama")
     params = random_params(config, seed=3, dtype=jnp.bfloat16)
     split, unsplit = (Rows(make(config, params, kind), buckets=ONE_BUCKET) for kind in ("split", "unsplit"))
-    assert split.executor.attention.k_pools[0].dtype == jnp.bfloat16
+    assert split.executor.attention.kv.k[0].dtype == jnp.bfloat16
     for rows in (split, unsplit):
         rows.prefill()
     for _ in range(N_STEPS):
@@ -179,7 +179,7 @@ def test_each_worker_holds_its_own_and_nothing_else():
     before = {id(x) for x in jax.live_arrays()}
     rows = Rows(make(config), buckets=ONE_BUCKET).run(2)
     executor = rows.executor
-    pools = {id(x) for x in (*executor.attention.k_pools, *executor.attention.v_pools)}
+    pools = {id(x) for x in (*executor.attention.kv.k, *executor.attention.kv.v)}
     weights = {id(x) for x in executor.model.params.values()}
     bound = [*executor.model._decode.values(), *executor.model._prefill.values()]
     bound_arrays = [
@@ -237,7 +237,7 @@ def test_padding_rows_store_nothing():
     rows.decode()  # three rows in a batch of four
     used = {slot for row in rows.slots for slot in row}
     unused = [slot for slot in range(N_SLOTS) if slot not in used]
-    for pool in (*attention.k_pools, *attention.v_pools):
+    for pool in (*attention.kv.k, *attention.kv.v):
         assert not np.asarray(pool)[unused].any() and np.asarray(pool)[sorted(used)].any(axis=(1, 2)).all()
 
 
@@ -295,13 +295,13 @@ def test_a_containers_limit_counts(tmp_path: Path):
 
 def test_pools_are_donated_not_copied():
     worker = AttentionWorker([SPEC], 8, DEVICE, Programs())
-    before = worker.k_pools[0]
+    before = worker.kv.k[0]
     batch = DecodeBatch.build([1], [[3]], BUCKETS, 8)
     worker.begin_decode(batch)
     x = jnp.ones((1, 1, 2, 16))
     worker.attend(0, x, x, x)
     assert before.is_deleted()
-    assert np.asarray(worker.k_pools[0])[3].all() and not np.asarray(worker.k_pools[0])[[0, 1, 2, 4]].any()
+    assert np.asarray(worker.kv.k[0])[3].all() and not np.asarray(worker.kv.k[0])[[0, 1, 2, 4]].any()
 
 
 TWO_DEVICES = """
@@ -314,7 +314,7 @@ def make(a, b, **kw):
     return LocalExecutor(partial(apply, config), params, n_slots=60, model_device=a, attention_device=b, **kw)
 apart = Rows(make(first, second)).run()
 assert apart.executor.q_first
-assert {x.device for x in apart.executor.attention.k_pools} == {second}
+assert {x.device for x in apart.executor.attention.kv.k} == {second}
 assert {x.device for x in apart.executor.model.params.values()} == {first}
 for other in (Rows(make(first, first)).run(), Rows(make(first, second, q_first=False)).run()):
     assert other.tokens == apart.tokens

@@ -83,11 +83,11 @@ def test_stored_tokens_are_read_and_others_are_not():
     attention = executor.attention
     read = {s for row, n in zip(slots, HITS, strict=True) for s in row[:n]}
     others = jnp.asarray(sorted(set(range(N_SLOTS)) - read))
-    attention.k_pools, attention.v_pools = (
-        [pool.at[others].set(jnp.nan) for pool in pools] for pools in (attention.k_pools, attention.v_pools)
+    attention.kv.k, attention.kv.v = (
+        [pool.at[others].set(jnp.nan) for pool in pools] for pools in (attention.kv.k, attention.kv.v)
     )
     assert np.array_equal(np.array(executor.prefill(batch)), want)
-    attention.k_pools[0] = attention.k_pools[0].at[slots[0][0]].set(3.0)
+    attention.kv.k[0] = attention.kv.k[0].at[slots[0][0]].set(3.0)
     assert not np.array_equal(np.array(executor.prefill(batch))[0], want[0])
 
 

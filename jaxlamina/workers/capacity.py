@@ -5,33 +5,76 @@ Knows bytes and devices; nothing of models.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 
 from jaxlamina.errors import UserError
-from jaxlamina.workers.attention_worker import AttentionSpec
+from jaxlamina.workers.spec import AttentionSpec
 
 # An accelerator is ours; a host is shared with everything else that runs there.
 ACCELERATOR_FRACTION, HOST_FRACTION = 0.85, 0.1
 
 
-def slots_that_fit(specs: Sequence[AttentionSpec], device: jax.Device, most: int, least: int) -> int:
+def slots_that_fit(
+    specs: Sequence[AttentionSpec],
+    device: jax.Device,
+    most: int,
+    least: int,
+    *,
+    share: float = 1.0,
+    workspace_bytes: int = 0,
+) -> int:
     """At most ``most`` slots, as far as a fraction of the device's free memory goes.
 
-    ``UserError`` with the numbers if not even ``least`` fit.
+    ``share``: the part of each token's KV that ``device`` keeps. ``workspace_bytes``: what the largest step needs
+    there beside KV. ``UserError`` with the numbers if not even ``least`` fit.
     """
-    slot_bytes = sum(spec.slot_bytes for spec in specs)
+    slot_bytes = sum(spec.slot_bytes for spec in specs) * share
     free_bytes, fraction = free_memory_bytes(device)
-    n = min(most, int(free_bytes * fraction) // slot_bytes)
+    n = min(most, int(max(0.0, free_bytes * fraction - workspace_bytes) // slot_bytes))
     if n < least:
+        room = f"{fraction:.0%} of the {free_bytes / 2**20:,.0f} MiB free on {device}"
+        if workspace_bytes:
+            room += f", less {workspace_bytes / 2**20:,.0f} MiB that the largest step needs,"
         raise UserError(
-            f"{fraction:.0%} of the {free_bytes / 2**20:,.0f} MiB free on {device} hold {n} KV slots of {slot_bytes:,} "
-            f"bytes, fewer than one request of {least} tokens: lower max_model_len or give kv_slots"
+            f"{room} hold {n} KV slots of {slot_bytes:,.0f} bytes, fewer than one request of {least} tokens: "
+            "lower max_model_len or give kv_slots"
         )
     return n
+
+
+# (specs, device, share=…, workspace_bytes=…) -> S: `slots_that_fit` with its other arguments given
+HowManySlots = Callable[..., int]
+
+
+def resolve_slots(
+    n_slots: HowManySlots | int,
+    specs: Sequence[AttentionSpec],
+    devices: Sequence[jax.Device],
+    workspace_bytes: Callable[[jax.Device], int] = lambda device: 0,
+) -> int:
+    """S slots for a worker on each of ``devices`` (which may repeat): as many as the fullest device holds."""
+    if isinstance(n_slots, int):
+        return n_slots
+    n_on = Counter(devices)
+    return min(
+        n_slots(specs, device, share=n / len(devices), workspace_bytes=workspace_bytes(device))
+        for device, n in n_on.items()
+    )
+
+
+def spread_over(n: int, first: jax.Device, model_device: jax.Device) -> list[jax.Device]:
+    """Devices for ``n`` attention workers: ``first``, then others of its platform, round and round.
+
+    The model worker's own device is left out where there are others (unless it is ``first``).
+    """
+    others = [d for d in jax.local_devices(backend=first.platform) if d not in (first, model_device)]
+    return list(itertools.islice(itertools.cycle([first, *others]), n))
 
 
 def free_memory_bytes(device: jax.Device) -> tuple[int, float]:

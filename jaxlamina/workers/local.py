@@ -1,39 +1,55 @@
-"""Split execution in one process: the loop over slices, and what crosses between the two workers.
+"""Split execution in one process: the loop over slices, and what crosses between the two pools.
 
-Knows one model worker and one attention worker, and which device each is on. Only q, k, v go over and only
+Knows one model worker and a pool of attention workers, and which device each is on. Only q, k, v go over and only
 attention output comes back. With both on one device a slice is one call; on two, q is sent before k and v
 are computed (Lamina 2025, §4.2.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxlamina.workers.attention_worker import AttentionSpec, AttentionWorker
+from jaxlamina.errors import UserError
+from jaxlamina.workers.attention_pool import attention_pool
+from jaxlamina.workers.attention_worker import Partial, attention_workspace_bytes
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.workers.calibration import channel_scales
+from jaxlamina.workers.capacity import HowManySlots, resolve_slots, spread_over
+from jaxlamina.workers.kv_pools import Slots
 from jaxlamina.workers.model_worker import (
     BoundModel,
     Context,
     ModelFn,
     ModelWorker,
     Params,
-    Partial,
     PrefillSlice,
     combined,
 )
+from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
+from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitReport
 
 
 class LocalExecutor:
-    """Runs steps slice by slice over a model worker and an attention worker.
+    """Runs steps slice by slice over a model worker and one or several attention workers.
 
-    ``q_first``: send q before k and v are computed, at one call more a layer; by default where the workers are
-    on different devices.
+    - ``n_slots``: tokens whose KV is kept, or how to find that out (`capacity.slots_that_fit`, partly applied).
+    - ``q_first``: send q before k and v are computed, at one call more a layer; by default where the workers are
+      on different devices.
+    - ``kv_dtype``: "auto" as the model's, "int8" with a scale a slot and KV head, "int8-channel" with fixed
+      scales a channel, found by running ``calibration_tokens`` ``[B, T]`` (random ones if None) through the model.
+    - ``attention_workers``, ``partition``: how many, and whether they share out "heads", "requests" or "tokens".
+      They are on ``attention_devices``, or on ``attention_device`` and as many others as there are.
+    - ``n_host_slots``: room in host memory for the KV of as many tokens, for ``move_out`` and ``move_in``.
+    - ``largest``: the largest step to come, whose workspace is left free where memory decides on ``n_slots``.
     """
 
     def __init__(
@@ -41,20 +57,47 @@ class LocalExecutor:
         model: ModelFn,
         params: Params,
         *,
-        n_slots: Callable[[tuple[AttentionSpec, ...], jax.Device], int] | int,
+        n_slots: HowManySlots | int,
         model_device: jax.Device,
         attention_device: jax.Device,
         q_first: bool | None = None,
+        kv_dtype: str = "auto",
+        attention_workers: int = 1,
+        partition: str = "heads",
+        attention_devices: Sequence[jax.Device] | None = None,
+        token_block: int = 16,
+        n_host_slots: int = 0,
+        calibration_tokens: np.ndarray | None = None,
+        largest: LargestStep | None = None,
     ) -> None:
         self.programs = Programs()
         self.model = ModelWorker(model, params, model_device, self.programs)
         one_row = self.model.split(1)
         self.report: SplitReport = one_row.report()
-        specs = tuple(AttentionSpec.of(site) for site in one_row.sites)
-        self.n_slots = n_slots if isinstance(n_slots, int) else n_slots(specs, attention_device)
-        self.attention = AttentionWorker(specs, self.n_slots, attention_device, self.programs)
-        self.q_first = model_device != attention_device if q_first is None else q_first
-        self._apart = model_device != attention_device
+        specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
+        checked_partition(partition, attention_workers, [spec.n_kv_heads for spec in specs])
+        devices = attention_devices or spread_over(attention_workers, attention_device, model_device)
+        if len(devices) != attention_workers:
+            raise UserError(f"{attention_workers=} must be as many as attention devices, {len(devices)}")
+        n_query_heads = [site.q.shape[2] for site in one_row.sites]
+        workspace = partial(self._workspace_bytes, specs, n_query_heads, devices, largest)
+        self.n_slots = resolve_slots(n_slots, specs, devices, workspace)
+        scales = None
+        if kv_dtype == "int8-channel":
+            scales = channel_scales(model, self.model.params, specs, calibration_tokens)
+        self.attention = attention_pool(
+            specs,
+            self.n_slots,
+            devices,
+            self.programs,
+            model_device=model_device,
+            partition=partition,
+            token_block=token_block,
+            channel_scales=scales,
+            n_host_slots=n_host_slots,
+        )
+        self._apart = set(devices) != {model_device} or len(devices) > 1
+        self.q_first = set(devices) != {model_device} if q_first is None else q_first
         self._zero_after = jax.jit(zero_after)
         self._combined = jax.jit(combined, static_argnums=1)
 
@@ -77,7 +120,7 @@ class LocalExecutor:
             else:
                 q, k, v, context = part.whole(part.weights, context, out)
                 q = self._to_attention(q)
-            out = self._to_model(attention.attend(i, q, self._to_attention(k), self._to_attention(v)))
+            out = self._to_model(attention.attend(i, q, self._kv_to_attention(k), self._kv_to_attention(v)))
         return model.final(model.final_weights, context, out)
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
@@ -99,7 +142,7 @@ class LocalExecutor:
         out = None
         for i, part in enumerate(model.slices):
             out, k, v, context = part.whole(part.weights, context, out)
-            self.attention.append(i, self._to_attention(k), self._to_attention(v))
+            self.attention.append(i, self._kv_to_attention(k), self._kv_to_attention(v))
         return out, context
 
     def _after_stored(
@@ -110,19 +153,56 @@ class LocalExecutor:
         for i, part in enumerate(model.slices):
             q, own, k, v, context = part.chunk(part.weights, context, partials)
             stored = self.attention.attend_stored(i, self._to_attention(q))
-            self.attention.append(i, self._to_attention(k), self._to_attention(v))
+            self.attention.append(i, self._kv_to_attention(k), self._kv_to_attention(v))
             partials = own, self._to_model(stored)
         return self._combined(partials, self.attention.specs[-1]), context
 
-    def _send_q(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """q at the attention worker, and the tie for k and v: a scalar that is there only once q is."""
+    def copy_slots(self, src: Slots, dst: Slots) -> None:
+        """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
+        self.attention.copy_slots(src, dst)
+
+    def move_out(self, slots: Slots, host_slots: Slots) -> None:
+        """Copies the KV of ``slots`` into the host's ``host_slots``; ``UserError`` if there are none."""
+        self.attention.move_out(slots, host_slots)
+
+    def move_in(self, host_slots: Slots, slots: Slots) -> None:
+        """Brings the host's ``host_slots`` back into ``slots``, and empties them."""
+        self.attention.move_in(host_slots, slots)
+
+    def release(self, slots: Slots) -> None:
+        """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
+        self.attention.release(slots)
+
+    def _send_q(self, q: jax.Array) -> tuple[Any, jax.Array]:
+        """q at the attention workers, and the tie for k and v: a scalar that is there only once q is."""
         return self._to_attention(q), self._zero_after(q)
 
-    def _to_attention(self, x: jax.Array) -> jax.Array:
-        return jax.device_put(x, self.attention.device) if self._apart else x
+    def _to_attention(self, q: jax.Array) -> Any:
+        return self.attention.send_q(q) if self._apart else q
+
+    def _kv_to_attention(self, x: jax.Array) -> Any:
+        return self.attention.send_kv(x) if self._apart else x
 
     def _to_model(self, x: Any) -> Any:
         return jax.device_put(x, self.model.device) if self._apart else x
+
+    def _workspace_bytes(
+        self,
+        specs: tuple[AttentionSpec, ...],
+        n_query_heads: Sequence[int],
+        devices: Sequence[jax.Device],
+        largest: LargestStep | None,
+        device: jax.Device,
+    ) -> int:
+        """What the largest step needs on ``device``; 0 where nobody said how large, and on a host."""
+        if largest is None or device.platform == "cpu":
+            return 0
+        found = 0
+        if device in devices:
+            found += attention_workspace_bytes(specs, n_query_heads, device, largest)
+        if device == self.model.device:
+            found += self.model.workspace_bytes(largest)
+        return found
 
 
 def zero_after(q: jax.Array) -> jax.Array:

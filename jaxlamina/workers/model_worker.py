@@ -15,10 +15,11 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxlamina.workers.attention_worker import AttentionSpec
-from jaxlamina.workers.own import causal_partial
+from jaxlamina.workers.attention_worker import Partial
 from jaxlamina.workers.programs import Programs
-from pallas_kernels import causal_attention, combine
+from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.workspace import LargestStep, ints, program_bytes, shapes, tree_bytes
+from pallas_kernels import causal_attention, causal_partial, combine
 from splitter import SplitModel, Traced, split, trace
 from splitter.program import SliceProgram
 
@@ -27,7 +28,6 @@ ModelFn = Callable[..., jax.Array]
 Params = Mapping[str, jax.Array]
 Weights = tuple[jax.Array, ...]
 Context = tuple[Any, ...]
-Partial = tuple[jax.Array, jax.Array]  # out float32 [B, T, N, H], lse float32 [B, T, N]
 SliceT = TypeVar("SliceT")
 
 
@@ -100,6 +100,23 @@ class ModelWorker:
             self._prefill[key] = self._bind(self.split(batch, n_tokens), what, PrefillSlice, jit)
         return self._prefill[key]
 
+    def workspace_bytes(self, largest: LargestStep) -> int:
+        """What a slice of the largest step takes beside weights: its context, temporary values and results."""
+        b, t = largest.batch, largest.prompt
+        found = []
+        for bound, inputs in (
+            (self.decode(b), (ints(b, 1), ints(b, 1))),
+            (self.prefill(1, t), (ints(1, t), ints(1, t), ints(1))),
+        ):
+            context, out = jax.eval_shape(bound.first_context, *inputs), None
+            for part in bound.slices:
+                needs = program_bytes(part.whole, shapes(part.weights), context, out)
+                found.append(needs + tree_bytes((context, out)))
+                *results, context = jax.eval_shape(part.whole, shapes(part.weights), context, out)
+                out = results[0]  # q in a decode slice, attention output in a prefill: of one shape and dtype
+            found.append(program_bytes(bound.final, shapes(bound.final_weights), context, out))
+        return max(found)
+
     def _bind(
         self,
         model: SplitModel,
@@ -150,7 +167,8 @@ class ModelWorker:
             self._programs.compiled(f"slice, {what}")
             q, rest = program.q_part(weights, context, attention_out)
             k, v, context = program.kv_part(weights, rest)
-            return causal_attention(q, k, v, **spec.scoring), k, v, context
+            with jax.default_device(self.device):  # kernels are picked by it
+                return causal_attention(q, k, v, **spec.scoring), k, v, context
 
         def chunk(
             weights: Weights, context: Context, partials: tuple[Partial, ...]
@@ -158,7 +176,8 @@ class ModelWorker:
             self._programs.compiled(f"slice after stored tokens, {what}")
             q, rest = program.q_part(weights, context, combined(partials, spec))
             k, v, context = program.kv_part(weights, rest)
-            return q, causal_partial(q, k, v, **spec.scoring), k, v, context
+            with jax.default_device(self.device):
+                return q, causal_partial(q, k, v, **spec.scoring), k, v, context
 
         return jax.jit(whole), jax.jit(chunk)
 

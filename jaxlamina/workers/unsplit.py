@@ -5,29 +5,43 @@ Same kernels, same KV slots, same batches as split execution; what differs is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
+import numpy as np
 
-from jaxlamina.workers.attention_worker import AttentionSpec, make_pools
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.workers.calibration import channel_scales
+from jaxlamina.workers.capacity import HowManySlots, resolve_slots
+from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
-from jaxlamina.workers.own import causal_partial
 from jaxlamina.workers.programs import Programs
-from pallas_kernels import append, causal_attention, combine, decode_attention, partial_attention
+from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.workspace import LargestStep, ints, pool_shapes, program_bytes, shapes
+from pallas_kernels import (
+    Pool,
+    append,
+    causal_attention,
+    causal_partial,
+    combine,
+    decode_attention,
+    partial_attention,
+)
 from splitter import SplitReport, split
 
 
 class UnsplitExecutor:
-    """Runs whole steps as single jitted calls; interface as ``LocalExecutor``."""
+    """Runs whole steps as single jitted calls; interface and KV options as ``LocalExecutor``."""
 
     def __init__(
         self,
         model: ModelFn,
         params: Params,
         *,
-        n_slots: Callable[[tuple[AttentionSpec, ...], jax.Device], int] | int,
+        n_slots: HowManySlots | int,
         device: jax.Device,
+        kv_dtype: str = "auto",
+        n_host_slots: int = 0,
+        calibration_tokens: np.ndarray | None = None,
+        largest: LargestStep | None = None,
     ) -> None:
         self.programs = Programs()
         self.device = device
@@ -35,33 +49,64 @@ class UnsplitExecutor:
         self._model = model
         one_row = split(trace_step(model, self.params, 1, 1))
         self.report: SplitReport = one_row.report()
-        self.specs = tuple(AttentionSpec.of(site) for site in one_row.sites)
-        self.n_slots = n_slots if isinstance(n_slots, int) else n_slots(self.specs, device)
-        self.k_pools, self.v_pools = make_pools(self.specs, self.n_slots, device)
+        self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
         self._decode = jax.jit(self._traced_decode, donate_argnums=(1, 2))
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
+        measure = largest is not None and device.platform != "cpu"
+        workspace = self.workspace_bytes(largest) if measure and largest else 0
+        self.n_slots = resolve_slots(n_slots, self.specs, [device], lambda _: workspace)
+        scales = None
+        if kv_dtype == "int8-channel":
+            scales = channel_scales(model, self.params, self.specs, calibration_tokens)
+        self.kv = KVPools(self.specs, self.n_slots, device, channel_scales=scales, n_host_slots=n_host_slots)
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """One token more for each row: logits ``[B, V]`` float32."""
-        self.k_pools, self.v_pools, logits = self._decode(self.params, self.k_pools, self.v_pools, *batch)
+        self.kv.k, self.kv.v, logits = self._decode(self.params, self.kv.k, self.kv.v, *batch)
         return logits
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        self.k_pools, self.v_pools, logits = self._prefill(self.params, self.k_pools, self.v_pools, *batch)
+        self.kv.k, self.kv.v, logits = self._prefill(self.params, self.kv.k, self.kv.v, *batch)
         return logits
+
+    def copy_slots(self, src: Slots, dst: Slots) -> None:
+        """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
+        self.kv.copy_slots(as_slots(src), as_slots(dst))
+
+    def move_out(self, slots: Slots, host_slots: Slots) -> None:
+        """Copies the KV of ``slots`` into the host's ``host_slots``; ``UserError`` if there are none."""
+        self.kv.move_out(as_slots(slots), as_slots(host_slots))
+
+    def move_in(self, host_slots: Slots, slots: Slots) -> None:
+        """Brings the host's ``host_slots`` back into ``slots``, and empties them."""
+        self.kv.move_in(as_slots(host_slots), as_slots(slots))
+
+    def release(self, slots: Slots) -> None:
+        """``slots`` are nobody's now: nothing to do where a slot has one place for ever."""
+
+    def workspace_bytes(self, largest: LargestStep) -> int:
+        """What the largest step takes beside weights and KV, found by compiling it."""
+        b, c, t = largest.batch, largest.context, largest.prompt
+        pools = [pool_shapes(spec) for spec in self.specs]
+        known = shapes(self.params), pools, pools
+        decode = ints(b, 1), ints(b, 1), ints(b, c), ints(b), ints(b)
+        prefill = ints(1, t), ints(1, t), ints(1), ints(1, t), ints(1, 0), ints(1)
+        return max(
+            program_bytes(self._decode, *known, *decode), program_bytes(self._prefill, *known, *prefill)
+        )
 
     def _traced_decode(
         self,
         params: Params,
-        k_pools: list[jax.Array],
-        v_pools: list[jax.Array],
+        k_pools: list[Pool],
+        v_pools: list[Pool],
         tokens: jax.Array,
         positions: jax.Array,
         slot_table: jax.Array,
         lengths: jax.Array,
         new_slots: jax.Array,
-    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+    ) -> tuple[list[Pool], list[Pool], jax.Array]:
         self.programs.compiled(f"whole step, batch {len(tokens)}, context {slot_table.shape[1]}")
         k_pools, v_pools = list(k_pools), list(v_pools)
 
@@ -72,21 +117,22 @@ class UnsplitExecutor:
             return out
 
         traced = trace_step(self._model, self.params, *tokens.shape)
-        logits = traced.eval(params, tokens, positions, attend=attend)
+        with jax.default_device(self.device):  # kernels are picked by it
+            logits = traced.eval(params, tokens, positions, attend=attend)
         return k_pools, v_pools, logits[:, -1]
 
     def _traced_prefill(
         self,
         params: Params,
-        k_pools: list[jax.Array],
-        v_pools: list[jax.Array],
+        k_pools: list[Pool],
+        v_pools: list[Pool],
         tokens: jax.Array,
         positions: jax.Array,
         logits_at: jax.Array,
         slots: jax.Array,
         slot_table: jax.Array,
         lengths: jax.Array,
-    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+    ) -> tuple[list[Pool], list[Pool], jax.Array]:
         context = slot_table.shape[1]
         after = f" after {context}" if context else ""
         self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens{after}")
@@ -108,5 +154,6 @@ class UnsplitExecutor:
             return combine(*zip(own, stored, strict=True))[0].astype(q.dtype)
 
         traced = trace_step(self._model, self.params, *tokens.shape)
-        logits = traced.eval(params, tokens, positions, logits_at, attend=attend)
+        with jax.default_device(self.device):
+            logits = traced.eval(params, tokens, positions, logits_at, attend=attend)
         return k_pools, v_pools, logits[:, -1]

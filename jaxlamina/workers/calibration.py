@@ -1,0 +1,55 @@
+"""Fixed scales of an int8 KV cache, a channel each, from what a model's keys and values are like on some tokens.
+
+ALISA §V.B quantises KV channel-wise. A scale for each channel must hold for tokens that are yet to come, so a small
+batch goes through the model when it is loaded. Knows a model function and its attention; no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.errors import UserError
+from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
+from jaxlamina.workers.spec import AttentionSpec, ChannelScales
+from pallas_kernels import causal_attention, channel_scales_of
+
+# Rows and tokens of the batch when none is given.
+_ROWS, _TOKENS = 8, 128
+
+
+def channel_scales(
+    model: ModelFn,
+    params: Params,
+    specs: Sequence[AttentionSpec],
+    tokens: np.ndarray | None = None,
+) -> list[ChannelScales]:
+    """Scales ``[K, H]`` of each layer: the largest magnitude a channel has over ``tokens`` ``[B, T]``, by 127.
+
+    Values beyond it clip. Without ``tokens`` they are drawn at random from the vocabulary, always the same ones.
+    ``UserError`` for fewer than two tokens a row.
+    """
+    if tokens is None:
+        n_vocab = jax.eval_shape(model, dict(params), *[jnp.zeros((1, 1), jnp.int32)] * 2, None).shape[-1]
+        tokens = np.random.default_rng(0).integers(0, n_vocab, (_ROWS, _TOKENS), dtype=np.int32)
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise UserError(f"calibration tokens {tokens.shape} must be [rows, tokens], two or more tokens a row")
+    b, t = tokens.shape
+    traced = trace_step(model, params, b, t)
+
+    def scales(params: Params, *inputs: jax.Array) -> list[ChannelScales]:
+        found: list[ChannelScales] = []
+
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            found.append(ChannelScales(channel_scales_of(k), channel_scales_of(v)))
+            return causal_attention(q, k, v, **specs[i].scoring)
+
+        traced.eval(params, *inputs, attend=attend)
+        return found
+
+    positions = np.broadcast_to(np.arange(t, dtype=np.int32), tokens.shape)
+    last = np.full(b, t - 1, np.int32)
+    return jax.jit(scales)(dict(params), tokens.astype(np.int32), positions, last)

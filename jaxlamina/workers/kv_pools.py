@@ -1,0 +1,244 @@
+"""The KV of all layers on one device: storage, and moving whole tokens within it, out to the host and back.
+
+Knows slots, layers and dtypes. Nothing of attention, requests or who owns a slot; the host's slots are dealt out
+by the caller too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlamina.errors import UserError
+from jaxlamina.workers.spec import AttentionSpec, ChannelScales
+from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
+
+# A move is made in pieces of at most _MOST slots, each padded to a power of two: five programs serve all sizes.
+_LEAST, _MOST = 16, 256
+
+Slots = Sequence[int] | np.ndarray
+Rows = list[tuple[jax.Array, ...]]  # of each pool what it keeps a slot, [M, ...] arrays
+
+
+class KVPools:
+    """K and V pools ``[S, K, H]`` of each layer, and a store of ``n_host_slots`` tokens in host memory.
+
+    The pools are plain attributes: whoever runs a program that takes them donated puts the new ones back.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        n_slots: int,
+        device: jax.Device,
+        *,
+        channel_scales: Sequence[ChannelScales] | None = None,
+        n_host_slots: int = 0,
+    ) -> None:
+        self.n_slots = n_slots
+        self.device = device
+        self.k, self.v = _empty(specs, n_slots, device, channel_scales)
+        self.host = HostStore(n_host_slots, device)
+        self._copy = jax.jit(_copied, donate_argnums=0)
+        self._put = jax.jit(_with_rows, donate_argnums=0)
+        self._take = jax.jit(_rows_at)
+
+    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
+        for piece in pieces(len(src)):
+            at = padded(src[piece], 0), padded(dst[piece], self.n_slots)
+            self.k, self.v = self._copy((self.k, self.v), *at)
+
+    def take(self, slots: np.ndarray) -> Rows:
+        """All layers' KV of ``slots`` (at most a piece of `pieces`), padded; a copy on the device."""
+        return self._take((self.k, self.v), padded(slots, 0))
+
+    def put(self, slots: np.ndarray, rows: Rows) -> None:
+        """Stores ``rows`` at ``slots``, one a row; a slot ≥ S is dropped."""
+        self.k, self.v = self._put((self.k, self.v), rows, np.asarray(slots, np.int32))
+
+    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None:
+        """Copies the KV of ``slots`` to ``host_slots``; the caller may use the slots for others from then on."""
+        self.host.check(host_slots)
+        for piece in pieces(len(slots)):
+            self.host.put(host_slots[piece], self.take(slots[piece]))
+
+    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
+        """Brings ``host_slots`` back into ``slots``; the host's slots are empty then."""
+        self.host.check(host_slots)
+        for which, at, rows in self.host.pop(host_slots):
+            to = np.full(len(rows[0][0]), self.n_slots, np.int32)
+            to[at] = slots[which]
+            self.put(to, rows)
+
+
+class HostStore:
+    """KV of tokens in host memory, by host slot: pinned where the platform has that, else numpy.
+
+    What was moved out together is kept as one block of rows, which is copied by the device's own engine. Rows that
+    have gone leave a gap; blocks with gaps are put together again once the gaps are as much as the rest.
+    """
+
+    def __init__(self, n_slots: int, device: jax.Device) -> None:
+        self.n_slots = n_slots
+        at = partial(jax.sharding.SingleDeviceSharding, device)
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        self._pinned = at(memory_kind="pinned_host") if "pinned_host" in kinds else None
+        # Named in full: `device_put` to a plain device does not see that pinned memory is elsewhere.
+        self._device = at(memory_kind=device.default_memory().kind)
+        self._block_of = np.full(n_slots, -1, np.int64)
+        self._row_of = np.zeros(n_slots, np.int64)
+        self._blocks: dict[int, Rows] = {}
+        self._next = 0
+
+    @property
+    def n_held(self) -> int:
+        """Tokens that are in the store."""
+        return int((self._block_of >= 0).sum())
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of memory that it takes, gaps and padding included."""
+        return sum(len(rows[0][0]) for rows in self._blocks.values())
+
+    def check(self, host_slots: np.ndarray) -> None:
+        """``UserError`` without a store, ``ValueError`` for slots that it has not."""
+        if not self.n_slots:
+            raise UserError("there are no host KV slots: give host_kv_slots (n_host_slots of an executor)")
+        if len(host_slots) and not (0 <= host_slots.min() and host_slots.max() < self.n_slots):
+            raise ValueError(f"host slots {host_slots} must be within 0 … {self.n_slots - 1}")
+
+    def put(self, host_slots: np.ndarray, rows: Rows) -> None:
+        """Keeps the first ``len(host_slots)`` of ``rows`` (on the device); what those slots held is dropped."""
+        self.forget(host_slots)
+        self._add(host_slots, self._to_host(rows))
+        if self.n_rows > 2 * self.n_slots + _MOST:
+            self._close_gaps()
+
+    def pop(self, host_slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, Rows]]:
+        """Takes tokens out, a block at a time: (which of ``host_slots``, at which rows, the rows on the device)."""
+        blocks = self._block_of[host_slots]
+        if (blocks < 0).any():
+            raise ValueError(f"host slots {host_slots[blocks < 0]} hold nothing")
+        found = []
+        for block in np.unique(blocks):
+            which = np.flatnonzero(blocks == block)
+            rows = jax.device_put(self._blocks[int(block)], self._device)
+            found.append((which, self._row_of[host_slots[which]], rows))
+        self.forget(host_slots)
+        yield from found
+
+    def _to_host(self, rows: Rows) -> Rows:
+        return jax.device_get(rows) if self._pinned is None else jax.device_put(rows, self._pinned)
+
+    def _add(self, host_slots: np.ndarray, rows: Rows) -> None:
+        self._blocks[self._next] = rows
+        self._block_of[host_slots] = self._next
+        self._row_of[host_slots] = np.arange(len(host_slots))
+        self._next += 1
+
+    def forget(self, host_slots: np.ndarray) -> None:
+        self._block_of[host_slots] = -1
+        alive = set(np.unique(self._block_of).tolist())
+        self._blocks = {block: rows for block, rows in self._blocks.items() if block in alive}
+
+    def _close_gaps(self) -> None:
+        """Blocks that are less than half full become one."""
+        counts = {b: int((self._block_of == b).sum()) for b in self._blocks}
+        sparse = [b for b, rows in self._blocks.items() if 2 * counts[b] <= len(rows[0][0])]
+        if not sparse:
+            return
+        kept = [np.flatnonzero(self._block_of == b) for b in sparse]
+        parts = [
+            jax.tree.map(lambda x, at=self._row_of[slots]: np.asarray(x)[at], self._blocks[b])
+            for b, slots in zip(sparse, kept, strict=True)
+        ]
+        host_slots = np.concatenate(kept)
+        rows = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+        self.forget(host_slots)
+        for piece in pieces(len(host_slots)):
+            slots = host_slots[piece]
+            gap = _width(len(slots)) - len(slots)
+            block = jax.tree.map(
+                lambda x, p=piece, n=gap: np.pad(x[p], [(0, n)] + [(0, 0)] * (x.ndim - 1)), rows
+            )
+            self._add(slots, self._to_host(block))
+
+
+def pieces(n: int) -> Iterator[slice]:
+    """``n`` slots in goes of at most as many as one program moves."""
+    return (slice(first, min(first + _MOST, n)) for first in range(0, n, _MOST))
+
+
+def padded(slots: np.ndarray, fill: int) -> np.ndarray:
+    """``slots`` int32 up to the next size that a program exists for, with ``fill``."""
+    out = np.full(_width(len(slots)), fill, np.int32)
+    out[: len(slots)] = slots
+    return out
+
+
+def _width(n: int) -> int:
+    return max(_LEAST, 1 << (n - 1).bit_length())
+
+
+def _empty(
+    specs: Sequence[AttentionSpec],
+    n_slots: int,
+    device: jax.Device,
+    channel_scales: Sequence[ChannelScales] | None,
+) -> tuple[list[Pool], list[Pool]]:
+    scales = channel_scales or [ChannelScales(None, None)] * len(specs)
+    with jax.default_device(device):
+        made = [
+            [
+                make_pool(n_slots, spec.n_kv_heads, spec.head_dim, spec.kv_dtype, channel_scales=of_layer)
+                for of_layer in pair
+            ]
+            for spec, pair in zip(specs, scales, strict=True)
+        ]
+    k, v = zip(*jax.device_put(made, device), strict=True)
+    return list(k), list(v)
+
+
+def _kept(pool: Pool) -> tuple[jax.Array, ...]:
+    """The arrays ``[S, ...]`` in which a pool keeps something a slot: its scales too, unless they are fixed."""
+    if isinstance(pool, QuantizedPool):
+        return tuple(pool)
+    return (pool.values,) if isinstance(pool, ChannelQuantizedPool) else (pool,)
+
+
+def _with(pool: Pool, kept: tuple[jax.Array, ...]) -> Pool:
+    if isinstance(pool, QuantizedPool):
+        return QuantizedPool(*kept)
+    return pool._replace(values=kept[0]) if isinstance(pool, ChannelQuantizedPool) else kept[0]
+
+
+def _is_pool(x: Any) -> bool:
+    return isinstance(x, QuantizedPool | ChannelQuantizedPool)
+
+
+def _rows_at(pools: Any, slots: jax.Array) -> Rows:
+    flat = jax.tree.leaves(pools, is_leaf=_is_pool)
+    return [tuple(x.at[slots].get(mode="clip") for x in _kept(pool)) for pool in flat]
+
+
+def _with_rows(pools: Any, rows: Rows, slots: jax.Array) -> Any:
+    flat, tree = jax.tree.flatten(pools, is_leaf=_is_pool)
+    new = [
+        _with(pool, tuple(x.at[slots].set(r, mode="drop") for x, r in zip(_kept(pool), of_pool, strict=True)))
+        for pool, of_pool in zip(flat, rows, strict=True)
+    ]
+    return jax.tree.unflatten(tree, new)
+
+
+def _copied(pools: Any, src: jax.Array, dst: jax.Array) -> Any:
+    return _with_rows(pools, _rows_at(pools, src), dst)
+
+
+def as_slots(slots: Slots) -> np.ndarray:
+    """Slots as a flat int array."""
+    return np.asarray(slots, np.int64).reshape(-1)

@@ -1,0 +1,212 @@
+"""Which attention worker keeps which part of the KV, as plain data.
+
+By heads: every worker has all tokens, of some KV heads. By requests: a request's tokens are on one worker, a new
+request goes to the one with the least KV. By tokens: blocks of a request's positions go round the workers. The last
+two differ only in where a token is wished to go; from there on a slot is a pair (worker, local slot), and a step's
+inputs are cut into each worker's own by `plan_rows`.
+
+Knows slots, positions and workers; numpy only, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxlamina.errors import UserError
+
+Partition = Literal["heads", "requests", "tokens"]
+PARTITIONS = ("heads", "requests", "tokens")
+
+
+def checked_partition(partition: str, n_workers: int, n_kv_heads: Sequence[int]) -> None:
+    """``UserError`` for a partition that is none, and for heads that do not divide evenly."""
+    if partition not in PARTITIONS:
+        raise UserError(f"{partition=} must be one of {', '.join(PARTITIONS)}")
+    if n_workers < 1:
+        raise UserError(f"attention_workers={n_workers} must be at least 1")
+    uneven = [k for k in n_kv_heads if k % n_workers]
+    if partition == "heads" and uneven:
+        fits = [b for b in range(1, min(uneven) + 1) if not any(k % b for k in n_kv_heads)]
+        raise UserError(
+            f"{uneven[0]} KV heads do not divide evenly over {n_workers} attention workers: take "
+            f"{' or '.join(map(str, fits))} of them, or partition='requests' or 'tokens'"
+        )
+
+
+class Placement:
+    """Where each of S logical slots is: a worker and a slot of its pool.
+
+    A slot is placed when it is written; what it held before is gone, so its old place is free again. ``release``
+    frees places earlier, which keeps the workers balanced; without it every slot still finds a place, for together
+    the pools hold at least S.
+    """
+
+    def __init__(self, n_slots: int, capacities: Sequence[int]) -> None:
+        assert sum(capacities) >= n_slots
+        self.n_slots = n_slots
+        self.worker = np.full(n_slots, -1, np.int32)  # [S]; -1: nowhere
+        self.local = np.zeros(n_slots, np.int32)  # [S]
+        self._free = [np.arange(n - 1, -1, -1, dtype=np.int32) for n in capacities]  # stacks
+        self._n_free = np.asarray(capacities, np.int64)
+        self._capacities = np.asarray(capacities, np.int64)
+
+    @property
+    def n_used(self) -> np.ndarray:
+        """Tokens on each worker."""
+        return self._capacities - self._n_free
+
+    def release(self, slots: np.ndarray) -> None:
+        """Frees the places of ``slots`` (distinct); those that are nowhere stay so."""
+        owners = self.worker[slots]
+        for w in range(len(self._free)):
+            of_worker = slots[owners == w]
+            n = self._n_free[w]
+            self._free[w][n : n + len(of_worker)] = self.local[of_worker]
+            self._n_free[w] = n + len(of_worker)
+        self.worker[slots] = -1
+
+    def place(self, slots: np.ndarray, wish: np.ndarray) -> None:
+        """Gives ``slots`` (distinct) a place each, on the worker of ``wish`` if it has room, else on the emptiest."""
+        self.release(slots)
+        left = slots
+        for w in range(len(self._free)):
+            wanted = slots[wish == w]
+            here = wanted[: self._n_free[w]]
+            self._take(w, here)
+            left = left[~np.isin(left, here)] if len(here) else left
+        while len(left):
+            w = int(np.argmax(self._n_free))
+            here = left[: self._n_free[w]]
+            assert len(here), "the pools together hold fewer than S slots"
+            self._take(w, here)
+            left = left[len(here) :]
+
+    def _take(self, w: int, slots: np.ndarray) -> None:
+        n = self._n_free[w]
+        self.local[slots] = self._free[w][n - len(slots) : n][::-1]
+        self.worker[slots] = w
+        self._n_free[w] = n - len(slots)
+
+
+def wish_by_tokens(positions: np.ndarray, n_workers: int, block: int) -> np.ndarray:
+    """Workers ``[...]`` for tokens at ``positions``: blocks of that many tokens go round."""
+    return positions // block % n_workers
+
+
+def wish_by_requests(
+    placement: Placement, slot_table: np.ndarray, lengths: np.ndarray, n_new: np.ndarray
+) -> np.ndarray:
+    """A worker ``[B]`` for each row's new tokens: where its last stored token is, else where least KV is.
+
+    ``n_new`` ``[B]``: how many tokens each row adds; longer rows choose first.
+    """
+    rows = np.arange(len(lengths))
+    stored = lengths > 0
+    wish = np.zeros(len(lengths), np.int64)
+    if slot_table.shape[1]:
+        last = slot_table[rows, np.maximum(lengths - 1, 0)]
+        wish = np.where(stored, placement.worker[last], 0)
+    load = placement.n_used.astype(np.int64)
+    np.add.at(load, wish[stored], n_new[stored])
+    for b in sorted(rows[~stored], key=lambda b: -n_new[b]):
+        if n_new[b]:
+            wish[b] = np.argmin(load)
+            load[wish[b]] += n_new[b]
+    return wish
+
+
+class RowsPlan(NamedTuple):
+    """One worker's part of a step. R rows that have stored tokens here, M new tokens that are kept here."""
+
+    rows: np.ndarray  # [R] int32: which of the batch's rows; padding repeats row 0
+    spread: np.ndarray  # [B] int32: at which of R a row is; R for one that is not here
+    slot_table: np.ndarray  # [R, C] int32 local slots, by position; C only as wide as needed
+    lengths: np.ndarray  # [R] int32: stored tokens here; 0 for padding
+    q_positions: dict[int, np.ndarray]  # window -> [R, T] int32: see `plan_rows`
+    new: np.ndarray  # [M] int32: which of the batch's B * T new tokens; padding repeats token 0
+    new_slots: np.ndarray  # [M] int32 local slots; a huge one for padding
+
+    @property
+    def has_rows(self) -> bool:
+        return len(self.rows) > 0
+
+    @property
+    def has_new(self) -> bool:
+        return len(self.new) > 0
+
+
+NO_SLOT = np.iinfo(np.int32).max
+
+
+def plan_rows(
+    placement: Placement,
+    worker: int,
+    slot_table: np.ndarray,
+    lengths: np.ndarray,
+    positions: np.ndarray,
+    new_slots: np.ndarray,
+    windows: Sequence[int],
+) -> RowsPlan:
+    """Worker ``worker``'s part: slot_table ``[B, C]``, lengths ``[B]``, positions and new_slots ``[B, T]`` (S: none).
+
+    A row's stored tokens here keep their order but lose their positions, which a sliding window asks for. So each
+    window gets ``q_positions``: where a query would have to stand in the row of tokens that are here to see just
+    those that it sees of them.
+    """
+    b, c = slot_table.shape
+    at = np.arange(c)
+    here = (placement.worker[slot_table] == worker) & (at < lengths[:, None])
+    counts = here.sum(axis=1, dtype=np.int32)
+    rows = np.flatnonzero(counts).astype(np.int32)
+    width = eighths(int(counts.max(initial=0)), c)
+    n_rows = eighths(len(rows), b)
+    table = np.zeros((n_rows, width), np.int32)
+    row_of, column = np.nonzero(here[rows])
+    starts = np.cumsum(counts[rows]) - counts[rows]
+    table[row_of, np.arange(len(row_of)) - starts[row_of]] = placement.local[slot_table[rows[row_of], column]]
+    spread = np.full(b, n_rows, np.int32)
+    spread[rows] = np.arange(len(rows))
+    queries = {window: _seen_from(here[rows], positions[rows], window, n_rows) for window in windows}
+    new = np.flatnonzero(new_slots < placement.n_slots).astype(np.int32)
+    new = new[placement.worker[new_slots.reshape(-1)[new]] == worker]
+    to = placement.local[new_slots.reshape(-1)[new]]
+    n_new = eighths(len(new), new_slots.size)
+    return RowsPlan(
+        _to_length(rows, n_rows, 0),
+        spread,
+        table,
+        _to_length(counts[rows], n_rows, 0),
+        queries,
+        _to_length(new, n_new, 0),
+        _to_length(to, n_new, NO_SLOT),
+    )
+
+
+def _seen_from(here: np.ndarray, positions: np.ndarray, window: int, n_rows: int) -> np.ndarray:
+    """here ``[R, C]``, positions ``[R, T]`` -> ``[n_rows, T]``: first seen of the tokens here, + window - 1."""
+    before = np.concatenate(
+        [np.zeros((len(here), 1), np.int64), np.cumsum(here, axis=1)], axis=1
+    )  # [R, C + 1]
+    first = np.clip(positions - window + 1, 0, here.shape[1])
+    out = np.zeros((n_rows, positions.shape[1]), np.int32)
+    out[: len(here)] = np.take_along_axis(before, first, axis=1) + window - 1
+    return out
+
+
+def eighths(n: int, most: int) -> int:
+    """The next eighth of ``most`` that holds ``n``, so that a size is one of nine; 0 for none.
+
+    >>> [eighths(n, 64) for n in (0, 1, 8, 9, 64)]
+    [0, 8, 8, 16, 64]
+    """
+    step = -(-most // 8)
+    return min(most, -(-n // step) * step) if n else 0
+
+
+def _to_length(x: np.ndarray, n: int, fill: int) -> np.ndarray:
+    out = np.full(n, fill, np.int32)
+    out[: len(x)] = x
+    return out

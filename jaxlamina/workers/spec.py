@@ -1,0 +1,69 @@
+"""What a layer's attention is like, as both pools and those who count bytes need it. Knows no arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.errors import UserError
+from splitter import AttentionSite
+
+KVDType = Literal["auto", "int8", "int8-channel"]
+KV_DTYPES = ("auto", "int8", "int8-channel")
+
+
+class ChannelScales(NamedTuple):
+    """Fixed scales ``[K, H]`` float32 of one layer's int8 K and V pools (ALISA §V.B); None for other storage."""
+
+    k: jax.Array | None
+    v: jax.Array | None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer's attention is like: heads, and how scores are made. Equal specs share their programs.
+
+    ``kv``: how KV is stored. "auto" as the model's ``dtype``; "int8" with a scale for each slot and KV head;
+    "int8-channel" with a fixed scale a channel.
+    """
+
+    n_kv_heads: int
+    head_dim: int
+    dtype: np.dtype
+    scale: float
+    window: int | None
+    softcap: float | None
+    kv: str = "auto"
+
+    @classmethod
+    def of(cls, site: AttentionSite, kv: str = "auto") -> AttentionSpec:
+        """``UserError`` for an operator other than ``splitter.attention``: its mask is not known here."""
+        if site.scale is None:
+            raise UserError(
+                f"attention {site.index} ({site.name}) is a {site.kind}; this runtime runs splitter.attention "
+                "operators: call that in the model"
+            )
+        if kv not in KV_DTYPES:
+            raise UserError(f"kv_dtype={kv!r} must be one of {', '.join(KV_DTYPES)}")
+        _, _, n_kv_heads, head_dim = site.k.shape
+        return cls(n_kv_heads, head_dim, np.dtype(site.k.dtype), site.scale, site.window, site.softcap, kv)
+
+    @property
+    def kv_dtype(self) -> np.dtype:
+        """What K and V are stored as."""
+        return self.dtype if self.kv == "auto" else np.dtype(np.int8)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token's K and V in this layer, scales a slot included."""
+        scale_bytes = jnp.dtype(jnp.bfloat16).itemsize if self.kv == "int8" else 0
+        return 2 * self.n_kv_heads * (self.head_dim * self.kv_dtype.itemsize + scale_bytes)
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """The keyword arguments that the attention functions of ``pallas_kernels`` take."""
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
