@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from jaxlamina.buckets import Buckets
+from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.errors import UserError
-from jaxlamina.kv import SlotAllocator
+from jaxlamina.jobs import Continuation, Job
+from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.outputs import FinishReason, Logprob, PositionLogprobs, RequestOutput
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
 from jaxlamina.scheduler import Request, Scheduler, State, StepPlan
@@ -26,7 +28,11 @@ from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
 
 class Executor(Protocol):
-    """Runs a model over batches, and keeps the KV of ``n_slots`` slots between them."""
+    """Runs a model over batches, and keeps the KV of ``n_slots`` slots between them.
+
+    One with a host store also has ``move_out(slots, host_slots)`` and ``move_in(host_slots, slots)``; one that places
+    tokens on several workers ``release(slots)``, which are nobody's now.
+    """
 
     n_slots: int
 
@@ -41,25 +47,17 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One request's progress in a step. ``new_text`` may be empty: half a character, or held for a stop string."""
+    """One token of a request. ``new_text`` may be empty: half a character, or held for a stop string.
+
+    ``index``: which of the request's continuations it is of. Where the continuations that are given are chosen at the
+    end (``best_of``, beam search), all of their events come then; the last token's has the rest of the text.
+    """
 
     request_id: str
     token_id: int
     new_text: str
-    output: RequestOutput | None  # once it is finished
-
-
-@dataclass
-class _Job:
-    """What the engine keeps of a request beside its tokens and slots."""
-
-    prompt: str | None
-    params: SamplingParams
-    seed: int
-    text: GeneratedText
-    end_ids: tuple[int, ...]  # tokens that end it; not to be chosen before min_tokens
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
+    output: RequestOutput | None  # with its last event, once all of the request is finished
+    index: int = 0
 
 
 @dataclass
@@ -67,7 +65,9 @@ class EngineStats:
     """Counts and seconds since the engine was made."""
 
     n_steps: int = 0
-    n_prompt_tokens: int = 0
+    n_prompt_tokens: int = 0  # of admitted sequences: those computed and those found in the prefix cache
+    n_prompt_tokens_computed: int = 0
+    n_prefix_hit_tokens: int = 0
     n_generated_tokens: int = 0
     n_decode_tokens: int = 0
     n_preemptions: int = 0
@@ -76,7 +76,12 @@ class EngineStats:
 
 
 class Engine:
-    """Requests in, token events out, one ``step`` at a time."""
+    """Requests in, token events out, one ``step`` at a time.
+
+    ``prefix_caching`` keeps the KV of prompts and of what was written, until the room is needed.
+    ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must have as
+    many. ``kv_slot_bytes``: a token's KV, for the counters.
+    """
 
     def __init__(
         self,
@@ -89,6 +94,9 @@ class Engine:
         max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
+        prefix_caching: bool = True,
+        host_kv_slots: int = 0,
+        kv_slot_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
@@ -97,13 +105,22 @@ class Engine:
         self.buckets = buckets
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
-        self.scheduler = Scheduler(SlotAllocator(executor.n_slots), max_num_seqs=max_num_seqs)
+        slots = SlotAllocator(executor.n_slots)
+        self.scheduler = Scheduler(
+            slots,
+            max_num_seqs=max_num_seqs,
+            prefix_cache=PrefixCache(slots) if prefix_caching else None,
+            host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
+        )
         self.sampler = Sampler()
         self.stats = EngineStats()
         self._clock = clock
         self._seeds = np.random.default_rng(seed)
         self._ids = itertools.count()
-        self._requests: dict[str, Request] = {}
+        self._live: dict[str, tuple[Job, list[Request]]] = {}
+        # Of beams, since the step began: (likeliest tokens, their log-probabilities), by the request's index.
+        self._candidates: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+        self._rows_of = jax.jit(lambda logits, rows: logits[rows])
 
     @property
     def idle(self) -> bool:
@@ -115,136 +132,270 @@ class Engine:
         """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be served."""
         tokens = self._checked_prompt(prompt_token_ids)
         room = self.max_model_len - len(tokens)
-        request_id = str(next(self._ids))
-        detokenizer = NoText() if self.tokenizer is None else self.tokenizer.detokenizer()
         if params.stop and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        job = _Job(
-            prompt,
-            params,
-            int(self._seeds.integers(2**63)),
-            GeneratedText(detokenizer, params.stop or ()),
-            (() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ()),
-        )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        request = Request(request_id, tokens, max_tokens, job)
+        dealt = int(self._seeds.integers(2**63))
+        job = Job(
+            request_id=str(next(self._ids)),
+            prompt=prompt,
+            prompt_token_ids=tokens,
+            params=params,
+            seed=dealt if params.seed is None else int(params.seed),
+            max_tokens=max_tokens,
+            end_ids=(() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ()),
+            new_text=partial(self._new_text, params),
+        )
+        width, lockstep = params.n_sequences, params.use_beam_search
+        request = Request(job.request_id, tokens, max_tokens, job, width=width, lockstep=lockstep)
         self.scheduler.add(request)
-        self._requests[request_id] = request
-        return request_id
+        self._live[job.request_id] = job, [request]
+        return job.request_id
 
     def step(self) -> list[TokenEvent]:
-        """One iteration: every running request gets one token, newly admitted ones their first."""
+        """One iteration: every running sequence gets one token, newly admitted ones their first."""
         plan = self.scheduler.schedule()
-        events = self._decode(plan.decodes)
-        for request in plan.prefills:
-            events += self._prefill(request)
+        try:
+            self._move(plan)
+            events = self._decode(plan.decodes)
+            for request in plan.prefills:
+                events += self._prefill(request)
+            if self._candidates:
+                events += self._advance_beams()
+        except BaseException:
+            self._candidates.clear()
+            self.scheduler.forget_cached()  # it may name KV that this step was to compute
+            raise
         self._count(plan)
         return events
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request early and frees its slots; None if there is no such request any more."""
-        request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, "abort", None)
+        if request_id not in self._live:
+            return None
+        job, requests = self._live[request_id]
+        for request in requests:
+            if request.state is not State.FINISHED:
+                self._finish(request, keep=False)
+        job.abort()
+        del self._live[request_id]
+        return job.output()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self.scheduler.forget_cached()
 
     def check_integrity(self) -> None:
-        """Raises ``RuntimeError`` unless every slot in use belongs to exactly the requests that run."""
+        """Raises ``RuntimeError`` unless every slot in use belongs to exactly the requests that run and the cache."""
         self.scheduler.check_integrity()
+
+    def kv_stats(self) -> dict[str, int]:
+        """Slots that requests hold, slots that only the prefix cache holds, and what went to the host and back."""
+        scheduler, host = self.scheduler, self.scheduler.host
+        n_used = scheduler.n_used
+        return {
+            "kv_slots": scheduler.slots.capacity,
+            "kv_slots_used": n_used,
+            "kv_slots_cached": scheduler.slots.n_used - n_used,
+            "host_kv_slots": host.capacity if host else 0,
+            "host_kv_slots_used": host.n_used if host else 0,
+            "n_moved_out_tokens": host.moved_out_tokens if host else 0,
+            "n_moved_in_tokens": host.moved_in_tokens if host else 0,
+            "moved_out_bytes": host.moved_out_bytes if host else 0,
+            "moved_in_bytes": host.moved_in_bytes if host else 0,
+        }
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def _move(self, plan: StepPlan) -> None:
+        executor: Any = self.executor
+        for move in plan.moves_out:
+            if len(move.source):
+                executor.move_out(move.source, move.target)
+        for move in plan.moves_in:
+            if len(move.source):
+                executor.move_in(move.source, move.target)
+        for move in plan.moves_again:
+            executor.move_out(move.source, move.target)
+        if plan.prefills and hasattr(executor, "release"):  # newcomers choose a worker by what each one holds
+            executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
 
     def _decode(self, requests: Sequence[Request]) -> list[TokenEvent]:
         if not requests:
             return []
         began = self._clock()
         newest = [request.output_token_ids[-1] for request in requests]
-        slots = [request.slots for request in requests]
+        slots = [request.slots.view() for request in requests]
         batch = DecodeBatch.build(newest, slots, self.buckets, self.executor.n_slots)
-        events = self._sample(requests, self.executor.decode(batch))
+        events = self._take(requests, self.executor.decode(batch))
         self.stats.decode_s += self._clock() - began
         self.stats.n_decode_tokens += len(requests)
         return events
 
     def _prefill(self, request: Request) -> list[TokenEvent]:
         began = self._clock()
-        tokens, slots = [request.all_token_ids()], [request.slots]
-        batch = PrefillBatch.build(tokens, slots, self.buckets, self.executor.n_slots)
-        events = self._sample([request], self.executor.prefill(batch))
+        n = request.n_cached
+        tokens, slots = request.all_token_ids()[n:], request.slots.view()
+        batch = PrefillBatch.build(
+            [tokens], [slots[n:]], self.buckets, self.executor.n_slots, earlier=[slots[:n]] if n else ()
+        )
+        logits = self.executor.prefill(batch)
+        job: Job = request.payload
+        if job.n_cached_tokens is None:
+            job.n_cached_tokens = n
+        requests = [request]
+        if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
+            requests = self._branch([request], [0] * request.width)
+            rows = np.zeros(bucket(len(requests), self.buckets.batch), np.int32)
+            logits = self._rows_of(logits, rows)
+        events = self._take(requests, logits)
         self.stats.prefill_s += self._clock() - began
-        self.stats.n_prompt_tokens += len(tokens[0])
+        self.stats.n_prompt_tokens += n + len(tokens)
+        self.stats.n_prompt_tokens_computed += len(tokens)
+        self.stats.n_prefix_hit_tokens += n
         return events
 
-    def _sample(self, requests: Sequence[Request], logits: jax.Array) -> list[TokenEvent]:
-        jobs = [request.payload for request in requests]
-        n_outputs = [len(request.output_token_ids) for request in requests]
-        batch = SamplingBatch.build(
-            [job.params for job in jobs],
-            [job.seed for job in jobs],
-            [request.n_tokens for request in requests],
-            [
-                job.end_ids if n < job.params.min_tokens else ()
-                for job, n in zip(jobs, n_outputs, strict=True)
-            ],
-            logits.shape[0],
-        )
-        sampled = Sampled(*jax.device_get(tuple(self.sampler(logits, batch))))
-        return [self._accept(request, sampled, row) for row, request in enumerate(requests)]
+    def _branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
+        requests = self.scheduler.branch(members, parents)
+        job, _ = self._live[requests[0].request_id]
+        self._live[job.request_id] = job, requests
+        return requests
 
-    def _accept(self, request: Request, sampled: Sampled, row: int) -> TokenEvent:
+    def _take(self, requests: Sequence[Request], logits: jax.Array) -> list[TokenEvent]:
+        """A token for each row that is drawn; beams' rows only leave their candidates."""
+        self.stats.n_generated_tokens += len(requests)
+        beams = [row for row, request in enumerate(requests) if request.lockstep]
+        if beams:
+            self._note_candidates(requests, beams, logits)
+        if len(beams) == len(requests):
+            return []
+        sampled = self._sample(requests, logits)
+        events = []
+        for row, request in enumerate(requests):
+            if not request.lockstep:
+                events += self._accept(request, sampled, row)
+        return events
+
+    # -- drawing ------------------------------------------------------------------------------------------------
+
+    def _sample(self, requests: Sequence[Request], logits: jax.Array) -> Sampled:
+        params, seeds, positions, banned = [], [], [], []
+        for request in requests:
+            job: Job = request.payload
+            drawn = job.beams is None
+            params.append(job.params if drawn else _NOT_DRAWN)
+            seeds.append(job.continuations[request.index].seed if drawn else 0)
+            positions.append(request.n_tokens)
+            too_early = len(request.output_token_ids) < job.params.min_tokens
+            banned.append(job.end_ids if drawn and too_early else ())
+        batch = SamplingBatch.build(params, seeds, positions, banned, logits.shape[0])
+        return Sampled(*jax.device_get(tuple(self.sampler(logits, batch))))
+
+    def _accept(self, request: Request, sampled: Sampled, row: int) -> list[TokenEvent]:
         """Takes one chosen token into its request, and ends the request if that is to be."""
-        job: _Job = request.payload
+        job: Job = request.payload
+        c = job.continuations[request.index]
         token = int(sampled.tokens[row])
         request.output_token_ids.append(token)
-        if job.params.logprobs is not None:
-            self._record_logprobs(job, sampled, row)
-        reason, stop_reason = self._why_stop(request, token)
-        output = None if reason is None else self._finish(request, reason, stop_reason)
-        return TokenEvent(request.request_id, token, job.text.release(finished=output is not None), output)
+        c.token_ids = request.output_token_ids
+        if job.params.needed_logprobs is not None:
+            self._record_logprobs(job.params, c, sampled, row)
+        reason, stop_reason = _why_stop(job, c, token)
+        output = None
+        if reason is not None:
+            job.finish(c, reason, stop_reason)
+            self._finish(request)
+            if all(other.finished for other in job.continuations):
+                output = self._close(job)
+        if job.params.chosen_at_end:
+            return [] if output is None else _events_at_end(output)
+        new_text = c.text.release(finished=reason is not None)
+        return [TokenEvent(job.request_id, token, new_text, output, c.index)]
 
-    def _why_stop(self, request: Request, token: int) -> tuple[FinishReason | None, str | int | None]:
-        job: _Job = request.payload
-        n = len(request.output_token_ids)
-        if token in job.end_ids and n > job.params.min_tokens:
-            return "stop", None if token not in (job.params.stop_token_ids or ()) else token
-        if job.text.add(token, may_stop=n > job.params.min_tokens):
-            return "stop", job.text.stopped_by
-        if n >= request.max_tokens:
-            return "length", None
-        return None, None
-
-    def _finish(self, request: Request, reason: FinishReason, stop_reason: str | int | None) -> RequestOutput:
+    def _finish(self, request: Request, *, keep: bool = True) -> None:
         assert request.state is not State.FINISHED
-        job: _Job = request.payload
-        if job.text.finish():
-            reason, stop_reason = "stop", job.text.stopped_by
-        self.scheduler.finish(request)
-        del self._requests[request.request_id]
-        wants_logprobs = job.params.logprobs is not None
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=job.prompt,
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            text=job.text.text,
-            token_ids=tuple(request.output_token_ids),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            logprobs=tuple(job.logprobs) if wants_logprobs else None,
-            cumulative_logprob=job.cumulative_logprob if wants_logprobs else None,
-            n_preemptions=request.n_preemptions,
-        )
+        job: Job = request.payload
+        job.n_preemptions += request.n_preemptions
+        self.scheduler.finish(request, keep=keep)
 
-    def _record_logprobs(self, job: _Job, sampled: Sampled, row: int) -> None:
+    def _close(self, job: Job) -> RequestOutput:
+        del self._live[job.request_id]
+        return job.output()
+
+    def _record_logprobs(self, params: SamplingParams, c: Continuation, sampled: Sampled, row: int) -> None:
         assert sampled.logprobs is not None and sampled.ranks is not None
         assert sampled.top_tokens is not None and sampled.top_logprobs is not None
-        token = int(sampled.tokens[row])
-        entry = {token: self._logprob(token, sampled.logprobs[row], sampled.ranks[row])}
-        n_top = job.params.logprobs or 0
-        tops = zip(sampled.top_tokens[row][:n_top], sampled.top_logprobs[row][:n_top], strict=True)
+        c.cumulative_logprob += float(sampled.logprobs[row])
+        if params.logprobs is not None:
+            chosen = int(sampled.tokens[row]), sampled.logprobs[row], sampled.ranks[row]
+            tops = sampled.top_tokens[row], sampled.top_logprobs[row]
+            c.logprobs.append(self._entry(chosen, *tops, params.logprobs))
+
+    def _entry(
+        self, chosen: tuple[int, Any, Any], top_tokens: Any, top_logprobs: Any, n_top: int
+    ) -> PositionLogprobs:
+        """The chosen (token, log-probability, rank) and the ``n_top`` likeliest ones."""
+        entry = {chosen[0]: self._logprob(*chosen)}
+        tops = zip(top_tokens[:n_top], top_logprobs[:n_top], strict=True)
         for rank, (top, logprob) in enumerate(tops, start=1):
             entry.setdefault(int(top), self._logprob(int(top), logprob, rank))
-        job.logprobs.append(entry)
-        job.cumulative_logprob += float(sampled.logprobs[row])
+        return entry
 
     def _logprob(self, token: int, logprob: Any, rank: Any) -> Logprob:
         decoded = "" if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
         return Logprob(float(logprob), int(rank), decoded)
+
+    # -- beams --------------------------------------------------------------------------------------------------
+
+    def _note_candidates(self, requests: Sequence[Request], rows: Sequence[int], logits: jax.Array) -> None:
+        jobs: list[Job] = [requests[row].payload for row in rows]
+        most = max(max(job.beams.n_candidates, job.params.logprobs or 0) for job in jobs if job.beams)
+        tokens, logprobs = jax.device_get(self.sampler.likeliest(logits, most))
+        for row in rows:
+            of_request = self._candidates.setdefault(requests[row].request_id, {})
+            of_request[requests[row].index] = tokens[row], logprobs[row]
+
+    def _advance_beams(self) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        for request_id, of_request in self._candidates.items():
+            job, members = self._live[request_id]
+            assert job.beams is not None
+            found = [of_request[member.index] for member in members]
+            width = min(
+                len(row) for row, _ in found
+            )  # rows may come of batches with others that look at more
+            tokens = np.stack([row[:width] for row, _ in found])
+            logprobs = np.stack([row[:width] for _, row in found])
+            job.beams.step(tokens, logprobs, self._beam_entry(job.params, tokens, logprobs))
+            if job.beams.done:
+                for member in members:
+                    self._finish(member)
+                events += _events_at_end(self._close(job))
+                continue
+            members = self._branch(members, [beam.parent for beam in job.beams.live])
+            for member, beam in zip(members, job.beams.live, strict=True):
+                member.output_token_ids = beam.tokens
+        self._candidates.clear()
+        return events
+
+    def _beam_entry(
+        self, params: SamplingParams, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> Callable[[int, int], PositionLogprobs] | None:
+        n_top = params.logprobs
+        if n_top is None:
+            return None
+
+        def entry(beam: int, column: int) -> PositionLogprobs:
+            chosen = int(tokens[beam, column]), logprobs[beam, column], column + 1
+            return self._entry(chosen, tokens[beam], logprobs[beam], n_top)
+
+        return entry
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def _new_text(self, params: SamplingParams) -> GeneratedText:
+        detokenizer = NoText() if self.tokenizer is None else self.tokenizer.detokenizer()
+        return GeneratedText(detokenizer, params.stop or ())
 
     def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
         tokens = tuple(prompt_token_ids)
@@ -267,5 +418,32 @@ class Engine:
 
     def _count(self, plan: StepPlan) -> None:
         self.stats.n_steps += 1
-        self.stats.n_generated_tokens += len(plan.requests)
         self.stats.n_preemptions += len(plan.preempted)
+
+
+_NOT_DRAWN = SamplingParams(temperature=0.0)  # for rows whose choice is thrown away
+
+
+def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | None, str | int | None]:
+    n = len(c.token_ids)
+    if token in job.end_ids and n > job.params.min_tokens:
+        return "stop", job.stop_of(token)
+    if c.text.add(token, may_stop=n > job.params.min_tokens):
+        return "stop", c.text.stopped_by
+    if n >= job.max_tokens:
+        return "length", None
+    return None, None
+
+
+def _events_at_end(output: RequestOutput) -> list[TokenEvent]:
+    """Every token of continuations that are known only now."""
+    events = []
+    for completion in output.outputs:
+        last = len(completion.token_ids) - 1
+        for i, token in enumerate(completion.token_ids):
+            closes = i == last and completion is output.outputs[-1]
+            text = completion.text if i == last else ""
+            events.append(
+                TokenEvent(output.request_id, token, text, output if closes else None, completion.index)
+            )
+    return events

@@ -21,14 +21,33 @@ PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation of a prompt. ``index``: which of the request's sequences it was, or its rank where the best are
+    chosen at the end (``best_of``, beam search). The other fields as in ``RequestOutput``.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None
+    logprobs: tuple[PositionLogprobs, ...] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """A finished request.
+
+    ``outputs`` are its ``n`` continuations; the fields beside it are the first one's, which is the best where
+    several were ranked.
 
     ``token_ids`` are all generated tokens, the one that stopped it included; ``text`` leaves out the stop
     string, the stop token and special tokens. ``logprobs`` (one entry a token) is None unless asked for.
     ``finish_reason``: "stop" (end-of-sequence or stop token, or stop string), "length" (``max_tokens`` or
     the model's length), "abort" (the caller gave up). ``stop_reason`` says which stop string or stop token
-    it was, None for the model's own end-of-sequence token.
+    it was, None for the model's own end-of-sequence token. ``cumulative_logprob``: of all its tokens; None unless
+    logprobs were asked for or sequences were ranked by it. ``n_cached_tokens``: prompt tokens whose KV was there.
     """
 
     request_id: str
@@ -41,3 +60,5 @@ class RequestOutput:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
     n_preemptions: int = 0
+    n_cached_tokens: int = 0
+    outputs: tuple[CompletionOutput, ...] = ()

@@ -37,6 +37,11 @@ class SamplingParams:
     - ``stop``: strings that end the text (left out of it); ``stop_token_ids``: tokens that do.
     - ``ignore_eos``: go on after the model's end-of-sequence token.
     - ``logprobs``: None, or how many of the likeliest tokens to report beside the chosen one.
+    - ``n``: give so many continuations; ``best_of``: draw so many (default ``n``) and give the ``n`` of them
+      with the highest cumulative log-probability, best first. The prompt is computed and kept once.
+    - ``use_beam_search``: no drawing: keep the ``beam_width`` (default ``best_of``) likeliest continuations a step
+      and give the best ``n``, by cumulative log-probability / (tokens, prompt included, end-of-sequence token not)
+      ** ``length_penalty``. Takes ``temperature`` 0.
     """
 
     max_tokens: int | None = 16
@@ -50,6 +55,11 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -76,6 +86,58 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         for token in self.stop_token_ids or ():
             _require_int(token, "stop_token_ids", 0, None)
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        _require_int(self.n, "n", 1, None)
+        if self.best_of is not None:
+            _require_int(self.best_of, "best_of", self.n, None, f" (n={self.n}) or None")
+        if self.beam_width is not None:
+            _require_int(self.beam_width, "beam_width", self.n, None, f" (n={self.n}) or None")
+        if not isinstance(self.use_beam_search, bool):
+            raise UserError(f"use_beam_search={self.use_beam_search!r} must be True or False")
+        _require_number(self.length_penalty, "length_penalty", -math.inf, None)
+        if self.use_beam_search:
+            self._check_beam_search()
+            return
+        if self.beam_width is not None or self.length_penalty != 1.0:
+            name = "length_penalty" if self.beam_width is None else "beam_width"
+            raise UserError(
+                f"{name}={getattr(self, name)} is for beam search alone: set use_beam_search=True"
+            )
+        if self.n_sequences > 1 and self.greedy:
+            raise UserError(
+                f"n={self.n}, best_of={self.best_of} with temperature=0 would write the same text {self.n_sequences} "
+                "times: set a temperature above 0, or use_beam_search=True"
+            )
+
+    def _check_beam_search(self) -> None:
+        if None not in (self.best_of, self.beam_width) and self.best_of != self.beam_width:
+            raise UserError(
+                f"best_of={self.best_of} and beam_width={self.beam_width} mean the same: give one of them"
+            )
+        if not self.greedy or self.filters:
+            raise UserError(
+                f"temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p}: beam "
+                "search draws nothing, so it takes temperature=0, and top_p, top_k and min_p left out"
+            )
+        if self.stop:
+            raise UserError(f"stop={self.stop!r}: beam search ends at tokens only, use stop_token_ids")
+
+    @property
+    def n_sequences(self) -> int:
+        """How many sequences are written at once for the prompt."""
+        return (self.beam_width if self.use_beam_search else None) or self.best_of or self.n
+
+    @property
+    def chosen_at_end(self) -> bool:
+        """Whether only the end shows which sequences are given: then none is streamed."""
+        return self.use_beam_search or self.n_sequences > self.n
+
+    @property
+    def needed_logprobs(self) -> int | None:
+        """``logprobs``, or 0 where sequences are ranked by the log-probability of their own tokens."""
+        return 0 if self.logprobs is None and self.chosen_at_end else self.logprobs
 
     @property
     def greedy(self) -> bool:
@@ -88,6 +150,8 @@ class SamplingParams:
 
 
 def _range_text(low: float, high: float | None, above_low: bool = False) -> str:
+    if low == -math.inf:
+        return "that is finite"
     least = f"above {low}" if above_low else f"at least {low}"
     return least if high is None else f"{least} and at most {high}"
 
@@ -107,6 +171,11 @@ def _require_number(
         ok = ok and not (above_low and value == low) and (high is None or value <= high)  # type: ignore[operator]
     if not ok:
         raise UserError(f"{name}={value!r} must be a number {_range_text(low, high, above_low)}{more}")
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed, 0 … 2**64 - 1, of a request's sequence ``index``: the request's own for the first."""
+    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0]) if index else int(seed)
 
 
 class Sampled(NamedTuple):
@@ -148,7 +217,7 @@ class SamplingBatch(NamedTuple):
         banned: Sequence[Sequence[int]],
         size: int,
     ) -> SamplingBatch:
-        """Rows for ``params``, padded with greedy rows to ``size``. ``seeds`` stand for a missing one.
+        """Rows for ``params``, padded with greedy rows to ``size``. ``seeds``: what each row draws by, 0 … 2**64 - 1.
 
         ``banned``: tokens each row may not choose now (``min_tokens``).
         """
@@ -168,8 +237,7 @@ class SamplingBatch(NamedTuple):
             knobs.temperature[b] = p.temperature
             knobs.top_k[b] = p.top_k if p.top_k > 0 else no_token
             knobs.top_p[b], knobs.min_p[b] = p.top_p, p.min_p
-            seed = seeds[b] if p.seed is None else int(p.seed)
-            knobs.seeds[b] = seed & 0xFFFFFFFF, seed >> 32
+            knobs.seeds[b] = seeds[b] & 0xFFFFFFFF, seeds[b] >> 32
             knobs.positions[b] = positions[b]
             banned_rows[b, : len(banned[b])] = banned[b]
         return cls(
@@ -177,7 +245,7 @@ class SamplingBatch(NamedTuple):
             banned_rows,
             draws=any(not p.greedy for p in params),
             filters=any(p.filters and not p.greedy for p in params),
-            n_top=_logprobs_width([p.logprobs for p in params]),
+            n_top=_logprobs_width([p.needed_logprobs for p in params]),
         )
 
 
@@ -193,11 +261,22 @@ class Sampler:
     def __init__(self) -> None:
         self.n_compiled = 0
         self._choose = jax.jit(self._traced, static_argnames=("filters", "n_top"))
+        self._top = jax.jit(self._traced_top, static_argnames="n")
 
     def __call__(self, logits: jax.Array, batch: SamplingBatch) -> Sampled:
         """``logits`` [B, V] float32 → ``Sampled`` on the same device. Errors of shape are jax's."""
         knobs = batch.knobs if batch.draws else None  # a greedy step ships none of them
         return self._choose(logits, knobs, batch.banned, filters=batch.filters, n_top=batch.n_top)
+
+    def likeliest(self, logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+        """``logits`` [B, V] float32 → the ``n`` or a few more likeliest tokens of each row [B, n'] int32, likeliest
+        first, and their log-probabilities [B, n'] float32."""
+        return self._top(logits, n=min(logits.shape[1], 1 << max(0, n - 1).bit_length()))
+
+    def _traced_top(self, logits: jax.Array, *, n: int) -> tuple[jax.Array, jax.Array]:
+        self.n_compiled += 1
+        logprobs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), n)
+        return tokens.astype(jnp.int32), logprobs
 
     def _traced(
         self, logits: jax.Array, knobs: Knobs | None, banned: jax.Array, *, filters: bool, n_top: int | None

@@ -1,25 +1,33 @@
 """Which requests run in a step, and on which KV slots: iteration-level scheduling.
 
-Pure policy on plain data: no device, no clock, no text. It knows requests as token lists and a slot
-allocator; what the tokens mean, and what runs them, is the engine's business.
+Pure policy on plain data: no device, no clock, no text. It knows requests as token lists, a slot allocator, and,
+where they are given, a prefix cache and a host tier; what the tokens mean, and what runs them, is the engine's
+business.
 
 Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in
-the order they came as long as they fit. When slots run out, the youngest running request gives all of its
-slots back and waits again at the head of the queue; its tokens are kept and prefilled again later
-("recompute"). So the oldest requests are always served first and always finish.
+the order they came as long as they fit. A newcomer starts from the longest prefix whose KV is cached. When slots run
+out, cached prefixes that nobody uses go first; then the youngest running request gives all of its slots back and
+waits again at the head of the queue: its KV moves to the host if there is room ("swap"), else its tokens are kept and
+prefilled again later ("recompute"). So the oldest requests are always served first and always finish.
+
+A request of several sequences starts as one, and is branched once its prompt is computed (`Scheduler.branch`): its
+slots then have several owners. From there on each sequence is a request of its own, unless they run in lockstep, as
+beams do: then all of them run in a step, or none.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from jaxlamina.errors import UserError
-from jaxlamina.kv import SlotAllocator
+from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
 
 
 class State(Enum):
@@ -30,7 +38,7 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """Tokens in, tokens out so far, and the slots of those whose KV is in the pool.
+    """One sequence: tokens in, tokens out so far, and the slots of those whose KV is in the pool.
 
     ``slots[p]`` holds the KV of position p. A running request between steps has one token more than it
     has slots: the newest, which the next decode step takes in. ``payload`` is the engine's own.
@@ -40,8 +48,13 @@ class Request:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     payload: Any = None
+    index: int = 0  # among the sequences of its ``request_id``
+    width: int = 1  # how many sequences it becomes once its prompt is computed
+    lockstep: bool = False  # those sequences run in the same steps
     output_token_ids: list[int] = field(default_factory=list)
-    slots: array = field(default_factory=lambda: array("i"))
+    slots: SlotList = field(default_factory=SlotList)
+    host_slots: np.ndarray | None = None  # [n] int32, while its KV is on the host
+    n_cached: int = 0  # positions whose KV was there when it was admitted: its prefill starts after them
     state: State = State.WAITING
     n_preemptions: int = 0
 
@@ -51,8 +64,9 @@ class Request:
 
     @property
     def most_slots(self) -> int:
-        """Slots it holds at its longest: the last token is never taken in, so it needs none."""
-        return len(self.prompt_token_ids) + self.max_tokens - 1
+        """Slots that must be there for it to finish, even alone: the last token is never taken in, so it needs none."""
+        n_together = self.width if self.lockstep else 1
+        return len(self.prompt_token_ids) + n_together * (self.max_tokens - 1)
 
     def all_token_ids(self) -> list[int]:
         return [*self.prompt_token_ids, *self.output_token_ids]
@@ -60,11 +74,19 @@ class Request:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step runs: ``decodes`` oldest first, then ``prefills``; ``preempted`` lost their slots."""
+    """What one step runs: first the copies of KV to the host or back, then ``decodes`` oldest first, then ``prefills``.
+
+    ``preempted`` lost their slots. A prefill may start from KV that one before it computes. ``moves_again``: KV that
+    came back to the device and that others on the host still wait for; it must go to the same host slots again where
+    taking it from the host empties them.
+    """
 
     prefills: tuple[Request, ...]
     decodes: tuple[Request, ...]
     preempted: tuple[Request, ...]
+    moves_out: tuple[Move, ...] = ()
+    moves_in: tuple[Move, ...] = ()
+    moves_again: tuple[Move, ...] = ()
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -72,16 +94,34 @@ class StepPlan:
 
 
 class Scheduler:
-    """Waiting requests in the order they came, running ones oldest first, slots between them."""
+    """Waiting requests in the order they came, running ones oldest first, slots between them.
 
-    def __init__(self, slots: SlotAllocator, *, max_num_seqs: int, max_prefill_tokens: int = 8192) -> None:
+    ``prefix_cache`` and ``host`` must be of the same ``slots``. Cached prefixes shorter than ``min_prefix_tokens`` are
+    not used: starting after a handful of tokens saves nothing, and runs other programs than a whole prompt does.
+    """
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        *,
+        max_num_seqs: int,
+        max_prefill_tokens: int = 8192,
+        prefix_cache: PrefixCache | None = None,
+        min_prefix_tokens: int = 16,
+        host: HostTier | None = None,
+    ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"{max_num_seqs=} must be at least 1")
         if max_prefill_tokens < 1:
             raise ValueError(f"{max_prefill_tokens=} must be at least 1")
+        if min_prefix_tokens < 1:
+            raise ValueError(f"{min_prefix_tokens=} must be at least 1")
         self.slots = slots
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
+        self.prefix_cache = prefix_cache
+        self.min_prefix_tokens = min_prefix_tokens
+        self.host = host
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -89,76 +129,296 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def n_used(self) -> int:
+        """Slots that requests hold; those that only the prefix cache holds are as good as free. O(capacity)."""
+        cache = self.prefix_cache
+        return self.slots.n_used - (0 if cache is None else cache.n_evictable)
+
     def add(self, request: Request) -> None:
         """Queues a request; ``UserError`` if the whole pool could not hold it at its longest."""
+        if request.width > self.max_num_seqs:
+            raise UserError(
+                f"the request has {request.width} sequences, {self.max_num_seqs} run at once: ask for fewer, or raise "
+                "max_num_seqs"
+            )
         if request.most_slots > self.slots.capacity:
+            beams = f", for each of {request.width} beams" if request.lockstep and request.width > 1 else ""
             raise UserError(
                 f"the request may need {request.most_slots} KV slots (prompt {len(request.prompt_token_ids)} "
-                f"+ max_tokens {request.max_tokens} - 1), the pool has {self.slots.capacity}: "
+                f"+ max_tokens {request.max_tokens} - 1{beams}), the pool has {self.slots.capacity}: "
                 "lower max_tokens or give more kv_slots"
             )
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan:
         """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted."""
-        decodes, preempted = self._grow_running()
-        prefills = [] if preempted else self._admit()
-        return StepPlan(tuple(prefills), tuple(decodes), tuple(preempted))
+        preempted, moves_out = self._preempt_for_room()
+        decodes = list(self.running)
+        append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
+        prefills: list[Request] = []
+        moves_in: list[Move] = []
+        if not preempted:
+            prefills, resumed, moves_in = self._admit()
+            decodes += resumed
+        return StepPlan(
+            tuple(prefills),
+            tuple(decodes),
+            tuple(preempted),
+            tuple(moves_out),
+            tuple(moves_in),
+            tuple(filter(None, map(self._still_wanted, moves_in))),
+        )
 
-    def finish(self, request: Request) -> None:
-        """Ends a waiting or running request: its slots are free again."""
+    def branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
+        """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its slots.
+
+        ``members``: all running sequences of a request, in order. Members are used again where there are enough;
+        the others are new requests (the payload is the first's), or finished. ``output_token_ids`` come along.
+        """
+        old = [(member.slots, member.output_token_ids) for member in members]
+        moved = [j for j, parent in enumerate(parents) if parent != j]
+        left = [j for j in range(len(members)) if j >= len(parents) or parents[j] != j]
+        if moved:
+            self.slots.fork(np.concatenate([old[parents[j]][0].view() for j in moved]))
+        if left:
+            self.slots.free(np.concatenate([old[j][0].view() for j in left]))
+        found = list(members[: len(parents)])
+        first = members[0]
+        for j in range(len(members), len(parents)):
+            new = Request(first.request_id, first.prompt_token_ids, first.max_tokens, first.payload, j)
+            new.lockstep, new.state = first.lockstep, State.RUNNING
+            found.append(new)
+        for j in moved:
+            slots, tokens = old[parents[j]]
+            found[j].slots, found[j].output_token_ids = SlotList(slots.view()), list(tokens)
+        for member in members[len(parents) :]:
+            member.slots, member.state = SlotList(), State.FINISHED
+        first.width = 1
+        at = self.running.index(first)
+        assert self.running[at : at + len(members)] == list(members)
+        self.running[at : at + len(members)] = found
+        return found
+
+    def finish(self, request: Request, *, keep: bool = True) -> None:
+        """Ends a waiting or running request: its slots are free again, or with ``keep`` the prefix cache's."""
         if request.state is State.RUNNING:
             self.running.remove(request)
         elif request.state is State.WAITING:
             self.waiting.remove(request)
-        self._release(request)
+        self._release(request, keep=keep)
         request.state = State.FINISHED
 
+    def forget_cached(self) -> None:
+        """Empties the prefix cache."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+
     def check_integrity(self) -> None:
-        """Raises ``RuntimeError`` unless the running requests own exactly the slots that are in use."""
-        self.slots.check_integrity({request.request_id: request.slots for request in self.running})
+        """Raises ``RuntimeError`` unless running requests and prefix cache own exactly the slots that are in use,
+        and waiting requests those of the host that are."""
+        owners: dict[Any, Any] = {(r.request_id, r.index): r.slots.view() for r in self.running}
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()
+            owners["prefix cache"] = self.prefix_cache.owned_slots()
+        self.slots.check_integrity(owners)
+        if self.host is not None:
+            moved = {(r.request_id, r.index): r.host_slots for r in self.waiting}
+            self.host.check_integrity({name: slots for name, slots in moved.items() if slots is not None})
 
-    def _grow_running(self) -> tuple[list[Request], list[Request]]:
-        decodes: list[Request] = []
+    # -- room for those who run ---------------------------------------------------------------------------------
+
+    def _preempt_for_room(self) -> tuple[list[Request], list[Move]]:
+        """Sees to it that everyone running can take a slot: by eviction, then by preemption."""
         preempted: list[Request] = []
-        for request in tuple(self.running):
-            if request.state is not State.RUNNING:
-                break  # it and all younger ones have been preempted
-            while self.slots.n_free == 0 and request.state is State.RUNNING:
-                preempted.append(self._preempt_youngest())
-            if request.state is State.RUNNING:
-                request.slots.extend(self.slots.allocate(1))
-                decodes.append(request)
-        return decodes, preempted
+        moves: list[Move] = []
+        while not self._evict_for(len(self.running)):
+            unit = self._youngest()
+            moves += self._move_out(unit)
+            for request in reversed(unit):
+                self.running.pop()
+                self._release(request, keep=True)
+                request.state = State.WAITING
+                request.n_preemptions += 1
+                self.waiting.appendleft(request)
+                preempted.append(request)
+        return preempted, moves
 
-    def _preempt_youngest(self) -> Request:
-        victim = self.running.pop()
-        self._release(victim)
-        victim.state = State.WAITING
-        victim.n_preemptions += 1
-        self.waiting.appendleft(victim)
-        return victim
+    def _evict_for(self, n: int) -> bool:
+        """Whether ``n`` slots are free, after evicting what cached prefixes it takes."""
+        short = n - self.slots.n_free
+        return short <= 0 or (self.prefix_cache is not None and self.prefix_cache.evict(short) >= short)
 
-    def _admit(self) -> list[Request]:
-        admitted: list[Request] = []
-        n_prefill_tokens = 0
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            n_prefill_tokens += request.n_tokens
-            if admitted and n_prefill_tokens > self.max_prefill_tokens:
+    def _youngest(self) -> list[Request]:
+        """The youngest running request, with those it runs in lockstep with."""
+        last = self.running[-1]
+        at = len(self.running) - 1
+        while at and last.lockstep and self.running[at - 1].request_id == last.request_id:
+            at -= 1
+        return self.running[at:]
+
+    def _move_out(self, unit: Sequence[Request]) -> list[Move]:
+        """Takes the KV of ``unit`` to the host, if all of it fits there."""
+        host = self.host
+        if host is None:
+            return []
+        held = np.unique(np.concatenate([request.slots.view() for request in unit]))
+        if host.n_needed_out(held) > host.n_free:
+            return []
+        moves = []
+        for request in unit:
+            move = host.plan_out(request.slots.view())
+            request.host_slots, request.slots = move.slots, SlotList()
+            moves.append(move)
+        return moves
+
+    def _release(self, request: Request, *, keep: bool) -> None:
+        n = len(request.slots)
+        if keep and n and self.prefix_cache is not None:
+            self.prefix_cache.insert(request.all_token_ids()[:n], request.slots.view())
+        self.slots.free(request.slots.view())
+        request.slots = SlotList()
+        if request.host_slots is not None and self.host is not None and request.state is State.WAITING:
+            self.host.free(request.host_slots)
+            request.host_slots = None
+
+    # -- newcomers, and those who come back ---------------------------------------------------------------------
+
+    def _admit(self) -> tuple[list[Request], list[Request], list[Move]]:
+        """(to prefill, to decode since their KV comes back from the host, the copies for that)."""
+        prefills: list[Request] = []
+        resumed: list[Request] = []
+        moves: list[Move] = []
+        room = self.max_prefill_tokens
+        n_running = len(self.running)  # as many as there will be once newcomers have branched
+        while self.waiting:
+            unit = self._next_unit()
+            n_rows = max(len(unit), unit[0].width)
+            if n_running + n_rows > self.max_num_seqs:
                 break
             # Everyone running must be able to take one step more, or the newcomer would be thrown out
             # at once. Alone it needs no such margin: `add` saw to it that the pool holds it.
-            margin = len(self.running) + 1 if self.running else 0
-            if request.n_tokens + margin > self.slots.n_free:
-                break
-            self.waiting.popleft()
-            request.slots.extend(self.slots.allocate(request.n_tokens))
-            request.state = State.RUNNING
-            self.running.append(request)
-            admitted.append(request)
-        return admitted
+            margin = n_running + n_rows if n_running else 0
+            if unit[0].host_slots is not None:
+                found = self._move_in(unit, margin)
+                if found is None:
+                    break
+                moves += found
+                resumed += unit
+            else:
+                # one prefill always goes, however long
+                if not self._take_slots(unit, margin, room if prefills else None):
+                    break
+                room -= sum(request.n_tokens - request.n_cached for request in unit)
+                prefills += unit
+            n_running += n_rows
+            for request in unit:
+                self.waiting.popleft()
+                request.state = State.RUNNING
+                self.running.append(request)
+        return prefills, resumed, moves
 
-    def _release(self, request: Request) -> None:
-        self.slots.free(request.slots)
-        del request.slots[:]
+    def _next_unit(self) -> list[Request]:
+        """The first waiting request, with those it runs in lockstep with."""
+        first = self.waiting[0]
+        if not first.lockstep:
+            return [first]
+        unit = []
+        for request in self.waiting:
+            if request.request_id != first.request_id:
+                break
+            unit.append(request)
+        return unit
+
+    def _move_in(self, unit: Sequence[Request], margin: int) -> list[Move] | None:
+        """Slots for what ``unit`` has on the host, and for each one's coming token; None if there is no room."""
+        host = self.host
+        assert host is not None
+        held = np.concatenate([request.host_slots for request in unit if request.host_slots is not None])
+        if not self._make_room(len(np.unique(held)) + len(unit) + margin):
+            return None
+        moves = []
+        for request in unit:
+            move = host.plan_in(request.host_slots if request.host_slots is not None else ())
+            request.slots, request.host_slots = SlotList(move.slots), None
+            moves.append(move)
+        append_each([request.slots for request in unit], self.slots.allocate(len(unit)))
+        return moves
+
+    def _still_wanted(self, move: Move) -> Move | None:
+        """Of what came back, what others still have on the host."""
+        host = self.host
+        assert host is not None
+        n = len(move.target)
+        if host.n_needed_out(move.target) == n:
+            return None
+        shared = np.asarray([host.n_needed_out(move.target[i : i + 1]) == 0 for i in range(n)])
+        return Move(move.source[shared], move.target[shared], move.source[shared])
+
+    def _take_slots(self, unit: Sequence[Request], margin: int, most_new: int | None) -> bool:
+        """Slots for all tokens of ``unit``, cached ones shared; False, and no change, if there is no room."""
+        if len(unit) > 1:
+            return self._take_slots_together(unit, margin, most_new)
+        [request] = unit
+        tokens = request.all_token_ids()
+        cached = self._match(tokens)
+        n_new = len(tokens) - len(cached)
+        if (most_new is not None and n_new > most_new) or not self._make_room(n_new + margin):
+            self.slots.free(cached)
+            return False
+        self._give(request, tokens, cached, self.prefix_cache)
+        return True
+
+    def _match(self, tokens: Sequence[int]) -> np.ndarray:
+        """Slots of the cached prefix, the last token left out: it must be computed, for what comes after it."""
+        if self.prefix_cache is None:
+            return np.empty(0, np.int32)
+        found = self.prefix_cache.match(tokens[:-1])
+        if len(found) < self.min_prefix_tokens:
+            self.slots.free(found)
+            found = found[:0]
+        return found
+
+    def _take_slots_together(self, unit: Sequence[Request], margin: int, most_new: int | None) -> bool:
+        """As `_take_slots`, for sequences that have grown in lockstep: what they have in common is held once."""
+        rows = [request.all_token_ids() for request in unit]
+        n_distinct = _n_distinct(rows)
+        if (most_new is not None and n_distinct > most_new) or not self._make_room(n_distinct + margin):
+            return False
+        shared = PrefixCache(self.slots) if self.prefix_cache is None else self.prefix_cache
+        for request, tokens in zip(unit, rows, strict=True):
+            self._give(request, tokens, shared.match(tokens[:-1]), shared)
+        if shared is not self.prefix_cache:
+            shared.clear()
+        return True
+
+    def _give(
+        self, request: Request, tokens: list[int], cached: np.ndarray, cache: PrefixCache | None
+    ) -> None:
+        """Slots for a request that starts after ``cached``. What it is about to compute is cached from now on: who
+        is admitted after it in the same step is prefilled after it."""
+        request.slots = SlotList(cached)
+        request.slots.extend(self.slots.allocate(len(tokens) - len(cached)))
+        request.n_cached = len(cached)
+        if cache is not None:
+            cache.insert(tokens, request.slots.view())
+
+    def _make_room(self, n: int) -> bool:
+        """Whether ``n`` slots are free, after evicting what it takes; nothing is evicted if that would not do."""
+        short = n - self.slots.n_free
+        if short <= 0:
+            return True
+        cache = self.prefix_cache
+        if cache is None or cache.n_cached < short or cache.n_evictable < short:
+            return False
+        return self._evict_for(n)
+
+
+def _n_distinct(rows: Sequence[list[int]]) -> int:
+    """Tokens of all rows, those of common prefixes counted once."""
+    ordered = sorted(rows)
+    n = len(ordered[0])
+    for before, row in pairwise(ordered):
+        shared = next((i for i, (a, b) in enumerate(zip(before, row, strict=False)) if a != b), None)
+        n += len(row) - (min(len(before), len(row)) if shared is None else shared)
+    return n

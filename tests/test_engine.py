@@ -141,7 +141,7 @@ def test_tokens_do_not_depend_on_batching_or_preemption(n_slots: int, max_num_se
     assert {i: list(out.token_ids) for i, out in outputs.items()} == expected
     for i, tokens in expected.items():  # streamed in order, each once
         assert [e.token_id for e in events if e.request_id == i] == tokens
-    assert engine.scheduler.slots.n_used == 0
+    assert engine.scheduler.n_used == 0
 
 
 def test_preemption_happens_and_is_counted():
@@ -250,7 +250,7 @@ def test_abort_frees_slots_and_keeps_what_was_written():
     assert out is not None and out.finish_reason == "abort" and len(out.token_ids) == 1
     assert engine.abort(request_id) is None
     assert engine.abort(waiting) is not None
-    assert engine.idle and engine.scheduler.slots.n_used == 0
+    assert engine.idle and engine.scheduler.n_used == 0
 
 
 @pytest.mark.parametrize(

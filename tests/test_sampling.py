@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
-from jaxlamina.sampling import Knobs, Sampler, SamplingBatch, SamplingParams, filter_logits
+from jaxlamina.sampling import Knobs, Sampler, SamplingBatch, SamplingParams, filter_logits, seed_of
 
 V = 50
+BEAMS = {"use_beam_search": True, "temperature": 0.0}
 SAMPLER = Sampler()
 FILTER = jax.jit(filter_logits)
 
@@ -29,16 +30,15 @@ def reference_probabilities(logits: np.ndarray, p: SamplingParams) -> np.ndarray
     probs /= probs.sum()
     if p.top_p < 1:
         order = np.argsort(-probs, kind="stable")
-        n_kept = int(np.searchsorted(np.cumsum(probs[order]), p.top_p)) + 1
+        n_kept = min(int(np.searchsorted(np.cumsum(probs[order]), p.top_p)) + 1, len(probs))
         probs[probs < probs[order[n_kept - 1]]] = 0
     return probs / probs.sum()
 
 
 def sample(logits, params, seeds=None, positions=None, banned=None, size=None):
     n = len(params)
-    batch = SamplingBatch.build(
-        params, seeds or range(n), positions or [0] * n, banned or [()] * n, size or n
-    )
+    seeds = seeds or [b if p.seed is None else p.seed for b, p in enumerate(params)]
+    batch = SamplingBatch.build(params, seeds, positions or [0] * n, banned or [()] * n, size or n)
     return SAMPLER(jnp.asarray(logits, jnp.float32), batch)
 
 
@@ -126,10 +126,10 @@ def test_seed_words_and_position_all_matter():
     assert len(set(draws.values())) == len(draws)
 
 
-def test_a_missing_seed_is_the_engines():
-    rows = np.zeros((1, 5000))
-    free, fixed = SamplingParams(), SamplingParams(seed=123)
-    assert int(sample(rows, [free], seeds=[123]).tokens[0]) == int(sample(rows, [fixed], seeds=[9]).tokens[0])
+def test_a_requests_sequences_have_seeds_of_their_own():
+    seeds = [seed_of(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(4)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**64 for seed in seeds)
+    assert [seed_of(5, 0), seed_of(2**64 - 1, 0)] == [5, 2**64 - 1]  # the first draws as it would alone
 
 
 def test_greedy_is_argmax_and_padding_rows_do_no_harm():
@@ -203,6 +203,28 @@ def test_a_greedy_batch_is_one_program_whatever_its_parameters():
         ({"stop_token_ids": 2}, "stop_token_ids=2 must be a list"),
         ({"logprobs": 21}, "logprobs=21 must be a whole number at least 0 and at most 20"),
         ({"ignore_eos": 1}, "ignore_eos=1"),
+        ({"n": 0}, "n=0 must be a whole number at least 1"),
+        ({"n": 3, "best_of": 2}, "best_of=2 must be a whole number at least 3 (n=3) or None"),
+        (
+            {"n": 2, "temperature": 0.0},
+            "n=2, best_of=None with temperature=0 would write the same text 2 times",
+        ),
+        ({"best_of": 2, "temperature": 0.0}, "set a temperature above 0, or use_beam_search=True"),
+        ({"beam_width": 2}, "beam_width=2 is for beam search alone: set use_beam_search=True"),
+        ({"length_penalty": 0.5}, "length_penalty=0.5 is for beam search alone"),
+        ({"use_beam_search": 1}, "use_beam_search=1 must be True or False"),
+        (
+            {"use_beam_search": True},
+            "temperature=1.0, top_p=1.0, top_k=0, min_p=0.0: beam search draws nothing",
+        ),
+        ({"use_beam_search": True, "temperature": 0.0, "top_k": 3}, "top_k=3"),
+        (
+            {"use_beam_search": True, "temperature": 0.0, "stop": "x"},
+            "stop=('x',): beam search ends at tokens",
+        ),
+        ({**BEAMS, "beam_width": 3, "best_of": 4}, "best_of=4 and beam_width=3 mean the same"),
+        ({**BEAMS, "n": 4, "beam_width": 3}, "beam_width=3 must be a whole number at least 4 (n=4) or None"),
+        ({**BEAMS, "length_penalty": float("nan")}, "length_penalty=nan must be a number that is finite"),
     ],
 )
 def test_bad_parameters_say_what_is_allowed(wrong: dict, message: str):
@@ -216,6 +238,31 @@ def test_unknown_parameters_are_errors_and_params_are_frozen():
         SamplingParams(repetition_penalty=1.1)  # type: ignore[call-arg]
     with pytest.raises(FrozenInstanceError):
         SamplingParams().temperature = 0.0  # type: ignore[misc]
+
+
+def test_how_many_sequences_are_written_and_whether_they_are_ranked():
+    asked = [
+        ({}, 1, False),
+        ({"n": 3}, 3, False),
+        ({"n": 2, "best_of": 5}, 5, True),
+        (BEAMS, 1, True),
+        ({**BEAMS, "n": 2}, 2, True),
+        ({**BEAMS, "best_of": 4}, 4, True),
+        ({**BEAMS, "n": 3, "beam_width": 4}, 4, True),
+    ]
+    for options, n_sequences, ranked in asked:
+        params = SamplingParams(**options)
+        assert (params.n_sequences, params.chosen_at_end) == (n_sequences, ranked)
+        assert params.needed_logprobs == (0 if ranked else None)
+
+
+def test_likeliest_tokens_come_with_their_logprobs():
+    rows = np.random.default_rng(3).normal(0, 2, (3, V)).astype(np.float32)
+    for asked, n in [(1, 1), (3, 4), (V + 9, V)]:
+        tokens, logprobs = Sampler().likeliest(jnp.asarray(rows), asked)
+        assert np.asarray(tokens).tolist() == np.argsort(-rows, axis=-1)[:, :n].tolist()
+        expected = np.sort(rows - np.log(np.exp(rows).sum(-1, keepdims=True)), axis=-1)[:, ::-1][:, :n]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
 def test_stop_forms_are_normalised():

@@ -7,12 +7,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv import SlotAllocator
-from jaxlamina.scheduler import Request, Scheduler, State
+from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
+from jaxlamina.scheduler import Request, Scheduler, State, _n_distinct
 
 
-def make(capacity: int, max_num_seqs: int = 4, **kw) -> Scheduler:
-    return Scheduler(SlotAllocator(capacity), max_num_seqs=max_num_seqs, **kw)
+def make(capacity: int, max_num_seqs: int = 4, *, caching: bool = False, n_host: int = 0, **kw) -> Scheduler:
+    slots = SlotAllocator(capacity)
+    kw.setdefault("min_prefix_tokens", 1)
+    return Scheduler(
+        slots,
+        max_num_seqs=max_num_seqs,
+        prefix_cache=PrefixCache(slots) if caching else None,
+        host=HostTier(slots, n_host) if n_host else None,
+        **kw,
+    )
+
+
+class PretendPool:
+    """What every slot holds, on the device and on the host: the tokens up to its own. Reading anything else fails."""
+
+    def __init__(self, capacity: int, n_host: int) -> None:
+        self.device: list[tuple[int, ...] | None] = [None] * capacity
+        self.host: list[tuple[int, ...] | None] = [None] * n_host
+
+    def move(self, plan) -> None:
+        for move in plan.moves_out:
+            for a, b in zip(move.source.tolist(), move.target.tolist(), strict=True):
+                self.host[b] = self.device[a]
+        for move in plan.moves_in:
+            for a, b in zip(move.source.tolist(), move.target.tolist(), strict=True):
+                self.device[b], self.host[a] = self.host[a], None  # the host's is empty then
+        for move in plan.moves_again:
+            for a, b in zip(move.source.tolist(), move.target.tolist(), strict=True):
+                self.host[b] = self.device[a]
+
+    def write(self, r: Request, first: int) -> None:
+        """KV of the request's tokens from ``first`` on; those before must be there."""
+        tokens = tuple(r.all_token_ids())
+        for p, slot in enumerate(r.slots):
+            if p >= first:
+                self.device[slot] = tokens[: p + 1]
+            assert self.device[slot] == tokens[: p + 1], f"slot {slot} holds {self.device[slot]}"
 
 
 def request(name: str, prompt: int, max_tokens: int) -> Request:
@@ -83,6 +118,299 @@ def test_any_workload_finishes_and_no_slot_is_lost(
         assert int(r.request_id) in aborted or len(r.output_token_ids) == r.max_tokens
 
 
+@st.composite
+def workloads(draw):
+    """(capacity, max_num_seqs, max_prefill_tokens, n_host, caching, requests): prompts that often share prefixes."""
+    capacity = draw(st.integers(6, 48))
+    max_num_seqs = draw(st.integers(1, 6))
+    shapes = draw(
+        st.lists(
+            st.tuples(
+                st.integers(1, 12),  # prompt tokens
+                st.integers(0, 2),  # which family of prompts
+                st.integers(1, 10),  # max_tokens
+                st.integers(0, 8),  # arrives in step
+                st.integers(1, 4),  # sequences
+                st.booleans(),  # in lockstep
+            ),
+            max_size=10,
+        )
+    )
+    n_host = draw(st.sampled_from([0, 8, 64]))
+    return capacity, max_num_seqs, draw(st.integers(1, 30)), n_host, draw(st.booleans()), shapes
+
+
+@settings(max_examples=300, deadline=None)
+@given(workloads(), st.sets(st.integers(0, 9)), st.randoms(use_true_random=False))
+def test_any_workload_with_shared_prefixes_branches_and_swaps_finishes(workload, aborted, random):
+    """Every sequence reads only what it or another with the same tokens wrote; every slot is owned as counted."""
+    capacity, max_num_seqs, max_prefill_tokens, n_host, caching, shapes = workload
+    scheduler = make(
+        capacity, max_num_seqs, caching=caching, n_host=n_host, max_prefill_tokens=max_prefill_tokens
+    )
+    pool = PretendPool(capacity, n_host)
+    arrivals: dict[int, list[Request]] = {}
+    live: dict[str, list[Request]] = {}
+    for i, (n_prompt, family, max_tokens, step, width, lockstep) in enumerate(shapes):
+        prompt = [family * 100 + t for t in range(n_prompt)]
+        if i % 3 == 2:
+            prompt[-1] = 7000 + i  # shares all but its last token
+        r = Request(str(i), prompt, max_tokens, width=width, lockstep=lockstep)
+        if width > max_num_seqs or r.most_slots > capacity:
+            with pytest.raises(UserError):
+                scheduler.add(r)
+        else:
+            arrivals.setdefault(step, []).append(r)
+    n_rows = sum(len(r.prompt_token_ids) + r.width * r.max_tokens for of in arrivals.values() for r in of)
+    last_arrival = max(arrivals, default=0)
+    for step in range(10 + 4 * n_rows):
+        for r in arrivals.get(step, []):
+            scheduler.add(r)
+            live[r.request_id] = [r]
+        advance(scheduler, pool, live, random)
+        scheduler.check_integrity()
+        if step == 5:
+            for i in aborted & {int(name) for name in live}:
+                for r in live.pop(str(i)):
+                    scheduler.finish(r, keep=False)
+            scheduler.check_integrity()
+        if scheduler.idle and step >= last_arrival:
+            break
+    assert scheduler.idle and not live
+    assert scheduler.n_used == 0
+    assert scheduler.host is None or scheduler.host.n_used == 0
+    scheduler.forget_cached()
+    assert scheduler.slots.n_used == 0
+
+
+def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Request]], random) -> None:
+    """One step: moves, writes, a random token each; beams choose their parents at random."""
+    plan = scheduler.schedule()
+    assert sum(r.width for r in scheduler.running) <= scheduler.max_num_seqs
+    assert not (plan.preempted and plan.prefills)
+    pool.move(plan)
+    for r in plan.decodes:
+        pool.write(r, r.n_tokens - 1)
+    for r in plan.prefills:
+        assert r.n_cached < r.n_tokens
+        pool.write(r, r.n_cached)
+    together: dict[str, list[Request]] = {}
+    for r in plan.requests:
+        assert len(r.slots) == r.n_tokens
+        if r.lockstep:
+            together.setdefault(r.request_id, []).append(r)
+            continue
+        rows = [r]
+        if r.width > 1:
+            rows = live[r.request_id] = scheduler.branch([r], [0] * r.width)
+        for row in rows:
+            row.output_token_ids.append(random.randrange(3))
+            if len(row.output_token_ids) == row.max_tokens:
+                scheduler.finish(row)
+    for name, members in together.items():
+        members.sort(key=lambda r: r.index)
+        assert members == live[name], "beams run together or not at all"
+        n_before = len(members[0].output_token_ids)
+        if n_before + 1 == members[0].max_tokens:
+            for r in members:
+                scheduler.finish(r)
+            continue
+        width = members[0].width if n_before == 0 else max(1, len(members) - random.randrange(2))
+        parents = [random.randrange(len(members)) for _ in range(width)]
+        live[name] = scheduler.branch(members, parents)
+        for j, r in enumerate(live[name]):  # distinct, as beams are
+            r.output_token_ids.append(j)
+    for name in [n for n, rows in live.items() if all(r.state is State.FINISHED for r in rows)]:
+        del live[name]
+
+
+def test_a_second_prompt_is_admitted_after_the_prefix_that_the_first_left():
+    scheduler = make(64, caching=True)
+    first = Request("first", list(range(20)), 4)
+    scheduler.add(first)
+    while not scheduler.idle:
+        run_step(scheduler)
+    assert scheduler.n_used == 0 and scheduler.slots.n_used == 20 + 3  # the last token was never taken in
+    answer = first.output_token_ids
+    same = Request("same", list(range(20)), 4)
+    longer = Request("longer", [*range(20), *answer, 50, 51], 4)
+    for r in (same, longer):
+        scheduler.add(r)
+    assert scheduler.schedule().prefills == (same, longer)
+    assert same.n_cached == 19  # its last token is computed again: what follows it is not known
+    assert longer.n_cached == 23
+    assert list(same.slots)[:19] == list(longer.slots)[:19]
+
+
+def test_requests_of_one_step_share_what_the_first_computes():
+    scheduler = make(64, caching=True)
+    rows = [Request(str(i), [*range(30), 100 + i], 2) for i in range(3)]
+    for r in rows:
+        scheduler.add(r)
+    assert scheduler.schedule().prefills == tuple(rows)
+    assert [r.n_cached for r in rows] == [0, 30, 30]
+    assert scheduler.slots.n_used == 30 + 3
+
+
+def test_short_prefixes_are_not_worth_another_program():
+    scheduler = make(64, caching=True, min_prefix_tokens=16)
+    for name, n_shared in [("a", 0), ("b", 15), ("c", 16)]:
+        r = Request(name, [*range(n_shared), *range(100 + n_shared, 130)], 1)
+        scheduler.add(r if name != "a" else Request("a", list(range(30)), 1))
+        plan = run_step(scheduler)
+        assert plan.prefills[0].n_cached == (16 if name == "c" else 0)
+
+
+def test_cached_prefixes_give_way_before_anyone_running_does():
+    scheduler = make(24, caching=True)
+    scheduler.add(Request("old", list(range(12)), 1))
+    run_step(scheduler)
+    assert scheduler.prefix_cache is not None and scheduler.prefix_cache.n_cached == 12
+    scheduler.add(Request("new", list(range(100, 110)), 14))
+    while not scheduler.idle:
+        assert not run_step(scheduler).preempted
+        scheduler.check_integrity()
+    assert scheduler.prefix_cache.evicted_tokens == 10 + 13 - (24 - 12)
+
+
+def test_the_preempted_come_back_from_what_is_left_of_their_prefix():
+    scheduler = make(24, caching=True)
+    old, young = Request("old", list(range(8)), 12), Request("young", list(range(50, 60)), 6)
+    scheduler.add(old)
+    scheduler.add(young)
+    computed = []
+    while not scheduler.idle:
+        plan = run_step(scheduler)
+        computed += [(r.request_id, r.n_tokens - 1, r.n_cached) for r in plan.prefills]
+        scheduler.check_integrity()
+    assert young.n_preemptions == 1
+    name, n_tokens, n_cached = computed[-1]
+    assert name == "young" and 0 < n_cached < n_tokens  # old took some of its tail meanwhile
+
+
+def test_kv_of_the_preempted_goes_to_the_host_and_comes_back_without_prefill():
+    scheduler = make(12, n_host=16)
+    old, young = request("old", 4, 9), request("young", 3, 5)
+    scheduler.add(old)
+    scheduler.add(young)
+    for _ in range(3):
+        run_step(scheduler)
+    held = list(young.slots)
+    plan = run_step(scheduler)
+    assert plan.preempted == (young,) and [m.source.tolist() for m in plan.moves_out] == [held]
+    assert scheduler.host is not None and scheduler.host.n_used == len(held) == 5
+    scheduler.check_integrity()
+    while old.state is not State.FINISHED:
+        run_step(scheduler)
+    plan = run_step(scheduler)
+    assert plan.decodes == (young,) and not plan.prefills
+    assert len(plan.moves_in[0].target) == 5 and scheduler.host.n_used == 0
+    run_step(scheduler)
+    assert scheduler.idle and scheduler.host.moved_in_tokens == 5
+
+
+def test_what_does_not_fit_the_host_is_recomputed():
+    scheduler = make(12, n_host=4)
+    scheduler.add(request("old", 4, 9))
+    scheduler.add(request("young", 3, 5))
+    moves = n_prefills = 0
+    while not scheduler.idle:
+        plan = run_step(scheduler)
+        moves += len(plan.moves_out)
+        n_prefills += len(plan.prefills)
+    assert moves == 0 and n_prefills == 3
+
+
+def test_a_swapped_request_that_is_dropped_frees_the_host():
+    scheduler = make(12, n_host=16)
+    old, young = request("old", 4, 9), request("young", 3, 5)
+    scheduler.add(old)
+    scheduler.add(young)
+    while not run_step(scheduler).preempted:
+        pass
+    scheduler.finish(young)
+    assert scheduler.host is not None and scheduler.host.n_used == 0
+    scheduler.check_integrity()
+
+
+def test_branches_hold_their_common_slots_once():
+    scheduler = make(40, max_num_seqs=8)
+    leader = Request("r", list(range(20)), 4, width=8)
+    scheduler.add(leader)
+    scheduler.schedule()
+    rows = scheduler.branch([leader], [0] * 8)
+    assert scheduler.slots.n_used == 20 and scheduler.running == rows
+    assert [r.index for r in rows] == list(range(8))
+    for r in rows:
+        r.output_token_ids.append(r.index)
+    scheduler.schedule()
+    assert scheduler.slots.n_used == 20 + 8
+    assert scheduler.slots.owners_of(leader.slots.view()).tolist() == [8] * 20 + [1]
+    scheduler.check_integrity()
+
+
+def test_branches_that_are_dropped_and_doubled():
+    scheduler = make(40, max_num_seqs=8)
+    leader = Request("r", [1, 2], 9, width=3, lockstep=True)
+    other = Request("other", [1], 9)
+    scheduler.add(leader)
+    scheduler.add(other)
+    scheduler.schedule()
+    rows = scheduler.branch([leader], [0, 0, 0])
+    for j, r in enumerate(rows):
+        r.output_token_ids.append(10 + j)
+    other.output_token_ids.append(5)
+    scheduler.schedule()
+    last = [r.slots[-1] for r in rows]
+    new = scheduler.branch(rows, [2, 2])  # the third twice, the others no more
+    assert [r.slots[-1] for r in new] == [last[2]] * 2
+    assert [r.output_token_ids for r in new] == [[12], [12]]
+    assert rows[2].state is State.FINISHED and scheduler.running == [*new, other]
+    scheduler.check_integrity()
+    assert scheduler.slots.n_used == 2 + 1 + 2
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_beams_are_preempted_together_and_share_again_what_they_shared(caching: bool):
+    scheduler = make(34, max_num_seqs=4, caching=caching)
+    old, leader = request("old", 4, 24), Request("b", list(range(100, 108)), 8, width=3, lockstep=True)
+    scheduler.add(old)
+    scheduler.add(leader)
+    assert scheduler.schedule().prefills == (old, leader)
+    rows = scheduler.branch([leader], [0, 0, 0])
+    for n in range(24):
+        for j, r in enumerate((old, *rows)):
+            if r.state is State.RUNNING:
+                r.output_token_ids.append(10 * n + j)
+        if n == 23:
+            scheduler.finish(old)
+        plan = scheduler.schedule()
+        if plan.preempted:
+            assert set(plan.preempted) == set(rows) and plan.decodes == (old,)
+            n_tokens = rows[0].n_tokens
+        assert len({r.state for r in rows}) == 1
+        scheduler.check_integrity()
+    assert plan.prefills == tuple(rows) and {r.n_preemptions for r in rows} == {1}
+    assert {len(r.slots) for r in rows} == {n_tokens}
+    held = {slot for r in rows for slot in r.slots}
+    assert len(held) == 8 + 3 * (n_tokens - 8)  # the prompt once
+    assert [r.n_cached for r in rows] == [0, 8, 8]  # the old one needed all that was cached of it
+
+
+def test_tokens_of_common_prefixes_are_counted_once():
+    assert _n_distinct([[1, 2, 3]]) == 3
+    assert _n_distinct([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [9]]) == 3 + 1 + 1 + 1
+
+
+def test_more_sequences_than_run_at_once_are_refused():
+    with pytest.raises(UserError, match="the request has 5 sequences, 4 run at once"):
+        make(40).add(Request("r", [1], 2, width=5))
+    with pytest.raises(
+        UserError, match=r"may need 14 KV slots \(prompt 2 \+ max_tokens 5 - 1, for each of 3 beams\)"
+    ):
+        make(13).add(Request("r", [1, 2], 5, width=3, lockstep=True))
+
+
 def test_first_come_first_served_within_free_slots():
     scheduler = make(20)
     a, b, c = request("a", 8, 4), request("b", 9, 2), request("c", 1, 2)
@@ -150,3 +478,5 @@ def test_limits_must_be_positive():
         make(4, 0)
     with pytest.raises(ValueError, match="max_prefill_tokens=0"):
         make(4, 1, max_prefill_tokens=0)
+    with pytest.raises(ValueError, match="min_prefix_tokens=0"):
+        make(4, 1, min_prefix_tokens=0)

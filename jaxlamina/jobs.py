@@ -1,0 +1,137 @@
+"""What the engine keeps of a request beside its tokens and slots: its continuations, their text, and what comes of it.
+
+Knows sampling parameters, text and outputs; nothing of slots, scheduling or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from jaxlamina.beam import BeamSearch, Hypothesis
+from jaxlamina.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput
+from jaxlamina.sampling import SamplingParams, seed_of
+from jaxlamina.text import GeneratedText
+
+
+@dataclass
+class Continuation:
+    """One sequence that is drawn for a prompt. ``token_ids`` is its request's own list."""
+
+    index: int
+    seed: int
+    text: GeneratedText
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finished: CompletionOutput | None = None
+
+
+@dataclass
+class Job:
+    """A request of the engine's: ``params.n_sequences`` continuations, or a beam search."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    end_ids: tuple[int, ...]  # tokens that end it; not to be chosen before min_tokens
+    new_text: Callable[[], GeneratedText]
+    continuations: list[Continuation] = field(default_factory=list)
+    beams: BeamSearch | None = None
+    n_cached_tokens: int | None = None  # of its prompt, when it was first computed
+    n_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        p = self.params
+        if p.use_beam_search:
+            self.beams = BeamSearch(
+                p.n_sequences,
+                prompt_len=len(self.prompt_token_ids),
+                max_tokens=self.max_tokens,
+                length_penalty=p.length_penalty,
+                end_ids=self.end_ids,
+                min_tokens=p.min_tokens,
+            )
+        else:
+            self.continuations = [
+                Continuation(i, seed_of(self.seed, i), self.new_text()) for i in range(p.n_sequences)
+            ]
+
+    def stop_of(self, token: int) -> int | None:
+        """What ``stop_reason`` says of an end token: None for the model's own end of sequence."""
+        return token if token in (self.params.stop_token_ids or ()) else None
+
+    def finish(self, c: Continuation, reason: FinishReason, stop_reason: str | int | None) -> None:
+        """No more tokens for one continuation; text that was held back may still complete a stop string."""
+        if c.text.finish():
+            reason, stop_reason = "stop", c.text.stopped_by
+        asked = self.params.logprobs is not None
+        c.finished = CompletionOutput(
+            c.index,
+            c.text.text,
+            tuple(c.token_ids),
+            c.cumulative_logprob if self.params.needed_logprobs is not None else None,
+            tuple(c.logprobs) if asked else None,
+            reason,
+            stop_reason,
+        )
+
+    def abort(self) -> None:
+        """Ends the continuations that have not ended."""
+        for c in self.continuations:
+            if c.finished is None:
+                self.finish(c, "abort", None)
+
+    def output(self) -> RequestOutput:
+        """All continuations are finished, or the beam search is where it is to end: what the caller gets."""
+        outputs = self._ranked() if self.beams is None else self._of_beams(self.beams)
+        first = outputs[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            stop_reason=first.stop_reason,
+            logprobs=first.logprobs,
+            cumulative_logprob=first.cumulative_logprob,
+            n_preemptions=self.n_preemptions,
+            n_cached_tokens=self.n_cached_tokens or 0,
+            outputs=outputs,
+        )
+
+    def _ranked(self) -> tuple[CompletionOutput, ...]:
+        found = [c.finished for c in self.continuations if c.finished is not None]
+        if not self.params.chosen_at_end:
+            return tuple(found)
+        found.sort(key=lambda out: -(out.cumulative_logprob or 0.0))
+        return tuple(replace(out, index=i) for i, out in enumerate(found[: self.params.n]))
+
+    def _of_beams(self, beams: BeamSearch) -> tuple[CompletionOutput, ...]:
+        reason: FinishReason = "length" if beams.done else "abort"
+        best = beams.best()[: self.params.n] or [Hypothesis([], 0.0, 0.0, [], None)]
+        return tuple(self._of_beam(i, h, reason) for i, h in enumerate(best))
+
+    def _of_beam(self, index: int, h: Hypothesis, unended: FinishReason) -> CompletionOutput:
+        text = self.new_text()
+        for token in h.tokens[: -1 if h.ended_by is not None else None]:
+            text.add(token)
+        text.finish()
+        reason: FinishReason = unended
+        if h.ended_by is not None:
+            reason = "stop"
+        elif len(h.tokens) == self.max_tokens:
+            reason = "length"
+        return CompletionOutput(
+            index,
+            text.text,
+            tuple(h.tokens),
+            h.cumulative,
+            tuple(h.entries) if self.params.logprobs is not None else None,
+            reason,
+            None if h.ended_by is None else self.stop_of(h.ended_by),
+        )
