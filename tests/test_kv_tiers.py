@@ -86,6 +86,19 @@ def test_a_slot_dealt_anew_is_no_twin_even_if_it_is_the_same_slot():
     assert again.source.tolist() == own.tolist()
 
 
+def test_a_slot_dealt_anew_is_the_twin_of_its_new_owners_only():
+    slots, tier = make()
+    own = slots.allocate(2)
+    first = tier.plan_out(own)
+    other = slots.allocate(2)
+    assert other.tolist() == own.tolist()
+    slots.fork(other)  # by somebody who stays on the device
+    second = tier.plan_out(other)
+    assert tier.n_needed_in(first.slots) == 2 and tier.n_needed_in(second.slots) == 0
+    assert not set(tier.plan_in(first.slots).slots) & set(other)
+    assert tier.plan_in(second.slots).slots.tolist() == other.tolist()
+
+
 def test_no_room_changes_nothing():
     slots, tier = make(8, 4)
     own = slots.allocate(6)
