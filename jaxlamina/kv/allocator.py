@@ -168,7 +168,8 @@ class SlotAllocator:
     def _checked(self, slots: np.ndarray) -> np.ndarray:
         """The slots as indices, all of them within the pool."""
         slots = slots.astype(np.intp, copy=False)
-        if slots.size and (slots.min() < 0 or slots.max() >= self.capacity):
+        # As unsigned numbers the negative ones are the largest: one pass.
+        if slots.size and slots.view(np.uintp).max() >= self.capacity:
             slot = int(slots[(slots < 0) | (slots >= self.capacity)][0])
             raise ValueError(f"{slot=} must be within 0 … {self.capacity - 1}")
         return slots

@@ -83,4 +83,8 @@ class SlotList:
 def append_each(lists: Sequence[SlotList], slots: np.ndarray) -> None:
     """One slot more for each list, in order: a decode step's growth. ``ValueError`` unless there are as many."""
     for row, slot in zip(lists, slots.tolist(), strict=True):
-        row.append(slot)
+        n = row._n  # `append`, without a call each: half of the time, every step
+        if n == len(row._buffer):
+            row._grow(n + 1)
+        row._buffer[n] = slot
+        row._n = n + 1
