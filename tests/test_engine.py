@@ -13,11 +13,12 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.outputs import RequestOutput
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling import Sampler, SamplingParams
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
 V = 97
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+SAMPLER = Sampler()  # one for all engines: its programs are compiled once
 
 
 def next_token(history: list[int]) -> int:
@@ -32,20 +33,33 @@ def continuation(prompt: list[int], n: int) -> list[int]:
 
 
 class ImaginaryExecutor:
-    def __init__(self, n_slots: int) -> None:
+    def __init__(self, n_slots: int, n_host_slots: int = 0) -> None:
         self.n_slots = n_slots
         self.kv = np.full((n_slots, 2), -1)  # token, position
+        self.host = np.full((n_host_slots, 2), -1)
         self.decode_shapes: set[tuple[int, int]] = set()
+        self.n_prefilled: list[int] = []
 
     def prefill(self, batch: PrefillBatch):
         histories = []
         for b, last in enumerate(batch.logits_at):
+            n = batch.lengths[b]
             assert np.all(batch.slots[b, last + 1 :] == self.n_slots)
-            assert np.all(batch.positions[b] == np.minimum(np.arange(batch.tokens.shape[1]), last))
+            assert np.all(batch.positions[b] == n + np.minimum(np.arange(batch.tokens.shape[1]), last))
+            found = self.kv[batch.slot_table[b, :n]]
+            assert found[:, 1].tolist() == list(range(n)), "a slot is in the wrong place"
             slots = batch.slots[b, : last + 1]
-            self.kv[slots, 0], self.kv[slots, 1] = batch.tokens[b, : last + 1], np.arange(last + 1)
-            histories.append(batch.tokens[b, : last + 1].tolist())
+            self.kv[slots, 0], self.kv[slots, 1] = batch.tokens[b, : last + 1], np.arange(n, n + last + 1)
+            histories.append([*found[:, 0].tolist(), *batch.tokens[b, : last + 1].tolist()])
+            self.n_prefilled.append(int(last) + 1)
         return self._logits(histories)
+
+    def move_out(self, slots, host_slots):
+        self.host[host_slots] = self.kv[slots]
+
+    def move_in(self, host_slots, slots):
+        self.kv[slots] = self.host[host_slots]
+        self.host[host_slots] = -1
 
     def decode(self, batch: DecodeBatch):
         self.decode_shapes.add(batch.slot_table.shape)
@@ -92,18 +106,28 @@ class LetterDetokenizer:
 
 
 def make(
-    n_slots: int = 200, max_num_seqs: int = 4, tokenizer=None, eos=(), max_model_len: int = 64
+    n_slots: int = 200,
+    max_num_seqs: int = 4,
+    tokenizer=None,
+    eos=(),
+    max_model_len: int = 64,
+    host_kv_slots: int = 0,
+    prefix_caching: bool = True,
 ) -> Engine:
-    buckets = Buckets(batch=(1, 2, 4), prompt=(4, 16, 64), context=(8, 64))
-    return Engine(
-        ImaginaryExecutor(n_slots),
+    buckets = Buckets(batch=(1, 2, 4, 8), prompt=(4, 16, 64), context=(8, 64))
+    engine = Engine(
+        ImaginaryExecutor(n_slots, host_kv_slots),
         tokenizer,
         vocab_size=V,
         buckets=buckets,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         eos_token_ids=eos,
+        host_kv_slots=host_kv_slots,
+        prefix_caching=prefix_caching,
     )
+    engine.sampler = SAMPLER
+    return engine
 
 
 def run(engine: Engine) -> tuple[dict[str, RequestOutput], list[TokenEvent]]:
@@ -122,26 +146,100 @@ def one(engine: Engine, prompt: list[int], params: SamplingParams) -> RequestOut
     return run(engine)[0][request_id]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n_slots=st.integers(24, 70),
     max_num_seqs=st.integers(1, 4),
     shapes=st.lists(
-        st.tuples(st.integers(1, 14), st.integers(1, 10), st.integers(0, V - 1)), min_size=1, max_size=8
+        st.tuples(st.integers(1, 30), st.integers(1, 10), st.integers(0, 3)), min_size=1, max_size=8
     ),
+    prefix_caching=st.booleans(),
+    host_kv_slots=st.sampled_from([0, 16, 200]),
 )
-def test_tokens_do_not_depend_on_batching_or_preemption(n_slots: int, max_num_seqs: int, shapes: list):
-    engine = make(n_slots, max_num_seqs)
+def test_tokens_do_not_depend_on_batching_preemption_caching_or_the_host(
+    n_slots: int, max_num_seqs: int, shapes: list, prefix_caching: bool, host_kv_slots: int
+):
+    engine = make(n_slots, max_num_seqs, host_kv_slots=host_kv_slots, prefix_caching=prefix_caching)
     expected = {}
-    for length, max_tokens, first in shapes:
+    for length, max_tokens, first in shapes:  # of equal first tokens one prompt is the other's prefix
         prompt = [(first + 7 * i) % V for i in range(length)]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        if length + max_tokens - 1 > n_slots:
+            with pytest.raises(UserError):
+                engine.add_request(prompt, params)
+            continue
         expected[engine.add_request(prompt, params)] = continuation(prompt, max_tokens)
     outputs, events = run(engine)
     assert {i: list(out.token_ids) for i, out in outputs.items()} == expected
     for i, tokens in expected.items():  # streamed in order, each once
         assert [e.token_id for e in events if e.request_id == i] == tokens
     assert engine.scheduler.n_used == 0
+    stats = engine.stats
+    assert stats.n_prompt_tokens_computed == sum(engine.executor.n_prefilled)
+    assert stats.n_prompt_tokens == stats.n_prompt_tokens_computed + stats.n_prefix_hit_tokens
+    assert stats.n_generated_tokens == sum(map(len, expected.values()))
+    assert engine.kv_stats()["n_moved_in_tokens"] <= engine.kv_stats()["n_moved_out_tokens"]
+
+
+def test_kv_moves_to_the_host_and_back_instead_of_being_computed_again():
+    prompts = [[i] * 12 for i in range(1, 4)]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    for host_kv_slots, n_computed in [(100, 36), (0, None)]:
+        engine = make(n_slots=50, host_kv_slots=host_kv_slots, prefix_caching=False)
+        ids = [engine.add_request(prompt, params) for prompt in prompts]
+        outputs, _ = run(engine)
+        assert [list(outputs[i].token_ids) for i in ids] == [continuation(p, 12) for p in prompts]
+        assert engine.stats.n_preemptions > 0
+        kv = engine.kv_stats()
+        if n_computed is None:
+            assert engine.stats.n_prompt_tokens_computed > 36 and kv["n_moved_out_tokens"] == 0
+        else:
+            assert engine.stats.n_prompt_tokens_computed == n_computed
+            assert kv["n_moved_in_tokens"] == kv["n_moved_out_tokens"] > 12 and kv["host_kv_slots_used"] == 0
+
+
+def test_a_second_request_computes_only_what_follows_the_shared_prefix():
+    engine = make()
+    shared = [(3 * i) % V for i in range(40)]
+    first, second = [*shared, 1, 2, 3], [*shared, 9, 8]
+    for prompt in (first, second):
+        out = one(engine, prompt, GREEDY)
+        assert list(out.token_ids) == continuation(prompt, 6)
+    assert engine.executor.n_prefilled == [43, 2] and out.n_cached_tokens == 40
+    assert engine.stats.n_prefix_hit_tokens == 40 and engine.stats.n_prompt_tokens == 43 + 42
+    again = [*second, *continuation(second, 5), 77]  # the next turn of the conversation
+    assert list(one(engine, again, GREEDY).token_ids) == continuation(again, 6)
+    assert engine.executor.n_prefilled[-1] == 1
+    engine.reset_prefix_cache()
+    one(engine, second, GREEDY)
+    assert engine.executor.n_prefilled[-1] == 42
+    assert engine.kv_stats()["kv_slots_cached"] == 42 + 5
+
+
+def test_without_prefix_caching_everything_is_computed():
+    engine = make(prefix_caching=False)
+    for _ in range(2):
+        one(engine, list(range(40)), GREEDY)
+        assert engine.scheduler.slots.n_used == 0
+    assert engine.executor.n_prefilled == [40, 40] and engine.stats.n_prefix_hit_tokens == 0
+
+
+def test_a_step_that_fails_leaves_nothing_in_the_cache():
+    engine = make()
+    prefill = engine.executor.prefill
+
+    def fails(batch):
+        raise RuntimeError("the device is gone")
+
+    engine.executor.prefill = fails
+    request_id = engine.add_request(list(range(30)), GREEDY)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    assert engine.abort(request_id) is not None
+    engine.check_integrity()
+    assert engine.scheduler.slots.n_used == 0
+    engine.executor.prefill = prefill
+    assert list(one(engine, list(range(30)), GREEDY).token_ids) == continuation(list(range(30)), 6)
 
 
 def test_preemption_happens_and_is_counted():
@@ -279,4 +377,5 @@ def test_stats_count_what_ran():
     one(engine, [1, 2, 3], GREEDY)
     stats = engine.stats
     assert (stats.n_prompt_tokens, stats.n_generated_tokens, stats.n_decode_tokens) == (3, 6, 5)
+    assert (stats.n_prompt_tokens_computed, stats.n_prefix_hit_tokens) == (3, 0)
     assert stats.n_steps == 6 and stats.prefill_s > 0 and stats.decode_s > 0
