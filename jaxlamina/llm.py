@@ -24,6 +24,9 @@ from jaxlamina.outputs import RequestOutput
 from jaxlamina.sampling import SamplingParams
 from jaxlamina.workers import LocalExecutor, UnsplitExecutor
 from jaxlamina.workers.capacity import slots_that_fit
+from jaxlamina.workers.partition import checked_partition
+from jaxlamina.workers.spec import KV_DTYPES
+from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitReport
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -74,7 +77,13 @@ class LLM:
     - ``split``: model worker and attention worker apart, each on its own device where there are two; False runs
       each step as one program, to compare with.
     - ``q_first``: send q before k and v are computed; default where the workers have different devices.
-    - ``devices``: one device for both workers, or (model worker's, attention worker's).
+    - ``devices``: one device for all workers; (model worker's, attention workers'); or (model worker's, one each).
+    - ``prefix_caching``: keep the KV of prompts and answers until the room is needed, and start a prompt from it.
+    - ``kv_dtype``: "auto" as ``dtype``; "int8" with a scale a token and KV head, or "int8-channel" with a fixed scale
+      a channel: half the bytes of bfloat16, and not quite the same tokens.
+    - ``attention_workers``: how many share the KV, and by what ``partition``: "heads", "requests" or "tokens".
+    - ``host_kv_slots``: tokens whose KV may wait in host memory when requests outgrow ``kv_slots``; without it, what
+      must give way is computed again.
     - ``seed``: requests without a seed of their own get theirs from it.
     - ``compilation_cache``: keep compiled programs on disk for the next process.
     - ``on_load(done_bytes, total_bytes)``: progress of loading.
@@ -93,6 +102,11 @@ class LLM:
         split: bool = True,
         q_first: bool | None = None,
         devices: Sequence[jax.Device] | None = None,
+        prefix_caching: bool = True,
+        kv_dtype: str = "auto",
+        attention_workers: int = 1,
+        partition: str = "heads",
+        host_kv_slots: int = 0,
         seed: int = 0,
         compilation_cache: bool = True,
         on_load: Callable[[int, int], None] | None = None,
@@ -101,31 +115,50 @@ class LLM:
             raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
         if max_num_seqs < 1:
             raise UserError(f"{max_num_seqs=} must be at least 1")
-        if compilation_cache:
-            compilation.keep_programs()
-        source = _open(model)
-        self.config: ModelConfig = source.config
-        self.model_device, self.attention_device = _two_devices(devices, split)
-        length = self._length(max_model_len)
+        if kv_dtype not in KV_DTYPES:
+            raise UserError(f"{kv_dtype=} must be one of {', '.join(KV_DTYPES)}")
+        if host_kv_slots < 0:
+            raise UserError(f"{host_kv_slots=} must be 0 (none) or more")
         if kv_slots is not None and kv_slots < 1:
             raise UserError(f"{kv_slots=} must be at least 1")
+        if attention_workers != 1 and not split:
+            raise UserError(f"{attention_workers=} needs the model split: leave out split=False")
+        source = _open(model)
+        self.config: ModelConfig = source.config
+        checked_partition(partition, attention_workers, [self.config.num_key_value_heads])
+        self.model_device, *attention_devices = _devices(devices, split, attention_workers)
+        self.attention_device = attention_devices[0]
+        length = self._length(max_model_len)
+        if compilation_cache:
+            compilation.keep_programs()
         least = 2 if max_model_len is None else length
         n_slots = kv_slots or partial(slots_that_fit, most=max_num_seqs * length, least=least)
         self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
         params = source.load(DTYPES[dtype], self.model_device, on_load)
         fn = partial(apply, self.config)
+        kv: dict[str, Any] = {
+            "n_slots": n_slots,
+            "kv_dtype": kv_dtype,
+            "n_host_slots": host_kv_slots,
+            "largest": LargestStep(max_num_seqs, length, length),
+        }
         self.executor: LocalExecutor | UnsplitExecutor
         if split:
             self.executor = LocalExecutor(
                 fn,
                 params,
-                n_slots=n_slots,
                 model_device=self.model_device,
                 attention_device=self.attention_device,
+                attention_devices=attention_devices if len(attention_devices) == attention_workers else None,
+                attention_workers=attention_workers,
+                partition=partition,
                 q_first=q_first,
+                **kv,
             )
+            specs = self.executor.attention.specs
         else:
-            self.executor = UnsplitExecutor(fn, params, n_slots=n_slots, device=self.model_device)
+            self.executor = UnsplitExecutor(fn, params, device=self.model_device, **kv)
+            specs = self.executor.specs
         self.max_model_len = min(length, self.executor.n_slots + 1)
         self.buckets = Buckets.default(max_num_seqs, self.max_model_len)
         self.engine = Engine(
@@ -137,6 +170,9 @@ class LLM:
             max_model_len=self.max_model_len,
             eos_token_ids=source.eos_token_ids,
             seed=seed,
+            prefix_caching=prefix_caching,
+            host_kv_slots=host_kv_slots,
+            kv_slot_bytes=sum(spec.slot_bytes for spec in specs),
         )
 
     def generate(
@@ -187,7 +223,14 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str]:
-        """Continues one prompt and yields its text piece by piece as tokens come (bad input: ``UserError`` at once)."""
+        """Continues one prompt and yields its text piece by piece as tokens come (bad input: ``UserError`` at once).
+
+        ``best_of`` and beam search choose at the end, so their text comes then.
+        """
+        if sampling_params is not None and sampling_params.n > 1:
+            raise UserError(
+                f"n={sampling_params.n} texts cannot be streamed as one: use generate with on_token"
+            )
         pieces = self._pieces(prompt, _one_each(sampling_params, 1))
         next(pieces)  # queues the request
         return pieces
@@ -213,11 +256,14 @@ class LLM:
             "n_compilations": self.executor.programs.total + self.engine.sampler.n_compiled,
             "compilations": dict(self.executor.programs.counts) | {"sampler": self.engine.sampler.n_compiled},
             "buckets": dataclasses.asdict(self.buckets),
-            "kv_slots": self.executor.n_slots,
-            "kv_slots_used": self.engine.scheduler.slots.n_used,
+            **self.engine.kv_stats(),
             "model_device": str(self.model_device),
             "attention_device": str(self.attention_device),
         }
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes: the next prompt is computed from its first token on."""
+        self.engine.reset_prefix_cache()
 
     @contextmanager
     def _queued(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[list[str]]:
@@ -276,14 +322,17 @@ def _tokenizer(source: ModelSource) -> tuple[Any | None, str]:
         return None, str(error)
 
 
-def _two_devices(devices: Sequence[jax.Device] | None, split: bool) -> tuple[jax.Device, jax.Device]:
-    """Model worker's and attention worker's device: two where there are two and the model is split."""
+def _devices(devices: Sequence[jax.Device] | None, split: bool, n_workers: int) -> list[jax.Device]:
+    """The model worker's device, then one for all attention workers or one for each of them."""
     given = list(jax.local_devices() if devices is None else devices)
-    if not given or (devices is not None and len(given) > 2):
+    if not given or (devices is not None and len(given) not in (1, 2, 1 + n_workers)):
+        each = f", or {1 + n_workers}: one for each attention worker" if n_workers > 1 else ""
         raise UserError(
-            f"devices={given} must be one device, or two: the model worker's and the attention worker's"
+            f"devices={given} must be one device, or two: the model worker's and the attention worker's{each}"
         )
-    return given[0], given[1 if split and len(given) > 1 else 0]
+    if not split or len(given) == 1:
+        return [given[0], given[0]]
+    return given[: 1 + n_workers] if len(given) > n_workers else given[:2]
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:

@@ -67,12 +67,41 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities of each token and so many rivals.")
     ] = None,
+    n: Annotated[int, typer.Option(help="Write so many continuations of each prompt.")] = 1,
+    best_of: Annotated[
+        int | None, typer.Option(help="Draw so many and show the -n likeliest of them; default: as many.")
+    ] = None,
+    use_beam_search: Annotated[
+        bool, typer.Option("--use-beam-search", help="Search for the likeliest text instead of drawing.")
+    ] = False,
+    beam_width: Annotated[
+        int | None, typer.Option(help="Beam search with so many beams; default: --best-of, or -n.")
+    ] = None,
+    length_penalty: Annotated[
+        float, typer.Option(help="Beam search: above 0 favours longer texts, below 0 shorter ones.")
+    ] = 1.0,
     dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "float32",
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included.")] = None,
     split: Annotated[
         bool,
         typer.Option("--split/--no-split", help="Two workers, or each step one program to compare with."),
     ] = True,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching", help="Start prompts from KV that others left; or never."
+        ),
+    ] = True,
+    kv_dtype: Annotated[
+        str, typer.Option(help="KV: auto (as --dtype), int8, or int8-channel (fixed scales).")
+    ] = "auto",
+    attention_workers: Annotated[int, typer.Option(help="Workers that share the KV.")] = 1,
+    partition: Annotated[
+        str, typer.Option(help="What several attention workers share out: heads, requests or tokens.")
+    ] = "heads",
+    host_kv_slots: Annotated[
+        int, typer.Option(help="Tokens whose KV may wait in host memory when there is no room.")
+    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout instead of text.")
     ] = False,
@@ -103,28 +132,54 @@ def generate(
             stop_token_ids=stop_token_ids or None,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            n=n,
+            best_of=best_of,
+            use_beam_search=use_beam_search or beam_width is not None,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
         )
         import jaxlamina.llm  # noqa: F401  (the slow import, under the spinner)
     started = time.perf_counter()
     llm = _load(
-        console, model, dtype=dtype, max_num_seqs=len(texts), max_model_len=max_model_len, split=split
+        console,
+        model,
+        dtype=dtype,
+        max_num_seqs=len(texts) * params.n_sequences,
+        max_model_len=max_model_len,
+        split=split,
+        prefix_caching=prefix_caching,
+        kv_dtype=kv_dtype,
+        attention_workers=attention_workers,
+        partition=partition,
+        host_kv_slots=host_kv_slots,
     )
     load_s = time.perf_counter() - started
     ready = _prompts(llm, texts, chat, system)
     with console.status("compiling, or reading compiled programs from disk"):
         # Two tokens go through every program of the first steps, so that the speed below is one of decoding.
         llm.generate(ready, replace(params, max_tokens=min(2, max_tokens), min_tokens=0))
+        llm.reset_prefix_cache()
     warm_s = time.perf_counter() - started - load_s
-    watch = _Stopwatch()
-    show = watch.on_token if as_json else _Streamer(watch, n_prompts=len(texts)).on_token
+    watch = _Stopwatch(streams=not params.chosen_at_end)
+    show = watch.on_token if as_json else _Streamer(watch, n_texts=len(texts) * n).on_token
     outputs = llm.generate(ready, params, on_token=show)
+    n_rows = len(outputs) * params.n_sequences
     if as_json:
-        print(json.dumps(_record(llm, model, outputs, watch, load_s, warm_s, split), ensure_ascii=False))
+        record = _record(llm, model, outputs, watch, watch.tokens_per_s(n_rows), load_s, warm_s, split)
+        print(json.dumps(record, ensure_ascii=False))
         return
-    if len(outputs) > 1:
-        for i, output in enumerate(outputs):
-            print(f"[{i + 1}] {output.text}")
-    _closing_lines(console, llm, len(outputs), watch, load_s, warm_s, split)
+    _write_several(outputs, n)
+    _closing_lines(console, llm, n_rows, watch, load_s, warm_s, split)
+
+
+def _write_several(outputs: list[RequestOutput], n: int) -> None:
+    """Texts that could not be streamed, since they would have mixed: numbered by prompt, and by continuation."""
+    for i, output in enumerate(outputs):
+        for completion in output.outputs:
+            if len(outputs) * n > 1:
+                of_prompt = [str(i + 1)] if len(outputs) > 1 else []
+                of_n = [str(completion.index + 1)] if n > 1 else []
+                print(f"[{'.'.join(of_prompt + of_n)}] {completion.text}")
 
 
 def _load(console: Console, model: str, **options: Any) -> LLM:
@@ -146,8 +201,12 @@ def _prompts(llm: LLM, texts: list[str], chat: bool | None, system: str | None) 
 
 @dataclass
 class _Stopwatch:
-    """Times of the first and the last token. A rate over what lies between counts decode steps only."""
+    """Times of the first and the last token. A rate over what lies between counts decode steps only.
 
+    Without ``streams`` all tokens come at the end, and a rate counts the time since the start.
+    """
+
+    streams: bool = True
     started: float = field(default_factory=time.perf_counter)
     first: float = 0.0
     last: float = 0.0
@@ -164,18 +223,20 @@ class _Stopwatch:
     def seconds(self) -> float:
         return self.last - self.started
 
-    def decode_tokens_per_s(self, n_requests: int) -> float | None:
-        """Tokens a second after each request's first one; None for too few."""
-        n, span = self.n_tokens - n_requests, self.last - self.first
+    def tokens_per_s(self, n_rows: int) -> float | None:
+        """Tokens a second after the first of each of ``n_rows`` sequences; None for too few."""
+        n, span = self.n_tokens - n_rows, self.last - self.first
+        if not self.streams:
+            n, span = self.n_tokens, self.seconds
         return n / span if n > 0 and span > 0 else None
 
 
 class _Streamer:
-    """Writes one prompt's text as it comes; of several, only counts, since their pieces would mix."""
+    """Writes a single text as it comes; of several, only counts, since their pieces would mix."""
 
-    def __init__(self, watch: _Stopwatch, n_prompts: int) -> None:
+    def __init__(self, watch: _Stopwatch, n_texts: int) -> None:
         self.watch = watch
-        self.write: Callable[[str], Any] = sys.stdout.write if n_prompts == 1 else lambda _: None
+        self.write: Callable[[str], Any] = sys.stdout.write if n_texts == 1 else lambda _: None
 
     def on_token(self, event: Any) -> None:
         self.watch.on_token(event)
@@ -187,10 +248,10 @@ class _Streamer:
 
 
 def _closing_lines(
-    console: Console, llm: LLM, n_requests: int, watch: _Stopwatch, load_s: float, warm_s: float, split: bool
+    console: Console, llm: LLM, n_rows: int, watch: _Stopwatch, load_s: float, warm_s: float, split: bool
 ) -> None:
     stats = llm.stats()
-    rate = watch.decode_tokens_per_s(n_requests)
+    rate = watch.tokens_per_s(n_rows)
     speed = f"{rate:.1f} tokens/s" if rate is not None else f"{watch.seconds:.2f} s"
     console.print(
         f"\n{watch.n_tokens} tokens, {speed} (first after {(watch.first - watch.started) * 1e3:.0f} ms; "
@@ -212,6 +273,7 @@ def _record(
     model: str,
     outputs: list[RequestOutput],
     watch: _Stopwatch,
+    tokens_per_s: float | None,
     load_s: float,
     warm_s: float,
     split: bool,
@@ -222,7 +284,7 @@ def _record(
         "outputs": [asdict(output) for output in outputs],
         "n_tokens": watch.n_tokens,
         "seconds": round(watch.seconds, 4),
-        "tokens_per_s": watch.decode_tokens_per_s(len(outputs)),
+        "tokens_per_s": tokens_per_s,
         "load_s": round(load_s, 3),
         "warm_up_s": round(warm_s, 3),
         "split": report
