@@ -22,9 +22,6 @@ Var = jex_core.Var
 JaxprEqn = jex_core.JaxprEqn
 ShapedArray = jax.core.ShapedArray
 
-MOSAIC_GPU_TAKES_REFS = jax.__version_info__ >= (0, 11)
-"""Whether a Mosaic GPU kernel under jit can be given a mutable reference (in 0.10.2 its batching rule refuses)."""
-
 _JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
 
 
@@ -106,6 +103,22 @@ def has_cudnn() -> bool:
         return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
     except RuntimeError:  # JAX's plugin is there, NVIDIA's library is not
         return False
+
+
+def tpu_races_found() -> bool:
+    """Whether the last Pallas TPU kernel that was interpreted with `detect_races` had one."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # slow to import, and for tests only
+
+    races = interpret_pallas_call.races
+    return races is not None and bool(races.races_found)
+
+
+def lowered_for_tpu(jitted: Any, *args: Any) -> str:
+    """The StableHLO of a jitted function for a TPU v5e, on a machine that has none."""
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return str(jitted.trace(*args).lower(lowering_platforms=("tpu",)).as_text())
 
 
 def define_primitive(

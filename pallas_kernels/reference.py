@@ -27,7 +27,8 @@ def _f64(x: ArrayLike) -> F64:
 def dequantise(pool: ArrayLike | Pool) -> F64:
     """A pool's elements `[S, K, H]`, whichever form it is kept in."""
     if isinstance(pool, QuantizedPool):
-        return _f64(pool.values) * _f64(pool.scales)[..., None]
+        with np.errstate(invalid="ignore"):  # a row that overflowed has an infinite scale
+            return _f64(pool.values) * _f64(pool.scales)[..., None]
     if isinstance(pool, ChannelQuantizedPool):
         return _f64(pool.values) * _f64(pool.scales)
     return _f64(pool)

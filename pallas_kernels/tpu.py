@@ -112,8 +112,11 @@ def partial_attention(
         q_positions = lengths[:, None] + jnp.arange(tq, dtype=jnp.int32)
     dtype = _product_dtype(q, k_pool)
     if isinstance(k_pool, ChannelQuantizedPool):
+        # Scales in bfloat16 queries would be rounded once more, to an error of 4e-3: these stay float32.
         q = q.astype(jnp.float32) * jnp.repeat(k_pool.scales, n // kv, axis=0)
-    queries, positions = _blocked(q.astype(dtype), q_positions, kv, block_rows)
+    else:
+        q = q.astype(dtype)
+    queries, positions = _blocked(q, q_positions, kv, block_rows)
     shape = Shape(
         n_items=queries.shape[0], blocks=queries.shape[0] // b, R=queries.shape[2], K=kv, H=h, T=tile, tiles=tiles,
         scale=float(scale), window=window, softcap=softcap, scaled=isinstance(k_pool, QuantizedPool),
@@ -125,7 +128,7 @@ def partial_attention(
         for scales in (k_pool.scales, v_pool.scales):
             rows = scales[table].astype(jnp.float32)  # [B, tiles, T, K]
             arrays.append(jnp.swapaxes(rows, -1, -2).reshape(-1, kv, tile))
-    run = _kernel(shape, dtype, tuple(a.dtype for a in arrays[1:3]), interpret)
+    run = _kernel(shape, dtype, (arrays[1].dtype, arrays[2].dtype), interpret)
     out, lse = run(*_work(shape, lengths, positions), queries, positions[..., None], *arrays)
     out, lse = _unblocked(out, b, tq, n), _unblocked(lse, b, tq, n)[..., 0]
     if isinstance(v_pool, ChannelQuantizedPool):
@@ -240,7 +243,8 @@ def _program(
     n_inputs = 5 if shape.scaled else 3
     inputs = Inputs(*refs[:n_inputs], *(None,) * (5 - n_inputs))
     out, lse, turn, top, total, table, k, v, table_sem, row_sem, *scales = refs[n_inputs:]
-    buffers = Buffers(table, k, v, *(scales or (None, None)), table_sem, row_sem)
+    k_scales, v_scales = scales or (None, None)
+    buffers = Buffers(table, k, v, k_scales, v_scales, table_sem, row_sem)
     fetch = Fetch(shape, inputs, buffers, first, end, following)
     item = pl.program_id(0)
     pl.when(item == 0)(lambda: _begin(fetch, turn))
@@ -366,9 +370,8 @@ def _attend(
         seen &= position > at[...] - shape.window
     here = tile * shape.T + jax.lax.broadcasted_iota(jnp.int32, (shape.T, 1), 0) < end
     keys, values = buffers.k[which].astype(jnp.float32), buffers.v[which].astype(jnp.float32)
-    dot = functools.partial(jax.lax.dot_general, precision=exact(dtype), preferred_element_type=jnp.float32)
     for h in range(shape.K):
-        scores = dot(q[h], keys[:, h].astype(dtype), (((1,), (1,)), ((), ()))) * shape.scale
+        scores = _product(q[h], keys[:, h].astype(q.dtype), (1, 1)) * shape.scale
         if shape.scaled:
             scores *= buffers.k_scales[which, h : h + 1]
         if shape.softcap is not None:
@@ -383,5 +386,11 @@ def _attend(
             weights = jnp.where(seen, weights * buffers.v_scales[which, h : h + 1], 0.0)
         # What lies past the end in the buffer is left from other requests: it may be NaN.
         rows = jnp.where(here, values[:, h], 0.0).astype(dtype)
-        out[h] = out[h] * shrink + dot(weights.astype(dtype), rows, (((1,), (0,)), ((), ())))
+        out[h] = out[h] * shrink + _product(weights.astype(dtype), rows, (1, 0))
         top[h] = highest
+
+
+def _product(x: Array, y: Array, over: tuple[int, int]) -> Array:
+    """Matrices multiplied over an axis of each, in float32."""
+    axes = (((over[0],), (over[1],)), ((), ()))
+    return jax.lax.dot_general(x, y, axes, precision=exact(x.dtype), preferred_element_type=jnp.float32)

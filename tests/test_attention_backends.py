@@ -1,0 +1,384 @@
+"""Every attention backend against the float64 reference, on inputs that are new every run.
+
+XLA runs as it is, the others in interpret mode on a CPU, or compiled where their device is there (marker gpu). The
+seed is in a failure's output; JAXLAMINA_TEST_SEED brings it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels import dispatch, reference
+from pallas_kernels.quantized import quantise, quantise_channels, values_of
+
+TOLERANCE = {"bfloat16": 4e-3, "float16": 4e-3, "float32": 1e-5}
+FORMS = ("bfloat16", "float16", "float32", "int8", "int8-channel")
+# What a backend must do itself, so that a new refusal is noticed.
+SERVES = {
+    "xla": FORMS,
+    "mosaic_tpu": ("bfloat16", "float32", "int8", "int8-channel"),
+    "mosaic_gpu": ("bfloat16", "float16", "int8", "int8-channel"),
+    "triton": ("bfloat16", "float16", "float32", "int8", "int8-channel"),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch: request b has lengths[b] stored tokens."""
+
+    n: int = 6
+    k: int = 2
+    h: int = 64
+    form: str = "float32"
+    lengths: tuple[int, ...] = (37, 0, 1, 20)
+    tq: int = 1
+    among: bool = False  # queries stand among the stored tokens, each row's elsewhere, not after them
+    window: int | None = None
+    softcap: float | None = None
+    q_dtype: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """Of q."""
+        return self.q_dtype or ("bfloat16" if self.form.startswith("int8") else self.form)
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.n}x{self.k}x{self.h}", self.form, f"{self.dtype[0]}{self.dtype[-2:]}"]
+        parts += [f"tq{self.tq}"] * (self.tq > 1) + ["among"] * self.among
+        return "-".join([*parts, *[f"w{self.window}"] * bool(self.window), *["cap"] * bool(self.softcap)])
+
+
+ALL = [
+    *(
+        Shape(n, k, h, form)
+        for n, k in ((6, 2), (4, 4))
+        for h in (64, 80, 96, 128, 256)
+        for form in FORMS[:3]
+    ),
+    *(Shape(h=h, form=form) for h in (64, 80, 128) for form in FORMS[3:]),
+    *(Shape(form=form, tq=3, among=True, window=5, softcap=8.0) for form in FORMS),
+    *(Shape(form=form, window=9) for form in FORMS),
+    *(Shape(form=form, softcap=4.0) for form in FORMS),
+    *(Shape(form=form, q_dtype="float32") for form in FORMS[3:]),
+    Shape(9, 3, 64, "float32", (256, 70, 3), tq=2),
+    Shape(16, 8, 64, "bfloat16", (0, 0)),
+    Shape(8, 1, 32, "float32", (130, 5)),
+]
+# Interpreters take seconds to compile a case: what differs between kernels is spread over these.
+FEW = [
+    Shape(9, 3, 64, "bfloat16", (150, 0, 3)),
+    Shape(4, 4, 80, "float32", (20, 1)),
+    Shape(8, 2, 96, "bfloat16", tq=3, among=True, window=5),
+    Shape(8, 1, 128, "float16", softcap=4.0),
+    Shape(6, 2, 128, "float32", (0, 40), tq=3, among=True, window=5, softcap=8.0),
+    Shape(6, 2, 256, "bfloat16", (17, 5), window=9),
+    Shape(6, 2, 64, "int8", window=9),
+    Shape(4, 4, 128, "int8", tq=2, among=True, q_dtype="float32", softcap=4.0),
+    Shape(6, 2, 80, "int8-channel"),
+]
+
+
+class Case:
+    """Random arrays of a shape. Slots are dealt in no order; every one outside the lists is poison."""
+
+    def __init__(self, shape: Shape, rng: np.random.Generator):
+        self.shape = shape
+        b, total, spare = len(shape.lengths), sum(shape.lengths), 7
+        n_slots = total + spare
+        dealt = rng.permutation(n_slots).astype(np.int32)
+        self.lengths = jnp.asarray(shape.lengths, jnp.int32)
+        self.q = jnp.asarray(rng.normal(size=(b, shape.tq, shape.n, shape.h)), shape.dtype)
+        self.poisoned = dealt[total:]
+        width = max(shape.lengths) + 3
+        # Past a row's end stands anything: a poisoned slot, one of another request, none at all.
+        anything = np.append(dealt, [n_slots + 7, -3, 2**31 - 1]).astype(np.int32)
+        table = rng.choice(anything, size=(b, width))
+        taken = 0
+        for row, length in enumerate(shape.lengths):
+            table[row, :length] = dealt[taken : taken + length]
+            taken += length
+        self.table = jnp.asarray(table)
+        self.k, self.v = (self._pool(rng, n_slots) for _ in range(2))
+        self.positions = None
+        if shape.among:
+            ends = np.maximum(np.array(shape.lengths), 1)[:, None]
+            self.positions = jnp.asarray(rng.integers(0, ends + 2, (b, shape.tq)), jnp.int32)
+        self.options = {"scale": shape.h**-0.5, "window": shape.window, "softcap": shape.softcap}
+
+    def _pool(self, rng: np.random.Generator, n_slots: int) -> pk.Pool:
+        shape = self.shape
+        rows = rng.normal(size=(n_slots, shape.k, shape.h)) * rng.uniform(0.2, 2, (1, shape.k, 1))
+        if shape.form == "int8":
+            values, scales = quantise(jnp.asarray(rows, jnp.float32))
+            poison = jnp.asarray(rng.choice([np.inf, np.nan], (len(self.poisoned), shape.k)), scales.dtype)
+            return pk.QuantizedPool(values, scales.at[self.poisoned].set(poison))
+        if shape.form == "int8-channel":
+            scales = pk.channel_scales_of(jnp.asarray(rows, jnp.float32))
+            return pk.ChannelQuantizedPool(quantise_channels(jnp.asarray(rows), scales), scales)
+        rows[self.poisoned] = rng.choice([np.inf, np.nan, -np.inf], rows[self.poisoned].shape)
+        return jnp.asarray(rows, shape.form)
+
+    def args(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.table, self.lengths
+
+    def want(self) -> tuple[np.ndarray, np.ndarray]:
+        return reference.partial_attention(*self.args(), q_positions=self.positions, **self.options)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    seed = int(os.environ.get("JAXLAMINA_TEST_SEED", np.random.SeedSequence().entropy))  # type: ignore[arg-type]
+    print(f"JAXLAMINA_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+def run(backend: str, case: Case, *, compiled: bool, return_mass: bool = False) -> tuple[Any, ...]:
+    module = dispatch._module(backend)
+    attend = functools.partial(
+        module.partial_attention, return_mass=return_mass, interpret=not compiled, **case.options
+    )
+    return jax.jit(attend)(*case.args(), case.positions)
+
+
+def check(case: Case, out: Any, lse: Any, backend: str = "xla") -> None:
+    """Float32 results, and per (request, query, head) ||error|| / ||reference|| within the tolerance."""
+    assert out.dtype == lse.dtype == jnp.float32
+    want, want_lse = case.want()
+    empty = want_lse == -np.inf
+    got, got_lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
+    np.testing.assert_array_equal(got_lse == -np.inf, empty)
+    assert np.all(got[empty] == 0)
+    # Tensor cores multiply int8 by half precision, whatever the queries are.
+    halved = case.shape.form.startswith("int8") and backend in ("mosaic_gpu", "triton")
+    tolerance = TOLERANCE["float16" if halved else case.shape.dtype]
+    error = np.linalg.norm((got - want)[~empty], axis=-1) / np.linalg.norm(want[~empty], axis=-1)
+    assert error.max(initial=0) <= tolerance, f"{error.max()=:.2e} > {tolerance}"
+    np.testing.assert_allclose(got_lse[~empty], want_lse[~empty], rtol=0, atol=3 * tolerance)
+
+
+def serve(backend: str, shape: Shape, rng: np.random.Generator, *, compiled: bool) -> None:
+    """The case is computed, or refused by name where the backend is known not to do it."""
+    case = Case(shape, rng)
+    reason = dispatch.why_not(backend, case.q, case.k, return_mass=False)
+    if reason is None:
+        check(case, *run(backend, case, compiled=compiled), backend)
+        return
+    assert shape.form not in SERVES[backend] or shape.q_dtype, reason
+    with pytest.raises(ValueError, match=f"{backend} .*xla"):
+        pk.partial_attention(*case.args(), backend=backend, **case.options)
+
+
+def missing(name: str) -> Any:
+    found = importlib.util.find_spec(f"pallas_kernels.{name}") is not None
+    return pytest.mark.skipif(not found, reason=f"pallas_kernels.{name} is not in this build")
+
+
+@pytest.mark.parametrize("shape", ALL, ids=lambda s: s.name)
+def test_xla(shape: Shape, rng: np.random.Generator) -> None:
+    serve("xla", shape, rng, compiled=True)
+
+
+@pytest.mark.parametrize("shape", FEW, ids=lambda s: s.name)
+def test_mosaic_tpu_interpreted(shape: Shape, rng: np.random.Generator) -> None:
+    serve("mosaic_tpu", shape, rng, compiled=False)
+
+
+@missing("triton")
+@pytest.mark.parametrize("shape", FEW, ids=lambda s: s.name)
+def test_triton_interpreted(shape: Shape, rng: np.random.Generator) -> None:
+    serve("triton", shape, rng, compiled=False)
+
+
+@missing("mosaic_gpu")
+@pytest.mark.parametrize("shape", FEW, ids=lambda s: s.name)
+def test_mosaic_gpu_interpreted(shape: Shape, rng: np.random.Generator) -> None:
+    serve("mosaic_gpu", shape, rng, compiled=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["mosaic_tpu", "triton", "mosaic_gpu"])
+@pytest.mark.parametrize("shape", ALL, ids=lambda s: s.name)
+def test_interpreted_in_full(backend: str, shape: Shape, rng: np.random.Generator) -> None:
+    serve(backend, shape, rng, compiled=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "xla"])
+@pytest.mark.parametrize("shape", ALL, ids=lambda s: s.name)
+def test_on_a_gpu(backend: str, shape: Shape, rng: np.random.Generator) -> None:
+    if backend not in dispatch.candidates(jax.devices()[0]):
+        pytest.skip(f"{backend} does not serve {jax.devices()[0].device_kind}")
+    serve(backend, shape, rng, compiled=True)
+
+
+@pytest.mark.parametrize("k", [2, 8])  # the XLA backend has two ways, by the number of heads
+@pytest.mark.parametrize("form", FORMS)
+def test_mass_is_the_probability_of_each_entry(k: int, form: str, rng: np.random.Generator) -> None:
+    case = Case(Shape(2 * k, k, 16, form, (20, 0, 5), tq=3, among=True, window=7), rng)
+    out, lse, mass = run("xla", case, compiled=True, return_mass=True)
+    check(case, out, lse)
+    want = reference.attention_mass(
+        case.q, case.k, case.table, case.lengths, q_positions=case.positions, **case.options
+    )
+    np.testing.assert_allclose(mass, want, atol=1e-2 if form in FORMS[:2] else 1e-4)
+    n_seeing = np.isfinite(np.asarray(lse)).sum((1, 2))
+    np.testing.assert_allclose(np.asarray(mass).sum(1), n_seeing, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_lies_outside_the_lists_changes_nothing(form: str, rng: np.random.Generator) -> None:
+    """To the bit: the poison is replaced by numbers, and the results are the same."""
+    case = Case(Shape(form=form), rng)
+    before = run("xla", case, compiled=True)
+
+    def cured(pool: pk.Pool) -> pk.Pool:
+        if isinstance(pool, pk.QuantizedPool):
+            return pool._replace(scales=pool.scales.at[case.poisoned].set(1))
+        if isinstance(pool, pk.ChannelQuantizedPool):
+            return pool._replace(values=pool.values.at[case.poisoned].set(99))
+        return pool.at[case.poisoned].set(1)
+
+    case.k, case.v = cured(case.k), cured(case.v)
+    for x, y in zip(before, run("xla", case, compiled=True), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("k", [2, 6])
+def test_decode_stores_and_attends(form: str, k: int, rng: np.random.Generator) -> None:
+    case = Case(Shape(12, k, 32, form, (12, 0, 3)), rng)
+    k_new, v_new = (jnp.asarray(rng.normal(size=(3, 1, k, 32)), case.shape.dtype) for _ in range(2))
+    new_slots = jnp.asarray([*case.poisoned[:2], 10**6], jnp.int32)
+    args = (case.q, k_new, v_new, case.k, case.v, case.table, case.lengths, new_slots)
+    k_pool, v_pool, out = jax.jit(functools.partial(pk.decode_attention, **case.options))(*args)
+    assert out.dtype == case.q.dtype
+    k_want, v_want, want = reference.decode_attention(*args, **case.options)
+    # One rounding more than a partial has: the result is of q's dtype.
+    tolerance = 2 * TOLERANCE[case.shape.dtype]
+    error = np.linalg.norm(np.asarray(out, np.float64) - want, axis=-1) / np.linalg.norm(want, axis=-1)
+    assert error.max() <= tolerance
+    step = 0.0 if not form.startswith("int8") else 2e-2 * np.abs(k_new).max()  # a tie may round either way
+    for pool, expected in ((k_pool, k_want), (v_pool, v_want)):
+        got, stored = reference.dequantise(pool), np.asarray(new_slots[:2])
+        np.testing.assert_allclose(got[stored], expected[stored], atol=float(step))
+        others = np.setdiff1d(np.arange(len(got)), stored)
+        np.testing.assert_array_equal(got[others], expected[others])
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 1)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_chunks_own_partial(
+    lengths: tuple[int, ...] | None, window: int | None, rng: np.random.Generator, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("pallas_kernels.causal._Q_BLOCK", 4)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 7, n, 16)), jnp.float32) for n in (4, 2, 2))
+    ends = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 5.0}
+    out, lse = jax.jit(functools.partial(pk.causal_partial, **options))(q, k, v, ends)
+    want = reference.causal_partial(q, k, v, ends, **options)
+    assert out.dtype == lse.dtype == jnp.float32
+    for row in range(2):
+        real = slice(0, 7 if lengths is None else lengths[row])
+        np.testing.assert_allclose(out[row, real], want[0][row, real], atol=1e-5)
+        np.testing.assert_allclose(lse[row, real], want[1][row, real], atol=1e-5)
+
+
+def test_a_chunk_after_stored_tokens_is_the_whole(rng: np.random.Generator) -> None:
+    """Its own partial and that of what is stored before it, combined."""
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 9, n, 16)), jnp.float32) for n in (4, 2, 2))
+    whole = reference.causal_attention(q, k, v, scale=0.25, window=6)
+    table, lengths = jnp.arange(5, dtype=jnp.int32)[None], jnp.full((1,), 5, jnp.int32)
+    options: dict[str, Any] = {"scale": 0.25, "window": 6}
+    stored = pk.partial_attention(q[:, 5:], k[0, :5], v[0, :5], table, lengths, **options)
+    own = pk.causal_partial(q[:, 5:], k[:, 5:], v[:, 5:], **options)
+    out, _ = pk.combine(*zip(stored, own, strict=True))
+    np.testing.assert_allclose(out, whole[:, 5:], atol=1e-5)
+
+
+def gpu(capability: str) -> Any:
+    return SimpleNamespace(platform="gpu", compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    "device,names",
+    [
+        (SimpleNamespace(platform="cpu"), ("xla",)),
+        (SimpleNamespace(platform="tpu"), ("mosaic_tpu", "xla")),
+        (gpu("9.0"), ("mosaic_gpu", "triton", "xla")),
+        (gpu("10.0"), ("mosaic_gpu", "triton", "xla")),
+        (gpu("8.6"), ("triton", "xla")),
+        (SimpleNamespace(platform="gpu"), ("triton", "xla")),  # not NVIDIA's
+    ],
+)
+def test_candidates_by_device(device: Any, names: tuple[str, ...]) -> None:
+    assert dispatch.candidates(device) == names
+
+
+def test_pick_passes_over_what_cannot(monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "default_device", lambda: SimpleNamespace(platform="tpu"))
+    q, pool = jnp.zeros((1, 1, 2, 8), jnp.bfloat16), jnp.zeros((4, 2, 8), jnp.bfloat16)
+    assert dispatch.pick(q, pool, return_mass=False).__name__ == "pallas_kernels.tpu"
+    assert dispatch.pick(q, pool, return_mass=True).__name__ == "pallas_kernels.xla"
+
+
+def test_forcing_a_backend(monkeypatch: Any) -> None:
+    """Argument before context manager before environment; a context ends where it ends."""
+    assert dispatch.forced_backend() is None
+    monkeypatch.setenv(dispatch.ENV_VAR, "triton")
+    assert dispatch.forced_backend() == "triton"
+    with pk.use_backend("mosaic_tpu"):
+        assert dispatch.forced_backend() == "mosaic_tpu"
+        assert dispatch.forced_backend("xla") == "xla"
+    assert dispatch.forced_backend() == "triton"
+    monkeypatch.setenv(dispatch.ENV_VAR, "auto")
+    assert dispatch.forced_backend() is None
+
+
+def test_an_unknown_backend_is_named(monkeypatch: Any) -> None:
+    with pytest.raises(ValueError, match="'cuda' must be one of xla, triton"), pk.use_backend("cuda"):
+        pass
+    monkeypatch.setenv(dispatch.ENV_VAR, "tpu")
+    case = Case(Shape(), np.random.default_rng(0))
+    with pytest.raises(ValueError, match="JAXLAMINA_ATTENTION_BACKEND='tpu' must be one of"):
+        pk.partial_attention(*case.args(), **case.options)
+
+
+def test_a_forced_backend_that_cannot_says_why_and_what_can() -> None:
+    case = Case(Shape(), np.random.default_rng(0))
+    with pytest.raises(ValueError, match="mosaic_tpu .*mass is not returned.* use xla"):
+        pk.partial_attention(*case.args(), return_mass=True, backend="mosaic_tpu", **case.options)
+
+
+def test_a_forced_backend_is_the_one_that_runs(monkeypatch: Any) -> None:
+    case = Case(Shape(), np.random.default_rng(0))
+    module = dispatch._module("mosaic_tpu")
+    seen: list[Any] = []
+
+    def spy(q: Any, *args: Any, **options: Any) -> Any:
+        seen.append(values_of(args[0]).shape)
+        return q, q
+
+    monkeypatch.setattr(module, "partial_attention", spy)
+    with pk.use_backend("mosaic_tpu"):
+        pk.partial_attention(*case.args(), **case.options)
+    assert seen == [case.k.shape]
+
+
+def test_the_default_device_decides() -> None:
+    """A CPU beside an accelerator gets its own backend under `jax.default_device`."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert dispatch.default_device().platform == "cpu"
+    with jax.default_device("cpu"):
+        assert dispatch.default_device().platform == "cpu"
