@@ -1,0 +1,392 @@
+"""KV over several attention workers: the plans by themselves, and each partition equal to one worker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxlamina.errors import UserError
+from jaxlamina.workers import (
+    AttentionSpec,
+    ChannelScales,
+    DecodeBatch,
+    PrefillBatch,
+    Programs,
+    attention_pool,
+)
+from jaxlamina.workers.partition import (
+    Placement,
+    checked_partition,
+    eighths,
+    plan_rows,
+    wish_by_requests,
+    wish_by_tokens,
+)
+
+DEVICE = jax.devices()[0]
+KINDS = ("heads", "requests", "tokens")
+
+
+def check_placement(placement: Placement, written: set[int]) -> None:
+    """Every written slot has a place of its own; used and free places add up."""
+    places = {(int(placement.worker[s]), int(placement.local[s])) for s in written}
+    assert len(places) == len(written) and all(w >= 0 for w, _ in places)
+    for w in range(len(placement.n_used)):
+        free = placement._free[w][: placement._n_free[w]].tolist()
+        used = [local for worker, local in places if worker == w]
+        assert sorted(free + used) == list(range(len(free) + len(used)))
+        assert placement.n_used[w] == len(used)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 40), st.data())
+def test_every_slot_has_a_place_of_its_own(n_workers: int, n_slots: int, data):
+    placement = Placement(n_slots, [-(-n_slots // n_workers)] * n_workers)
+    written: set[int] = set()
+    for _ in range(data.draw(st.integers(1, 8))):
+        slots = np.asarray(data.draw(st.lists(st.integers(0, n_slots - 1), unique=True)), np.int64)
+        if data.draw(st.booleans()):
+            wish = np.asarray(
+                data.draw(st.lists(st.integers(0, n_workers - 1), min_size=len(slots), max_size=len(slots))),
+                np.int64,
+            )
+            placement.place(slots, wish)
+            written |= set(slots.tolist())
+        else:
+            placement.release(slots)
+            written -= set(slots.tolist())
+        check_placement(placement, written)
+
+
+def test_a_wish_is_granted_where_there_is_room():
+    placement = Placement(6, [3, 3])
+    placement.place(np.arange(4), np.zeros(4, np.int64))
+    assert placement.worker[:4].tolist() == [0, 0, 0, 1]
+    placement.release(np.asarray([0]))
+    placement.place(np.asarray([5]), np.asarray([0]))
+    assert placement.worker[5] == 0 and placement.n_used.tolist() == [3, 1]
+
+
+def test_a_new_request_goes_where_least_kv_is_and_stays_there():
+    placement = Placement(40, [20, 20])
+    table = np.zeros((3, 0), np.int32)
+    wish = wish_by_requests(placement, table, np.zeros(3, np.int32), np.asarray([2, 9, 5]))
+    assert wish.tolist() == [1, 0, 1]  # the longest first, then the other two beside it
+    placement.place(np.arange(16), np.repeat(wish, [2, 9, 5]))
+    table = np.asarray([[0, 1], [15, 14]], np.int32)
+    assert wish_by_requests(placement, table, np.asarray([2, 2]), np.asarray([1, 1])).tolist() == [1, 1]
+    table = np.zeros((1, 1), np.int32)
+    assert wish_by_requests(placement, table, np.asarray([0]), np.asarray([1])).tolist() == [1]
+
+
+def test_blocks_of_tokens_go_round():
+    assert wish_by_tokens(np.arange(10), 3, 2).tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_plans_cover_each_token_once_and_windows_see_the_same(n_workers, b, c, t, seed):
+    """A row's tokens over all workers are its table; what a query sees of each through its window is the same."""
+    rng = np.random.default_rng(seed)
+    n_slots = b * (c + t) + 3
+    window = int(rng.integers(1, c + t + 1))
+    placement = Placement(n_slots, [-(-n_slots // n_workers)] * n_workers)
+    deck = rng.permutation(n_slots)
+    placement.place(deck, rng.integers(0, n_workers, n_slots))
+    lengths = rng.integers(0, c + 1, b).astype(np.int32)
+    table = deck[: b * c].reshape(b, c).astype(np.int32)
+    new = deck[b * c : b * (c + t)].reshape(b, t).astype(np.int32)
+    new = np.where(rng.random(new.shape) < 0.3, n_slots, new)
+    positions = lengths[:, None] + np.arange(t)
+    seen: dict[tuple[int, int], list[int]] = {}
+    stored: list[int] = []
+    logical = {(int(placement.worker[s]), int(placement.local[s])): int(s) for s in deck}
+    for w in range(n_workers):
+        plan = plan_rows(placement, w, table, lengths, positions, new, [window])
+        for row in range(b):
+            r = plan.spread[row]
+            if r == len(plan.rows):
+                continue
+            assert plan.rows[r] == row
+            kept = plan.slot_table[r, : plan.lengths[r]]
+            for query in range(t):
+                at = np.arange(len(kept))
+                q_at = plan.q_positions[window][r, query]
+                visible = kept[(at <= q_at) & (at > q_at - window)]
+                seen.setdefault((row, query), []).extend(logical[w, int(local)] for local in visible)
+        real = plan.new_slots < 2**31 - 1
+        for token, local in zip(plan.new[real], plan.new_slots[real], strict=True):
+            assert logical[w, int(local)] == new.reshape(-1)[token]
+            stored.append(int(token))
+    assert sorted(stored) == np.flatnonzero(new < n_slots).tolist()
+    for row in range(b):
+        for query in range(t):
+            first = max(0, positions[row, query] - window + 1)
+            assert sorted(seen.get((row, query), [])) == sorted(table[row, first : lengths[row]].tolist())
+
+
+def test_sizes_are_one_of_nine():
+    assert {eighths(n, 100) for n in range(101)} == {0, 13, 26, 39, 52, 65, 78, 91, 100}
+    assert eighths(3, 4) == 3 and eighths(1, 1) == 1
+
+
+def test_a_partition_that_cannot_be_says_what_can():
+    with pytest.raises(UserError, match=r"3 KV heads .* over 2 attention workers: take 1 or 3 .*'requests'"):
+        checked_partition("heads", 2, [3, 3])
+    with pytest.raises(UserError, match="partition='layers' must be one of heads, requests, tokens"):
+        checked_partition("layers", 2, [4])
+    with pytest.raises(UserError, match="attention_workers=0 must be at least 1"):
+        checked_partition("tokens", 0, [4])
+    checked_partition("tokens", 2, [3])
+
+
+N_HEADS = 8
+ROWS, CHUNK, WIDTH = 3, 13, 24  # shapes that are the same for all steps, to compile little
+
+
+def specs_of(window: int | None = None, softcap: float | None = None, kv: str = "auto", k: int = 4):
+    """One layer, and one with a window beside it."""
+    plain = AttentionSpec(k, 16, np.dtype(np.float32), 0.25, None, softcap, kv)
+    return (plain,) if window is None else (plain, replace(plain, scale=0.3, window=window))
+
+
+def pool_of(kind: str, n_workers: int, specs, n_slots: int, **kw):
+    devices = [DEVICE] * n_workers
+    return attention_pool(
+        specs, n_slots, devices, Programs(), model_device=DEVICE, partition=kind, token_block=2, **kw
+    )
+
+
+class Feed:
+    """Requests of random q, k, v, the same for every pool that is fed with them."""
+
+    def __init__(self, pool, seed: int) -> None:
+        self.pool = pool
+        self.rng = np.random.default_rng(seed)
+        self.free = self.rng.permutation(pool.n_slots).tolist()
+        self.rows: list[list[int]] = []
+
+    def qkv(self, b: int, t: int):
+        heads = N_HEADS, self.pool.specs[0].n_kv_heads, self.pool.specs[0].n_kv_heads
+        return [jnp.asarray(self.rng.normal(size=(b, t, n, 16)), jnp.float32) for n in heads]
+
+    def prefill(self, lengths: list[int]) -> None:
+        """New requests, from their first token on."""
+        slots = [[self.free.pop() for _ in range(n)] for n in lengths]
+        self.rows += slots
+        self._prefill(slots, [()] * len(slots))
+
+    def extend(self, n_tokens: list[int]) -> list[np.ndarray]:
+        """A chunk more for each request; the partials over what was stored, of each layer."""
+        new = [[self.free.pop() for _ in range(n)] for n in n_tokens]
+        earlier = [list(row) for row in self.rows]
+        for row, slots in zip(self.rows, new, strict=True):
+            row.extend(slots)
+        return self._prefill(new, earlier)
+
+    def decode(self) -> list[np.ndarray]:
+        for row in self.rows:
+            row.append(self.free.pop())
+        n_rows = ROWS + 1  # one row of padding at least
+        table = np.zeros((n_rows, WIDTH), np.int32)
+        lengths = np.zeros(n_rows, np.int32)
+        lengths[: len(self.rows)] = [len(row) - 1 for row in self.rows]
+        for b, row in enumerate(self.rows):
+            table[b, : len(row) - 1] = row[:-1]
+        new = np.full(n_rows, self.pool.n_slots, np.int32)
+        new[: len(self.rows)] = [row[-1] for row in self.rows]
+        tokens = np.zeros((len(new), 1), np.int32)
+        self.pool.begin_decode(DecodeBatch(tokens, lengths[:, None], table, lengths, new))
+        outs = []
+        for i in range(len(self.pool.specs)):
+            q, k, v = self.qkv(len(new), 1)
+            sent = self.pool.send_q(q), self.pool.send_kv(k), self.pool.send_kv(v)
+            outs.append(np.asarray(self.pool.attend(i, *sent))[: len(self.rows)])
+        return outs
+
+    def _prefill(self, new, earlier) -> list[np.ndarray]:
+        b, t = ROWS, CHUNK
+        width = WIDTH if any(map(len, earlier)) else 0
+        lengths = np.zeros(b, np.int32)
+        lengths[: len(earlier)] = [len(row) for row in earlier]
+        slots, table = np.full((b, t), self.pool.n_slots, np.int32), np.zeros((b, width), np.int32)
+        for r, (row, before) in enumerate(zip(new, earlier, strict=True)):
+            slots[r, : len(row)] = row
+            table[r, : len(before)] = before
+        positions = (lengths[:, None] + np.arange(t)).astype(np.int32)
+        last = np.zeros(b, np.int32)
+        self.pool.begin_prefill(
+            PrefillBatch(np.zeros((b, t), np.int32), positions, last, slots, table, lengths)
+        )
+        found = []
+        for i in range(len(self.pool.specs)):
+            q, k, v = self.qkv(b, t)
+            if width:
+                for x in self.pool.attend_stored(i, self.pool.send_q(q)):
+                    found += [np.asarray(x)[r, : len(row)] for r, row in enumerate(new)]
+            self.pool.append(i, self.pool.send_kv(k), self.pool.send_kv(v))
+        return found
+
+
+def fed(pool, seed: int, lengths: list[int], chunks: list[int], n_steps: int) -> list[np.ndarray]:
+    feed = Feed(pool, seed)
+    feed.prefill(lengths)
+    found = feed.decode()
+    found += feed.extend(chunks)
+    for _ in range(n_steps):
+        found += feed.decode()
+    return found
+
+
+def assert_same(got: list[np.ndarray], want: list[np.ndarray], atol: float = 1e-5) -> None:
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    st.sampled_from([2, 4]),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=3),
+    st.sampled_from([None, 1, 3, 6]),
+    st.sampled_from([None, 5.0]),
+    st.integers(0, 2**32 - 1),
+)
+def test_each_partition_equals_one_worker(n_workers, rows, window, softcap, seed):
+    lengths, chunks = [n for n, _ in rows], [n for _, n in rows]
+    specs = specs_of(window, softcap)
+    n_slots = sum(lengths) + sum(chunks) + 4 * len(rows)  # just enough: pools overflow into one another
+    want = fed(pool_of("heads", 1, specs, n_slots), seed, lengths, chunks, 3)
+    for kind in KINDS:
+        assert_same(fed(pool_of(kind, n_workers, specs, n_slots), seed, lengths, chunks, 3), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv", ["int8", "int8-channel"])
+def test_each_partition_of_int8_equals_one_worker(kind: str, kv: str):
+    specs = specs_of(window=4, kv=kv)
+    scales = None
+    if kv == "int8-channel":
+        rng = np.random.default_rng(0)
+        scales = [
+            ChannelScales(*jnp.asarray(rng.uniform(0.01, 0.04, (2, 4, 16)), jnp.float32)) for _ in specs
+        ]
+    want, got = (
+        fed(pool_of(k, b, specs, 60, channel_scales=scales), 5, [7, 3], [2, 4], 3)
+        for k, b in (("heads", 1), (kind, 2))
+    )
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_holds_its_share_of_memory(kind: str):
+    pool = pool_of(kind, 4, specs_of(), 64)
+    sizes = [sum(x.nbytes for x in (*w.kv.k, *w.kv.v)) for w in pool.workers]
+    assert sizes == [64 * sum(spec.slot_bytes for spec in specs_of()) // 4] * 4
+
+
+def test_tokens_are_where_their_partition_says():
+    by_request, by_token = (pool_of(kind, 2, specs_of(), 64) for kind in ("requests", "tokens"))
+    for pool in (by_request, by_token):
+        feed = Feed(pool, 3)
+        feed.prefill([9, 6])
+        feed.extend([3, 4])
+        feed.decode()
+        owners = [pool.placement.worker[row].tolist() for row in feed.rows]
+        if pool is by_request:
+            assert owners == [[0] * 13, [1] * 11]
+            pool.release(feed.rows[0])
+            feed.rows = []
+            feed.prefill([2])
+            assert pool.placement.worker[feed.rows[0]].tolist() == [0, 0]  # there is most room now
+        else:
+            assert owners[0] == [0, 0, 1, 1] * 3 + [0] and owners[1] == owners[0][:11]
+
+
+@pytest.mark.parametrize("kind, n_workers", [("heads", 1), ("heads", 2), ("requests", 2), ("tokens", 3)])
+def test_copied_and_moved_slots_read_the_same(kind: str, n_workers: int):
+    """A request's tokens go to other slots, or to the host and back, and it is none the wiser."""
+    outs = []
+    for way in ("stay", "copy", "move"):
+        pool = pool_of(kind, n_workers, specs_of(window=5), 80, n_host_slots=20)
+        feed = Feed(pool, 11)
+        feed.prefill([7, 5])
+        feed.decode()
+        others = feed.free[:13]
+        del feed.free[:13]
+        old = feed.rows[0] + feed.rows[1][:5]
+        if way == "copy":
+            pool.copy_slots(old, others)
+        if way == "move":
+            host = np.arange(19, 6 - 1, -1)
+            pool.move_out(old, host[:13])
+            feed_over(pool, old)
+            pool.move_in(host[:13], others)
+            assert sum(w.kv.host.n_held for w in pool.workers) == 0
+        if way != "stay":
+            feed.rows = [others[:8], others[8:] + feed.rows[1][5:]]
+        outs.append(feed.extend([2, 3]) + feed.decode())
+    assert_same(outs[1], outs[0], 0.0 if kind == "heads" else 1e-5)
+    assert_same(outs[2], outs[0], 0.0 if kind == "heads" else 1e-5)
+
+
+def feed_over(pool, slots: list[int]) -> None:
+    """Other requests' tokens in ``slots``."""
+    feed = Feed(pool, 99)
+    feed.free = list(slots)
+    feed.prefill([len(slots)])
+
+
+def test_reading_what_was_never_written_is_an_error():
+    pool = pool_of("tokens", 2, specs_of(), 16)
+    feed = Feed(pool, 0)
+    feed.rows = [[3, 4]]
+    feed.free = [7]
+    with pytest.raises(ValueError, match=r"slots \[3 4\] are read but hold nothing"):
+        feed.decode()
+
+
+ON_DEVICES = """
+import jax, numpy as np
+from test_partition import *
+one = fed(attention_pool(specs_of(3), 60, jax.devices()[:1], Programs(), model_device=jax.devices()[0]), 5, [7, 3], [2, 4], 3)
+for kind in KINDS:
+    devices = jax.devices()[1:]
+    pool = attention_pool(specs_of(3), 60, devices, Programs(), model_device=jax.devices()[0], partition=kind)
+    assert_same(fed(pool, 5, [7, 3], [2, 4], 3), one)
+    assert [x.device for w in pool.workers for x in w.kv.k[:1]] == devices, kind
+from test_workers import Rows, config_of, random_params, partial, apply, LocalExecutor
+config = config_of("llama")
+params = random_params(config, seed=3)
+first = jax.devices()[0]
+def run(**kw):
+    return Rows(LocalExecutor(partial(apply, config), params, n_slots=60, model_device=first, **kw)).run(3)
+alone = run(attention_device=first)
+apart = run(attention_device=jax.devices()[1], attention_workers=2, partition="tokens")
+assert apart.tokens == alone.tokens and apart.executor.q_first
+assert [w.device for w in apart.executor.attention.workers] == jax.devices()[1:]
+print("equal on", len(jax.devices()))
+"""
+
+
+def test_workers_on_devices_of_their_own():
+    root = Path(__file__).parent.parent
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", ON_DEVICES], check=False, env=env, capture_output=True, text=True, timeout=500
+    )
+    assert child.returncode == 0, child.stderr
+    assert "equal on 3" in child.stdout
