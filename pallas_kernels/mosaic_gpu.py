@@ -1,0 +1,249 @@
+"""The Mosaic GPU backend of partial attention, for Hopper and later: `gpu.partial` as Pallas kernels.
+
+Two kernels: partials of equal stretches of the batch's tokens, then their combination. Knows arrays; who picks this
+backend is `dispatch`. With `interpret=True` the same warp programs run in numpy, for tests without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.gpu.partial import LINE, Memory, PartialAttention, Spec, Tuning, combine_partials
+from pallas_kernels.gpu.plan import make_plan
+from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine
+from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool
+
+_KINDS = {"bfloat16": "bf16", "float16": "f16", "int8": "int8"}
+_SHARED_BYTES = 220 * 1024  # of a Hopper CTA's 227 KiB, less what the compiler keeps
+_COMBINE_WARPS = 8
+_INPUTS = ("q", "k", "v", "k_lines", "v_lines", "k_scales", "v_scales", "table", "plan", "q_positions")
+
+
+def supports(q: Any, k_pool: Pool, *, return_mass: bool = False, n_ctas: int | None = None) -> str | None:
+    """None if this backend computes the case, else why not."""
+    values = k_pool if not isinstance(k_pool, tuple) else k_pool.values
+    kind = _KINDS.get(jnp.dtype(values.dtype).name)
+    if kind is None:
+        return f"keys of {jnp.dtype(values.dtype).name}: tensor cores would round them"
+    if return_mass:
+        return "attention mass is not returned"
+    if q.shape[-1] % 16 or not 16 <= q.shape[-1] <= 256:
+        return f"head dim {q.shape[-1]} is not a multiple of 16 up to 256"
+    return None
+
+
+def partial_attention(
+    q: Array,
+    k_pool: Pool,
+    v_pool: Pool,
+    slot_table: Array,
+    lengths: Array,
+    q_positions: Array | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    return_mass: bool = False,
+    interpret: bool = False,
+    tuning: Tuning | None = None,
+    plan: Array | None = None,
+) -> tuple[Array, Array]:
+    """As `pallas_kernels.partial_attention`; `plan` as `plan_for` gives it, made here if there is none."""
+    reason = supports(q, k_pool, return_mass=return_mass)
+    if reason is not None:
+        raise ValueError(
+            f"the mosaic_gpu backend does not do this case ({reason}): use backend triton or xla"
+        )
+    spec = spec_for(q, k_pool, slot_table, q_positions, scale, window, softcap, tuning)
+    if plan is None:
+        plan = plan_for(spec, lengths, q_positions)
+    dtype = jnp.bfloat16 if spec.product == "bf16" else jnp.float16
+    if isinstance(k_pool, ChannelQuantizedPool):
+        by = jnp.repeat(k_pool.scales, spec.G, axis=0)
+        q = q.astype(jnp.float32) * by
+    arrays = {"q": q.astype(dtype), "k": _lines(spec, k_pool), "v": _lines(spec, v_pool)}
+    if spec.slot_scales:
+        assert isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool)
+        arrays |= {"k_scales": k_pool.scales, "v_scales": v_pool.scales}
+    arrays |= {"table": slot_table.astype(jnp.int32), "plan": plan}
+    if spec.positions or spec.window is not None:
+        arrays["q_positions"] = _positions(spec, lengths, q_positions)
+    run = _interpreted if interpret else _compiled
+    out, lse = run(spec, tuple(arrays), tuple(arrays.values()))
+    if isinstance(v_pool, ChannelQuantizedPool):
+        out = out * jnp.repeat(v_pool.scales, spec.G, axis=0)
+    return out, lse
+
+
+def spec_for(
+    q: Array,
+    k_pool: Pool,
+    slot_table: Array,
+    q_positions: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    tuning: Tuning | None = None,
+) -> Spec:
+    """The kernel for these shapes; without `tuning` the device's, with as many stages as fit."""
+    values = _values(k_pool)
+    b, tq, n, h = q.shape
+    spec = Spec(
+        B=b, Tq=tq, N=n, K=values.shape[1], H=h, C=slot_table.shape[1],
+        kind=_KINDS[jnp.dtype(values.dtype).name],
+        scale=float(scale), window=window, softcap=softcap,
+        slot_scales=isinstance(k_pool, QuantizedPool),
+        positions=q_positions is not None,
+        tuning=tuning or Tuning(n_ctas=multiprocessors()),
+    )  # fmt: skip
+    if tuning is not None:
+        return spec
+    for n_warps in (8, 4):
+        trial = replace(spec, tuning=replace(spec.tuning, n_warps=n_warps))
+        n_stages = min(4, _SHARED_BYTES // trial.stage_bytes)
+        if n_stages >= 3:
+            break
+    return replace(trial, tuning=replace(trial.tuning, n_stages=n_stages))
+
+
+def multiprocessors() -> int:
+    """Of the first GPU, or an H200's where there is none."""
+    device = jax.devices()[0]
+    return int(getattr(device, "core_count", 132)) if device.platform == "gpu" else 132
+
+
+def plan_for(spec: Spec, lengths: Array, q_positions: Array | None) -> Array:
+    """The plan of a step; equal for all layers of equal spec, and XLA then computes it once."""
+    first, end = jnp.zeros_like(lengths), lengths
+    if spec.positions or spec.window is not None:
+        at = _positions(spec, lengths, q_positions)
+        end = jnp.minimum(lengths, jnp.max(at, axis=1) + 1)
+        if spec.window is not None:
+            first = jnp.maximum(0, jnp.min(at, axis=1) - spec.window + 1)
+    return make_plan(spec.layout, first, end, tile_tokens=spec.tile_tokens)
+
+
+def _positions(spec: Spec, lengths: Array, q_positions: Array | None) -> Array:
+    if q_positions is None:
+        q_positions = lengths[:, None] + jnp.arange(spec.Tq, dtype=jnp.int32)
+    return q_positions.astype(jnp.int32)
+
+
+def _lines(spec: Spec, pool: Pool) -> Array:
+    """The pool's values as the copy engine takes them: a slot's row in lines of 128 bytes, where it has whole ones."""
+    values = _values(pool)
+    return values.reshape(values.shape[0], -1, LINE // values.dtype.itemsize) if spec.swizzled else values
+
+
+def _values(pool: Pool) -> Array:
+    return pool if not isinstance(pool, tuple) else pool.values
+
+
+def _memory(given: dict[str, Any], out: Any, lse: Any) -> Memory:
+    return Memory(**(dict.fromkeys(_INPUTS) | given), out=out, lse=lse)
+
+
+def _results(spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (spec.B, spec.Tq, spec.N, spec.H), (spec.B, spec.Tq, spec.N)
+
+
+def _combine_ctas(spec: Spec) -> int:
+    rows = spec.B * spec.Tq * spec.N
+    return min(8 * spec.tuning.n_ctas, -(-rows // _COMBINE_WARPS))
+
+
+def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+    """The two programs as Mosaic GPU kernels."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.gpu.warp_mosaic import MosaicWarp, global_pointer, lines_of, shared_pointer
+
+    n = len(arrays)
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    kernel = partial(plgpu.kernel, compiler_params=params, grid_names=("cta",), thread_name="warpgroup")
+
+    def attend(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
+        def program(context: Any, *refs: Any) -> None:
+            *globals_, shared = refs
+            pointers = [global_pointer(r) for r in globals_]
+            given = dict(zip(names, pointers, strict=False))
+            if spec.swizzled:
+                n_lines = spec.token_bytes // LINE
+                given |= {f"{n}_lines": lines_of(context, refs[names.index(n)], n_lines) for n in ("k", "v")}
+            memory = _memory(given, *pointers[n:])
+            PartialAttention(MosaicWarp(), spec, memory, shared_pointer(shared)).run()
+
+        program(*refs)
+
+    part = spec.partial_shape
+    out_type = (
+        jax.ShapeDtypeStruct((*part, spec.H), jnp.float32),
+        jax.ShapeDtypeStruct(part, jnp.float32),
+    )
+    parts = kernel(
+        attend,
+        out_type=out_type,
+        scratch_types=(plgpu.SMEM((spec.shared_bytes,), jnp.int8),),
+        grid=(spec.tuning.n_ctas,),
+        num_threads=spec.tuning.n_warps // 4 + 1,
+    )(*arrays)
+
+    def combine(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
+        def program(_ctx: Any, *refs: Any) -> None:
+            plan, part_out, part_lse, out, lse = [global_pointer(r) for r in refs]
+            memory = _memory({"plan": plan}, part_out, part_lse)
+            combine_partials(MosaicWarp(), spec, memory, out, lse, _COMBINE_WARPS, _combine_ctas(spec))
+
+        program(*refs)
+
+    out_shape, lse_shape = _results(spec)
+    return kernel(
+        combine,
+        out_type=(jax.ShapeDtypeStruct(out_shape, jnp.float32), jax.ShapeDtypeStruct(lse_shape, jnp.float32)),
+        grid=(_combine_ctas(spec),),
+        num_threads=_COMBINE_WARPS // 4,
+    )(arrays[names.index("plan")], *parts)
+
+
+def _interpreted(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+    out_shape, lse_shape = _results(spec)
+    types = (jax.ShapeDtypeStruct(out_shape, jnp.float32), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
+    out, lse = jax.pure_callback(partial(_interpret, spec, names), types, *arrays)
+    return out, lse
+
+
+def _interpret(spec: Spec, names: tuple[str, ...], *arrays: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Every warp of both programs in numpy, CTA by CTA. Unwritten results stay NaN."""
+    memory = {
+        name: np.ascontiguousarray(a).view(np.uint8).reshape(-1)
+        for name, a in zip(names, arrays, strict=True)
+    }
+    out_shape, lse_shape = _results(spec)
+    sizes = {"out": (*spec.partial_shape, spec.H), "lse": spec.partial_shape, "o": out_shape, "l": lse_shape}
+    memory |= {n: np.full(4 * math.prod(shape), 0xFF, np.uint8) for n, shape in sizes.items()}
+    given: dict[str, Any] = {name: name for name in names}
+    if spec.swizzled:
+        given |= {f"{n}_lines": (n, spec.K * spec.row_bytes // LINE) for n in ("k", "v")}
+    pointers = _memory(given, "out", "lse")
+    n_warps = spec.tuning.n_warps + 4
+    for index in range(spec.tuning.n_ctas):
+        cta = Cta(spec.shared_bytes, n_warps)
+        warps = [WarpMachine(memory, cta, index, warp) for warp in range(n_warps)]
+        cta.run([PartialAttention(w, spec, pointers, 0).run for w in warps])
+    for index in range(_combine_ctas(spec)):
+        cta = Cta(0, _COMBINE_WARPS)
+        for warp in range(_COMBINE_WARPS):
+            w = WarpMachine(memory, cta, index, warp)
+            combine_partials(w, spec, pointers, "o", "l", _COMBINE_WARPS, _combine_ctas(spec))
+    return memory["o"].view(np.float32).reshape(out_shape), memory["l"].view(np.float32).reshape(lse_shape)
