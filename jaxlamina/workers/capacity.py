@@ -77,9 +77,14 @@ def spread_over(n: int, first: jax.Device, model_device: jax.Device) -> list[jax
     return list(itertools.islice(itertools.cycle([first, *others]), n))
 
 
+def is_accelerator(device: jax.Device) -> bool:
+    """Whether a device has memory of its own, all for us."""
+    return device.platform != "cpu"
+
+
 def free_memory_bytes(device: jax.Device) -> tuple[int, float]:
     """Bytes free where ``device`` keeps its arrays, and the fraction of them that KV may take."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
+    stats = device.memory_stats() if is_accelerator(device) else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0), ACCELERATOR_FRACTION
     return host_free_bytes(), HOST_FRACTION

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.errors import UserError
+from jaxlamina.workers import capacity
 from jaxlamina.workers.attention_pool import attention_pool
 from jaxlamina.workers.attention_worker import Partial, attention_workspace_bytes
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
@@ -195,7 +196,7 @@ class LocalExecutor:
         device: jax.Device,
     ) -> int:
         """What the largest step needs on ``device``; 0 where nobody said how large, and on a host."""
-        if largest is None or device.platform == "cpu":
+        if largest is None or not capacity.is_accelerator(device):
             return 0
         found = 0
         if device in devices:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from jaxlamina.workers import capacity
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.calibration import channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_slots
@@ -52,8 +53,9 @@ class UnsplitExecutor:
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
         self._decode = jax.jit(self._traced_decode, donate_argnums=(1, 2))
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
-        measure = largest is not None and device.platform != "cpu"
-        workspace = self.workspace_bytes(largest) if measure and largest else 0
+        workspace = 0
+        if largest is not None and not isinstance(n_slots, int) and capacity.is_accelerator(device):
+            workspace = self.workspace_bytes(largest)
         self.n_slots = resolve_slots(n_slots, self.specs, [device], lambda _: workspace)
         scales = None
         if kv_dtype == "int8-channel":
