@@ -4,6 +4,10 @@ Requests (blocks of their queries, where these are many) are taken one after ano
 a tile is attended, the rows of the next, be it the next request's, come in by one DMA a token, and the slot numbers
 of the one after that. Tiles past a request's end, or before its window, are never touched. Knows arrays; who picks
 this backend is `dispatch`. Interpret mode runs it without a TPU.
+
+A pool is read where it lies if it lies row by row, as XLA puts one whose head dim is a multiple of 128 and which has
+2 KV heads or more. XLA puts others otherwise, and copies them for each call: on a TPU, make the head dim such a
+multiple. Compiled for v4, v5e and v6e; never timed on one.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.precision import exact
 from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, is_quantized, values_of
 
+# Mosaic takes no float16: "Only arguments with … bfloat16 or 32-bit element types are supported".
 _DTYPES = ("bfloat16", "float32", "int8")
 _BUFFER_BYTES = 4 << 20  # two tiles of keys and two of values, as float32, which they become
 _ACCUMULATOR_BYTES = 1 << 20

@@ -295,6 +295,34 @@ def test_a_chunks_own_partial(
         np.testing.assert_allclose(lse[row, real], want[1][row, real], atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "float32"])  # the last is XLA's
+@pytest.mark.parametrize("lengths", [None, (300, 77)])
+def test_a_chunks_own_partial_on_a_gpu(
+    form: str, window: int | None, lengths: tuple[int, ...] | None, rng: np.random.Generator
+) -> None:
+    """cuDNN's where it serves: the same numbers, and the same from `causal_attention`."""
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 300, n, 64)), form) for n in (6, 2, 2))
+    options: dict[str, Any] = {"scale": 0.125, "window": window}
+    ends = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    run = jax.jit(functools.partial(pk.causal_partial, **options))
+    served = "fmha" in run.lower(q, k, v, ends).as_text()
+    assert served == (form != "float32")
+    out, lse = run(q, k, v, ends)
+    want, want_lse = reference.causal_partial(q, k, v, ends, **options)
+    assert out.dtype == lse.dtype == jnp.float32
+    for row in range(2):
+        real = slice(0, 300 if lengths is None else lengths[row])
+        got = np.asarray(out, np.float64)[row, real]
+        error = np.linalg.norm(got - want[row, real], axis=-1) / np.linalg.norm(want[row, real], axis=-1)
+        assert error.max() <= 1.5 * TOLERANCE[form]  # cuDNN's result is rounded to its inputs' dtype
+        np.testing.assert_allclose(lse[row, real], want_lse[row, real], atol=1e-2)
+    if lengths is None:
+        whole = pk.causal_attention(q, k, v, **options)
+        np.testing.assert_allclose(np.asarray(whole, np.float32), out, atol=2e-2)
+
+
 def test_a_chunk_after_stored_tokens_is_the_whole(rng: np.random.Generator) -> None:
     """Its own partial and that of what is stored before it, combined."""
     q, k, v = (jnp.asarray(rng.normal(size=(1, 9, n, 16)), jnp.float32) for n in (4, 2, 2))
