@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.gpu.partial import LINE, Memory, PartialAttention, Spec, Tuning, combine_partials
+from pallas_kernels.gpu.combine import combine_partials
+from pallas_kernels.gpu.partial import PartialAttention
 from pallas_kernels.gpu.plan import make_plan
+from pallas_kernels.gpu.spec import LINE, Memory, Spec, Tuning
 from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine
 from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool
 
@@ -107,7 +109,7 @@ def spec_for(
     )  # fmt: skip
     if tuning is not None:
         return spec
-    for n_warps in (8, 4):
+    for n_warps in (16, 8, 4) if spec.kind == "int8" else (8, 4):
         trial = replace(spec, tuning=replace(spec.tuning, n_warps=n_warps))
         n_stages = min(4, _SHARED_BYTES // trial.stage_bytes)
         if n_stages >= 3:

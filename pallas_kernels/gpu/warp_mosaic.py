@@ -341,6 +341,9 @@ class MosaicWarp:
         ptx = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
         return _asm(ptx, ["i32"] * 4, [shared.value], memory=True)
 
+    def transpose(self, pair: Reg) -> Reg:
+        return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", ["i32"], [pair.value], effects=True)[0]
+
     def pack(self, low: Reg, high: Reg, kind: str) -> Reg:
         return _asm(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", ["i32"], [low.value, high.value])[0]
 

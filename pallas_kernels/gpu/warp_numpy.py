@@ -297,6 +297,11 @@ class WarpMachine:
             out.append(np.ascontiguousarray(pairs).view(np.uint32)[:, 0])
         return out
 
+    def transpose(self, pair: np.ndarray) -> np.ndarray:
+        """`movmatrix`: an 8 x 8 matrix of 16-bit values, lane 4 r + c holding row r's columns 2 c and 2 c + 1."""
+        matrix = np.ascontiguousarray(pair).view(np.uint16).reshape(8, 8)
+        return np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint32)
+
     # --- arithmetic on pairs of 16-bit floats ---
     def pack(self, low: np.ndarray, high: np.ndarray, kind: str) -> np.ndarray:
         pair = np.stack([low, high], axis=1).astype(_PACKED[kind])
