@@ -138,6 +138,57 @@ def test_generate_unsplit_writes_the_same_and_says_that_it_is_not_split(tiny_fol
     assert unsplit.stderr.strip().splitlines()[-1].startswith("not split")
 
 
+def test_generate_several_continuations_numbers_them(tiny_folder):
+    arguments = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "1", "--seed", "7"]
+    one = command("generate", "w3 w5", *arguments).stdout
+    done = command("generate", "w3 w5", *arguments, "--n", "3")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["[1]", "[2]", "[3]"] and len(set(lines)) == 3
+    assert lines[0].removeprefix("[1] ") == one.rstrip("\n")
+    assert done.stderr.strip().splitlines()[-2].startswith("12 tokens, ")
+    both = command("generate", "w3 w5", "w1", *arguments, "--n", "2", "--best-of", "3").stdout
+    assert [line.split()[0] for line in both.splitlines()] == ["[1.1]", "[1.2]", "[2.1]", "[2.2]"]
+
+
+def test_generate_with_beams_writes_the_likelier_text(tiny_folder):
+    arguments = [
+        "generate",
+        "w3 w5",
+        "--model",
+        str(tiny_folder),
+        "--max-tokens",
+        "5",
+        "--json",
+        "--logprobs",
+        "0",
+    ]
+    greedy = json.loads(command(*arguments).stdout)["outputs"][0]
+    done = command(*arguments, "--beam-width", "4", "--n", "2")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    best, second = record["outputs"][0]["outputs"]
+    rivals = greedy["cumulative_logprob"], second["cumulative_logprob"]
+    assert best["cumulative_logprob"] >= max(rivals) - 1e-4
+    assert record["n_tokens"] == 10 and record["tokens_per_s"] == pytest.approx(
+        10 / record["seconds"], rel=0.1
+    )
+
+
+def test_generate_with_other_kv_writes_too(tiny_folder):
+    arguments = ["generate", "w3 w5 w8 w1", "--model", str(tiny_folder), "--max-tokens", "6"]
+    plain = command(*arguments).stdout
+    for options in (
+        ["--attention-workers", "2", "--partition", "heads"],
+        ["--attention-workers", "3", "--partition", "tokens", "--no-prefix-caching"],
+        ["--host-kv-slots", "64"],
+    ):
+        done = command(*arguments, *options)
+        assert done.returncode == 0 and done.stdout == plain, (options, done.stderr)
+    done = command(*arguments, "--kv-dtype", "int8")
+    assert done.returncode == 0 and len(done.stdout.split()) == 6
+
+
 def test_generate_reads_a_prompt_from_stdin(tiny_folder):
     arguments = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "1", "--seed", "7"]
     piped = command("generate", "-", *arguments, input="w3 w5\n")
@@ -161,6 +212,19 @@ def test_generate_json_of_two_prompts():
 
 def test_a_negative_temperature(capsys):
     assert "temperature=-1.0" in one_error(capsys, "generate", "hi", "--temperature", "-1")
+
+
+def test_options_of_several_continuations_and_of_kv(capsys, tiny_folder):
+    model = ("generate", "w3", "--model", str(tiny_folder))
+    assert "n=2, best_of=None with temperature=0" in one_error(capsys, *model, "--n", "2")
+    assert "length_penalty=2.0 is for beam search" in one_error(capsys, *model, "--length-penalty", "2")
+    assert "beam_width=2" in one_error(capsys, *model, "--n", "3", "--beam-width", "2")
+    assert "kv_dtype='int4' must be one of auto, int8" in one_error(capsys, *model, "--kv-dtype", "int4")
+    line = one_error(capsys, *model, "--attention-workers", "3")
+    assert "2 KV heads do not divide evenly over 3 attention workers: take 1 or 2 of them" in line
+    assert "partition='rows' must be one of heads" in one_error(capsys, *model, "--partition", "rows")
+    assert "needs the model split" in one_error(capsys, *model, "--attention-workers", "2", "--no-split")
+    assert "host_kv_slots=-1 must be 0" in one_error(capsys, *model, "--host-kv-slots", "-1")
 
 
 def test_an_empty_prompt(capsys):

@@ -14,6 +14,7 @@ from jaxlamina.models import ModelConfig, random_params
 
 MODEL = "smollm2-135m-instruct"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+BEAMS = SamplingParams(temperature=0.0, use_beam_search=True, beam_width=3, max_tokens=26)
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a small village by the sea, there lived an old fisherman who",
@@ -223,6 +224,15 @@ def test_capacity_comes_from_memory_when_not_given(monkeypatch):
             "prompt token id 999",
         ),
         (lambda m: SamplingParams(temperature=-1), "temperature=-1"),
+        (
+            lambda m: m.generate({"prompt_token_ids": [1]}, SamplingParams(n=5)),
+            "has 5 sequences, 4 run at once",
+        ),
+        (lambda m: m.stream({"prompt_token_ids": [1]}, SamplingParams(n=2)), "cannot be streamed as one"),
+        (
+            lambda m: m.generate({"prompt_token_ids": [1]}, BEAMS),
+            r"may need 76 KV slots \(prompt 1 \+ max_tokens 26 - 1, for each of 3 beams\)",
+        ),
     ],
 )
 def test_bad_requests_are_refused_in_one_line_and_leave_nothing_behind(small: LLM, ask, message: str):
@@ -241,6 +251,13 @@ def test_bad_requests_are_refused_in_one_line_and_leave_nothing_behind(small: LL
         ({"max_model_len": 1}, "max_model_len=1"),
         ({"kv_slots": 0}, "kv_slots=0"),
         ({"devices": []}, "must be one device, or two"),
+        ({"devices": [None] * 4, "attention_workers": 2}, "or 3: one for each attention worker"),
+        ({"kv_dtype": "int4"}, "kv_dtype='int4' must be one of auto, int8, int8-channel"),
+        ({"attention_workers": 0}, "attention_workers=0 must be at least 1"),
+        ({"attention_workers": 4}, "2 KV heads do not divide evenly over 4 attention workers"),
+        ({"partition": "layers"}, "partition='layers' must be one of heads, requests, tokens"),
+        ({"attention_workers": 2, "split": False}, "attention_workers=2 needs the model split"),
+        ({"host_kv_slots": -1}, "host_kv_slots=-1 must be 0"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(options: dict, message: str):
