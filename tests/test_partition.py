@@ -111,8 +111,7 @@ def test_plans_cover_each_token_once_and_windows_see_the_same(n_workers, b, c, t
     seen: dict[tuple[int, int], list[int]] = {}
     stored: list[int] = []
     logical = {(int(placement.worker[s]), int(placement.local[s])): int(s) for s in deck}
-    for w in range(n_workers):
-        plan = plan_rows(placement, w, table, lengths, positions, new, [window])
+    for w, plan in enumerate(plan_rows(placement, table, lengths, positions, new, [window])):
         for row in range(b):
             r = plan.spread[row]
             if r == len(plan.rows):

@@ -317,11 +317,7 @@ class PlacedPool:
         else:
             wishes = wish_by_tokens(positions, len(self._workers), self._token_block)
         self.placement.place(new_slots[real], wishes[real])
-        self._placed(slot_table[np.arange(slot_table.shape[1]) < lengths[:, None]])
-        self._plans = [
-            plan_rows(self.placement, w, slot_table, lengths, positions, new_slots, self._windows)
-            for w in range(len(self._workers))
-        ]
+        self._plans = plan_rows(self.placement, slot_table, lengths, positions, new_slots, self._windows)
         for worker, plan in zip(self._workers, self._plans, strict=True):
             worker.begin(plan.slot_table, plan.lengths, plan.new_slots, plan.q_positions)
         self._indices = [

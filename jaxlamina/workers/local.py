@@ -85,7 +85,8 @@ class LocalExecutor:
         self.n_slots = resolve_slots(n_slots, specs, devices, workspace)
         scales = None
         if kv_dtype == "int8-channel":
-            scales = channel_scales(model, self.model.params, specs, calibration_tokens)
+            known = model, self.model.params, specs, calibration_tokens
+            scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
         self.attention = attention_pool(
             specs,
             self.n_slots,

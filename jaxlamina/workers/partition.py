@@ -36,6 +36,9 @@ def checked_partition(partition: str, n_workers: int, n_kv_heads: Sequence[int])
         )
 
 
+NOWHERE = -1  # in place of a worker
+
+
 class Placement:
     """Where each of S logical slots is: a worker and a slot of its pool.
 
@@ -47,11 +50,15 @@ class Placement:
     def __init__(self, n_slots: int, capacities: Sequence[int]) -> None:
         assert sum(capacities) >= n_slots
         self.n_slots = n_slots
-        self.worker = np.full(n_slots, -1, np.int32)  # [S]; -1: nowhere
+        self.worker = np.full(n_slots, NOWHERE, np.int32)  # [S]
         self.local = np.zeros(n_slots, np.int32)  # [S]
         self._free = [np.arange(n - 1, -1, -1, dtype=np.int32) for n in capacities]  # stacks
         self._n_free = np.asarray(capacities, np.int64)
         self._capacities = np.asarray(capacities, np.int64)
+
+    @property
+    def n_workers(self) -> int:
+        return len(self._free)
 
     @property
     def n_used(self) -> np.ndarray:
@@ -61,18 +68,18 @@ class Placement:
     def release(self, slots: np.ndarray) -> None:
         """Frees the places of ``slots`` (distinct); those that are nowhere stay so."""
         owners = self.worker[slots]
-        for w in range(len(self._free)):
+        for w in range(self.n_workers):
             of_worker = slots[owners == w]
             n = self._n_free[w]
             self._free[w][n : n + len(of_worker)] = self.local[of_worker]
             self._n_free[w] = n + len(of_worker)
-        self.worker[slots] = -1
+        self.worker[slots] = NOWHERE
 
     def place(self, slots: np.ndarray, wish: np.ndarray) -> None:
         """Gives ``slots`` (distinct) a place each, on the worker of ``wish`` if it has room, else on the emptiest."""
         self.release(slots)
         left = slots
-        for w in range(len(self._free)):
+        for w in range(self.n_workers):
             wanted = slots[wish == w]
             here = wanted[: self._n_free[w]]
             self._take(w, here)
@@ -139,50 +146,47 @@ class RowsPlan(NamedTuple):
 
 
 NO_SLOT = np.iinfo(np.int32).max
+_PAST_END = -2  # in place of a worker
 
 
 def plan_rows(
     placement: Placement,
-    worker: int,
     slot_table: np.ndarray,
     lengths: np.ndarray,
     positions: np.ndarray,
     new_slots: np.ndarray,
     windows: Sequence[int],
-) -> RowsPlan:
-    """Worker ``worker``'s part: slot_table ``[B, C]``, lengths ``[B]``, positions and new_slots ``[B, T]`` (S: none).
+) -> list[RowsPlan]:
+    """Each worker's part: slot_table ``[B, C]``, lengths ``[B]``, positions and new_slots ``[B, T]`` (S: none).
 
-    A row's stored tokens here keep their order but lose their positions, which a sliding window asks for. So each
-    window gets ``q_positions``: where a query would have to stand in the row of tokens that are here to see just
-    those that it sees of them.
+    A row's stored tokens on a worker keep their order but lose their positions, which a sliding window asks for. So
+    each window gets ``q_positions``: where a query would have to stand in the row of tokens that are there to see
+    just those that it sees of them. ``ValueError`` for a stored token that is nowhere.
     """
     b, c = slot_table.shape
-    at = np.arange(c)
-    here = (placement.worker[slot_table] == worker) & (at < lengths[:, None])
-    counts = here.sum(axis=1, dtype=np.int32)
-    rows = np.flatnonzero(counts).astype(np.int32)
-    width = eighths(int(counts.max(initial=0)), c)
-    n_rows = eighths(len(rows), b)
-    table = np.zeros((n_rows, width), np.int32)
-    row_of, column = np.nonzero(here[rows])
-    starts = np.cumsum(counts[rows]) - counts[rows]
-    table[row_of, np.arange(len(row_of)) - starts[row_of]] = placement.local[slot_table[rows[row_of], column]]
-    spread = np.full(b, n_rows, np.int32)
-    spread[rows] = np.arange(len(rows))
-    queries = {window: _seen_from(here[rows], positions[rows], window, n_rows) for window in windows}
+    owners = np.where(np.arange(c) < lengths[:, None], placement.worker[slot_table], _PAST_END)
+    if (owners == NOWHERE).any():
+        raise ValueError(f"slots {slot_table[owners == NOWHERE][:8]} are read but hold nothing")
+    local = placement.local[slot_table]
     new = np.flatnonzero(new_slots < placement.n_slots).astype(np.int32)
-    new = new[placement.worker[new_slots.reshape(-1)[new]] == worker]
-    to = placement.local[new_slots.reshape(-1)[new]]
-    n_new = eighths(len(new), new_slots.size)
-    return RowsPlan(
-        _to_length(rows, n_rows, 0),
-        spread,
-        table,
-        _to_length(counts[rows], n_rows, 0),
-        queries,
-        _to_length(new, n_new, 0),
-        _to_length(to, n_new, NO_SLOT),
-    )
+    to = new_slots.reshape(-1)[new]
+    plans = []
+    for w in range(placement.n_workers):
+        here = owners == w
+        counts = here.sum(axis=1, dtype=np.int32)
+        rows = np.flatnonzero(counts).astype(np.int32)
+        n_rows = eighths(len(rows), b)
+        table = np.zeros((n_rows, eighths(int(counts.max(initial=0)), c)), np.int32)
+        lengths_here = _to_length(counts[rows], n_rows, 0)
+        table[np.arange(table.shape[1]) < lengths_here[:, None]] = local[here]  # both row by row, in order
+        spread = np.full(b, n_rows, np.int32)
+        spread[rows] = np.arange(len(rows))
+        queries = {window: _seen_from(here[rows], positions[rows], window, n_rows) for window in windows}
+        mine = placement.worker[to] == w
+        n_new = eighths(int(mine.sum()), new_slots.size)
+        kept = _to_length(new[mine], n_new, 0), _to_length(placement.local[to[mine]], n_new, NO_SLOT)
+        plans.append(RowsPlan(_to_length(rows, n_rows, 0), spread, table, lengths_here, queries, *kept))
+    return plans
 
 
 def _seen_from(here: np.ndarray, positions: np.ndarray, window: int, n_rows: int) -> np.ndarray:

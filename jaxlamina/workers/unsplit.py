@@ -59,7 +59,8 @@ class UnsplitExecutor:
         self.n_slots = resolve_slots(n_slots, self.specs, [device], lambda _: workspace)
         scales = None
         if kv_dtype == "int8-channel":
-            scales = channel_scales(model, self.params, self.specs, calibration_tokens)
+            known = model, self.params, self.specs, calibration_tokens
+            scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
         self.kv = KVPools(self.specs, self.n_slots, device, channel_scales=scales, n_host_slots=n_host_slots)
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
