@@ -1,14 +1,20 @@
 """Perplexity by teacher-forced decode: every token goes through both workers, one step at a time.
 
 Knows token windows and an executor; no scheduler, no sampler. Slower than a prefill would be, and that is the
-point: it measures the path that serves.
+point: it measures the path that serves, every read of KV in the form that it is stored in. As a program it
+compares such forms: ``python -m jaxlamina.perplexity TEXT_FILE --kv-dtype auto int8 int8-channel``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +24,9 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.engine import Executor
 from jaxlamina.errors import UserError
 from jaxlamina.kv import OutOfSlots, SlotAllocator
+from jaxlamina.llm import LLM
 from jaxlamina.workers.batch import DecodeBatch
+from jaxlamina.workers.spec import KV_DTYPES
 
 
 @dataclass(frozen=True)
@@ -76,3 +84,69 @@ def _logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Log-probability of ``targets`` ``[B]`` under ``logits`` ``[B, V]`` float32."""
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def by_kv_dtype(
+    model: Any,
+    text: str,
+    kv_dtypes: Sequence[str],
+    n_windows: int,
+    window_tokens: int,
+    on_step: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, Perplexity]]:
+    """A model's perplexity over the first windows of ``text``, no BOS, with each way to store KV.
+
+    ``options`` are ``LLM``'s. ``UserError`` for a model without a tokenizer and for a text that is too short.
+    """
+    for kv_dtype in kv_dtypes:
+        llm = LLM(
+            model,
+            kv_dtype=kv_dtype,
+            max_num_seqs=n_windows,
+            max_model_len=window_tokens,
+            kv_slots=n_windows * (window_tokens - 1),
+            **options,
+        )
+        if llm.tokenizer is None:
+            raise UserError("the model has no tokenizer, and perplexity is measured on text")
+        tokens = llm.tokenizer.encode(text, add_special_tokens=False)
+        windows = windows_of(tokens, n_windows, window_tokens)
+        yield kv_dtype, perplexity(llm.executor, windows, buckets=llm.buckets, on_step=on_step)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the perplexity with each ``--kv-dtype`` and its distance from the first, then a line of JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxlamina.perplexity", description="Perplexity by teacher-forced decode."
+    )
+    parser.add_argument("text", type=Path, help="a text file")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="float32", help="of weights, and of KV where that is auto")
+    parser.add_argument("--kv-dtype", nargs="+", default=list(KV_DTYPES), choices=KV_DTYPES)
+    parser.add_argument("--windows", type=int, default=20, help="non-overlapping, from the text's start")
+    parser.add_argument("--window-tokens", type=int, default=1024)
+    args = parser.parse_args(arguments)
+    if not args.text.is_file():
+        raise UserError(f"there is no text file {args.text}")
+    size = args.windows, args.window_tokens
+    print(f"{args.model}, {size[0]} windows of {size[1]} tokens of {args.text.name}, {args.dtype}")
+    found: dict[str, Perplexity] = {}
+    text = args.text.read_text(encoding="utf-8")
+    for kv_dtype, result in by_kv_dtype(args.model, text, args.kv_dtype, *size, dtype=args.dtype):
+        found[kv_dtype] = result
+        first = found[args.kv_dtype[0]].value
+        print(
+            f"KV {kv_dtype:<13} {result.value:10.4f}  {100 * (result.value / first - 1):+.3f} %", flush=True
+        )
+    values = {kv_dtype: result.value for kv_dtype, result in found.items()}
+    print(
+        json.dumps({"model": args.model, "windows": size[0], "window_tokens": size[1], "perplexity": values})
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

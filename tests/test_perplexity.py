@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from test_models import MODELS
 from jaxlamina import LLM
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
-from jaxlamina.perplexity import perplexity, windows_of
+from jaxlamina.perplexity import by_kv_dtype, main, perplexity, windows_of
 from jaxlamina.workers import LocalExecutor
 
 TEXT = Path(__file__).parent / "data" / "wiki.test.raw.head"
@@ -35,6 +36,33 @@ def test_smollm2_on_wikitext_by_decode():
     result = perplexity(llm.executor, windows, buckets=llm.buckets)
     assert result.n_scored_tokens == 20_460
     assert result.value == pytest.approx(23.23, abs=0.02)
+
+
+FLOAT = 23.229  # transformers, float32
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel"])
+def test_smollm2_on_wikitext_through_int8_kv(kv_dtype: str):
+    """Within 1 % of float KV: every read of every step but a token's own goes through int8."""
+    text = TEXT.read_text(encoding="utf-8")
+    ((_, result),) = by_kv_dtype("smollm2-135m-instruct", text, [kv_dtype], 20, 1024)
+    assert result.n_scored_tokens == 20_460
+    assert result.value == pytest.approx(FLOAT, rel=0.01)
+
+
+def test_int8_kv_stays_within_a_percent_and_the_program_says_so(capsys):
+    """A small part of the same text; the whole of it is `slow`."""
+    main([str(TEXT), "--windows", "4", "--window-tokens", "96"])
+    lines = capsys.readouterr().out.splitlines()
+    values = json.loads(lines[-1])["perplexity"]
+    assert list(values) == ["auto", "int8", "int8-channel"] and len(set(values.values())) == 3
+    for kv_dtype in ("int8", "int8-channel"):
+        assert values[kv_dtype] == pytest.approx(values["auto"], rel=0.01)
+    assert lines[1].startswith("KV auto") and lines[1].endswith("+0.000 %")
+    with pytest.raises(UserError, match="there is no text file nowhere"):
+        main(["nowhere"])
 
 
 def test_perplexity_is_that_of_the_whole_sequence_at_once():
