@@ -5,9 +5,9 @@ a tile is attended, the rows of the next, be it the next request's, come in by o
 of the one after that. Tiles past a request's end, or before its window, are never touched. Knows arrays; who picks
 this backend is `dispatch`. Interpret mode runs it without a TPU.
 
-A pool is read where it lies if it lies row by row, as XLA puts one whose head dim is a multiple of 128 and which has
-2 KV heads or more. XLA puts others otherwise, and copies them for each call: on a TPU, make the head dim such a
-multiple. Compiled for v4, v5e and v6e; never timed on one.
+A pool is read where it lies if it lies row by row, as XLA puts one whose head dim is a multiple of 128 and whose KV
+heads are a power of two (from 2; int8 from 4). XLA puts others otherwise, and copies them for each call. Seen in what
+XLA compiles for v4, v5e and v6e; never timed on one.
 """
 
 from __future__ import annotations

@@ -238,6 +238,19 @@ def test_mass_is_the_probability_of_each_entry(k: int, form: str, rng: np.random
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_batch_in_groups_is_the_same(form: str, rng: np.random.Generator, monkeypatch: Any) -> None:
+    """XLA takes large batches in groups of rows: to rounding, what it takes at once."""
+    case = Case(Shape(form=form, tq=2, among=True, window=9), rng)
+    whole = run("xla", case, compiled=True, return_mass=True)
+    for size in (1, 2):
+        monkeypatch.setattr("pallas_kernels.xla._group_size", lambda *_, size=size: size)
+        grouped = run("xla", case, compiled=True, return_mass=True)
+        check(case, *grouped[:2])
+        for x, y in zip(whole, grouped, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_what_lies_outside_the_lists_changes_nothing(form: str, rng: np.random.Generator) -> None:
     """To the bit: the poison is replaced by numbers, and the results are the same."""
     case = Case(Shape(form=form), rng)
