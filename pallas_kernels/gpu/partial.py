@@ -20,8 +20,9 @@ from typing import Any
 from pallas_kernels.gpu.orders import FIRST, LAST, STOP, Order, Orders
 from pallas_kernels.gpu.spec import LINE, LOG2E, LOWEST, ORDER_WORDS, ORDERS, QUERIES, TOKENS, Memory, Spec
 
-# Registers of a thread, by warps that compute: (of the other 4, of these), within a multiprocessor's 65,536.
-_REGISTERS = {8: (40, 232), 12: (40, 152), 16: (40, 112)}
+# Registers of a thread, by warps that compute: (of the other 4, of these). Together no more than the launch gave the CTA
+# (168, 128 or 96 a thread), or warps wait for ever for registers that nobody gives back.
+_REGISTERS = {8: (40, 232), 12: (40, 152), 16: (40, 104)}
 
 
 @dataclass
