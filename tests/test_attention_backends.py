@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,18 +223,39 @@ def test_on_a_gpu(backend: str, shape: Shape, rng: np.random.Generator) -> None:
     serve(backend, shape, rng, compiled=True)
 
 
-@pytest.mark.parametrize("k", [2, 8])  # the XLA backend has two ways, by the number of heads
-@pytest.mark.parametrize("form", FORMS)
-def test_mass_is_the_probability_of_each_entry(k: int, form: str, rng: np.random.Generator) -> None:
-    case = Case(Shape(2 * k, k, 16, form, (20, 0, 5), tq=3, among=True, window=7), rng)
-    out, lse, mass = run("xla", case, compiled=True, return_mass=True)
-    check(case, out, lse)
+def check_mass(backend: str, shape: Shape, rng: np.random.Generator, *, compiled: bool) -> None:
+    """Each entry's probability; together as much as there are queries and heads that see anything."""
+    case = Case(shape, rng)
+    out, lse, mass = run(backend, case, compiled=compiled, return_mass=True)
+    check(case, out, lse, backend)
     want = reference.attention_mass(
         case.q, case.k, case.table, case.lengths, q_positions=case.positions, **case.options
     )
-    np.testing.assert_allclose(mass, want, atol=1e-2 if form in FORMS[:2] else 1e-4)
-    n_seeing = np.isfinite(np.asarray(lse)).sum((1, 2))
-    np.testing.assert_allclose(np.asarray(mass).sum(1), n_seeing, atol=1e-3)
+    assert mass.dtype == jnp.float32
+    np.testing.assert_allclose(mass, want, atol=1e-4 if shape.dtype == "float32" else 1e-2)
+    np.testing.assert_allclose(np.asarray(mass).sum(1), np.isfinite(np.asarray(lse)).sum((1, 2)), rtol=1e-3)
+
+
+MASS = [Shape(6, 2, 64, form, (20, 0, 5), tq=3, among=True, window=7) for form in FORMS]
+
+
+@pytest.mark.parametrize("k", [2, 8])  # the XLA backend has two ways, by the number of heads
+@pytest.mark.parametrize("shape", MASS, ids=lambda s: s.name)
+def test_mass_is_the_probability_of_each_entry(shape: Shape, k: int, rng: np.random.Generator) -> None:
+    check_mass("xla", replace(shape, n=3 * k, k=k), rng, compiled=True)
+
+
+@missing("triton")
+@pytest.mark.parametrize("shape", MASS[1:4], ids=lambda s: s.name)
+def test_mass_interpreted(shape: Shape, rng: np.random.Generator) -> None:
+    check_mass("triton", shape, rng, compiled=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize("shape", MASS, ids=lambda s: s.name)
+def test_mass_on_a_gpu(backend: str, shape: Shape, rng: np.random.Generator) -> None:
+    check_mass(backend, shape, rng, compiled=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
