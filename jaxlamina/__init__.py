@@ -11,13 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxlamina.errors import UserError
     from jaxlamina.llm import LLM
-    from jaxlamina.outputs import Logprob, RequestOutput
+    from jaxlamina.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxlamina.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Logprob", "RequestOutput", "SamplingParams", "UserError", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "UserError",
+    "__version__",
+]
 
 _HOMES = {
+    "CompletionOutput": "jaxlamina.outputs",
     "LLM": "jaxlamina.llm",
     "Logprob": "jaxlamina.outputs",
     "RequestOutput": "jaxlamina.outputs",

@@ -182,7 +182,7 @@ class LLM:
         *,
         on_token: Callable[[TokenEvent], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continues each prompt; outputs in the prompts' order.
+        """Continues each prompt; outputs in the prompts' order, ``n`` continuations in each one's ``outputs``.
 
         A prompt is a string, ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``; ``sampling_params`` one for
         all (default ``SamplingParams()``) or one each. ``on_token`` is called for every token as it comes.

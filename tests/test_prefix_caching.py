@@ -85,17 +85,23 @@ def test_eight_samples_compute_the_prompt_once_and_are_themselves(llm: LLM):
     assert llm.generate(SYSTEM, alone)[0].token_ids == out.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+HEADS, REQUESTS, TOKENS = (
+    {"attention_workers": b, "partition": p} for b, p in [(2, "heads"), (2, "requests"), (3, "tokens")]
+)
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {},
-        {"split": False},
-        {"attention_workers": 2, "partition": "heads"},
-        {"attention_workers": 2, "partition": "requests"},
-        {"attention_workers": 3, "partition": "tokens"},
+        ("llama", {}),
+        ("llama", {"split": False}),
+        ("llama", HEADS),
+        ("llama", REQUESTS),
+        ("llama", TOKENS),
+        ("mistral-window", {}),
+        ("mistral-window", TOKENS),
     ],
-    ids=lambda o: "-".join(map(str, o.values())) or "split",
+    ids=lambda o: o if isinstance(o, str) else "-".join(map(str, o.values())) or "split",
 )
 def test_caching_preemption_and_the_host_change_no_token(name: str, options: dict):
     """Random prompts that share prefixes, in a pool that is too small: on the host, recomputed, cached or not."""
