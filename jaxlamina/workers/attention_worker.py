@@ -194,4 +194,9 @@ def attention_workspace_bytes(
         kv = jax.ShapeDtypeStruct((1, t, spec.n_kv_heads, head), spec.dtype)
         stored = program_bytes(jit_append(Programs()), pool, pool, kv, kv, ints(t))
         found.append(stored + 2 * kv.size * spec.dtype.itemsize)
+        half = -(-t // 2)  # of a prompt whose first half is stored: there are never more scores than that
+        chunk = jax.ShapeDtypeStruct((1, half, n, head), spec.dtype)
+        function = jit_attend_stored(spec, device, Programs())
+        needs = program_bytes(function, chunk, pool, pool, ints(1, half), ints(1), None)
+        found.append(needs + chunk.size * spec.dtype.itemsize)
     return max(found)
