@@ -15,12 +15,22 @@ from jax._src import source_info_util
 from jax._src.lib import cuda_versions
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir as mlir_ir
+from jaxlib.mlir.dialects import arith as mlir_arith
+from jaxlib.mlir.dialects import llvm as mlir_llvm
+from jaxlib.mlir.dialects import scf as mlir_scf
 
 Primitive = jex_core.Primitive
 Literal = jex_core.Literal
 Var = jex_core.Var
 JaxprEqn = jex_core.JaxprEqn
 ShapedArray = jax.core.ShapedArray
+
+# What the GPU kernels emit instructions with. The dialects' stubs know only what was generated, not what they export.
+ir = mlir_ir
+arith: Any = mlir_arith
+llvm: Any = mlir_llvm
+scf: Any = mlir_scf
 
 _JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
 

@@ -7,7 +7,6 @@ backend is `dispatch`. With `interpret=True` the same warp programs run in numpy
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,18 +20,18 @@ from pallas_kernels.gpu.combine import combine_partials
 from pallas_kernels.gpu.partial import PartialAttention
 from pallas_kernels.gpu.plan import make_plan
 from pallas_kernels.gpu.spec import LINE, Memory, Spec, Tuning
+from pallas_kernels.gpu.tunings import tuned
 from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine
-from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool
+from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, values_of
 
 _KINDS = {"bfloat16": "bf16", "float16": "f16", "int8": "int8"}
-_SHARED_BYTES = 220 * 1024  # of a Hopper CTA's 227 KiB, less what the compiler keeps
 _COMBINE_WARPS = 8
 _INPUTS = ("q", "k", "v", "k_lines", "v_lines", "k_scales", "v_scales", "table", "plan", "q_positions")
 
 
 def supports(q: Any, k_pool: Pool, *, return_mass: bool = False, n_ctas: int | None = None) -> str | None:
     """None if this backend computes the case, else why not."""
-    values = k_pool if not isinstance(k_pool, tuple) else k_pool.values
+    values = values_of(k_pool)
     kind = _KINDS.get(jnp.dtype(values.dtype).name)
     if kind is None:
         return f"keys of {jnp.dtype(values.dtype).name}: tensor cores would round them"
@@ -60,6 +59,8 @@ def partial_attention(
     plan: Array | None = None,
 ) -> tuple[Array, Array]:
     """As `pallas_kernels.partial_attention`; `plan` as `plan_for` gives it, made here if there is none."""
+    if slot_table.shape[1] == 0:  # nothing is stored; the kernel wants something to point at
+        slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
     reason = supports(q, k_pool, return_mass=return_mass)
     if reason is not None:
         raise ValueError(
@@ -96,8 +97,8 @@ def spec_for(
     softcap: float | None,
     tuning: Tuning | None = None,
 ) -> Spec:
-    """The kernel for these shapes; without `tuning` the device's, with as many stages as fit."""
-    values = _values(k_pool)
+    """The kernel for these shapes; without `tuning` the one that `gpu.tunings` has for the device."""
+    values = values_of(k_pool)
     b, tq, n, h = q.shape
     spec = Spec(
         B=b, Tq=tq, N=n, K=values.shape[1], H=h, C=slot_table.shape[1],
@@ -107,14 +108,7 @@ def spec_for(
         positions=q_positions is not None,
         tuning=tuning or Tuning(n_ctas=multiprocessors()),
     )  # fmt: skip
-    if tuning is not None:
-        return spec
-    for n_warps in (16, 8, 4) if spec.kind == "int8" else (8, 4):
-        trial = replace(spec, tuning=replace(spec.tuning, n_warps=n_warps))
-        n_stages = min(4, _SHARED_BYTES // trial.stage_bytes)
-        if n_stages >= 3:
-            break
-    return replace(trial, tuning=replace(trial.tuning, n_stages=n_stages))
+    return spec if tuning is not None else replace(spec, tuning=tuned(spec, jax.devices()[0].device_kind))
 
 
 def multiprocessors() -> int:
@@ -142,12 +136,8 @@ def _positions(spec: Spec, lengths: Array, q_positions: Array | None) -> Array:
 
 def _lines(spec: Spec, pool: Pool) -> Array:
     """The pool's values as the copy engine takes them: a slot's row in lines of 128 bytes, where it has whole ones."""
-    values = _values(pool)
+    values = values_of(pool)
     return values.reshape(values.shape[0], -1, LINE // values.dtype.itemsize) if spec.swizzled else values
-
-
-def _values(pool: Pool) -> Array:
-    return pool if not isinstance(pool, tuple) else pool.values
 
 
 def _memory(given: dict[str, Any], out: Any, lse: Any) -> Memory:

@@ -294,9 +294,7 @@ def _mass(spec: _Spec, operands: _Operands, lse: Array, n_rows: int, interpret: 
 
         lax.fori_loop(0, _PART_TOKENS // spec.tile_tokens, step, None)
 
-    shape = jax.ShapeDtypeStruct(
-        (spec.B, spec.K * spec.row_groups, spec.n_parts * _PART_TOKENS), jnp.float32
-    )
+    shape = jax.ShapeDtypeStruct((spec.B, spec.K * spec.row_groups, spec.n_parts * _PART_TOKENS), jnp.float32)
     arrays = [*operands.arrays(with_values=False), lse]
     (mass,) = _call(spec, kernel, (shape,), arrays, interpret)
     return jnp.sum(mass, axis=1)[:, : spec.C]

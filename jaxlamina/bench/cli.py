@@ -1,4 +1,4 @@
-"""`jaxlamina bench split` and `jaxlamina bench decode`: options in, tables and one last line of JSON out.
+"""`jaxlamina bench split`, `bench kernels` (in `kernels_cli`) and `jaxlamina bench decode`: options in, tables and one last line of JSON out.
 
 Knows how results look, nothing of how they are measured.
 """
@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from jaxlamina.bench.kernels_cli import kernels_command
 from jaxlamina.errors import UserError
 
 app = typer.Typer(
@@ -29,6 +30,9 @@ app = typer.Typer(
 )
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")]
+
+
+app.command("kernels")(kernels_command)
 
 
 @app.callback()

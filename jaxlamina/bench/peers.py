@@ -65,6 +65,7 @@ class Ours:
             max_num_seqs=job.max_batch,
             max_model_len=length,
             kv_slots=job.max_batch * length,
+            prefix_caching=False,  # every round is to do the prompts' own pass
         )
 
     def decode(self, prompts: Sequence[Sequence[int]], n_steps: int) -> Decoded:

@@ -10,6 +10,7 @@ from pallas_kernels.gpu.spec import LOG2E, LOWEST, QUERIES, Memory, Spec
 
 def combine_partials(w: Any, s: Spec, m: Memory, out: Any, lse: Any, n_warps: int, n_ctas: int) -> None:
     """The second program: every query's partials to one output `[B, Tq, N, H]` and natural log-sum-exp `[B, Tq, N]`."""
+
     def plan(field: str, index: Any = 0) -> Any:
         return w.load(m.plan, (w.i32(index) + s.layout.at(field)) * 4, "i32")
 

@@ -149,6 +149,10 @@ class Orders:
             coming = slots(beyond)
             first = w.select((c.tile == 0) | (i == 0), w.i32(FIRST), 0)
             last = w.select((c.tile + 1 >= c.n_tiles) | (i + 1 >= n), w.i32(LAST), 0)
+            if s.slot_scales:  # whoever computes asks for them one tile ahead only
+                for slot in now:
+                    for pointer in (self.m.k_scales, self.m.v_scales):
+                        w.prefetch(pointer, w.i64(slot) * (2 * s.K))
             position = c.first + c.tile * s.tile_tokens
             place = write(place, [first | last, c.b, c.item, position, c.end], now)
             return [*place, *beyond.flat(), *coming]

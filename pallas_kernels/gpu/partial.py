@@ -71,7 +71,7 @@ class PartialAttention(Orders):
         # matrices two groups of 8 tokens by two columns of 16 bytes.
         pair, half, row = w.lane // 16, w.lane // 8 % 2, w.lane % 8
         if spec.kind == "int8":  # 16 bytes are the 16 dims of a product; two products at once
-            columns = [16 * min(c, spec.H // 16 - 1) for c in range(0, spec.H // 16 + 1)]
+            columns = [16 * min(c, spec.H // 16 - 1) for c in range(spec.H // 16 + 1)]
             first, second = columns[0::2], columns[1::2]
             at = [w.select(pair == 0, w.i32(a), b) for a, b in zip(first, second, strict=False)]
             k = [self.place(8 * half + row, c) for c in at]
@@ -145,17 +145,15 @@ class PartialAttention(Orders):
         return []
 
     def look_ahead(self, number: Any, parity: Any) -> tuple[Order, list[Any]]:
-        """An order, and of its tokens `octet` and `octet + 8` the scales: the keys', the values' (packed in pairs)."""
+        """An order, and lane t the bits of its token t's scales, the key's and the value's: not looked at before a tile
+        later, since whoever looks waits for memory."""
         w, s = self.w, self.s
         order, scales = self.read_order(number, parity), []
         if s.slot_scales:
             at = self.order(number)[0] + 4 * ORDER_WORDS
             slot = w.load_shared(at + (self.way * TOKENS + w.lane % TOKENS) * 4)
             offset = (w.i64(slot) * s.K + w.i64(self.head(order))) * 2
-            scales = [
-                w.bf16_bits_to_f32(w.load(pointer, offset, "u16"))
-                for pointer in (self.m.k_scales, self.m.v_scales)
-            ]
+            scales = [w.load(pointer, offset, "u16") for pointer in (self.m.k_scales, self.m.v_scales)]
         self.done_with_order(number)
         return order, scales
 
@@ -241,8 +239,9 @@ class PartialAttention(Orders):
         return State(state.queries, state.positions, tops, masses, accs)
 
     def by_token(self, scale: list[Any]) -> list[Any]:
-        """From lane t's scale of token t to those of this lane's two tokens."""
-        return [self.w.shuffle(x, self.octet + 8 * i) for x in scale for i in range(2)]
+        """From the bits of lane t's scale of token t to the scales of this lane's two tokens."""
+        w = self.w
+        return [w.bf16_bits_to_f32(w.shuffle(x, self.octet + 8 * i)) for x in scale for i in range(2)]
 
     def scores(self, tile: Any, state: State) -> list[list[Any]]:
         """Products of 16 keys and each block's 8 queries: [blocks][4]."""
@@ -329,5 +328,7 @@ class PartialAttention(Orders):
                         w.store_f32(self.m.out, to + w.i64(self.octet * 8), pair, kept)
                     else:
                         for i in range(2):
-                            w.store_f32(self.m.out, to + w.i64(self.octet * 4 + 32 * i), pair[i : i + 1], kept)
+                            w.store_f32(
+                                self.m.out, to + w.i64(self.octet * 4 + 32 * i), pair[i : i + 1], kept
+                            )
         return []

@@ -67,7 +67,7 @@ class Spec:
     tuning: Tuning
 
     @property
-    def G(self) -> int:  # noqa: N802
+    def G(self) -> int:
         return self.N // self.K
 
     @property
@@ -185,5 +185,3 @@ class Memory:
     q_positions: Any  # [B, Tq] i32
     out: Any  # partials, float32
     lse: Any  # their log2 of the softmax mass, float32
-
-

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+
+from pallas_kernels.compat import arith, ir, llvm, scf
 
 _COMPARE = {"lt": 2, "le": 3, "gt": 4, "ge": 5, "eq": 0, "ne": 1}  # arith.CmpIPredicate, signed
 _COMPARE_REAL = {"lt": 4, "le": 5, "gt": 2, "ge": 3, "eq": 1, "ne": 6}  # arith.CmpFPredicate, ordered
@@ -103,10 +103,10 @@ class Reg:
     def __ge__(self, x: Any) -> Reg:
         return self._compare(x, "ge")
 
-    def __eq__(self, x: Any) -> Reg:  # type: ignore[override]
+    def __eq__(self, x: object) -> Reg:  # type: ignore[override]
         return self._compare(x, "eq")
 
-    def __ne__(self, x: Any) -> Reg:  # type: ignore[override]
+    def __ne__(self, x: object) -> Reg:  # type: ignore[override]
         return self._compare(x, "ne")
 
 
@@ -223,7 +223,9 @@ class MosaicWarp:
     def sync(self) -> None:
         _asm("bar.warp.sync 0xffffffff;", [], [], memory=True)
 
-    def loop(self, count: Any, body: Callable[[Reg, list[Reg]], list[Reg]], carry: Sequence[Reg]) -> list[Reg]:
+    def loop(
+        self, count: Any, body: Callable[[Reg, list[Reg]], list[Reg]], carry: Sequence[Reg]
+    ) -> list[Reg]:
         count = self.i32(count)
         bounds = [_constant(0, "i32"), count.value, _constant(1, "i32")]
         op = scf.ForOp(*bounds, [x.value for x in carry])
@@ -233,9 +235,7 @@ class MosaicWarp:
             scf.YieldOp([x.value for x in out])
         return [Reg(x) for x in op.results]
 
-    def repeat(
-        self, body: Callable[[list[Reg]], tuple[Reg, list[Reg]]], carry: Sequence[Reg]
-    ) -> list[Reg]:
+    def repeat(self, body: Callable[[list[Reg]], tuple[Reg, list[Reg]]], carry: Sequence[Reg]) -> list[Reg]:
         types = [x.value.type for x in carry]
         op = scf.WhileOp(types, [x.value for x in carry])
         before = op.before.blocks.append(*types)
@@ -258,9 +258,8 @@ class MosaicWarp:
 
     def load(self, pointer: ir.Value, offset: Any, kind: str) -> Reg:
         address = Reg(pointer) + self.i64(offset)
-        if kind == "u16":
-            ptx = "{ .reg .b16 h; ld.global.b16 h, [$1]; cvt.u32.u16 $0, h; }"
-            return _asm(ptx, ["i32"], [address.value], effects=True)[0]
+        if kind == "u16":  # widened by the load itself: a conversion after it would wait for it
+            return _asm("ld.global.u16 $0, [$1];", ["i32"], [address.value], effects=True)[0]
         kind, suffix = ("f32", "f32") if kind == "f32" else ("i32", "b32")
         return _asm(f"ld.global.{suffix} $0, [$1];", [kind], [address.value], effects=True)[0]
 
@@ -304,10 +303,7 @@ class MosaicWarp:
         _asm(ptx, [], [flag, *(a.value for a in args)], memory=True)
 
     def wait(self, barrier: Reg, parity: Reg) -> None:
-        ptx = (
-            "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
-            " @!p bra again; }"
-        )
+        ptx = "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }"
         _asm(ptx, [], [barrier.value, parity.value], memory=True)
 
     def copy_rows(

@@ -50,7 +50,7 @@ class Cta:
         def guarded(program: Callable[[], None]) -> None:
             try:
                 program()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
                 errors.append(error)
                 self.together.abort()
 
@@ -133,7 +133,9 @@ class WarpMachine:
         """Lanes run in step here."""
 
     # --- control flow: conditions and counts are the same in all lanes ---
-    def loop(self, count: Any, body: Callable[[Any, list[Any]], list[Any]], carry: Sequence[Any]) -> list[Any]:
+    def loop(
+        self, count: Any, body: Callable[[Any, list[Any]], list[Any]], carry: Sequence[Any]
+    ) -> list[Any]:
         state = list(carry)
         for i in range(int(self._uniform(count))):
             state = list(body(self.i32(i), state))
