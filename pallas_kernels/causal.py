@@ -15,7 +15,7 @@ from jax import Array
 
 from pallas_kernels import compat
 from pallas_kernels.dispatch import compute_capability, default_device, forced_backend
-from pallas_kernels.xla import normalised, scores_of, softmax_parts, visible, weigh
+from pallas_kernels.xla import scores_of, visible, weigh
 
 # Rows of queries scored at a time, so that a long prompt needs T * _Q_BLOCK scores a head at once and not T * T.
 _Q_BLOCK = 512
@@ -65,8 +65,8 @@ def causal_partial(
 ) -> tuple[Array, Array]:
     """`causal_attention` as a partial, to be combined by lse with attention over tokens before the chunk.
 
-    lengths `[B]` int32: keys past them are not seen (by pads; queries past them give unspecified numbers), all
-    are if None. Positions are within the chunk. Returns (out `[B, T, N, H]` float32, lse `[B, T, N]` float32).
+    lengths `[B]` int32: keys past them are not seen, and queries past them give unspecified numbers; T each
+    if None. Positions are within the chunk. Returns (out `[B, T, N, H]` float32, lse `[B, T, N]` float32).
     Raises ValueError where heads or head dims do not fit.
     """
     check_heads(q, k, v)
@@ -116,18 +116,17 @@ def _in_blocks(
     softcap: float | None,
 ) -> tuple[Array, Array]:
     b, t = q.shape[:2]
-    if lengths is None:
-        lengths = jnp.full((1,), t)
+    ends = jnp.full((1,), t) if lengths is None else jnp.maximum(lengths, 1)
+    last = ends[:, None] - 1
 
     def block(q_block: Array, first: Array | int) -> tuple[Array, Array]:
-        n, rows = q.shape[2], q_block.shape[1]
-        # Pad queries of the last block stand at the last token: with a window they might see nothing.
-        at = jnp.minimum(first + jnp.arange(rows), t - 1)[None]
-        seen = visible(t, lengths, at, window)[:, None, None]
+        rows = q_block.shape[1]
+        # Queries past the end stand at the last token: with a window they might see nothing.
+        at = jnp.minimum(first + jnp.arange(rows), last)
+        seen = visible(t, None, at, window)[:, None, None]  # [B or 1, 1, 1, T, C]
         scores = jnp.where(seen, scores_of(q_block, k, scale, softcap), -jnp.inf)  # [B, K, G, T, C]
-        weights, total, top = softmax_parts(scores, axis=-1)
-        total, top = (jnp.moveaxis(x.reshape(b, n, rows), 1, 2) for x in (total, top))
-        return normalised(weigh(weights, v), total, top)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        return weigh(jax.nn.softmax(scores, axis=-1), v), jnp.moveaxis(lse.reshape(b, -1, rows), 1, 2)
 
     if t <= _Q_BLOCK:
         return block(q, 0)

@@ -172,10 +172,12 @@ def _group_size(batch: int, row_bytes: int) -> int:
     return max(fits, default=1)
 
 
-def visible(slots: int, lengths: Array, q_positions: Array, window: int | None) -> Array:
+def visible(slots: int, lengths: Array | None, q_positions: Array, window: int | None) -> Array:
     """`[B, Tq, C]`: whether a query at its position sees the token at each of the first `slots` positions."""
     at = jnp.arange(slots)
-    seen = (at < lengths[:, None, None]) & (at <= q_positions[:, :, None])
+    seen = at <= q_positions[:, :, None]
+    if lengths is not None:
+        seen &= at < lengths[:, None, None]
     return seen if window is None else seen & (at > q_positions[:, :, None] - window)
 
 

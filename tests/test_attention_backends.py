@@ -323,6 +323,9 @@ def test_a_chunks_own_partial(
     out, lse = jax.jit(functools.partial(pk.causal_partial, **options))(q, k, v, ends)
     want = reference.causal_partial(q, k, v, ends, **options)
     assert out.dtype == lse.dtype == jnp.float32
+    assert (
+        np.isfinite(out).all() and np.isfinite(lse).all()
+    )  # a pad's NaN would spread as a later layer's value
     for row in range(2):
         real = slice(0, 7 if lengths is None else lengths[row])
         np.testing.assert_allclose(out[row, real], want[0][row, real], atol=1e-5)
