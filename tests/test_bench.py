@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from typer.testing import CliRunner
 
-from jaxlamina.bench import decode_bench, machine, peers, processes, split_bench
+from jaxlamina.bench import decode_bench, kernel_peers, kernels_bench, machine, peers, processes, split_bench
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
@@ -358,3 +358,60 @@ def test_bad_counts_are_named(text: str) -> None:
     result = CliRunner().invoke(app, ["split", "--layers", text])
     assert isinstance(result.exception, UserError)
     assert "--layers" in str(result.exception)
+
+
+# ---- kernels bench
+def test_conversation_lengths_are_the_traces() -> None:
+    lengths = kernels_bench.conversation_lengths(512, seed=1)
+    assert len(lengths) == 512
+    assert 1 <= min(lengths) < max(lengths) <= 14089, "the trace's longest request"
+    assert lengths == kernels_bench.conversation_lengths(512, seed=1)
+    assert lengths != kernels_bench.conversation_lengths(512, seed=2)
+
+
+def test_inputs_have_every_slot_once_in_random_order() -> None:
+    case = kernels_bench.Case("small", (5, 0, 70, 12), 4, 2, 16)
+    inputs = kernels_bench.make_inputs(case, jnp.float32, seed=3)
+    rows = [np.asarray(inputs.table[b, :n]) for b, n in enumerate(case.lengths)]
+    assert np.array_equal(np.concatenate(rows), inputs.slots)
+    assert len(set(inputs.slots.tolist())) == case.n_tokens
+    assert (np.diff(inputs.slots) != 1).any()
+    assert case.kv_bytes(2) == 2 * 87 * 2 * 16 * 2
+
+
+def test_the_check_notices_a_wrong_output() -> None:
+    case = kernels_bench.Case("small", (33,), 4, 2, 16)
+    inputs = kernels_bench.make_inputs(case, jnp.float32, seed=4)
+    prepared = kernel_peers.PEERS["xla"](inputs)
+    out = prepared.output(prepared.call())
+    assert kernels_bench.check(inputs, out) < 1e-5
+    assert kernels_bench.check(inputs, out[:, ::-1]) > kernels_bench.ERROR_LIMIT
+
+
+def test_kernels_command_ends_with_json() -> None:
+    result = CliRunner().invoke(
+        app, ["kernels", "--case", "demo", "--rounds", "1", "--seed", "5", "--peers", "xla,xla int8"]
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert record["seed"] == 5
+    assert [r["peer"] for r in record["results"]] == ["xla", "xla int8"]
+    for r in record["results"]:
+        assert r["error"] < kernels_bench.ERROR_LIMIT
+        assert r["bytes_per_s"] == pytest.approx(r["bytes_read"] / r["time_us"] * 1e6)
+    full, int8 = (r["bytes_read"] for r in record["results"])
+    assert int8 / full == (64 + 2) / (4 * 64), "a byte an element and two a scale, for four an element"
+    assert record["kv"]["slot_operations_per_s"] > 0
+
+
+def test_unknown_kernels_and_cases_are_named() -> None:
+    for options in (["--peers", "xla,wrong"], ["--case", "wrong"]):
+        result = CliRunner().invoke(app, ["kernels", *options])
+        assert isinstance(result.exception, UserError)
+        assert "wrong" in str(result.exception)
+
+
+def test_tuning_needs_a_gpu() -> None:
+    result = CliRunner().invoke(app, ["kernels", "--tune", "--case", "demo"])
+    assert isinstance(result.exception, UserError)
+    assert "GPU" in str(result.exception)
