@@ -415,3 +415,14 @@ def test_tuning_needs_a_gpu() -> None:
     result = CliRunner().invoke(app, ["kernels", "--tune", "--case", "demo"])
     assert isinstance(result.exception, UserError)
     assert "GPU" in str(result.exception)
+
+
+# ---- prefix bench
+def test_prefix_command_ends_with_json(tiny_folder: Path) -> None:
+    options = ["--model", str(tiny_folder), "--shared", "24", "--own", "4", "--rounds", "1", "--json"]
+    result = CliRunner().invoke(app, ["prefix", *options])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert (record["n_computed_first"], record["n_computed_second"]) == (28, 4)
+    assert record["same_tokens"]
+    assert record["ratio"] == pytest.approx(record["second_s"][0] / record["first_s"][0])

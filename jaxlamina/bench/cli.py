@@ -1,6 +1,6 @@
-"""`jaxlamina bench split`, `bench kernels` (in `kernels_cli`) and `jaxlamina bench decode`: options in, tables and one last line of JSON out.
+"""`jaxlamina bench split` and `bench decode`: options in, tables and one last line of JSON out.
 
-Knows how results look, nothing of how they are measured.
+`bench kernels` and `bench prefix` have modules of their own. Knows how results look, nothing of how they are measured.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from jaxlamina.bench.kernels_cli import kernels_command
+from jaxlamina.bench.prefix_cli import prefix_command
 from jaxlamina.errors import UserError
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Only the line of JSON 
 
 
 app.command("kernels")(kernels_command)
+app.command("prefix")(prefix_command)
 
 
 @app.callback()
