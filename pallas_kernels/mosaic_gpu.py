@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.dispatch import default_device
 from pallas_kernels.gpu.combine import combine_partials
 from pallas_kernels.gpu.partial import PartialAttention
 from pallas_kernels.gpu.plan import make_plan
@@ -29,7 +30,7 @@ _COMBINE_WARPS = 8
 _INPUTS = ("q", "k", "v", "k_lines", "v_lines", "k_scales", "v_scales", "table", "plan", "q_positions")
 
 
-def supports(q: Any, k_pool: Pool, *, return_mass: bool = False, n_ctas: int | None = None) -> str | None:
+def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
     """None if this backend computes the case, else why not."""
     values = values_of(k_pool)
     kind = _KINDS.get(jnp.dtype(values.dtype).name)
@@ -108,12 +109,12 @@ def spec_for(
         positions=q_positions is not None,
         tuning=tuning or Tuning(n_ctas=multiprocessors()),
     )  # fmt: skip
-    return spec if tuning is not None else replace(spec, tuning=tuned(spec, jax.devices()[0].device_kind))
+    return spec if tuning is not None else replace(spec, tuning=tuned(spec, default_device().device_kind))
 
 
 def multiprocessors() -> int:
-    """Of the first GPU, or an H200's where there is none."""
-    device = jax.devices()[0]
+    """Of the GPU that is traced for, or an H200's where there is none."""
+    device = default_device()
     return int(getattr(device, "core_count", 132)) if device.platform == "gpu" else 132
 
 
