@@ -12,6 +12,8 @@ import shutil
 # Before transformers or tokenizers are imported: no test may ask a hub for anything.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests in several processes share a GPU: none may take three quarters of it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import pytest
 

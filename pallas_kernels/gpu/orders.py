@@ -1,8 +1,10 @@
 """What the warps of a CTA tell each other: orders for tiles, and a ring of tiles in shared memory.
 
 One warp plans: it goes through the CTA's share of the work and writes an order for every tile, with the tokens' slots,
-several tiles ahead, since whatever is looked up in memory that the KV saturates takes microseconds. One warp copies: a
-token's row of all the CTA's KV heads is one bulk copy from wherever its slot is. Knows nothing of what is computed.
+several tiles ahead, since whatever is looked up in memory that the KV saturates takes microseconds. One warp copies keys
+and one values, each into its half of a stage with barriers of its own, so that a tile's keys make room while its values
+are still in use: a token's row of all the CTA's KV heads is one bulk copy from wherever its slot is. Knows nothing of
+what is computed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 from pallas_kernels.gpu.spec import LINE, ORDER_WORDS, ORDERS, SWIZZLE_PERIOD, Memory, Spec
 
 PREFETCHED = 8  # tiles ahead whose slots are asked into the L2 cache
+KEYS, VALUES = 0, 1  # halves of a stage
 FIRST, LAST, STOP = 1, 2, 4  # flags of an order: its item's first or last tile in this stretch; no more work
 
 
@@ -58,12 +61,13 @@ class Orders:
     def init_barriers(self) -> None:
         w, first_lane = self.w, (self.w.warp == 0) & (self.w.lane == 0)
         for stage in range(self.s.tuning.n_stages):
-            w.init_barrier(self.full(stage), 1, first_lane)
-            w.init_barrier(self.empty(stage), self.n_workers, first_lane)
+            for half in (KEYS, VALUES):
+                w.init_barrier(self.full(stage, half), 1, first_lane)
+                w.init_barrier(self.empty(stage, half), self.n_workers, first_lane)
         for number in range(ORDERS):
             _, full, empty = self.order(number)
             w.init_barrier(full, 1, first_lane)
-            w.init_barrier(empty, self.n_workers + 1, first_lane)
+            w.init_barrier(empty, self.n_workers + 2, first_lane)
         w.sync_cta()
 
     # --- the row of tiles ---
@@ -99,8 +103,8 @@ class Orders:
     def order(self, number: Any) -> tuple[Any, Any, Any]:
         """Where an order is, and its barriers: full, empty."""
         n_stages = self.s.tuning.n_stages
-        barriers = self.barriers + (16 * n_stages) + number * 16
-        at = self.barriers + (16 * (n_stages + ORDERS)) + number * self.s.order_bytes
+        barriers = self.barriers + (32 * n_stages) + number * 16
+        at = self.barriers + (32 * n_stages + 16 * ORDERS) + number * self.s.order_bytes
         return at, barriers, barriers + 8
 
     def after(self, number: Any, parity: Any, size: int) -> tuple[Any, Any]:
@@ -176,14 +180,15 @@ class Orders:
         w.arrive(self.order(number)[2], w.lane == 0)
 
     # --- the ring ---
-    def full(self, stage: Any) -> Any:
-        return self.barriers + stage * 16
+    def full(self, stage: Any, half: int) -> Any:
+        return self.barriers + stage * 32 + 16 * half
 
-    def empty(self, stage: Any) -> Any:
-        return self.barriers + stage * 16 + 8
+    def empty(self, stage: Any, half: int) -> Any:
+        return self.barriers + stage * 32 + (16 * half + 8)
 
     # --- copying ---
-    def copy(self) -> list[Any]:
+    def copy(self, half: int) -> list[Any]:
+        """Keys, or values, of every tile."""
         w, s = self.w, self.s
         lanes = min(32, s.tile_tokens)
         tokens = [w.lane % lanes + lanes * r for r in range(s.tile_tokens // lanes)]
@@ -197,15 +202,15 @@ class Orders:
             more = (order.flags & STOP) == 0
 
             def send() -> list[Any]:
-                full = self.full(stage)
-                w.wait(self.empty(stage), 1 - stage_parity)
-                w.expect(full, 2 * s.tile_tokens * s.token_bytes, w.lane == 0)
+                full = self.full(stage, half)
+                w.wait(self.empty(stage, half), 1 - stage_parity)
+                w.expect(full, s.tile_tokens * s.token_bytes, w.lane == 0)
                 w.sync()
-                to = self.ring + stage * s.stage_bytes
+                to = self.ring + stage * s.stage_bytes + half * s.tile_bytes
                 first_head = (order.item % s.head_groups) * s.heads_at_once
                 for token, slot in zip(tokens, slots, strict=True):
                     row = to + token * s.pitch_bytes
-                    self.copy_token(row, slot, first_head, full, w.lane < lanes)
+                    self.copy_token(half, row, slot, first_head, full, w.lane < lanes)
                 return []
 
             w.cond(more, send, [])
@@ -215,14 +220,12 @@ class Orders:
         w.repeat(tile, [w.i32(0)] * 4)
         return []
 
-    def copy_token(self, row: Any, slot: Any, first_head: Any, full: Any, where: Any) -> None:
+    def copy_token(self, half: int, row: Any, slot: Any, first_head: Any, full: Any, where: Any) -> None:
         w, s = self.w, self.s
         if s.swizzled:
             line = first_head * s.row_bytes // LINE
-            n_lines = s.token_bytes // LINE
-            w.copy_lines(row, self.m.k_lines, line, slot, n_lines, full, where)
-            w.copy_lines(row + s.tile_bytes, self.m.v_lines, line, slot, n_lines, full, where)
+            lines = (self.m.k_lines, self.m.v_lines)[half]
+            w.copy_lines(row, lines, line, slot, s.token_bytes // LINE, full, where)
             return
         at = w.i64(slot) * (s.K * s.row_bytes) + w.i64(first_head * s.row_bytes)
-        w.copy_rows(row, self.m.k, at, s.token_bytes, full, where)
-        w.copy_rows(row + s.tile_bytes, self.m.v, at, s.token_bytes, full, where)
+        w.copy_rows(row, (self.m.k, self.m.v)[half], at, s.token_bytes, full, where)

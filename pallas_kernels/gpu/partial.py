@@ -14,10 +14,12 @@ Source: Lamina 2025 §4.2.2 (partial attention with log-sum-exp), online softmax
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from pallas_kernels.gpu.orders import FIRST, LAST, STOP, Order, Orders
+from pallas_kernels.gpu.orders import FIRST, KEYS, LAST, STOP, VALUES, Order, Orders
 from pallas_kernels.gpu.spec import LINE, LOG2E, LOWEST, ORDER_WORDS, ORDERS, QUERIES, TOKENS, Memory, Spec
 
 # Registers of a thread, by warps that compute: (of the other 4, of these). Together no more than the launch gave the CTA
@@ -101,8 +103,9 @@ class PartialAttention(Orders):
         def serve() -> list[Any]:
             if registers:  # what these warps do not need lets the others keep all they have
                 w.set_registers(registers[0], more=False)
-            w.cond(w.warp == n_warps, self.copy, [])
-            w.cond(w.warp == n_warps + 1, self.plan_all, [])
+            w.cond(w.warp == n_warps, self.plan_all, [])
+            for half in (KEYS, VALUES):
+                w.cond(w.warp == n_warps + 1 + half, partial(self.copy, half), [])
             return []
 
         def work() -> list[Any]:
@@ -125,10 +128,8 @@ class PartialAttention(Orders):
             coming, coming_scales = self.look_ahead(*place)
             fresh = (order.flags & FIRST) > 0
             state = State.of(w.cond(fresh, lambda: self.begin(order).flat(), rest), s)
-            w.wait(self.full(stage), stage_parity)
-            state = self.attend(order, self.ring + stage * s.stage_bytes, state, scales)
-            w.sync()
-            w.arrive(self.empty(stage), w.lane == 0)
+            half_of = partial(self.with_half, stage, stage_parity)
+            state = self.attend(order, self.ring + stage * s.stage_bytes, state, scales, half_of)
             w.cond((order.flags & LAST) > 0, lambda: self.store(order, state), [])
             stages = self.after(stage, stage_parity, s.tuning.n_stages)
             more = (coming.flags & STOP) == 0
@@ -143,6 +144,15 @@ class PartialAttention(Orders):
 
         w.cond((order.flags & STOP) == 0, work, [])
         return []
+
+    def with_half(self, stage: Any, parity: Any, half: int, work: Callable[[], Any]) -> Any:
+        """Work on a stage's keys or values: once they are there, and their room is free when it is done."""
+        w = self.w
+        w.wait(self.full(stage, half), parity)
+        result = work()
+        w.sync()
+        w.arrive(self.empty(stage, half), w.lane == 0)
+        return result
 
     def look_ahead(self, number: Any, parity: Any) -> tuple[Order, list[Any]]:
         """An order, and lane t the bits of its token t's scales, the key's and the value's: not looked at before a tile
@@ -210,10 +220,10 @@ class PartialAttention(Orders):
         return out
 
     # --- a tile ---
-    def attend(self, order: Order, tile: Any, state: State, scales: list[Any]) -> State:
+    def attend(self, order: Order, tile: Any, state: State, scales: list[Any], half_of: Callable) -> State:
         w, s = self.w, self.s
         k_scale, v_scale = self.by_token(scales[:1]), self.by_token(scales[1:])
-        scores = self.scores(tile, state)
+        scores = half_of(KEYS, lambda: self.scores(tile, state))
         first = order.position + self.way * TOKENS + self.octet
         tops, masses, accs, weights = [], [], [], []
         for block, score in enumerate(scores):
@@ -235,7 +245,7 @@ class PartialAttention(Orders):
                 p = [value * v_scale[i // 2] for i, value in enumerate(p)]
             packed = [w.pack(p[0], p[1], s.product), w.pack(p[2], p[3], s.product)]
             weights.append([w.transpose(pair) for pair in packed])
-        self.accumulate(accs, weights, tile)
+        half_of(VALUES, lambda: self.accumulate(accs, weights, tile))
         return State(state.queries, state.positions, tops, masses, accs)
 
     def by_token(self, scale: list[Any]) -> list[Any]:

@@ -27,7 +27,7 @@ ORDER_WORDS = 5
 class Tuning:
     """How the kernel is laid over a GPU.
 
-    `n_ctas` CTAs of `n_warps` warps that compute (a multiple of 4) and 4 more, of which one plans and one copies;
+    `n_ctas` CTAs of `n_warps` warps that compute (a multiple of 4) and 4 more, of which one plans and two copy;
     `n_stages` tiles a ring.
     """
 
@@ -110,8 +110,8 @@ class Spec:
 
     @property
     def barrier_bytes(self) -> int:
-        """Two barriers a stage and two an order, then the orders; all after the ring."""
-        return 16 * (self.tuning.n_stages + ORDERS) + ORDERS * self.order_bytes
+        """Two barriers a half stage and two an order, then the orders; all after the ring."""
+        return 32 * self.tuning.n_stages + 16 * ORDERS + ORDERS * self.order_bytes
 
     @property
     def order_bytes(self) -> int:
