@@ -1,5 +1,8 @@
-"""How ranks get their roles. Today: `roles`, the map from rank to pool for DOP (a, b). Starts no process yet."""
+"""How ranks get started: `python -m launch` is one rank, `python -m launch.local` starts all of them on this host.
 
-from launch.roles import Pools, Role
+Knows how processes are started and ended and which rank does what; what a rank does is `jaxlamina.ranks`'.
+"""
 
-__all__ = ["Pools", "Role"]
+from launch.roles import Place, Pools, Role, place
+
+__all__ = ["Place", "Pools", "Role", "place"]

@@ -1,105 +1,73 @@
-"""Which rank does what under DOP (a, b): a model workers, then b attention workers, on one flat axis of a + b ranks.
+"""Which rank this process is, from what its starter put into the environment; and the map from rank to pool.
 
-Pure Python on plain data. Knows nothing of MPI, devices or how processes are started.
+Open MPI, PMI (MPICH, Intel MPI), Slurm's srun, or ``JAXLAMINA_RANK``. Pure Python on plain data: the environment is
+passed in. Knows nothing of MPI's library, devices or how processes are started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from jaxlamina.errors import UserError
+from jaxlamina.roles import Pool, Pools, Role
 
-Pool = Literal["model", "attention"]
+__all__ = ["Place", "Pool", "Pools", "Role", "place"]
+
+# Starter, then the variables of rank, number of ranks and rank on this host. mpirun inside a Slurm batch job finds the
+# job's own SLURM_PROCID=0 in its environment, so what MPI says comes before what Slurm says.
+_STARTERS = (
+    ("jaxlamina", ("JAXLAMINA_RANK",), ("JAXLAMINA_N_RANKS",), ("JAXLAMINA_LOCAL_RANK",)),
+    ("mpirun", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
+    ("mpirun", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")),
+    ("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
+)
 
 
 @dataclass(frozen=True)
-class Role:
-    """What one rank is.
+class Place:
+    """A process among those of its job: its rank of ``n_ranks``, and its place among those on its host, from 0.
 
-    rank: on the flat axis, 0 … a + b - 1. pool: whose worker it is. index: its place in that pool, from 0.
-    replica: which model replica a model worker serves, and shard: its place in that replica's tensor-parallel group;
-    an attention worker has replica 0 and shard = index.
+    starter: "mpirun", "srun" or "jaxlamina" (no MPI behind it).
     """
 
     rank: int
-    pool: Pool
-    index: int
-    replica: int
-    shard: int
+    n_ranks: int
+    local_rank: int
+    starter: str
 
 
-@dataclass(frozen=True)
-class Pools:
-    """DOP (a, b) (Lamina 2025, §4): n_model compute-pool ranks and n_attention memory-pool ranks.
+def place(environment: Mapping[str, str], rank: int | None, n_ranks: int) -> Place:
+    """This process's place. ``rank``: one given by hand (`--rank`), which then must agree with the environment.
 
-    n_replicas: how many copies of the model the compute pool holds; each is sharded over n_model / n_replicas ranks.
+    ``n_ranks``: how many the DOP needs, taken where the starter does not say how many there are. Raises `UserError`
+    where nothing says which rank this is.
     """
-
-    n_model: int
-    n_attention: int
-    n_replicas: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("n_model", "n_attention", "n_replicas"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{name}={value!r} must be a whole number, at least 1")
-        if self.n_model % self.n_replicas:
-            raise UserError(f"n_model={self.n_model} must be a multiple of n_replicas={self.n_replicas}")
-
-    @classmethod
-    def parse(cls, text: str, n_replicas: int = 1) -> Pools:
-        """From "a,b", as a command line gives it, such as "2,1"."""
-        parts = text.split(",")
-        if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
-            raise UserError(f"DOP {text!r} must be a,b: model workers, attention workers; such as 2,1")
-        return cls(int(parts[0]), int(parts[1]), n_replicas)
-
-    @property
-    def n_ranks(self) -> int:
-        return self.n_model + self.n_attention
-
-    @property
-    def n_shards(self) -> int:
-        """Ranks that share one replica of the model."""
-        return self.n_model // self.n_replicas
-
-    def role(self, rank: int) -> Role:
-        """The role of one rank. Raises `UserError` for a rank outside 0 … n_ranks - 1."""
-        if not 0 <= rank < self.n_ranks:
-            raise UserError(f"{rank=} must be at least 0 and below {self.n_ranks}, the ranks of DOP {self}")
-        if rank >= self.n_model:
-            index = rank - self.n_model
-            return Role(rank, "attention", index, 0, index)
-        return Role(rank, "model", rank, rank // self.n_shards, rank % self.n_shards)
-
-    def check_world(self, n_ranks: int) -> None:
-        """Raises `UserError` unless exactly so many ranks were started as this DOP needs."""
-        if n_ranks != self.n_ranks:
+    for starter, rank_names, size_names, local_names in _STARTERS:
+        found = _number(environment, rank_names)
+        if found is None:
+            continue
+        if rank is not None and rank != found:
             raise UserError(
-                f"DOP {self} needs {self.n_ranks} ranks, {n_ranks} were started: mpirun -n {self.n_ranks}"
+                f"--rank {rank} is given, but {rank_names[0]}={found}: leave out --rank under {starter}"
             )
+        size = _number(environment, size_names)
+        local = _number(environment, local_names)
+        return Place(found, n_ranks if size is None else size, local or 0, starter)
+    if rank is None:
+        raise UserError(
+            f"nothing says which rank this is: start it by `mpirun -n {n_ranks}`, srun or `jaxlamina launch`, or "
+            "give --rank"
+        )
+    return Place(rank, n_ranks, 0, "jaxlamina")
 
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """All ranks' roles, by rank."""
-        return tuple(self.role(rank) for rank in range(self.n_ranks))
 
-    @property
-    def model_ranks(self) -> Sequence[int]:
-        return range(self.n_model)
-
-    @property
-    def attention_ranks(self) -> Sequence[int]:
-        return range(self.n_model, self.n_ranks)
-
-    @property
-    def replica_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each model replica: its tensor-parallel group."""
-        n = self.n_shards
-        return tuple(tuple(range(r * n, (r + 1) * n)) for r in range(self.n_replicas))
-
-    def __str__(self) -> str:
-        return f"({self.n_model}, {self.n_attention})"
+def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        text = environment.get(name)
+        if text is None:
+            continue
+        if not text.isdecimal():
+            raise UserError(f"{name}={text!r} must be a whole number")
+        return int(text)
+    return None

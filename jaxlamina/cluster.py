@@ -1,0 +1,238 @@
+"""How a job is spread over ranks: DOP, transport, partition, addresses, deadlines and the model, read from TOML.
+
+Every rank reads the same file; rank 0 compares what they read (`as_config`). Pure Python on plain data. Knows nothing
+of how ranks are started, of MPI or of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxlamina.errors import UserError
+from jaxlamina.roles import Pools, Role
+
+Platform = Literal["cpu", "cuda", "tpu"]
+
+# Commands that rank 0 can run with the other ranks behind it.
+COMMANDS = ("generate", "bench")
+
+_AT_LEAST = {
+    "token_block": 1,
+    "n_batches": 1,
+    "max_num_seqs": 1,
+    "max_model_len": 2,
+    "kv_slots": 1,
+    "host_kv_slots": 0,
+}
+_SECONDS = ("start_deadline_s", "step_deadline_s", "heartbeat_s")
+# How a rank reaches rank 0 may differ from host to host; all else must be the same.
+_OWN = ("control",)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One job's ranks. Each field is a key of the TOML file; a key left out has the default.
+
+    - ``dop``: (model workers, attention workers); ranks 0 … a - 1, then b more. One model worker yet.
+    - ``transport``: "mpi" (mpi4jax; any host, mixed platforms) or "xla" (jax.distributed; one platform).
+    - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; ``token_block``: tokens in a row
+      that one worker keeps under "tokens".
+    - ``n_batches``: staggered batches. One yet.
+    - ``q_first``: send q before k and v are computed; None lets the executor choose.
+    - ``control``: host:port where rank 0 listens for control messages; ``coordinator``: host:port of jax.distributed,
+      which rank 0 serves too ("xla" only).
+    - ``start_deadline_s``: for all ranks to have come; ``step_deadline_s``: for one step; ``heartbeat_s``: between two
+      signs of life of a connection.
+    - ``model_platform``, ``attention_platform``: "cpu", "cuda" or "tpu"; None leaves the choice to JAX.
+    - ``model`` and the rest: as of `jaxlamina.LLM`.
+
+    Raises `UserError` for a value of another type or out of range, naming the field.
+    """
+
+    dop: tuple[int, int] = (1, 1)
+    transport: Literal["mpi", "xla"] = "xla"
+    partition: Literal["heads", "requests", "tokens"] = "heads"
+    token_block: int = 16
+    n_batches: int = 1
+    q_first: bool | None = None
+    control: str = "127.0.0.1:29400"
+    coordinator: str = "127.0.0.1:29401"
+    start_deadline_s: float = 120.0
+    step_deadline_s: float = 60.0
+    heartbeat_s: float = 5.0
+    model_platform: Platform | None = None
+    attention_platform: Platform | None = None
+    model: str = "smollm2-135m-instruct"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    kv_slots: int | None = None
+    kv_dtype: Literal["auto", "int8", "int8-channel"] = "auto"
+    host_kv_slots: int = 0
+
+    def __post_init__(self) -> None:
+        for name, kind in typing.get_type_hints(type(self)).items():
+            _check_type(name, getattr(self, name), kind)
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name}={value} must be at least {least}")
+        for name in _SECONDS:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise UserError(f"{name}={value} must be a number of seconds above 0")
+        for name in ("control", "coordinator"):
+            address(name, getattr(self, name))
+        if not self.model:
+            raise UserError("model='' must be a name, a folder or a file")
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        if self.pools.n_model > 1:
+            raise UserError(f"dop={self.dop}: there can be one model worker yet; take 1,{self.n_attention}")
+        if self.n_batches > 1:
+            raise UserError(f"n_batches={self.n_batches}: staggered batches are not there yet; take 1")
+        if self.transport == "xla":
+            if self.model_platform != self.attention_platform:
+                raise UserError(
+                    f"transport='xla' needs one platform for both pools, not model_platform="
+                    f"{self.model_platform!r} and attention_platform={self.attention_platform!r}: make them "
+                    "the same, or take transport='mpi'"
+                )
+            if self.control == self.coordinator:
+                raise UserError(f"control and coordinator are both {self.control!r}: take two ports")
+
+    @classmethod
+    def load(cls, path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Cluster:
+        """From a TOML file (None: all defaults), with ``changes`` to single keys put over it.
+
+        ``dop`` is a pair, or text such as "1,2". Raises `UserError`, naming the file, for one that cannot be read, an
+        unknown key (with the known ones) and a bad value.
+        """
+        values = {} if path is None else _read(Path(path))
+        where = "" if path is None else f"{path}: "
+        _check_keys(values, where)
+        _check_keys(changes or {}, "")
+        try:
+            return cls(**_plain(values | dict(changes or {})))
+        except UserError as error:
+            raise UserError(f"{where}{error}") from None
+
+    @property
+    def pools(self) -> Pools:
+        return Pools(*self.dop)
+
+    @property
+    def n_model(self) -> int:
+        return self.dop[0]
+
+    @property
+    def n_attention(self) -> int:
+        return self.dop[1]
+
+    @property
+    def n_ranks(self) -> int:
+        return self.pools.n_ranks
+
+    def role(self, rank: int) -> Role:
+        """What ``rank`` is. Raises `UserError` for one that is not of this cluster."""
+        return self.pools.role(rank)
+
+    def describe(self, rank: int) -> str:
+        """A rank as messages name it: "rank 2 (attention worker 1)"."""
+        role = self.role(rank)
+        return f"rank {rank} ({role.pool} worker {role.index})"
+
+    def error_line(self, rank: int, text: str) -> str:
+        """The one line by which a rank says why it ends: "error: rank 2 (attention worker 1): …"."""
+        return f"error: {self.describe(rank)}: {' '.join(text.split())}"
+
+    def platform(self, rank: int) -> Platform | None:
+        """The platform of a rank's pool; None leaves the choice to JAX."""
+        return self.model_platform if self.role(rank).pool == "model" else self.attention_platform
+
+    def as_config(self) -> dict[str, str | int | float | bool | None]:
+        """What must be the same on every rank, as flat data: every field but how rank 0 is reached."""
+        values = dataclasses.asdict(self) | {"dop": ",".join(map(str, self.dop))}
+        return {name: value for name, value in values.items() if name not in _OWN}
+
+
+def fields() -> tuple[str, ...]:
+    """The keys of a cluster file."""
+    return tuple(field.name for field in dataclasses.fields(Cluster))
+
+
+def address(name: str, text: str) -> tuple[str, int]:
+    """Host and port of "host:port" ("[::1]:29400" for IPv6). Raises `UserError`, naming the field ``name``."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"{name}={text!r} must be host:port, such as 127.0.0.1:29400")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def change(text: str) -> tuple[str, Any]:
+    """One "key=value" of a command line: the value as TOML, or as the text it is where that is no TOML."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"{text!r} must be key=value, such as partition=tokens")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the cluster file {path}: {error.strerror}") from None
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError
+        raise UserError(f"{path} is not TOML: {error}") from None
+
+
+def _check_keys(values: Mapping[str, Any], where: str) -> None:
+    unknown = sorted(values.keys() - set(fields()))
+    if unknown:
+        raise UserError(f"{where}unknown key {unknown[0]!r}; known: {', '.join(fields())}")
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML's values as the fields want them: pairs for lists, floats for whole seconds."""
+    plain = dict(values)
+    dop = plain.get("dop")
+    if isinstance(dop, str):
+        pools = Pools.parse(dop)
+        plain["dop"] = (pools.n_model, pools.n_attention)
+    elif isinstance(dop, list):
+        plain["dop"] = tuple(dop)
+    for name in _SECONDS:
+        if type(plain.get(name)) is int:
+            plain[name] = float(plain[name])
+    return plain
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Holds a value against the field's annotation: a plain type, a Literal, one of these or None, or the pair."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        if value is None:
+            return
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise UserError(f"{name}={value!r} must be one of {', '.join(choices)}")
+    elif name == "dop":
+        if not (isinstance(value, tuple) and len(value) == 2):
+            raise UserError(f"{name}={value!r} must be two numbers, model workers and attention workers")
+        Pools(*value)
+    elif type(value) is not kind:
+        words = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        raise UserError(f"{name}={value!r} must be {words[kind]}")
