@@ -1,0 +1,321 @@
+"""What rank 0 and the attention ranks say to each other: typed messages, as msgpack.
+
+``encode`` and ``decode`` are all there is to it; a message that came over the wire has been checked against its type,
+and so has each array in it. Knows nothing of sockets, devices or models, and never unpickles anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import ml_dtypes
+import msgspec
+import numpy as np
+
+PROTOCOL = 1
+"""Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
+
+_DTYPES = {
+    np.dtype(kind).name: np.dtype(kind)
+    for kind in (
+        *(bool, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
+        *(np.float16, np.float32, np.float64, ml_dtypes.bfloat16),
+        *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    )
+}
+
+
+class MessageError(ValueError):
+    """Bytes that are no message, or a message that cannot be put into bytes."""
+
+
+class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A numpy array in a message: ``data`` holds its elements in C order and in the ranks' own byte order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            raise ValueError(f"dtype {self.dtype!r} is none that a message can carry: {', '.join(_DTYPES)}")
+        size = dtype.itemsize
+        for extent in self.shape:
+            if extent < 0:
+                raise ValueError(f"shape {self.shape} has a negative extent")
+            size *= extent
+        if size != len(self.data):
+            raise ValueError(
+                f"an array of {self.dtype} {self.shape} has {size} bytes, but {len(self.data)} came"
+            )
+
+    @classmethod
+    def of(cls, array: Any) -> Array:
+        """``array`` (anything `numpy.asarray` takes, a JAX array too), copied. ``ValueError`` for a dtype that no
+        message can carry."""
+        values = np.asarray(array)
+        if not values.dtype.isnative:
+            values = values.astype(values.dtype.newbyteorder("="))
+        return cls(values.dtype.name, values.shape, values.tobytes())
+
+    def numpy(self) -> np.ndarray:
+        """The array, read-only: it lies in the message's own bytes."""
+        return np.ndarray(self.shape, _DTYPES[self.dtype], self.data)
+
+
+class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bucket: everything of a step that its programs are compiled for.
+
+    ``batch`` requests with ``tokens`` new tokens each and room for ``context`` stored ones; ``rows`` and ``new`` are
+    how many requests and new tokens an attention worker serves where it does not serve all.
+    """
+
+    kind: Literal["decode", "prefill", "chunk"]
+    batch: int
+    tokens: int
+    context: int
+    rows: int = 0
+    new: int = 0
+
+    def __str__(self) -> str:
+        parts = [self.kind, f"batch {self.batch}"]
+        parts += [f"tokens {self.tokens}"] if self.kind != "decode" or self.tokens != 1 else []
+        parts += [f"context {self.context}"]
+        parts += [f"{name} {n}" for name, n in (("rows", self.rows), ("new", self.new)) if n]
+        return ", ".join(parts)
+
+
+class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor that a program sends to or receives from another rank; "all" is a collective of all ranks, peer -1."""
+
+    op: Literal["send", "recv", "all"]
+    peer: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        what = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        if self.op == "all":
+            return f"collective of all ranks on {what}"
+        return f"{'send' if self.op == 'send' else 'receive'} {what} {'to' if self.op == 'send' else 'from'} rank {self.peer}"
+
+
+class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One attention operator of the model (the fields of `jaxlamina.workers.spec.AttentionSpec`)."""
+
+    n_query_heads: int
+    n_kv_heads: int
+    head_dim: int
+    dtype: str
+    scale: float
+    window: int | None
+    softcap: float | None
+    kv: str
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=True):
+    """A Struct that travels on its own; its class's name goes with it."""
+
+
+# Starting
+
+
+class Hello(_Message, frozen=True):
+    """A rank's first words. ``config``: what it was started with; ``versions``: of the libraries that must agree."""
+
+    protocol: int
+    rank: int
+    pid: int
+    host: str
+    config: dict[str, str | int | float | bool | None]
+    versions: dict[str, str]
+
+
+class Welcome(_Message, frozen=True):
+    """All ranks are there; ``epoch`` counts how often the group has been formed."""
+
+    epoch: int
+
+
+class Refused(_Message, frozen=True):
+    """Instead of Welcome: this rank cannot take part, or the group did not come about."""
+
+    reason: str
+
+
+class Setup(_Message, frozen=True):
+    """What an attention rank needs to know of the model and of its KV slots.
+
+    ``kv_slots``: as many as the user asked for, or None to fill the memory with at most ``most_slots`` and at least
+    ``least_slots``, leaving room for a step of ``largest`` (batch, tokens, context). ``channel_scales``: a layer's
+    scales of keys and values for KV that is scaled by channel.
+    """
+
+    layers: tuple[Layer, ...]
+    partition: str
+    token_block: int
+    kv_slots: int | None
+    most_slots: int
+    least_slots: int
+    largest: tuple[int, int, int]
+    n_host_slots: int
+    q_first: bool
+    channel_scales: tuple[tuple[Array | None, Array | None], ...] | None = None
+
+
+class SlotsFound(_Message, frozen=True):
+    n_slots: int
+
+
+class Allocate(_Message, frozen=True):
+    n_slots: int
+
+
+class Allocated(_Message, frozen=True):
+    pass
+
+
+class Prepare(_Message, frozen=True):
+    """Compile the program of a bucket, do not run it."""
+
+    shape: StepShape
+
+
+class Prepared(_Message, frozen=True):
+    """``exchanges`` of the compiled program, in the order in which they are run; ``seconds`` that compiling took."""
+
+    shape: StepShape
+    exchanges: tuple[Exchange, ...]
+    seconds: float
+
+
+# Running
+
+
+class Step(_Message, frozen=True):
+    """Run the program of ``shape`` once on ``arrays`` (slot tables, lengths, positions, …)."""
+
+    step: int
+    epoch: int
+    shape: StepShape
+    arrays: dict[str, Array]
+
+
+class CopySlots(_Message, frozen=True):
+    """Slots ``src`` int32 ``[n]`` copied to ``dst``, on the device."""
+
+    src: Array
+    dst: Array
+
+
+class MoveOut(_Message, frozen=True):
+    """Slots of the device to slots of the host, both int32 ``[n]``."""
+
+    slots: Array
+    host_slots: Array
+
+
+class MoveIn(_Message, frozen=True):
+    """Slots of the host to slots of the device, both int32 ``[n]``."""
+
+    host_slots: Array
+    slots: Array
+
+
+class TakeRows(_Message, frozen=True):
+    """Answer with the contents of ``slots`` int32 ``[n]``, as Rows."""
+
+    slots: Array
+
+
+class Rows(_Message, frozen=True):
+    rows: tuple[Array, ...]
+
+
+class PutRows(_Message, frozen=True):
+    """Write ``rows``, as they came in Rows, to ``slots`` int32 ``[n]``."""
+
+    slots: Array
+    rows: tuple[Array, ...]
+
+
+# Ending, and between
+
+
+class Fault(_Message, frozen=True):
+    """``rank`` cannot go on. ``line`` names it and is fit to be shown to the user as it is."""
+
+    rank: int
+    line: str
+
+
+class Ping(_Message, frozen=True):
+    pass
+
+
+class Pong(_Message, frozen=True):
+    pass
+
+
+class Bye(_Message, frozen=True):
+    """The work is done: leave."""
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | Setup
+    | SlotsFound
+    | Allocate
+    | Allocated
+    | Prepare
+    | Prepared
+    | Step
+    | CopySlots
+    | MoveOut
+    | MoveIn
+    | TakeRows
+    | Rows
+    | PutRows
+    | Fault
+    | Ping
+    | Pong
+    | Bye
+)
+M = TypeVar("M", bound=_Message)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """``MessageError`` for what msgpack cannot hold: an int of more than 64 bits, a str with a lone surrogate."""
+    try:
+        return _encoder.encode(message)
+    except (OverflowError, TypeError, UnicodeEncodeError, ValueError) as error:
+        raise MessageError(f"{type(message).__name__} cannot be sent: {error}") from error
+
+
+def decode(body: bytes | bytearray | memoryview) -> Message:
+    """``MessageError`` for anything but exactly one message of the types above."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MessageError(f"not a message of control protocol {PROTOCOL}: {error}") from error
+
+
+class AnyHello(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
+    """What a Hello of any protocol says."""
+
+    protocol: int
+    rank: int
+
+
+def decode_any_hello(body: bytes) -> AnyHello:
+    """A Hello of whatever protocol, further fields left out. ``MessageError`` if it is none."""
+    try:
+        return msgspec.msgpack.decode(body, type=AnyHello)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MessageError(f"not a Hello: {error}") from error
