@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxlamina.errors import UserError
 from jaxlamina.roles import Pool, Pools, Role
 
 __all__ = ["Place", "Pool", "Pools", "Role", "place"]
 
+Starter = Literal["jaxlamina", "mpirun", "srun"]
+
 # Starter, then the variables of rank, number of ranks and rank on this host. mpirun inside a Slurm batch job finds the
 # job's own SLURM_PROCID=0 in its environment, so what MPI says comes before what Slurm says.
-_STARTERS = (
+_STARTERS: tuple[tuple[Starter, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     ("jaxlamina", ("JAXLAMINA_RANK",), ("JAXLAMINA_N_RANKS",), ("JAXLAMINA_LOCAL_RANK",)),
     ("mpirun", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
     ("mpirun", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")),
@@ -26,22 +29,21 @@ _STARTERS = (
 
 @dataclass(frozen=True)
 class Place:
-    """A process among those of its job: its rank of ``n_ranks``, and its place among those on its host, from 0.
+    """A process among those of its job: its rank, and its place among those on its host, from 0.
 
-    starter: "mpirun", "srun" or "jaxlamina" (no MPI behind it).
+    n_ranks: of the job; None where its starter does not say. starter: "mpirun", "srun" or "jaxlamina" (no MPI there).
     """
 
     rank: int
-    n_ranks: int
+    n_ranks: int | None
     local_rank: int
-    starter: str
+    starter: Starter
 
 
-def place(environment: Mapping[str, str], rank: int | None, n_ranks: int) -> Place:
+def place(environment: Mapping[str, str], rank: int | None = None) -> Place:
     """This process's place. ``rank``: one given by hand (`--rank`), which then must agree with the environment.
 
-    ``n_ranks``: how many the DOP needs, taken where the starter does not say how many there are. Raises `UserError`
-    where nothing says which rank this is.
+    Raises `UserError` where nothing says which rank this is.
     """
     for starter, rank_names, size_names, local_names in _STARTERS:
         found = _number(environment, rank_names)
@@ -51,15 +53,13 @@ def place(environment: Mapping[str, str], rank: int | None, n_ranks: int) -> Pla
             raise UserError(
                 f"--rank {rank} is given, but {rank_names[0]}={found}: leave out --rank under {starter}"
             )
-        size = _number(environment, size_names)
         local = _number(environment, local_names)
-        return Place(found, n_ranks if size is None else size, local or 0, starter)
+        return Place(found, _number(environment, size_names), local or 0, starter)
     if rank is None:
         raise UserError(
-            f"nothing says which rank this is: start it by `mpirun -n {n_ranks}`, srun or `jaxlamina launch`, or "
-            "give --rank"
+            "nothing says which rank this is: start it by mpirun, srun or `jaxlamina launch`, or give --rank"
         )
-    return Place(rank, n_ranks, 0, "jaxlamina")
+    return Place(rank, None, 0, "jaxlamina")
 
 
 def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:

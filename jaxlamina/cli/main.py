@@ -14,7 +14,7 @@ import typer
 
 from jaxlamina import __version__
 from jaxlamina.bench.cli import app as bench_app
-from jaxlamina.cli import convert, doctor, generate, split
+from jaxlamina.cli import convert, doctor, generate, launch, split
 from jaxlamina.errors import UserError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("generate")(generate.generate)
 app.command("split")(split.split)
 app.command("convert")(convert.convert)
 app.command("doctor")(doctor.doctor)
+app.command("launch")(launch.launch)
 app.add_typer(bench_app, name="bench")
 
 
@@ -46,8 +47,11 @@ def _options(
     """Options of every command."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line (default: the process's own) and returns its exit code. Bad input is one line on stderr."""
+def main(arguments: Sequence[str] | None = None, who: str = "") -> int:
+    """Runs one command line (default: the process's own) and returns its exit code. Bad input is one line on stderr.
+
+    ``who``: which of several processes this is; the line begins with it.
+    """
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxlamina")
     except SystemExit as stop:
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = _line_of(error)
         if line is None:
             raise
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {who}: {line}" if who else f"error: {line}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,0 +1,103 @@
+"""`jaxlamina launch`: a job's ranks, all on this host. Checks the options, then becomes `python -m launch.local`.
+
+Knows the options of the cluster's file and of the command that rank 0 will run; nothing of how ranks are started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+import jaxlamina
+from jaxlamina.cluster import COMMANDS, Cluster, change
+from jaxlamina.errors import UserError
+
+
+def launch(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- COMMAND...", help=f"What rank 0 runs: {' or '.join(COMMANDS)}, with its own options."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The cluster's TOML; options given here go over it.")
+    ] = None,
+    dop: Annotated[str | None, typer.Option(help="Model workers, attention workers: 1,2.")] = None,
+    transport: Annotated[str | None, typer.Option(help="mpi (mpi4jax) or xla (jax.distributed).")] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="What attention workers share out: heads, requests or tokens.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="As of generate.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Weights and KV: float32 or bfloat16.")] = None,
+    q_first: Annotated[
+        bool | None,
+        typer.Option("--q-first/--no-q-first", help="Send q before k and v are computed; or all together."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any other key of the cluster's TOML; may be repeated."
+        ),
+    ] = None,
+) -> None:
+    """Start all ranks of a job on this host: model workers, then attention workers; rank 0 runs COMMAND.
+
+    Its stdout is the command's; other ranks' lines are on stderr, each with its rank. When one rank fails all are
+    ended, and the last line says which and why.
+    """
+    given = {
+        "dop": dop,
+        "transport": transport,
+        "partition": partition,
+        "model": model,
+        "dtype": dtype,
+        "q_first": q_first,
+    }
+    quoted = {key: json.dumps(value, ensure_ascii=False) for key, value in given.items() if value is not None}
+    words = [*(changes or []), *(f"{key}={value}" for key, value in quoted.items())]
+    Cluster.load(config, dict(change(word) for word in words))
+    _check_command(command or [])
+    arguments = [*(() if config is None else ("--config", str(config)))]
+    arguments += [part for word in words for part in ("--set", word)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(
+        sys.executable,
+        [sys.executable, "-P", "-m", "launch.local", *arguments, "--", *(command or [])],
+        _environment(),
+    )
+
+
+def _check_command(command: list[str]) -> None:
+    """Finds a bad option of the command before ranks are started."""
+    if not command or command[0] not in COMMANDS:
+        given = f"not {command[0]!r}" if command else "and there is none"
+        raise UserError(
+            f"the command for rank 0 must be {' or '.join(COMMANDS)}, {given}: "
+            'jaxlamina launch --dop 1,2 -- generate "…"'
+        )
+    from jaxlamina.cli.main import app
+
+    current: Any = typer.main.get_command(app)
+    name: Any = "jaxlamina"
+    words, context = list(command), None
+    while isinstance(current, typer.core.TyperGroup):
+        context = current.make_context(name, list(words), parent=context)
+        name, current, words = current.resolve_command(context, words)
+    current.make_context(name, words, parent=context)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the folder that this package was imported from where Python would not find it by itself."""
+    root = str(Path(jaxlamina.__file__).resolve().parents[1])
+    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}

@@ -1,0 +1,50 @@
+"""The environment by which a rank gets its pool's platform and a GPU of its own. To be set before JAX is imported.
+
+Pure Python on plain data, but for `n_gpus`. Knows nothing of JAX beyond JAX_PLATFORMS.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxlamina.cluster import Cluster
+from jaxlamina.errors import UserError
+from launch.roles import Place
+
+
+def n_gpus(environment: Mapping[str, str]) -> int:
+    """NVIDIA GPUs that a process here may use, without loading a driver."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
+
+
+def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
+    """What to set for one rank: JAX_PLATFORMS of its pool, and JAXLAMINA_DEVICE, which of ``n_gpus`` it takes.
+
+    GPUs go round the ranks of a host in their order; ranks of a pool on another platform take none. Hosts are taken
+    to have consecutive ranks, as mpirun and srun place them unless told otherwise. Raises `UserError` where a rank of a
+    pool on "cuda" finds no GPU left.
+    """
+    platform = cluster.platform(place.rank)
+    found: dict[str, str] = {}
+    if platform is not None:
+        # The CPU stays within reach: what waits on the host lives there.
+        found["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
+    if platform not in (None, "cuda"):
+        return found
+    if n_gpus == 1 and place.starter == "srun":
+        return found | {"JAXLAMINA_DEVICE": "0"}  # Slurm has given this task a GPU of its own
+    first = place.rank - place.local_rank
+    taken = sum(cluster.platform(rank) in (None, "cuda") for rank in range(first, place.rank))
+    if taken < n_gpus:
+        found["JAXLAMINA_DEVICE"] = str(taken)
+    elif platform == "cuda":
+        raise UserError(
+            f"no GPU is left for this rank: {n_gpus} here, for {taken + 1} ranks or more. Start fewer ranks on this "
+            'host, or give one of the pools the platform "cpu"'
+        )
+    return found

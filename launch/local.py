@@ -1,0 +1,85 @@
+"""`python -m launch.local`: starts all ranks of a job on this host, and ends them all. What `jaxlamina launch` runs.
+
+Knows transports as far as to know who starts their ranks: mpirun for "mpi", itself for "xla".
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jaxlamina.cluster import Cluster
+from jaxlamina.errors import UserError
+from launch.commands import mpi_child, mpirun_argv, plain_children
+from launch.options import Options, parse
+from launch.processes import Job
+
+WHAT = "Starts all ranks of a job on this host: rank 0 runs COMMAND, the others work for it."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one job and returns its exit code."""
+    try:
+        options = parse("python -m launch.local", WHAT, arguments)
+        if options.rank is not None:
+            raise UserError("--rank is for `python -m launch`, one rank; this starts all of them")
+        options = _on_free_ports(options)
+        cluster = options.cluster()
+        with tempfile.TemporaryDirectory(prefix="jaxlamina-") as folder:
+            return _job(cluster, options, folder).run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _job(cluster: Cluster, options: Options, folder: str) -> Job:
+    if cluster.transport == "xla":
+        return Job(plain_children(cluster, options, os.environ, folder), cluster.describe)
+    mpirun = mpirun_argv(cluster.n_ranks, _mpirun_version(), root=os.geteuid() == 0)
+    pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
+    return Job([mpi_child(mpirun, options, os.environ, folder)], cluster.describe, pipes=pipes)
+
+
+def _pipe(path: Path) -> int:
+    """A named pipe's reading end. Opened for writing too, so that it does not end when a writer does."""
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+
+def _mpirun_version() -> str:
+    if shutil.which("mpirun") is None:
+        raise UserError(
+            "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, or take "
+            "--transport xla"
+        )
+    done = subprocess.run(
+        ["mpirun", "--version"],
+        check=False,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=30,
+    )
+    return done.stdout
+
+
+def _on_free_ports(options: Options) -> Options:
+    """The options with ports that nobody listens at, where the cluster's file names none: two jobs may run at once."""
+    cluster, usual = options.cluster(), Cluster()
+    wanted = [name for name in ("control", "coordinator") if getattr(cluster, name) == getattr(usual, name)]
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in wanted]
+    changes = [f'{name}="127.0.0.1:{s.getsockname()[1]}"' for name, s in zip(wanted, sockets, strict=True)]
+    for s in sockets:
+        s.close()
+    return replace(options, changes=(*options.changes, *changes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The command line that one rank and the starter of all ranks share: `[options] COMMAND ARGS…`.
+
+Knows nothing of processes. Argparse and not typer: what follows COMMAND is not ours, and a rank starts faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from jaxlamina.cluster import COMMANDS, Cluster, change
+from jaxlamina.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """config: the cluster file; changes: "key=value" over it; rank: given by hand; command: what rank 0 runs."""
+
+    config: str | None
+    changes: tuple[str, ...]
+    rank: int | None
+    command: tuple[str, ...]
+
+    def cluster(self) -> Cluster:
+        """The file with the changes. Raises `UserError`."""
+        return Cluster.load(self.config, dict(change(text) for text in self.changes))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see: {self.prog} --help")
+
+
+def parse(prog: str, what: str, arguments: Sequence[str] | None) -> Options:
+    """Raises `UserError` for options that are none, and without a command that rank 0 can run."""
+    parser = _Parser(prog=prog, description=what, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="the cluster's TOML; without it, the defaults")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="changes",
+        help="a key of the cluster file, over what the file says; may be repeated",
+    )
+    parser.add_argument("--rank", type=int, help="this rank, where no starter says it")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND …",
+        help=f"what rank 0 runs: {' or '.join(COMMANDS)}, with its own options",
+    )
+    found = parser.parse_args(arguments)
+    command = found.command[1:] if found.command[:1] == ["--"] else found.command
+    check_command(command)
+    return Options(found.config, tuple(found.changes), found.rank, tuple(command))
+
+
+def check_command(command: Sequence[str]) -> None:
+    if not command or command[0] not in COMMANDS:
+        given = f"not {command[0]!r}" if command else "and there is none"
+        raise UserError(f"the command for rank 0 must be {' or '.join(COMMANDS)}, {given}")

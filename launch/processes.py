@@ -1,0 +1,293 @@
+"""Child processes of one job: their lines, prefixed; their end, all together; and the one line that says why.
+
+A job is over within seconds once one of its processes has failed. Single-threaded: one loop reads all pipes and looks
+at all children. Knows ranks by number; nothing of what they do or of MPI beyond how mpirun words its reports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+# Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
+LAUNCHED = "JAXLAMINA_LAUNCHED"
+
+_OWN_LINE = re.compile(r"error: rank (\d+)\b")
+_BLAMES = re.compile(r"error: rank \d+(?: \([^)]*\))?: rank (\d+)\b")
+_RULE = re.compile(r"-{40,}")
+_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
+_EXITED = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
+
+
+def end_with_parent() -> None:
+    """Has the kernel end this process when the one that started it is gone, however that ended. Linux only."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process to start. rank: whose it is, None for mpirun. stdout: whether it may write to ours as it is."""
+
+    argv: tuple[str, ...]
+    rank: int | None
+    environment: Mapping[str, str]
+    stdout: bool
+    stdin: bool
+
+
+@dataclass
+class _Running:
+    child: Child
+    process: subprocess.Popen[bytes]
+    code: int | None = None
+    told: bool = False  # it was we who ended it
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the job is done when this one is: rank 0's process, or the mpirun that has all ranks."""
+        return self.child.rank in (0, None)
+
+
+@dataclass
+class _Reason:
+    """Ranks' own error lines in the order they came, and which of them began it."""
+
+    lines: dict[int, str] = field(default_factory=dict)
+
+    def add(self, rank: int, line: str) -> bool:
+        """Whether it is the rank's first."""
+        return self.lines.setdefault(rank, line) is line
+
+    def in_order(self) -> list[str]:
+        """All lines, that of the rank that began it last: the first to speak, or the one whom it names."""
+        if not self.lines:
+            return []
+        culprit = next(iter(self.lines))
+        seen = {culprit}
+        while blamed := _BLAMES.match(self.lines[culprit]):
+            other = int(blamed[1])
+            if other in seen or other not in self.lines:
+                break
+            culprit = other
+            seen.add(other)
+        return [line for rank, line in self.lines.items() if rank != culprit] + [self.lines[culprit]]
+
+
+class Job:
+    """Starts children, passes their lines on and ends them together.
+
+    - ``describe(rank)``: how messages name a rank.
+    - ``pipes``: rank → a pipe's reading end that brings its lines, beside the children's own.
+    - ``grace_s``: how long the others may take to end by themselves once one has failed, or once rank 0 is done.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        describe: Callable[[int], str],
+        *,
+        pipes: Mapping[int, int] | None = None,
+        grace_s: float = 5.0,
+    ) -> None:
+        self._children = children
+        self._describe = describe
+        self._pipes = dict(pipes or {})
+        self._grace_s = grace_s
+        self._running: list[_Running] = []
+        self._selector = selectors.DefaultSelector()
+        self._buffers: dict[int, bytearray] = {}
+        self._reason = _Reason()
+        self._held: list[str] = []  # mpirun's own reports
+        self._in_report = False
+        self._code = 0
+        self._signal: int | None = None
+        self._deadline: float | None = None
+        self._kill_at: float | None = None
+
+    def run(self) -> int:
+        """Until all have ended. 0 where all did well, the first failed one's exit code, or 128 + a signal's number.
+
+        SIGINT and SIGTERM end the job at once. The last line on stderr is that of the rank that began the end.
+        """
+        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for rank, pipe in self._pipes.items():
+                self._watch(pipe, rank)
+            for child in self._children:
+                self._start(child)
+            while any(running.code is None for running in self._running):
+                self._pump(0.05)
+                self._look()
+            self._pump_rest()
+        finally:
+            self._kill_all()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._selector.close()
+        self._say_why()
+        return 128 + self._signal if self._signal else self._code
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._signal = self._signal or number
+
+    def _start(self, child: Child) -> None:
+        process = subprocess.Popen(
+            child.argv,
+            env=dict(child.environment),
+            stdin=None if child.stdin else subprocess.DEVNULL,
+            stdout=None if child.stdout else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 (this process has one thread)
+        )
+        self._running.append(_Running(child, process))
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                self._watch(stream.fileno(), child.rank, stream)
+
+    def _watch(self, fd: int, rank: int | None, keep: BinaryIO | object = None) -> None:
+        os.set_blocking(fd, False)
+        self._buffers[fd] = bytearray()
+        self._selector.register(fd, selectors.EVENT_READ, (rank, keep))
+
+    def _pump(self, timeout_s: float) -> bool:
+        """Passes on what has come; whether anything had."""
+        some = False
+        for key, _ in self._selector.select(timeout_s):
+            try:
+                data = os.read(key.fd, 65536)
+            except BlockingIOError:
+                continue
+            some = some or bool(data)
+            buffer = self._buffers[key.fd]
+            buffer += data
+            if not data:
+                self._selector.unregister(key.fd)
+                if buffer:
+                    buffer += b"\n"
+            *lines, rest = bytes(buffer).split(b"\n")
+            buffer[:] = rest
+            for line in lines:
+                self._line(key.data[0], line.decode(errors="replace"))
+        return some
+
+    def _pump_rest(self) -> None:
+        """What is left in the pipes. A process that a rank left behind may hold one open: it is not waited for."""
+        until = time.monotonic() + 1
+        while self._pump(0) and time.monotonic() < until:
+            pass
+        for key in list(self._selector.get_map().values()):
+            if rest := self._buffers[key.fd]:
+                self._line(key.data[0], bytes(rest).decode(errors="replace"))
+
+    def _line(self, rank: int | None, line: str) -> None:
+        own = _OWN_LINE.match(line)
+        if own and (rank is None or rank == int(own[1])) and self._reason.add(int(own[1]), line):
+            return
+        if rank is None and self._is_report(line):
+            self._held.append(line)
+            return
+        _say(line if rank in (0, None) else f"[rank {rank}] {line}")
+
+    def _is_report(self, line: str) -> bool:
+        """Whether a line of mpirun's own is in one of its blocks between rules; a rank's own line is better."""
+        if _RULE.fullmatch(line.strip()):
+            self._in_report = not self._in_report
+            return True
+        return self._in_report
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for running in self._running:
+            if running.code is None and (code := running.process.poll()) is not None:
+                running.code = code
+                self._ended(running, now)
+        if self._signal is not None and self._kill_at is None:
+            self._end_all(now)
+        if self._deadline is not None and now > self._deadline and self._kill_at is None:
+            self._end_all(now)
+        if self._kill_at is not None and now > self._kill_at:
+            self._kill_all()
+
+    def _ended(self, running: _Running, now: float) -> None:
+        code = running.code
+        assert code is not None
+        if (code or running.is_first) and self._deadline is None:
+            self._deadline = now + self._grace_s
+        if code and not running.told:
+            self._code = self._code or (code if code > 0 else 128 - code)
+            if running.child.rank is not None:
+                self._note(running.child.rank, *((code, None) if code > 0 else (None, -code)))
+
+    def _note(self, rank: int, code: int | None, number: int | None) -> None:
+        """What became of a rank, where it has not said so itself."""
+        what = f"ended with exit code {code}" if number is None else f"killed by {_signal_name(number)}"
+        # What it wrote last may still be in its pipe; then this line does not count.
+        while self._pump(0):
+            pass
+        self._reason.add(rank, f"error: {self._describe(rank)}: {what}")
+
+    def _end_all(self, now: float) -> None:
+        for running in self._running:
+            if running.code is None:
+                running.told = True
+                running.process.terminate()
+                if self._signal is None:
+                    self._late(running)
+        # mpirun ends its ranks, waits a little and kills them.
+        self._kill_at = now + 5
+
+    def _late(self, running: _Running) -> None:
+        if running.child.rank is not None and self._code == 0:
+            self._code = 1
+            self._reason.add(
+                running.child.rank,
+                f"error: {self._describe(running.child.rank)}: did not end within {self._grace_s:g} s of rank 0",
+            )
+
+    def _kill_all(self) -> None:
+        for running in self._running:
+            if running.process.poll() is None:
+                running.process.kill()
+                running.process.wait()
+
+    def _say_why(self) -> None:
+        if self._signal is not None:
+            return
+        report = "\n".join(self._held)
+        if self._code:
+            for found, is_signal in ((_KILLED.search(report), True), (_EXITED.search(report), False)):
+                if found:
+                    rank, number = int(found[1]), int(found[2])
+                    self._note(rank, *((None, number) if is_signal else (number, None)))
+        lines = self._reason.in_order() if self._code else list(self._reason.lines.values())
+        if not lines:
+            for line in self._held:
+                _say(line)
+            if self._code:
+                _say(f"error: the ranks ended with exit code {self._code}")
+        for line in lines:
+            _say(line)
+
+
+def _say(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:  # nobody reads any more; the job goes on
+        pass
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,130 @@
+"""`python -m launch --config C.toml COMMAND …`: one rank. Rank 0 runs the command, the others serve it until it is done.
+
+Whatever ends a rank early is one line on stderr, `error: rank 2 (attention worker 1): …`, and a non-zero exit code.
+Knows its place, its platform and how it ends; what it does meanwhile is `jaxlamina.ranks`'.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxlamina.cluster import Cluster
+from jaxlamina.errors import UserError
+from launch import devices
+from launch.options import Options, parse
+from launch.processes import LAUNCHED, end_with_parent
+from launch.roles import Place, place
+
+WHAT = "One rank of a job: rank 0 runs COMMAND, the others work for it. Started by mpirun, srun or jaxlamina launch."
+
+
+def run() -> None:
+    """The process's entry: ends it with the rank's exit code."""
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # nobody reads any more
+            pass
+    if code:
+        # What JAX and MPI do at exit would wait for ranks that may be gone.
+        os._exit(code)
+    sys.exit(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one rank and returns its exit code."""
+    who = "error: "
+    try:
+        here = _place_first(arguments)
+        if here is not None:
+            _redirect(here.rank)
+            who = f"error: rank {here.rank}: "
+        options = parse("python -m launch", WHAT, arguments)
+        here = place(os.environ, options.rank)
+        who = f"error: rank {here.rank}: "
+        cluster = options.cluster()
+        if here.n_ranks is not None:
+            cluster.pools.check_world(here.n_ranks)
+        who = f"error: {cluster.describe(here.rank)}: "
+        _check_starter(cluster, here)
+        os.environ.update(devices.variables(cluster, here, devices.n_gpus(os.environ)))
+        return _work(cluster, here.rank, options)
+    except UserError as error:
+        code, text = 2, str(error)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is this rank's end, and must be its last line)
+        traceback.print_exc()
+        code, text = 1, f"{type(error).__name__}: {error}"
+    print(f"{who}{' '.join(text.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def _work(cluster: Cluster, rank: int, options: Options) -> int:
+    from jaxlamina import ranks  # loads JAX, which must find its environment as it shall be
+
+    if rank != 0:
+        return ranks.serve(cluster, rank)
+    from jaxlamina.cli.main import main as command_line
+
+    group = ranks.join(cluster, rank)
+    code = command_line(with_options(options.command, cluster), who=cluster.describe(rank))
+    group.close()
+    return code
+
+
+def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
+    """The command with what the cluster's file says of the model, where the command does not say it itself."""
+    name, *arguments = command
+    if name != "generate":
+        return [name, *arguments]
+    given = {argument.partition("=")[0] for argument in arguments}
+    wanted: dict[str, str | int | None] = {
+        "--model": cluster.model,
+        "--dtype": cluster.dtype,
+        "--max-model-len": cluster.max_model_len,
+        "--kv-dtype": cluster.kv_dtype,
+        "--host-kv-slots": cluster.host_kv_slots,
+    }
+    added = [
+        f"{option}={value}" for option, value in wanted.items() if value is not None and option not in given
+    ]
+    return [name, *added, *arguments]
+
+
+def _check_starter(cluster: Cluster, here: Place) -> None:
+    if cluster.transport == "mpi" and here.starter == "jaxlamina":
+        raise UserError(
+            f"transport='mpi' needs MPI to start the ranks: mpirun -n {cluster.n_ranks} python -m launch …"
+        )
+
+
+def _place_first(arguments: Sequence[str] | None) -> Place | None:
+    """This process's place as far as the environment says it, so that also a bad option is said by its rank."""
+    try:
+        return place(os.environ)
+    except UserError:
+        return None
+
+
+def _redirect(rank: int) -> None:
+    """Under `launch.local`: ends with its starter, and gives it this rank's own lines where MPI would mix them."""
+    folder = os.environ.get(LAUNCHED)
+    if folder is None:
+        return
+    end_with_parent()
+    pipe = Path(folder, str(rank))
+    if not pipe.exists():  # plain processes have pipes of their own already
+        return
+    out = os.open(pipe, os.O_WRONLY)
+    sys.stderr.flush()
+    os.dup2(out, 2)
+    if rank != 0:
+        sys.stdout.flush()
+        os.dup2(out, 1)
+    os.close(out)
