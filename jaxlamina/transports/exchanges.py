@@ -1,0 +1,390 @@
+"""What a compiled program sends and receives, in order, and whether the programs of all ranks fit together.
+
+Reads the text of scheduled HLO (``compiled.as_text()``). Pure text in, plain data out: knows no JAX, no device and nothing
+of what is sent. The lists are compared before the first run, since a rank whose partner sends something else, or nothing,
+waits for ever: XLA deletes a collective whose result nothing uses, and orders by data, not by program text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxlamina.control.messages import Exchange
+
+_HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT\s+)?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
+_TARGET = re.compile(r'custom_call_target="mpi_(\w+?)_ffi"')
+_PAIR = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
+_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_AXES = re.compile(r"replica_groups=\S*mesh\S*\[(.*?)\]\s*\{(.*?)\}")
+
+# Their operands go to every rank; the last is listed by its rows, as ranks may hold different numbers of them.
+_COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-broadcast"}
+_RAGGED = "ragged-all-to-all"
+
+_DTYPES = {
+    "pred": "bool",
+    "bf16": "bfloat16",
+    **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
+    **{f"s{n}": f"int{n}" for n in (2, 4, 8, 16, 32, 64)},
+    **{f"u{n}": f"uint{n}" for n in (2, 4, 8, 16, 32, 64)},
+    "c64": "complex64",
+    "c128": "complex128",
+}
+
+
+def mpi_exchanges(hlo: str, world: int | None = None) -> tuple[Exchange, ...]:
+    """What a program sends and receives by mpi4jax, in the order in which it does.
+
+    hlo: text of the scheduled module. Types MPI lacks are listed as the bits that travel (uint16 for bfloat16).
+    world: handle of the communicator of all ranks. Given, other communicators' calls are left out and collectives are
+    listed; else only sends and receives are: a collective may be of this rank alone, and meet nobody.
+    Raises ValueError where the list cannot be known: a loop of unknown length, branches that differ.
+    """
+    return _Module(hlo).expand(lambda i, shapes: _mpi(i, shapes, world))
+
+
+def xla_exchanges(hlo: str, rank: int) -> tuple[Exchange, ...]:
+    """What a program sends and receives by XLA's collectives, in order, as partition ``rank`` of it.
+
+    A permute's pairs are exchanges of the ranks they name, lower senders first; all other collectives are "all".
+    Raises ValueError as `mpi_exchanges`, and for a collective of some of the ranks.
+    """
+    return _Module(hlo).expand(lambda i, shapes: _xla(i, shapes, rank))
+
+
+def first_difference(
+    lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], str] = lambda rank: f"rank {rank}"
+) -> str | None:
+    """One line on the first exchange, by rank and index, that has no partner; None if the programs fit together.
+
+    lists: each rank's exchanges. What two ranks list of each other must mirror, one's sends the other's receives of the
+    same shape and dtype, and the orders of all ranks must not wait for one another in a circle.
+    """
+    ranks = sorted(lists)
+    for rank in ranks:
+        for i, found in enumerate(lists[rank]):
+            if found.op != "all" and (found.peer == rank or found.peer not in lists):
+                return f"{_place(lists, rank, i, describe)}, which is not another rank of this job"
+    for n, rank in enumerate(ranks):
+        for peer in ranks[n + 1 :]:
+            line = _difference(lists, rank, peer, describe)
+            if line:
+                return line
+    return _circle(lists, describe)
+
+
+# ---- the lists of several ranks
+
+
+def _difference(
+    lists: Mapping[int, Sequence[Exchange]], rank: int, peer: int, describe: Callable[[int], str]
+) -> str | None:
+    ours = [i for i, e in enumerate(lists[rank]) if e.op == "all" or e.peer == peer]
+    theirs = [i for i, e in enumerate(lists[peer]) if e.op == "all" or e.peer == rank]
+    for i, j in zip(ours, theirs, strict=False):
+        if not _fit(lists[rank][i], lists[peer][j]):
+            return f"{_place(lists, rank, i, describe)}, but {_place(lists, peer, j, describe)}"
+    common = min(len(ours), len(theirs))
+    if len(ours) == len(theirs):
+        return None
+    if len(ours) < len(theirs):
+        rank, peer, ours, theirs = peer, rank, theirs, ours
+    return (
+        f"{_place(lists, rank, ours[common], describe)}, but {describe(peer)} has no more exchanges with "
+        f"{describe(rank)} after {common}"
+    )
+
+
+def _fit(ours: Exchange, theirs: Exchange) -> bool:
+    ops = {ours.op, theirs.op}
+    return (ops == {"send", "recv"} or ops == {"all"}) and (
+        tuple(ours.shape) == tuple(theirs.shape) and ours.dtype == theirs.dtype
+    )
+
+
+def _circle(lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], str]) -> str | None:
+    """Runs the lists with sends that wait for their receive, as large ones do; a line on who waits for whom for ever."""
+    at = dict.fromkeys(lists, 0)
+    waiting = set(lists)
+    while waiting:
+        rank = waiting.pop()
+        while at[rank] < len(lists[rank]):
+            met = _partners(lists, at, rank)
+            if not met:
+                break
+            for one in met:
+                at[one] += 1
+            waiting.update(met)
+    stuck = [rank for rank in sorted(lists) if at[rank] < len(lists[rank])]
+    if not stuck:
+        return None
+    found = "; ".join(_place(lists, rank, at[rank], describe) for rank in stuck[:3])
+    return f"ranks would wait for one another for ever: {found}"
+
+
+def _partners(lists: Mapping[int, Sequence[Exchange]], at: Mapping[int, int], rank: int) -> list[int]:
+    """All ranks of the exchange that ``rank`` is at, if each of them is at it too; else none."""
+    here = lists[rank][at[rank]]
+    ranks = sorted(lists) if here.op == "all" else [rank, here.peer]
+    for other in ranks:
+        if at[other] >= len(lists[other]):
+            return []
+        there = lists[other][at[other]]
+        if other != rank and not (there.op == here.op == "all" or (there.op != "all" and there.peer == rank)):
+            return []
+    return ranks
+
+
+def _place(lists: Mapping[int, Sequence[Exchange]], rank: int, i: int, describe: Callable[[int], str]) -> str:
+    e = lists[rank][i]
+    what = f"{e.dtype}[{', '.join(map(str, e.shape))}]"
+    peer = describe(e.peer) if e.peer in lists else f"rank {e.peer}"
+    does = {"send": f"sends {what} to {peer}", "recv": f"receives {what} from {peer}"}
+    return f"{describe(rank)}, exchange {i + 1} of {len(lists[rank])}: {does.get(e.op, f'a collective of {what}')}"
+
+
+# ---- HLO
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+# A computation's instructions' shapes by name, and what one instruction exchanges.
+_Shapes = Mapping[str, str]
+_Reader = Callable[[_Instruction, _Shapes], Sequence[Exchange]]
+
+
+class _Module:
+    """A scheduled HLO module's computations, in the order of its text, which is that of execution."""
+
+    def __init__(self, hlo: str) -> None:
+        if "is_scheduled=true" not in hlo.split("\n", 1)[0]:
+            raise ValueError(
+                "the text must be of a scheduled module: compiled.as_text() of a jitted function"
+            )
+        self._computations: dict[str, list[_Instruction]] = {}
+        self._entry: str | None = None
+        current: list[_Instruction] | None = None
+        for line in hlo.splitlines():
+            if line[:1].isspace():
+                if current is not None:
+                    current.extend(_instruction(line))
+            elif header := _HEADER.match(line):
+                if line.startswith("HloModule"):
+                    continue
+                current = self._computations.setdefault(header[2], [])
+                self._entry = header[2] if header[1] else self._entry
+            else:
+                current = None
+        if self._entry is None:
+            raise ValueError("the text holds no ENTRY computation")
+
+    def expand(self, reader: _Reader) -> tuple[Exchange, ...]:
+        assert self._entry is not None
+        return self._expand(self._entry, reader, {})
+
+    def _expand(
+        self, name: str, reader: _Reader, known: dict[str, tuple[Exchange, ...]]
+    ) -> tuple[Exchange, ...]:
+        if name not in known:
+            instructions = self._computations[name]
+            shapes = {i.name: i.shape for i in instructions}
+            found: list[Exchange] = []
+            for instruction in instructions:
+                found += reader(instruction, shapes)
+                found += self._called(instruction, reader, known)
+            known[name] = tuple(found)
+        return known[name]
+
+    def _called(
+        self, i: _Instruction, reader: _Reader, known: dict[str, tuple[Exchange, ...]]
+    ) -> Sequence[Exchange]:
+        if i.opcode == "while":
+            (body,) = _computations(i, "body")
+            (condition,) = _computations(i, "condition")
+            once = self._expand(condition, reader, known) + self._expand(body, reader, known)
+            count = _TRIP_COUNT.search(i.attributes)
+            if once and not count:
+                raise ValueError(
+                    f"the loop {i.name!r} has exchanges in it and no fixed number of turns: give it a static bound"
+                )
+            return once * int(count[1]) if count else ()
+        if i.opcode == "conditional":
+            names = _computations(i, "branch_computations", "true_computation", "false_computation")
+            branches = [self._expand(name, reader, known) for name in names]
+            if any(b != branches[0] for b in branches):
+                raise ValueError(f"the branches of {i.name!r} have different exchanges")
+            return branches[0]
+        if i.opcode in ("call", "fusion", "async-start", "custom-call"):
+            names = _computations(i, "to_apply", "calls", "called_computations")
+            return [e for name in names for e in self._expand(name, reader, known)]
+        return ()
+
+
+def _instruction(line: str) -> Iterator[_Instruction]:
+    start = _INSTRUCTION.match(line)
+    if not start:
+        return
+    at = _end(line, start.end()) if line[start.end()] == "(" else line.find(" ", start.end())
+    opcode = _OPCODE.match(line, at)
+    if at < 0 or not opcode:
+        return
+    end = _end(line, opcode.end() - 1)
+    inside = line[opcode.end() : end - 1]
+    names = tuple(part.split()[-1].lstrip("%") for part in _parts(inside) if part.strip())
+    yield _Instruction(start[1], line[start.end() : at], opcode[1], names, line[end:])
+
+
+def _end(line: str, at: int) -> int:
+    """Where the bracket that opens at ``at`` is closed, one past it."""
+    depth = 0
+    for i in range(at, len(line)):
+        depth += (line[i] in "([{") - (line[i] in ")]}")
+        if depth == 0:
+            return i + 1
+    return len(line)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Split at commas outside brackets, without comments."""
+    text = re.sub(r"/\*.*?\*/", "", text)
+    depth = start = 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and depth == 0:
+            yield text[start:i]
+            start = i + 1
+    yield text[start:]
+
+
+def _computations(i: _Instruction, *attributes: str) -> list[str]:
+    names: list[str] = []
+    for attribute in attributes:
+        if found := re.search(rf"[,\s]{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", i.attributes):
+            names += [name.strip().lstrip("%") for name in found[1].strip("{}").split(",") if name.strip()]
+    return names
+
+
+def _arrays(shape: str) -> list[tuple[tuple[int, ...], str]]:
+    """The shapes and dtypes of an instruction's arrays: a tuple's all, in order; no tokens."""
+    found = []
+    for dtype, sizes in _ARRAY.findall(shape):
+        if dtype != "token":
+            name = _DTYPES.get(dtype, dtype.replace("f8", "float8_", 1))
+            found.append((tuple(int(n) for n in sizes.split(",") if n), name))
+    return found
+
+
+def _mpi(i: _Instruction, shapes: _Shapes, world: int | None) -> Sequence[Exchange]:
+    target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
+    if not target:
+        return ()
+    call, communicator = target[1], _integer(i, "comm")
+    if world is not None and communicator != world:
+        return ()
+    if call == "recv":
+        ((shape, dtype),) = _arrays(i.shape)
+        return (Exchange("recv", _integer(i, "source"), shape, dtype),)
+    operands = [array for name in i.operands for array in _arrays(shapes[name])]
+    if call == "send":
+        ((shape, dtype),) = operands
+        return (Exchange("send", _integer(i, "dest"), shape, dtype),)
+    if call == "sendrecv":
+        raise ValueError("a program must use send and recv, not sendrecv, which has no place in an order")
+    if world is None:
+        return ()
+    return tuple(Exchange("all", -1, shape, dtype) for shape, dtype in operands or [((), "bool")])
+
+
+def _integer(i: _Instruction, name: str) -> int:
+    found = re.search(rf"[{{\s,]{name} = (-?\d+) : i64", i.attributes)
+    if not found:
+        raise ValueError(
+            f"no {name} in the MPI call {i.name!r}: this version of mpi4jax writes it differently"
+        )
+    return int(found[1])
+
+
+def _xla(i: _Instruction, shapes: _Shapes, rank: int) -> Sequence[Exchange]:
+    opcode = i.opcode.removesuffix("-start")
+    if opcode in ("send", "recv"):
+        raise ValueError(f"{i.name!r} is a {opcode} made from a permute, which is not understood here")
+    if opcode not in _COLLECTIVES | {_RAGGED, "collective-permute"}:
+        return ()
+    operands = [array for name in i.operands for array in _arrays(shapes[name])]
+    if opcode == "collective-permute":
+        text = re.search(r"source_target_pairs=\{(.*?\})?\}", i.attributes)
+        assert text, i.attributes
+        pairs = sorted((int(a), int(b)) for a, b in _PAIR.findall(text[0]))
+        return [
+            Exchange("send", to, shape, dtype) if source == rank else Exchange("recv", source, shape, dtype)
+            for shape, dtype in operands
+            for source, to in pairs
+            if rank in (source, to) and source != to
+        ]
+    if not _takes_part(i, rank):
+        return ()
+    if opcode == _RAGGED:
+        operands = [(shape[1:], dtype) for shape, dtype in operands[:1]]
+    if opcode == "all-to-all":  # on CPU it has an operand a rank
+        operands = operands[:1]
+    return [Exchange("all", -1, shape, dtype) for shape, dtype in operands]
+
+
+def _takes_part(i: _Instruction, rank: int) -> bool:
+    """Whether a collective is of all ranks; False if it is of ``rank`` alone, or not of it."""
+    if axes := _AXES.search(i.attributes):
+        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes[1])}
+        within = math.prod(sizes[name] for name in re.findall(r"'([^']+)'", axes[2]))
+        n_mine, n_ranks = within, math.prod(sizes.values())
+    else:
+        groups = _groups(i)
+        if not groups:
+            return True
+        n_ranks = sum(len(group) for group in groups)
+        n_mine = max((len(group) for group in groups if rank in group), default=0)
+    if 1 < n_mine < n_ranks:
+        raise ValueError(f"{i.name!r} is a collective of {n_mine} of {n_ranks} ranks; it must be of all")
+    return n_mine > 1
+
+
+def _groups(i: _Instruction) -> list[list[int]]:
+    """The ranks of each group of a collective; none where all ranks are one."""
+    found = _GROUPS.search(i.attributes)
+    if not found:
+        raise ValueError(
+            f"the groups of {i.name!r} are written in a way that is not understood here: {i.attributes}"
+        )
+    if found[1] == "{}":
+        return []
+    if found[1].startswith("{"):
+        return [
+            [int(n) for n in group.split(",") if n.strip()]
+            for group in re.findall(r"\{([\d,\s]*)\}", found[1])
+        ]
+    return _iota(found[1])
+
+
+def _iota(text: str) -> list[list[int]]:
+    """``[2,2]<=[2,2]T(1,0)``: the numbers from 0 in the second shape, transposed, read as rows of the first."""
+    numbers = [[int(n) for n in part.split(",")] for part in re.findall(r"[\[(]([\d,]+)[\])]", text)]
+    (n_groups, size), dims = numbers[0], numbers[1]
+    order = numbers[2] if len(numbers) > 2 else list(range(len(dims)))
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    flat = [0]
+    for axis in order:
+        flat = [base + k * strides[axis] for base in flat for k in range(dims[axis])]
+    return [flat[g * size : (g + 1) * size] for g in range(n_groups)]
