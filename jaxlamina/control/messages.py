@@ -223,10 +223,17 @@ class MoveIn(_Message, frozen=True):
     slots: Array
 
 
+class ForgetHost(_Message, frozen=True):
+    """Whatever slots of the host, int32 ``[n]``, held is dropped."""
+
+    host_slots: Array
+
+
 class TakeRows(_Message, frozen=True):
-    """Answer with the contents of ``slots`` int32 ``[n]``, as Rows."""
+    """Answer with the contents of ``slots`` int32 ``[n]``, as Rows. ``host``: of the host's slots, which are empty then."""
 
     slots: Array
+    host: bool = False
 
 
 class Rows(_Message, frozen=True):
@@ -276,6 +283,7 @@ Message = (
     | CopySlots
     | MoveOut
     | MoveIn
+    | ForgetHost
     | TakeRows
     | Rows
     | PutRows

@@ -21,9 +21,8 @@ from jaxlamina.workers.partition import (
     Placement,
     RowsPlan,
     checked_partition,
+    place_new,
     plan_rows,
-    wish_by_requests,
-    wish_by_tokens,
 )
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
@@ -310,13 +309,7 @@ class PlacedPool:
         self, slot_table: np.ndarray, lengths: np.ndarray, positions: np.ndarray, new_slots: np.ndarray
     ) -> None:
         """new_slots ``[B, T]``, S for none."""
-        real = new_slots < self.n_slots
-        if self._token_block is None:
-            wish = wish_by_requests(self.placement, slot_table, lengths, real.sum(axis=1))
-            wishes = np.broadcast_to(wish[:, None], new_slots.shape)
-        else:
-            wishes = wish_by_tokens(positions, len(self._workers), self._token_block)
-        self.placement.place(new_slots[real], wishes[real])
+        place_new(self.placement, self._token_block, slot_table, lengths, positions, new_slots)
         self._plans = plan_rows(self.placement, slot_table, lengths, positions, new_slots, self._windows)
         for worker, plan in zip(self._workers, self._plans, strict=True):
             worker.begin(plan.slot_table, plan.lengths, plan.new_slots, plan.q_positions)

@@ -125,6 +125,24 @@ def wish_by_requests(
     return wish
 
 
+def place_new(
+    placement: Placement,
+    token_block: int | None,
+    slot_table: np.ndarray,
+    lengths: np.ndarray,
+    positions: np.ndarray,
+    new_slots: np.ndarray,
+) -> None:
+    """Gives a step's new tokens, ``new_slots [B, T]`` (S: none), their places; ``token_block`` None: by request."""
+    real = new_slots < placement.n_slots
+    if token_block is None:
+        wish = wish_by_requests(placement, slot_table, lengths, real.sum(axis=1))
+        wishes = np.broadcast_to(wish[:, None], new_slots.shape)
+    else:
+        wishes = wish_by_tokens(positions, placement.n_workers, token_block)
+    placement.place(new_slots[real], wishes[real])
+
+
 class RowsPlan(NamedTuple):
     """One worker's part of a step. R rows that have stored tokens here, M new tokens that are kept here."""
 

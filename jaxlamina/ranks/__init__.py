@@ -1,0 +1,11 @@
+"""A job over real ranks: one model rank and b attention ranks, each a process with one program a step.
+
+`join` makes this process rank 0 and gives its `Group`, for `jaxlamina.LLM(group=…)`; `serve` makes it an attention rank
+until rank 0 is done. Who starts the processes is `launch`'s affair.
+"""
+
+from jaxlamina.ranks.attention_rank import serve
+from jaxlamina.ranks.executor import RanksExecutor
+from jaxlamina.ranks.group import Group, current, join
+
+__all__ = ["Group", "RanksExecutor", "current", "join", "serve"]

@@ -1,0 +1,241 @@
+"""An attention rank's life: it is told what the model's attention is like, finds room for KV, and runs a program a step.
+
+Messages come a step ahead, so a program is launched while the one before it runs. Holds KV and nothing else: no weight,
+no token, no request. Which slots are whose is rank 0's affair.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.cluster import Cluster
+from jaxlamina.control import ControlClient
+from jaxlamina.control import messages as m
+from jaxlamina.errors import UserError
+from jaxlamina.ranks.attention_programs import AttentionProgram, StepInputs, step_inputs_of
+from jaxlamina.ranks.group import FAILED, Failing, Watch, first_line, start_jax, versions
+from jaxlamina.ranks.model_programs import Layout
+from jaxlamina.transports import Program, Transport, open_transport
+from jaxlamina.workers.attention_worker import attention_workspace_bytes
+from jaxlamina.workers.capacity import is_accelerator, slots_that_fit
+from jaxlamina.workers.kv_pools import KVPools, padded, pieces
+from jaxlamina.workers.spec import AttentionSpec, ChannelScales
+from jaxlamina.workers.workspace import LargestStep
+
+
+def serve(cluster: Cluster, rank: int) -> int:
+    """An attention rank until rank 0 says goodbye. Its exit code; what went wrong is one line on stderr."""
+    failing = Failing(cluster, rank)
+    client: ControlClient | None = None
+    try:
+        device_of = start_jax(cluster, rank)
+        hello = m.Hello(
+            m.PROTOCOL, rank, os.getpid(), platform.node(), cluster.as_config(), versions()
+        )
+        client = ControlClient(
+            cluster.control,
+            hello,
+            deadline_s=cluster.start_deadline_s,
+            heartbeat_s=cluster.heartbeat_s,
+            on_fault=failing.because_of,
+        )
+        failing.tell = lambda line: client.send(m.Fault(rank, line))
+        device = device_of()
+        transport = open_transport(cluster.transport, rank, cluster.n_ranks, device)
+        watch = Watch(cluster.step_deadline_s, failing.of_own)
+        AttentionRank(cluster, rank, transport, client, watch).run()
+        failing.over = True
+        return 0
+    except UserError as error:
+        failing.of_own(str(error))
+    except Exception as error:
+        failing.of_own(first_line(error))
+    return FAILED
+
+
+@dataclass
+class _Layers:
+    """What Setup said, as this rank needs it: its own heads."""
+
+    specs: list[AttentionSpec]
+    n_query_heads: list[int]
+    layout: Layout
+
+    @classmethod
+    def of(cls, setup: m.Setup, workers: tuple[int, ...]) -> _Layers:
+        layout = Layout(workers, setup.partition, setup.q_first)
+        specs, heads = [], []
+        for layer in setup.layers:
+            whole = AttentionSpec(
+                layer.n_kv_heads, layer.head_dim, np.dtype(jnp.dtype(layer.dtype)), layer.scale,
+                layer.window, layer.softcap, layer.kv,
+            )  # fmt: skip
+            of = layout.heads(whole, layer.n_query_heads)
+            specs.append(AttentionSpec(of.k, *_but_first(whole)))
+            heads.append(of.n)
+        return cls(specs, heads, layout)
+
+
+def _but_first(spec: AttentionSpec) -> tuple[Any, ...]:
+    return spec.head_dim, spec.dtype, spec.scale, spec.window, spec.softcap, spec.kv
+
+
+class AttentionRank:
+    """One worker of the memory pool as a process. ``run`` returns when rank 0 is done."""
+
+    def __init__(
+        self, cluster: Cluster, rank: int, transport: Transport, client: ControlClient, watch: Watch
+    ) -> None:
+        self._cluster, self._rank = cluster, rank
+        self._transport, self._client, self._watch = transport, client, watch
+        self._workers = tuple(range(cluster.n_model, cluster.n_ranks))
+        self._programs: dict[m.StepShape, Program] = {}
+        self._layers: _Layers | None = None
+        self._setup: m.Setup | None = None
+        self._kv: KVPools | None = None
+        self._bound = False  # whether the pools are as programs take them
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            m.Setup: self._on_setup,
+            m.Allocate: self._on_allocate,
+            m.Prepare: self._on_prepare,
+            m.Step: self._on_step,
+            m.CopySlots: lambda x: self._pools().copy_slots(_slots(x.src), _slots(x.dst)),
+            m.MoveOut: lambda x: self._pools().move_out(_slots(x.slots), _slots(x.host_slots)),
+            m.MoveIn: lambda x: self._pools().move_in(_slots(x.host_slots), _slots(x.slots)),
+            m.ForgetHost: lambda x: self._pools().host.forget(_slots(x.host_slots)),
+            m.TakeRows: self._on_take,
+            m.PutRows: self._on_put,
+        }
+
+    def run(self) -> None:
+        while True:
+            message = self._client.receive(None)
+            if isinstance(message, m.Bye):
+                return
+            handle = self._handlers.get(type(message))
+            if handle is None:
+                raise UserError(f"rank 0 sent a {type(message).__name__}, which is not for an attention rank")
+            handle(message)
+
+    # --- memory ---
+    def _on_setup(self, setup: m.Setup) -> None:
+        self._setup, self._layers = setup, _Layers.of(setup, self._workers)
+        self._client.send(m.SlotsFound(self._find_slots(setup, self._layers)))
+
+    def _find_slots(self, setup: m.Setup, layers: _Layers) -> int:
+        """Slots of the whole memory pool, as far as this worker's memory goes."""
+        if setup.kv_slots is not None:
+            return setup.kv_slots
+        device, needs = self._transport.device, 0
+        if is_accelerator(device):
+            largest = LargestStep(*setup.largest)
+            needs = attention_workspace_bytes(layers.specs, layers.n_query_heads, device, largest)
+        share = 1.0 if layers.layout.by_heads else 1 / len(self._workers)
+        return slots_that_fit(
+            layers.specs, device, setup.most_slots, setup.least_slots, share=share, workspace_bytes=needs
+        )
+
+    def _on_allocate(self, message: m.Allocate) -> None:
+        assert self._setup is not None and self._layers is not None
+        n_workers = 1 if self._layers.layout.by_heads else len(self._workers)
+        scales = self._setup.channel_scales
+        index = self._workers.index(self._rank)
+        self._kv = KVPools(
+            self._layers.specs,
+            -(-message.n_slots // n_workers),
+            self._transport.device,
+            channel_scales=None if scales is None else [self._scales(pair, index) for pair in scales],
+            n_host_slots=self._setup.n_host_slots,
+        )
+        jax.block_until_ready((self._kv.k, self._kv.v))
+        self._client.send(m.Allocated())
+
+    def _scales(self, pair: tuple[m.Array | None, m.Array | None], index: int) -> ChannelScales:
+        """This worker's rows of a layer's ``[K, H]``."""
+        assert self._layers is not None
+        b = len(self._workers) if self._layers.layout.by_heads else 1
+        own = (None if x is None else jnp.asarray(np.split(x.numpy(), b)[index % b]) for x in pair)
+        return ChannelScales(*own)
+
+    # --- programs ---
+    def _on_prepare(self, message: m.Prepare) -> None:
+        began = time.perf_counter()
+        program = self._programs[message.shape] = self._compile(message.shape)
+        took = time.perf_counter() - began
+        self._client.send(m.Prepared(message.shape, program.exchanges(), took))
+
+    def _compile(self, shape: m.StepShape) -> Program:
+        assert self._layers is not None and self._kv is not None
+        specs, layout = self._layers.specs, self._layers.layout
+        traced = AttentionProgram(self._transport, layout, specs, self._layers.n_query_heads, shape)
+        self._bind()
+        args = self._kv.k, self._kv.v, step_inputs_of(layout, shape, specs)
+        return self._transport.compile(traced.step, *args, donate_argnums=(0, 1))
+
+    def _on_step(self, step: m.Step) -> None:
+        assert self._kv is not None
+        peer = self._cluster.describe(0)
+        ticket = self._watch.begin(f"step {step.step} ({step.shape}) with {peer}")
+        self._bind()
+        inputs = self._transport.bind(_inputs(step.arrays))
+        kv = self._kv
+        kv.k, kv.v, done = self._programs[step.shape](kv.k, kv.v, inputs)
+        self._watch.until(ticket, done)
+
+    def _bind(self) -> None:
+        if not self._bound:
+            assert self._kv is not None
+            self._kv.k, self._kv.v = self._transport.bind((self._kv.k, self._kv.v))
+            self._bound = True
+
+    def _pools(self) -> KVPools:
+        """The pools as plain arrays."""
+        assert self._kv is not None
+        if self._bound:
+            self._kv.k, self._kv.v = self._transport.unbind((self._kv.k, self._kv.v))
+            self._bound = False
+        return self._kv
+
+    # --- tokens that go from worker to worker ---
+    def _on_take(self, message: m.TakeRows) -> None:
+        slots, kv = _slots(message.slots), self._pools()
+        if message.host:
+            found = list(kv.host.pop(slots))
+        else:
+            parts = [np.arange(piece.start, piece.stop) for piece in pieces(len(slots))]
+            found = [(part, np.arange(len(part)), kv.take(slots[part])) for part in parts]
+        order = np.argsort(np.concatenate([which for which, _, _ in found]))
+        flat = [[np.asarray(x)[at] for of_pool in rows for x in of_pool] for _, at, rows in found]
+        joined = [np.concatenate(blocks)[order] for blocks in zip(*flat, strict=True)]
+        self._client.send(m.Rows(tuple(m.Array.of(x) for x in joined)))
+
+    def _on_put(self, message: m.PutRows) -> None:
+        slots, kv = _slots(message.slots), self._pools()
+        n = len(slots)
+        to = padded(slots, kv.n_slots)
+        flat = [np.pad(x.numpy(), [(0, len(to) - n)] + [(0, 0)] * (len(x.shape) - 1)) for x in message.rows]
+        per_pool = len(flat) // (2 * len(kv.k))
+        rows = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
+        kv.put(to, rows)  # type: ignore[arg-type]
+
+
+def _slots(array: m.Array) -> np.ndarray:
+    return array.numpy().astype(np.int64)
+
+
+def _inputs(arrays: dict[str, m.Array]) -> StepInputs:
+    queries = {
+        int(name.removeprefix("q")): array.numpy() for name, array in arrays.items() if name.startswith("q")
+    }
+    return StepInputs(
+        arrays["slot_table"].numpy(), arrays["lengths"].numpy(), arrays["new_slots"].numpy(), queries  # type: ignore[arg-type]
+    )

@@ -1,0 +1,217 @@
+"""A process's membership of a job: its device, its transport, its line to the others, and how it ends when one fails.
+
+Rank 0 `join`s and has a `Group`, through which its executor reaches the attention ranks; every other rank `serve`s.
+Knows what a rank is and when it is late; nothing of models or steps.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any, TypeVar
+
+import jax
+
+from jaxlamina import __version__
+from jaxlamina.cluster import Cluster
+from jaxlamina.control import ControlServer, Watchdog
+from jaxlamina.control.messages import Fault, Message, StepShape
+from jaxlamina.errors import UserError
+from jaxlamina.transports import Transport, open_transport
+
+FAILED = 3  # the exit code of a rank that ends because it or another one failed
+# Programs are compiled on all ranks at once; the largest models take minutes.
+PREPARE_DEADLINE_S = 900.0
+
+M = TypeVar("M")
+
+_current: Group | None = None
+
+
+def current() -> Group | None:
+    """The group that this process joined as rank 0, if it did."""
+    return _current
+
+
+class Watch:
+    """Reports steps that are not done in time. A step's array is waited for by a thread, so nobody else need."""
+
+    def __init__(self, deadline_s: float, on_late: Callable[[str], None]) -> None:
+        self.watchdog = Watchdog(deadline_s, on_late)
+        self._queue: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._on_late = on_late
+        threading.Thread(target=self._wait, name="step watch", daemon=True).start()
+
+    def begin(self, what: str) -> int:
+        return self.watchdog.begin(what)
+
+    def until(self, ticket: int, array: jax.Array) -> None:
+        """The step is done once ``array`` is there."""
+        self._queue.put((ticket, array))
+
+    def _wait(self) -> None:
+        while True:
+            ticket, array = self._queue.get()
+            try:
+                if not array.is_deleted():
+                    array.block_until_ready()
+            except Exception as error:  # what the program died of is for whoever reads its result; a rank ends of it
+                self._on_late(f"a step failed: {first_line(error)}")
+                return
+            self.watchdog.done(ticket)
+
+
+class Group:
+    """Rank 0's side of a job. Made by `join`."""
+
+    def __init__(self, cluster: Cluster, transport: Transport, device: jax.Device) -> None:
+        self.cluster, self.transport, self.device = cluster, transport, device
+        self.workers = tuple(range(cluster.n_model, cluster.n_ranks))
+        self.epoch = 0
+        self.n_steps = 0
+        self._failing = Failing(cluster, 0)
+        self.control = ControlServer(
+            cluster.control,
+            cluster.n_ranks,
+            cluster.as_config(),
+            describe=cluster.describe,
+            versions=versions(),
+            heartbeat_s=cluster.heartbeat_s,
+            on_fault=self._failing.because_of,
+        )
+        self._failing.tell = lambda line: self.control.broadcast(Fault(0, line))
+        self.watch = Watch(cluster.step_deadline_s, self._failing.of_own)
+
+    def gather(self) -> None:
+        """Waits for all ranks. ``UserError`` that says which did not come, or came with another configuration."""
+        self.control.gather(self.cluster.start_deadline_s)
+
+    def broadcast(self, message: Message) -> None:
+        for rank in self.workers:
+            self.control.send(rank, message)
+
+    def send(self, rank: int, message: Message) -> None:
+        self.control.send(rank, message)
+
+    def receive(self, rank: int, kind: type[M], deadline_s: float | None = None) -> M:
+        return self.control.receive(rank, kind, deadline_s or self.cluster.step_deadline_s)  # type: ignore[type-var]
+
+    def begin_step(self, shape: StepShape) -> int:
+        self.n_steps += 1
+        peers = " and ".join(self.cluster.describe(rank) for rank in self.workers)
+        return self.watch.begin(f"step {self.n_steps} ({shape}) with {peers}")
+
+    def close(self) -> None:
+        """Lets the other ranks go."""
+        global _current
+        self._failing.over = True
+        self.control.close()
+        if _current is self:
+            _current = None
+
+
+class Failing:
+    """The end of a rank: one line on stderr, the others told, and out, since a program may wait for ever."""
+
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        self._cluster, self._rank = cluster, rank
+        self._lock = threading.Lock()
+        self.tell: Callable[[str], Any] | None = None
+        self.over = False
+
+    def of_own(self, text: str) -> None:
+        """This rank has something to report."""
+        self._end(self._cluster.error_line(self._rank, text), told=False)
+
+    def because_of(self, rank: int, line: str) -> None:
+        """Another rank is gone, or reported something."""
+        text = line.removeprefix("error: ")
+        known = text.startswith(self._cluster.describe(rank))
+        self._end(f"error: {text}" if known else self._cluster.error_line(rank, text), told=True)
+
+    def _end(self, line: str, told: bool) -> None:
+        with self._lock:
+            if self.over:
+                return
+            self.over = True
+            print(line, file=sys.stderr, flush=True)
+            if self.tell is not None and not told:
+                try:
+                    self.tell(line)
+                except Exception:  # they find out by themselves that this rank is gone
+                    pass
+            sys.stdout.flush()
+            os._exit(FAILED)
+
+
+def join(cluster: Cluster, rank: int) -> Group:
+    """Rank 0 opens its transport and waits for the others. ``UserError`` if they do not come."""
+    global _current
+    if rank != 0:
+        raise UserError(f"{rank=} cannot lead: rank 0 does")
+    if _current is not None:
+        raise UserError("this process leads a job already: close it first")
+    # The line to the others first, so that one that cannot start says so there.
+    device_of = start_jax(cluster, rank)
+    group = Group(cluster, None, None)  # type: ignore[arg-type]
+    try:
+        group.gather()
+        group.device = device_of()
+        group.transport = open_transport(cluster.transport, rank, cluster.n_ranks, group.device)
+    except BaseException:
+        group.close()
+        raise
+    _current = group
+    return group
+
+
+def start_jax(cluster: Cluster, rank: int) -> Callable[[], jax.Device]:
+    """Settings that must precede JAX's first use; then, by calling the result, this rank's device."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_shard_autotuning" not in flags and cluster.platform(rank) != "cpu":
+        # Ranks compile different programs: none may wait for another's part of one.
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
+    own = local_index(os.environ)
+
+    def device() -> jax.Device:
+        if cluster.transport == "xla":
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(
+                cluster.coordinator,
+                num_processes=cluster.n_ranks,
+                process_id=rank,
+                local_device_ids=None if cluster.platform(rank) == "cpu" else [own],
+                initialization_timeout=int(cluster.start_deadline_s),
+            )
+        elif cluster.platform(rank) in (None, "cuda"):
+            jax.config.update("jax_cuda_visible_devices", str(own))
+        found = jax.local_devices()[0]
+        jax.config.update("jax_default_device", found)  # kernels are picked by it
+        return found
+
+    return device
+
+
+def local_index(environment: Mapping[str, str]) -> int:
+    """Which of its host's ranks this is: it takes the accelerator of that number."""
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "JAXLAMINA_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        if name in environment:
+            return int(environment[name])
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all ranks for their programs to match."""
+    found = {"jaxlamina": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
+    return found | {name: metadata.version(name) for name in ("jax", "jaxlib")}
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

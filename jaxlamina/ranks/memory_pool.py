@@ -1,0 +1,182 @@
+"""Rank 0's picture of the memory pool: which attention rank has which token, and what each is told of a step.
+
+By heads every rank has every slot, so all are told the same. By requests or by tokens a slot is on one rank, and a step's
+rows are cut up (`jaxlamina.workers.partition`); each rank's part is padded to the largest, so that one bucket serves all.
+Knows slots, rows and messages; no model and no array on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlamina.control import messages as m
+from jaxlamina.errors import UserError
+from jaxlamina.ranks.group import Group
+from jaxlamina.ranks.model_programs import Layout
+from jaxlamina.ranks.wires import PlacedIndices
+from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.workers.kv_pools import pieces
+from jaxlamina.workers.partition import NO_SLOT, Placement, RowsPlan, place_new, plan_rows
+from jaxlamina.workers.spec import AttentionSpec
+
+Arrays = dict[str, m.Array]
+
+
+class RemotePool:
+    """``plan`` for each step; ``copy_slots`` and the others in between."""
+
+    def __init__(
+        self,
+        group: Group,
+        layout: Layout,
+        specs: Sequence[AttentionSpec],
+        n_slots: int,
+        n_host_slots: int,
+        token_block: int,
+    ) -> None:
+        self._group, self._layout = group, layout
+        self.n_slots, self._n_host_slots = n_slots, n_host_slots
+        self._windows = sorted({spec.window for spec in specs if spec.window is not None})
+        b = len(layout.workers)
+        self.placement = None if layout.by_heads else Placement(n_slots, [-(-n_slots // b)] * b)
+        self._token_block = token_block if layout.partition == "tokens" else None
+        self._host_worker = np.full(n_host_slots, -1, np.int32)
+
+    def plan(
+        self, kind: Any, batch: DecodeBatch | PrefillBatch
+    ) -> tuple[m.StepShape, list[Arrays], PlacedIndices | None]:
+        """(bucket, what each attention rank is told, what the model rank's program needs to cut its rows)."""
+        b, t = batch.tokens.shape
+        new_slots = batch.new_slots[:, None] if isinstance(batch, DecodeBatch) else batch.slots
+        if self.placement is None:
+            shape = m.StepShape(kind, b, t, batch.slot_table.shape[1])
+            told = _told(batch.slot_table, batch.lengths, new_slots.reshape(-1), {})
+            return shape, [told] * len(self._layout.workers), None
+        place_new(
+            self.placement, self._token_block, batch.slot_table, batch.lengths, batch.positions, new_slots
+        )
+        plans = plan_rows(
+            self.placement, batch.slot_table, batch.lengths, batch.positions, new_slots, self._windows
+        )
+        plans = level(plans)
+        at = PlacedIndices(*(np.stack([getattr(p, f) for p in plans]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
+        context = plans[0].slot_table.shape[1]
+        shape = m.StepShape(kind, b, t, context, len(plans[0].rows), len(plans[0].new))
+        return shape, [_told(p.slot_table, p.lengths, p.new_slots, p.q_positions) for p in plans], at
+
+    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
+        if self.placement is None:
+            self._group.broadcast(m.CopySlots(_ints(src), _ints(dst)))
+            return
+        self.placement.place(dst, self._placed(src))
+        from_, to, local = self.placement.worker[src], self.placement.worker[dst], self.placement.local
+        for w, u in _pairs(from_, to):
+            goes = (from_ == w) & (to == u)
+            if w == u:
+                self._send(w, m.CopySlots(_ints(local[src[goes]]), _ints(local[dst[goes]])))
+            else:
+                self._carry(w, local[src[goes]], u, local[dst[goes]], host=False)
+
+    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None:
+        self._check_host(host_slots)
+        if self.placement is None:
+            self._group.broadcast(m.MoveOut(_ints(slots), _ints(host_slots)))
+            return
+        owners = self._placed(slots)
+        before = self._host_worker[host_slots]
+        for w in range(self.placement.n_workers):
+            stale = host_slots[(before == w) & (owners != w)]
+            if len(stale):
+                self._send(w, m.ForgetHost(_ints(stale)))
+            mine = owners == w
+            if mine.any():
+                self._send(w, m.MoveOut(_ints(self.placement.local[slots[mine]]), _ints(host_slots[mine])))
+        self._host_worker[host_slots] = owners
+
+    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
+        self._check_host(host_slots)
+        if self.placement is None:
+            self._group.broadcast(m.MoveIn(_ints(host_slots), _ints(slots)))
+            return
+        from_ = self._host_worker[host_slots]
+        if (from_ < 0).any():
+            raise ValueError(f"host slots {host_slots[from_ < 0]} hold nothing")
+        self.placement.place(slots, from_)
+        to, local = self.placement.worker[slots], self.placement.local[slots]
+        for w, u in _pairs(from_, to):
+            goes = (from_ == w) & (to == u)
+            if w == u:
+                self._send(w, m.MoveIn(_ints(host_slots[goes]), _ints(local[goes])))
+            else:
+                self._carry(w, host_slots[goes], u, local[goes], host=True)
+        self._host_worker[host_slots] = -1
+
+    def release(self, slots: np.ndarray) -> None:
+        if self.placement is not None:
+            self.placement.release(slots)
+
+    def _carry(self, w: int, from_: np.ndarray, u: int, to: np.ndarray, *, host: bool) -> None:
+        """Tokens from one rank to another by way of this one: rare, so the slow line will do."""
+        for piece in pieces(len(from_)):
+            self._send(w, m.TakeRows(_ints(from_[piece]), host))
+            rows = self._group.receive(self._layout.workers[w], m.Rows).rows
+            self._send(u, m.PutRows(_ints(to[piece]), rows))
+
+    def _send(self, worker: int, message: m.Message) -> None:
+        self._group.send(self._layout.workers[worker], message)
+
+    def _placed(self, slots: np.ndarray) -> np.ndarray:
+        assert self.placement is not None
+        owners = self.placement.worker[slots]
+        if (owners < 0).any():
+            raise ValueError(f"slots {slots[owners < 0][:8]} are read but hold nothing")
+        return owners
+
+    def _check_host(self, host_slots: np.ndarray) -> None:
+        if not self._n_host_slots:
+            raise UserError("there are no host KV slots: give host_kv_slots (n_host_slots of an executor)")
+        if len(host_slots) and not (0 <= host_slots.min() and host_slots.max() < self._n_host_slots):
+            raise ValueError(f"host slots {host_slots} must be within 0 … {self._n_host_slots - 1}")
+
+
+def level(plans: Sequence[RowsPlan]) -> list[RowsPlan]:
+    """Workers' parts, all padded to the largest: rows, stored tokens a row and new tokens."""
+    r = max(len(p.rows) for p in plans)
+    c = max(p.slot_table.shape[1] for p in plans)
+    n = max(len(p.new) for p in plans)
+    found = []
+    for p in plans:
+        table = np.zeros((r, c), np.int32)
+        table[: p.slot_table.shape[0], : p.slot_table.shape[1]] = p.slot_table
+        spread = np.where(p.spread >= len(p.rows), r, p.spread).astype(np.int32)
+        queries = {window: _longer(x, r, 0) for window, x in p.q_positions.items()}
+        kept = _longer(p.new, n, 0), _longer(p.new_slots, n, NO_SLOT)
+        found.append(
+            RowsPlan(_longer(p.rows, r, 0), spread, table, _longer(p.lengths, r, 0), queries, *kept)
+        )
+    return found
+
+
+def _longer(x: np.ndarray, n: int, fill: int) -> np.ndarray:
+    out = np.full((n, *x.shape[1:]), fill, np.int32)
+    out[: len(x)] = x
+    return out
+
+
+def _pairs(from_: np.ndarray, to: np.ndarray) -> list[tuple[int, int]]:
+    return sorted(set(zip(from_.tolist(), to.tolist(), strict=True)))
+
+
+def _ints(x: np.ndarray) -> m.Array:
+    return m.Array.of(np.asarray(x, np.int32))
+
+
+def _told(
+    slot_table: np.ndarray, lengths: np.ndarray, new_slots: np.ndarray, q_positions: dict[int, np.ndarray]
+) -> Arrays:
+    arrays = {"slot_table": slot_table, "lengths": lengths, "new_slots": new_slots}
+    arrays |= {f"q{window}": x for window, x in q_positions.items()}
+    return {name: m.Array.of(np.asarray(x, np.int32)) for name, x in arrays.items()}

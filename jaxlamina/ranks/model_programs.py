@@ -1,0 +1,159 @@
+"""The model rank's programs: a whole step each, all slices and all exchanges, no Python between layers.
+
+Made of the splitter's parts; what is sent where is the transport's and the wire's. Holds no weights: they are arguments.
+Knows no KV and no slot. What a step of a bucket is called is `StepShape`'s affair.
+
+Source: Lamina 2025 §4.2.2 (q first, then k and v; partial attention meanwhile).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlamina.control.messages import StepShape
+from jaxlamina.ranks.wires import (
+    HeadsOf,
+    HeadsWire,
+    PlacedIndices,
+    PlacedWire,
+    Sizes,
+    pack,
+    with_own,
+)
+from jaxlamina.transports import Transport
+from jaxlamina.workers.model_worker import Context, combined
+from jaxlamina.workers.spec import AttentionSpec
+from pallas_kernels import causal_attention, causal_partial
+from splitter import SplitModel
+
+Tie = jax.Array | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the memory pool is laid out, as both kinds of rank need it."""
+
+    workers: tuple[int, ...]  # their ranks
+    partition: str
+    q_first: bool
+
+    @property
+    def by_heads(self) -> bool:
+        return self.partition == "heads" or len(self.workers) == 1
+
+    def sizes(self, shape: StepShape) -> Sizes:
+        if self.by_heads:
+            return Sizes(shape.batch, shape.batch * shape.tokens, shape.tokens)
+        return Sizes(shape.rows, shape.new, shape.tokens)
+
+    def heads(self, spec: AttentionSpec, n_query_heads: int) -> HeadsOf:
+        """One layer's heads on each worker."""
+        b = len(self.workers) if self.by_heads else 1
+        return HeadsOf(n_query_heads // b, spec.n_kv_heads // b, spec.head_dim, spec.dtype)
+
+
+class ModelProgram:
+    """Traces one bucket's step. ``step`` is the function to compile."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        model: SplitModel,
+        specs: Sequence[AttentionSpec],
+        shape: StepShape,
+    ) -> None:
+        self.t, self.layout, self.model, self.specs, self.shape = transport, layout, model, specs, shape
+        self.sizes = layout.sizes(shape)
+        run = {"decode": self._decode, "prefill": self._prefill, "chunk": self._chunk}[shape.kind]
+        self._run: Callable[..., tuple[Any, Context, Tie]] = run
+
+    def step(
+        self, weights: Sequence[tuple[jax.Array, ...]], inputs: tuple[jax.Array, ...], at: PlacedIndices | None
+    ) -> jax.Array:
+        """Logits ``[B, V]`` after each row's last token. ``inputs``: tokens and positions ``[B, T]``, and for more than
+        one token a row ``logits_at [B]``."""
+        wire = HeadsWire(len(self.layout.workers)) if at is None else PlacedWire(at)
+        context = self.model.first_context(*inputs)
+        out, context, tie = self._run(wire, weights, context)
+        logits = self.model.slices[self.model.n].final(weights[-1], context, out)[:, -1]
+        return logits if tie is None else logits + tie.astype(logits.dtype)
+
+    def _decode(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
+        out = None
+        for i, spec in enumerate(self.specs):
+            q, k, v, context, tie = self._send(wire, i, weights[i], context, out)
+            if isinstance(wire, HeadsWire):
+                like = self._heads(i).out_like(self.sizes)
+                answers = self.t.recv_each(like, self.layout.workers, after=tie)
+                out = wire.whole_out(answers)
+            else:
+                answers = self._partials(i, tie)
+                out = with_own(wire.partial(answers), q, k, v, spec)
+        return out, context, None
+
+    def _prefill(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
+        """Whole prompts: their attention needs nothing that is stored, so k and v go and nothing comes."""
+        out, tie = None, None
+        for i, spec in enumerate(self.specs):
+            part = self.model.slices[i]
+            q, rest = part.q_part(weights[i], context, out)
+            k, v, context = part.kv_part(weights[i], rest)
+            if self.sizes.new:
+                tie = self.t.send_each(wire.kv_parts(k, v), self.layout.workers, after=tie)
+            out = causal_attention(q, k, v, **spec.scoring)
+        return out, context, tie
+
+    def _chunk(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
+        """What follows stored tokens: each layer's attention is its own partial and the stored tokens'."""
+        out = None
+        for i, spec in enumerate(self.specs):
+            q, k, v, context, tie = self._send(wire, i, weights[i], context, out)
+            own = causal_partial(q, k, v, **spec.scoring)
+            out = combined((own, wire.partial(self._partials(i, tie))), spec)
+        return out, context, None
+
+    def _send(
+        self, wire: Any, i: int, weights: Any, context: Context, out: Any
+    ) -> tuple[Any, Any, Any, Context, Tie]:
+        """A slice: q to the workers, which needs all answers of the last layer; then k and v, which need what the send of
+        q gave. So all of a step's exchanges are in one order, by data."""
+        part, to = self.model.slices[i], self.layout.workers
+        q, rest = part.q_part(weights, context, out)
+        if not self.layout.q_first:
+            k, v, context = part.kv_part(weights, rest)
+            pairs = zip(wire.q_parts(q), wire.kv_parts(k, v), strict=True)
+            return q, k, v, context, self.t.send_each([pack(*pair) for pair in pairs], to)
+        tie = self.t.send_each(wire.q_parts(q), to)
+        k, v, context = part.kv_part(weights, rest, tie)
+        if not self.sizes.new:
+            return q, k, v, context, tie
+        return q, k, v, context, self.t.send_each(wire.kv_parts(k, v), to)
+
+    def _partials(self, i: int, tie: Tie) -> list[jax.Array]:
+        return self.t.recv_each(self._heads(i).partial_like(self.sizes), self.layout.workers, after=tie)
+
+    def _heads(self, i: int) -> HeadsOf:
+        return self.layout.heads(self.specs[i], self.model.sites[i].q.shape[2])
+
+
+def inputs_of(shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What ``ModelProgram.step`` takes as ``inputs``."""
+    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    tokens = ints((shape.batch, shape.tokens))
+    return (tokens, tokens) if shape.kind == "decode" else (tokens, tokens, ints((shape.batch,)))
+
+
+def indices_of(layout: Layout, shape: StepShape) -> PlacedIndices | None:
+    """What ``ModelProgram.step`` takes as ``at``."""
+    if layout.by_heads:
+        return None
+    b = len(layout.workers)
+    sizes = ((b, shape.rows), (b, shape.batch), (b, shape.new))
+    return PlacedIndices(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in sizes))  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""What a message between the pools holds: how q, k and v are cut for the attention workers, and how their answers are
+put together.
+
+Both ends are here, so that a format is in one place. Functions of traced arrays, used inside the ranks' programs; knows
+shapes and the partition, no transport.
+
+Messages of a layer, in this order: q, then k and v in one (or all three in one, without Q-first), then the answer:
+attention output in the model's dtype where a worker has all tokens of its heads, else a float32 partial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import causal_partial, combine
+from jaxlamina.workers.spec import AttentionSpec
+
+Partial = tuple[jax.Array, jax.Array]  # out float32 [B, T, N, H], lse float32 [B, T, N]
+
+
+class Sizes(NamedTuple):
+    """What one worker gets of a step: R rows of queries, M new tokens, T queries a row."""
+
+    rows: int
+    new: int
+    tokens: int
+
+
+class HeadsOf(NamedTuple):
+    """One layer's heads on one worker."""
+
+    n: int  # query heads
+    k: int  # KV heads
+    h: int  # head dim
+    dtype: Any
+
+    def q_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((sizes.rows, sizes.tokens, self.n, self.h), self.dtype)
+
+    def kv_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
+        """Keys, then values, of the new tokens."""
+        return jax.ShapeDtypeStruct((sizes.new, 2 * self.k, self.h), self.dtype)
+
+    def out_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
+        return self.q_like(sizes)
+
+    def partial_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((sizes.rows, sizes.tokens, self.n, self.h + 1), jnp.float32)
+
+
+def pack_partial(out: jax.Array, lse: jax.Array) -> jax.Array:
+    return jnp.concatenate([out, lse[..., None]], axis=-1)
+
+
+def unpack_partial(packed: jax.Array) -> Partial:
+    return packed[..., :-1], packed[..., -1]
+
+
+def pack(*xs: jax.Array) -> jax.Array:
+    """Arrays of one dtype as one message."""
+    return jnp.concatenate([x.reshape(-1) for x in xs])
+
+
+def packed_like(*likes: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((sum(math.prod(x.shape) for x in likes),), likes[0].dtype)
+
+
+def unpack(message: jax.Array, *likes: jax.ShapeDtypeStruct) -> list[jax.Array]:
+    found, at = [], 0
+    for like in likes:
+        size = math.prod(like.shape)
+        found.append(message[at : at + size].reshape(like.shape))
+        at += size
+    return found
+
+
+class Wire(Protocol):
+    """The model rank's end for one layer of one step."""
+
+    def q_parts(self, q: jax.Array) -> list[jax.Array]:
+        """q ``[B, T, N, H]`` for each worker."""
+        ...
+
+    def kv_parts(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """k, v ``[B, T, K, H]`` of the tokens that each worker keeps, ``[M, 2K, H]``."""
+        ...
+
+    def partial(self, packed: Sequence[jax.Array]) -> Partial:
+        """The stored tokens' partial, of all rows and heads, from the workers' answers."""
+        ...
+
+
+class HeadsWire:
+    """Every worker has all tokens, of its share of the heads."""
+
+    def __init__(self, n_workers: int) -> None:
+        self.n_workers = n_workers
+
+    def q_parts(self, q: jax.Array) -> list[jax.Array]:
+        return jnp.split(q, self.n_workers, axis=2)
+
+    def kv_parts(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+        pairs = zip(*(jnp.split(x, self.n_workers, axis=1) for x in (k, v)), strict=True)
+        return [jnp.concatenate(pair, axis=1) for pair in pairs]
+
+    def whole_out(self, outs: Sequence[jax.Array]) -> jax.Array:
+        """Attention output ``[B, 1, N, H]`` from the workers' ``[B, 1, N / b, H]``."""
+        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
+
+    def partial(self, packed: Sequence[jax.Array]) -> Partial:
+        return unpack_partial(packed[0] if len(packed) == 1 else jnp.concatenate(packed, axis=2))
+
+
+class PlacedIndices(NamedTuple):
+    """Of all b workers, int32: which of the batch's rows each has, where a row is among them (R: nowhere), and which new
+    tokens it keeps."""
+
+    rows: jax.Array  # [b, R]
+    spread: jax.Array  # [b, B]
+    new: jax.Array  # [b, M]
+
+
+class PlacedWire:
+    """Every token is on one worker, with all heads; a new token's attention over itself is the model rank's."""
+
+    def __init__(self, indices: PlacedIndices) -> None:
+        self.at = indices
+
+    def q_parts(self, q: jax.Array) -> list[jax.Array]:
+        return [q[rows] for rows in self.at.rows]
+
+    def kv_parts(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        kv = jnp.concatenate([k, v], axis=2)
+        kv = kv.reshape(-1, *kv.shape[2:])
+        return [kv[new] for new in self.at.new]
+
+    def partial(self, packed: Sequence[jax.Array]) -> Partial:
+        parts = [_spread(*unpack_partial(p), spread) for p, spread in zip(packed, self.at.spread, strict=True)]
+        return combine(*zip(*parts, strict=True))
+
+
+def _spread(out: jax.Array, lse: jax.Array, spread: jax.Array) -> Partial:
+    """A worker's rows ``[R, ...]`` as the batch's ``[B, ...]``: empty partials for rows that it has not."""
+    return (
+        out.at[spread].get(mode="fill", fill_value=0.0),
+        lse.at[spread].get(mode="fill", fill_value=-jnp.inf),
+    )
+
+
+def with_own(stored: Partial, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Attention output ``[B, T, N, H]`` in q's dtype over stored tokens and the new ones, q's own."""
+    own = causal_partial(q, k, v, **spec.scoring)
+    return combine(*zip(own, stored, strict=True))[0].astype(q.dtype)

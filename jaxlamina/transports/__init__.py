@@ -1,0 +1,117 @@
+"""How tensors go from rank to rank inside the ranks' programs.
+
+A rank's program is traced once a bucket, and calls these functions where something is sent or received; what they
+lower to is the transport's affair: MPI calls (`mpi`) or XLA collectives that match across different programs (`xla`).
+Knows arrays and ranks; nothing of models, KV or what is sent.
+
+Both ends of a pair must exchange in the same order. Neither transport may count on the order of the trace: XLA orders by
+data alone, so every exchange takes an ``after`` on which it truly depends, and gives something for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxlamina.control.messages import Exchange
+from jaxlamina.errors import UserError
+
+TRANSPORTS = ("mpi", "xla")
+
+
+class Program(Protocol):
+    """A rank's compiled program: called with this rank's own arrays it gives this rank's own."""
+
+    def __call__(self, *args: Any) -> Any: ...
+
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """What it sends and receives, in order, as the compiled program has it."""
+        ...
+
+
+class Transport(Protocol):
+    """One rank's end of all exchanges. ``send`` and ``recv`` are for programs that ``compile`` traces."""
+
+    name: str
+    rank: int
+    n_ranks: int
+    device: jax.Device
+
+    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
+        """Sends ``x`` once ``after`` is there. Returns a float32 0 that is there only once the send has begun."""
+        ...
+
+    def recv(
+        self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        """What rank ``source`` sends next, asked for once ``after`` is there."""
+        ...
+
+    def send_each(
+        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
+    ) -> jax.Array:
+        """Sends ``xs[i]`` to rank ``to[i]``: one message to several workers. As ``send``."""
+        ...
+
+    def recv_each(
+        self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
+    ) -> list[jax.Array]:
+        """What each of ``sources`` sends next, all alike."""
+        ...
+
+    def compile(self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()) -> Program:
+        """``function`` as a program of this rank for arguments like ``args`` (arrays or shapes). No array of it is 0-d."""
+        ...
+
+    def bind(self, tree: Any) -> Any:
+        """Arrays of this rank's device as a program takes them; for those that outlive a step."""
+        ...
+
+    def unbind(self, tree: Any) -> Any:
+        """Arrays as a program takes or gives them, as plain arrays on this rank's device: the same memory."""
+        ...
+
+
+def open_transport(name: str, rank: int, n_ranks: int, device: jax.Device) -> Transport:
+    """The transport that a cluster file names. ``UserError`` where its package or its start-up is missing."""
+    if name == "mpi":
+        from jaxlamina.transports.mpi import MpiTransport
+
+        return MpiTransport(rank, n_ranks, device)
+    if name == "xla":
+        from jaxlamina.transports.xla import XlaTransport
+
+        return XlaTransport(rank, n_ranks, device)
+    raise UserError(f"transport={name!r} must be one of {', '.join(TRANSPORTS)}")
+
+
+def scalar_of(x: jax.Array) -> jax.Array:
+    """One element of ``x``, to depend on all of it."""
+    return lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
+
+
+def zero_after(x: jax.Array) -> jax.Array:
+    """A float32 0 that depends on ``x``, whatever is in it; XLA cannot tell that it is 0.
+
+    (``x * 0`` would be NaN for NaN, and a choice between two zeros is folded into 0.)
+    """
+    bits = lax.bitcast_convert_type(scalar_of(x).astype(jnp.float32), jnp.uint32)
+    return lax.shift_right_logical(lax.population_count(bits), jnp.uint32(6)).astype(jnp.float32)
+
+
+def after_all(*xs: jax.Array | None) -> jax.Array | None:
+    """A float32 0 that depends on each of ``xs``; None if there are none."""
+    found = [zero_after(x) for x in xs if x is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+def tied(x: jax.Array, after: jax.Array | None) -> jax.Array:
+    """``x``, unchanged but dependent on ``after``."""
+    if after is None:
+        return x
+    zero = zero_after(after) if after.ndim or after.dtype != jnp.float32 else after
+    return x + zero.astype(x.dtype)

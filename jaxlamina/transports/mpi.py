@@ -1,0 +1,97 @@
+"""The MPI transport: mpi4jax inside the program. Any hosts, and pools of different platforms.
+
+MPI calls of one program happen in the order of the trace (mpi4jax's ordered effects), so ``after`` is only what keeps
+computations after a send from being scheduled before it: a send gives no value, so a call of this rank with itself, which
+MPI orders after the send, gives one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxlamina.control.messages import Exchange
+from jaxlamina.errors import UserError
+from jaxlamina.transports.exchanges import mpi_exchanges
+
+# MPI has no such types: their bits travel.
+_BITS = {1: jnp.uint8, 2: jnp.uint16}
+_ITS_OWN = {np.dtype(t) for t in ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")}
+
+
+class MpiTransport:
+    """A rank of MPI_COMM_WORLD. Knows no device but its own; MPI moves tensors through the hosts' memory unless it was
+    built for GPUs."""
+
+    name = "mpi"
+
+    def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
+        self.rank, self.n_ranks, self.device = rank, n_ranks, device
+        try:
+            import mpi4jax
+            from mpi4py import MPI
+        except ImportError as error:
+            raise UserError(
+                f"transport='mpi' needs mpi4jax and Open MPI ({error}): make mpi, or transport='xla'"
+            ) from error
+        self._mpi, self._sum = mpi4jax, MPI.SUM
+        self._world, self._self = MPI.COMM_WORLD.Clone(), MPI.COMM_SELF
+        found = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        if found != (rank, n_ranks):
+            raise UserError(
+                f"MPI says rank {found[0]} of {found[1]}, the cluster rank {rank} of {n_ranks}: start the ranks with "
+                f"mpirun -n {n_ranks}"
+            )
+
+    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
+        return self.send_each([x], [to], after)
+
+    def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
+        dtype = np.dtype(like.dtype)
+        wire = dtype if dtype in _ITS_OWN else _BITS[dtype.itemsize]
+        got = self._mpi.recv(jnp.zeros(like.shape, wire), source=source, comm=self._world)
+        return got if dtype in _ITS_OWN else lax.bitcast_convert_type(got, dtype)
+
+    def send_each(
+        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
+    ) -> jax.Array:
+        for x, rank in zip(xs, to, strict=True):
+            dtype = np.dtype(x.dtype)
+            wire = x if dtype in _ITS_OWN else lax.bitcast_convert_type(x, _BITS[dtype.itemsize])
+            self._mpi.send(wire, dest=rank, comm=self._world)
+        return self._mpi.allreduce(jnp.zeros((), jnp.float32), op=self._sum, comm=self._self)
+
+    def recv_each(
+        self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
+    ) -> list[jax.Array]:
+        return [self.recv(like, source) for source in sources]
+
+    def compile(
+        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
+    ) -> MpiProgram:
+        return MpiProgram(jax.jit(function, donate_argnums=tuple(donate_argnums)), args)
+
+    def bind(self, tree: Any) -> Any:
+        return tree
+
+    def unbind(self, tree: Any) -> Any:
+        return tree
+
+
+class MpiProgram:
+    """A jitted function: its lowered form is compiled for its list alone, since such objects fail at a second call."""
+
+    def __init__(self, jitted: Any, args: tuple[Any, ...]) -> None:
+        self._jitted = jitted
+        self._exchanges = mpi_exchanges(jitted.lower(*args).compile().as_text())
+
+    def __call__(self, *args: Any) -> Any:
+        return self._jitted(*args)
+
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return self._exchanges

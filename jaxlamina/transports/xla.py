@@ -1,0 +1,122 @@
+"""The XLA transport: collectives that match across the ranks' different programs, over one flat axis of all ranks.
+
+Each rank jits its own `shard_map` over the same mesh of one device a process, with its own arguments. A ``ppermute`` from
+rank to rank in one program meets the one in the other: NCCL, ICI, or Gloo on CPU. XLA deletes a collective whose result
+nothing uses, on one side alone, so every result here flows into the next exchange or out of the program.
+
+Source: DESIGN "Two different programs on one mesh".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlamina.control.messages import Exchange
+from jaxlamina.errors import UserError
+from jaxlamina.transports import scalar_of, tied
+from jaxlamina.transports.exchanges import xla_exchanges
+
+AXIS = "ranks"
+
+
+class XlaTransport:
+    """A process of `jax.distributed`, of which each has one device. Arrays keep their leading dimension: a rank's
+    ``[d, …]`` is its part of an array ``[n_ranks * d, …]`` of which no other rank has any part."""
+
+    name = "xla"
+
+    def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
+        self.rank, self.n_ranks, self.device = rank, n_ranks, device
+        firsts = {d.process_index: d for d in reversed(jax.devices(device.platform))}
+        if len(firsts) != n_ranks or jax.process_index() != rank:
+            raise UserError(
+                f"jax.distributed says process {jax.process_index()} of {len(firsts)} on {device.platform}, the cluster "
+                f"rank {rank} of {n_ranks}: all ranks of transport='xla' must have one platform, and start together"
+            )
+        firsts[rank] = device
+        mesh = Mesh(np.array([firsts[r] for r in range(n_ranks)]), (AXIS,))
+        self._mesh, self._spec = mesh, PartitionSpec(AXIS)
+        self._sharding = NamedSharding(mesh, self._spec)
+
+    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
+        # Nobody sends to this rank here, so what it gets is zeros: the tie.
+        return scalar_of(self._permute(tied(x, after), self.rank, to)).astype(jnp.float32)
+
+    def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
+        # What is given here goes nowhere, and says when.
+        given = scalar_of(after).astype(like.dtype) if after is not None else jnp.zeros((), like.dtype)
+        return self._permute(jnp.broadcast_to(given, like.shape), source, self.rank)
+
+    def send_each(
+        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
+    ) -> jax.Array:
+        for x, rank in zip(xs, to, strict=True):
+            after = self.send(x, rank, after)
+        assert after is not None, "nothing is sent"
+        return after
+
+    def recv_each(
+        self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
+    ) -> list[jax.Array]:
+        found: list[jax.Array] = []
+        for source in sources:
+            found.append(self.recv(like, source, after))
+            after = found[-1]
+        return found
+
+    def compile(
+        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
+    ) -> XlaProgram:
+        mapped = jax.shard_map(
+            function, mesh=self._mesh, in_specs=self._spec, out_specs=self._spec, check_vma=False
+        )
+        shapes = jax.tree.map(self._shape, args)
+        jitted = jax.jit(mapped, donate_argnums=tuple(donate_argnums))
+        return XlaProgram(jitted.lower(*shapes).compile(), self)
+
+    def bind(self, tree: Any) -> Any:
+        return jax.tree.map(self._bound, tree)
+
+    def unbind(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+    def _permute(self, x: jax.Array, source: int, to: int) -> jax.Array:
+        return lax.ppermute(x, AXIS, [(source, to)])
+
+    def _global(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        assert shape, "an array of a program has a dimension at least"
+        return (self.n_ranks * shape[0], *shape[1:])
+
+    def _shape(self, x: Any) -> jax.ShapeDtypeStruct:
+        shape = x.shape if self._is_bound(x) else self._global(x.shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._sharding)
+
+    def _is_bound(self, x: Any) -> bool:
+        return isinstance(x, jax.Array) and x.sharding == self._sharding
+
+    def _bound(self, x: Any) -> jax.Array:
+        if self._is_bound(x):
+            return x
+        own = jax.device_put(x, self.device)
+        return jax.make_array_from_single_device_arrays(self._global(own.shape), self._sharding, [own])
+
+
+class XlaProgram:
+    """A compiled program; arguments that are not bound yet are on the way in, results stay bound."""
+
+    def __init__(self, compiled: Any, transport: XlaTransport) -> None:
+        self._compiled, self._bind = compiled, transport.bind
+        self._exchanges = xla_exchanges(compiled.as_text(), transport.rank)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled(*self._bind(args))
+
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return self._exchanges
