@@ -128,13 +128,12 @@ class Job:
             while any(running.code is None for running in self._running):
                 self._pump(0.05)
                 self._look()
-            self._pump_rest()
+            self._say_why()
         finally:
             self._kill_all()
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._selector.close()
-        self._say_why()
         return 128 + self._signal if self._signal else self._code
 
     def _on_signal(self, number: int, _frame: object) -> None:
@@ -231,8 +230,7 @@ class Job:
     def _note(self, rank: int, code: int | None, number: int | None) -> None:
         """What became of a rank, where it has not said so itself."""
         what = f"ended with exit code {code}" if number is None else f"killed by {_signal_name(number)}"
-        # What it wrote last may still be in its pipe; then this line does not count.
-        while self._pump(0):
+        while self._pump(0):  # what it wrote last may still be in its pipe; then this line does not count
             pass
         self._reason.add(rank, f"error: {self._describe(rank)}: {what}")
 
@@ -243,8 +241,8 @@ class Job:
                 running.process.terminate()
                 if self._signal is None:
                     self._late(running)
-        # mpirun ends its ranks, waits a little and kills them.
-        self._kill_at = now + 5
+        # mpirun ends its ranks itself: it waits a little, too, before it kills them.
+        self._kill_at = now + (5 if any(child.rank is None for child in self._children) else 2)
 
     def _late(self, running: _Running) -> None:
         if running.child.rank is not None and self._code == 0:
@@ -261,6 +259,7 @@ class Job:
                 running.process.wait()
 
     def _say_why(self) -> None:
+        self._pump_rest()
         if self._signal is not None:
             return
         report = "\n".join(self._held)

@@ -1,4 +1,4 @@
-"""Rank → role: every rank has exactly one, model workers come first, groups partition the pool."""
+"""Rank → role: every rank has one, model workers first, groups partition the pool; and whence a process has its rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
-from launch.roles import Pools, Role
+from launch.roles import Place, Pools, Role, place
 
 
 def test_two_model_workers_and_one_attention_worker():
@@ -55,3 +55,61 @@ def test_errors_say_what_would_do():
     with pytest.raises(UserError, match=r"DOP \(2, 1\) needs 3 ranks, 2 were started: mpirun -n 3"):
         Pools(2, 1).check_world(2)
     Pools(2, 1).check_world(3)
+
+
+def test_open_mpi_says_which_rank_this_is():
+    environment = {
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_SIZE": "3",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    }
+    assert place(environment) == Place(2, 3, 1, "mpirun")
+
+
+def test_other_mpis_say_it_by_pmi():
+    assert place({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}) == Place(1, 2, 1, "mpirun")
+
+
+def test_srun_says_it_and_a_step_may_have_fewer_tasks_than_the_job():
+    environment = {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+    }
+    assert place(environment) == Place(1, 2, 0, "srun")
+
+
+def test_mpirun_inside_a_slurm_job_is_believed_before_slurm():
+    environment = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "3",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    }
+    assert place(environment) == Place(1, 3, 0, "mpirun")
+
+
+def test_our_own_starter_comes_first():
+    environment = {
+        "JAXLAMINA_RANK": "1",
+        "JAXLAMINA_N_RANKS": "4",
+        "JAXLAMINA_LOCAL_RANK": "1",
+        "SLURM_PROCID": "0",
+    }
+    assert place(environment) == Place(1, 4, 1, "jaxlamina")
+
+
+def test_a_rank_given_by_hand():
+    assert place({}, 1) == Place(1, None, 0, "jaxlamina")
+    assert place({"PMI_RANK": "1"}, 1) == Place(1, None, 0, "mpirun")
+    with pytest.raises(UserError, match="--rank 0 is given, but PMI_RANK=1: leave out --rank under mpirun"):
+        place({"PMI_RANK": "1"}, 0)
+
+
+def test_nothing_says_it():
+    with pytest.raises(UserError, match="nothing says which rank this is: start it by mpirun, srun"):
+        place({"PATH": "/bin"})
+    with pytest.raises(UserError, match="SLURM_PROCID='one' must be a whole number"):
+        place({"SLURM_PROCID": "one"})

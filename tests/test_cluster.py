@@ -1,0 +1,132 @@
+"""The cluster file: defaults, every example in configs/clusters, and one line for whatever is wrong with one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxlamina.cluster import Cluster, address, change, fields
+from jaxlamina.configs import configs_dir
+from jaxlamina.errors import UserError
+
+
+def write(folder, text):
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_there_are_two_ranks_on_this_host():
+    cluster = Cluster.load(None)
+    assert cluster == Cluster() and cluster.n_ranks == 2
+    assert cluster.describe(0) == "rank 0 (model worker 0)"
+    assert cluster.describe(1) == "rank 1 (attention worker 0)"
+
+
+def test_a_file_and_changes_over_it(tmp_path):
+    path = write(tmp_path, 'dop = [1, 3]\ntransport = "mpi"\nq_first = false\nstart_deadline_s = 7\n')
+    cluster = Cluster.load(path, {"transport": "xla", "partition": "tokens"})
+    assert (cluster.dop, cluster.transport, cluster.partition) == ((1, 3), "xla", "tokens")
+    assert (cluster.q_first, cluster.start_deadline_s, cluster.n_ranks) == (False, 7.0, 4)
+    assert cluster.error_line(2, "no\n  memory ") == "error: rank 2 (attention worker 1): no memory"
+
+
+def test_a_dop_as_a_command_line_has_it():
+    assert Cluster.load(None, {"dop": "1,2"}) == Cluster.load(None, {"dop": [1, 2]}) == Cluster(dop=(1, 2))
+
+
+@pytest.mark.parametrize("path", sorted((configs_dir() / "clusters").glob("*.toml")), ids=lambda p: p.name)
+def test_every_example_is_a_cluster(path):
+    assert Cluster.load(path).n_ranks >= 2
+
+
+def test_there_are_examples():
+    assert len(list((configs_dir() / "clusters").glob("*.toml"))) >= 3
+
+
+def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
+    path = write(tmp_path, 'transprot = "mpi"\n')
+    with pytest.raises(UserError) as error:
+        Cluster.load(path)
+    assert str(error.value).startswith(f"{path}: unknown key 'transprot'; known: dop, transport, partition, ")
+    assert all(name in str(error.value) for name in fields())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dop = ", "is not TOML"),
+        ("dop = [1]\n", "dop=(1,) must be two numbers"),
+        ('dop = "1;2"\n', "DOP '1;2' must be a,b"),
+        ("dop = [1, 0]\n", "n_attention=0 must be"),
+        ("dop = [2, 1]\n", "there can be one model worker yet; take 1,1"),
+        ("n_batches = 2\n", "n_batches=2: staggered batches are not there yet"),
+        ('transport = "tcp"\n', "transport='tcp' must be one of mpi, xla"),
+        ('partition = "layers"\n', "partition='layers' must be one of heads, requests, tokens"),
+        ("token_block = 0\n", "token_block=0 must be at least 1"),
+        ("token_block = true\n", "token_block=True must be a whole number"),
+        ("q_first = 1\n", "q_first=1 must be true or false"),
+        ('control = "somewhere"\n', "control='somewhere' must be host:port"),
+        ('coordinator = "a:70000"\n', "coordinator='a:70000' must be host:port"),
+        ("step_deadline_s = 0\n", "step_deadline_s=0.0 must be a number of seconds above 0"),
+        ("heartbeat_s = inf\n", "heartbeat_s=inf must be a number of seconds above 0"),
+        ('model_platform = "gpu"\n', "model_platform='gpu' must be one of cpu, cuda, tpu"),
+        ("model = 7\n", "model=7 must be text"),
+        ('model = ""\n', "must be a name, a folder or a file"),
+        ("kv_slots = 0\n", "kv_slots=0 must be at least 1"),
+        ('model_platform = "cuda"\nattention_platform = "cpu"\n', "or take transport='mpi'"),
+        ('control = "a:1"\ncoordinator = "a:1"\n', "take two ports"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as error:
+        Cluster.load(path)
+    assert str(path) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read the cluster file .*none\.toml: No such file"):
+        Cluster.load(tmp_path / "none.toml")
+
+
+def test_mixed_platforms_go_over_mpi():
+    cluster = Cluster(transport="mpi", dop=(1, 2), model_platform="cuda", attention_platform="cpu")
+    assert [cluster.platform(rank) for rank in range(3)] == ["cuda", "cpu", "cpu"]
+
+
+def test_what_ranks_compare_is_flat_and_has_every_key_but_how_rank_0_is_reached():
+    config = Cluster(dop=(1, 3), control="somewhere:9").as_config()
+    assert set(config) == set(fields()) - {"control"}
+    assert config["dop"] == "1,3" and config["kv_slots"] is None
+    assert all(value is None or isinstance(value, str | int | float | bool) for value in config.values())
+    other = dataclasses.replace(Cluster(dop=(1, 3)), control="10.0.0.1:9")
+    assert other.as_config() == config
+
+
+def test_addresses():
+    assert address("control", "[::1]:29400") == ("::1", 29400)
+    assert address("control", "node-1.cluster:1") == ("node-1.cluster", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("dop=1,2", ("dop", "1,2")),
+        ("dop=[1, 2]", ("dop", [1, 2])),
+        ("q_first=false", ("q_first", False)),
+        ("model=/models/a b", ("model", "/models/a b")),
+        ('model="7"', ("model", "7")),
+        ("step_deadline_s=2.5", ("step_deadline_s", 2.5)),
+    ],
+)
+def test_one_change_of_a_command_line(text, wanted):
+    assert change(text) == wanted
+
+
+def test_a_change_without_a_value():
+    with pytest.raises(UserError, match="'dop' must be key=value"):
+        change("dop")
+    with pytest.raises(UserError, match="unknown key 'dpo'"):
+        Cluster.load(None, {"dpo": "1,2"})

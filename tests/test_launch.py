@@ -1,0 +1,258 @@
+"""Starting ranks: command lines, platforms, examples for schedulers, and a job of real processes that end together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxlamina.cli.main import main as command_line
+from jaxlamina.cluster import Cluster
+from jaxlamina.configs import configs_dir
+from jaxlamina.errors import UserError
+from launch import devices
+from launch.commands import mpi_child, mpirun_argv, plain_children, rank_argv
+from launch.options import Options, parse
+from launch.rank import with_options
+from launch.roles import Place
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "launch" / "examples"
+GENERATE = ("generate", "--max-tokens", "3", "a b")
+
+
+# --- options and command lines ---
+
+
+def test_what_follows_the_command_is_its_own():
+    words = [
+        "--config",
+        "c.toml",
+        "--set",
+        "dop=1,2",
+        "--set",
+        "q_first=true",
+        "--rank",
+        "1",
+        "--",
+        *GENERATE,
+    ]
+    for arguments in (words, [word for word in words if word != "--"]):
+        found = parse("launch", "", arguments)
+        assert found == Options("c.toml", ("dop=1,2", "q_first=true"), 1, GENERATE)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--colour", "red", "generate", "x"], "--colour"),
+        (["--rank", "one", "generate", "x"], "invalid int value: 'one'"),
+        (["serve"], "must be generate or bench, not 'serve'"),
+        ([], "must be generate or bench, and there is none"),
+    ],
+)
+def test_options_that_are_none(words, message):
+    with pytest.raises(UserError) as error:
+        parse("python -m launch", "", words)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_ranks_command_line_is_read_back_as_it_was_meant():
+    options = Options("my jobs/c.toml", ("dop=1,3", 'model="a b"'), None, GENERATE)
+    argv = rank_argv(options)
+    assert argv[:4] == (sys.executable, "-P", "-m", "launch")
+    assert parse("launch", "", argv[4:]) == options
+
+
+def test_open_mpi_gets_its_options_and_another_mpi_none():
+    argv = mpirun_argv(3, "mpirun (Open MPI) 4.1.4", root=True)
+    assert argv[:4] == ("mpirun", "-n", "3", "--allow-run-as-root") and "--oversubscribe" in argv
+    assert "--allow-run-as-root" not in mpirun_argv(3, "mpirun (Open MPI) 5.0.1", root=False)
+    assert mpirun_argv(2, "HYDRA build details:", root=True) == ("mpirun", "-n", "2")
+
+
+def test_plain_children_know_their_rank_and_only_rank_0_has_our_stdin_and_stdout():
+    children = plain_children(Cluster(dop=(1, 2)), Options(None, (), None, GENERATE), {"A": "1"}, "/pipes")
+    assert [child.environment["JAXLAMINA_RANK"] for child in children] == ["0", "1", "2"]
+    assert all(
+        child.environment["JAXLAMINA_N_RANKS"] == "3" and child.environment["A"] == "1" for child in children
+    )
+    assert [(child.stdin, child.stdout) for child in children] == [(True, True)] + [(False, False)] * 2
+
+
+def test_mpirun_starts_the_same_command():
+    options = Options(None, ("dop=1,2",), None, GENERATE)
+    child = mpi_child(("mpirun", "-n", "3"), options, {}, "/pipes")
+    assert child.argv == ("mpirun", "-n", "3", *rank_argv(options)) and child.rank is None
+
+
+def test_the_command_gets_what_the_cluster_file_says_of_the_model_and_it_does_not():
+    cluster = Cluster(model="tiny", dtype="bfloat16", max_model_len=64)
+    found = with_options(["generate", "--dtype=float32", "x"], cluster)
+    assert found[0] == "generate" and found[-2:] == ["--dtype=float32", "x"]
+    assert {"--model=tiny", "--max-model-len=64"} < set(found) and "--dtype=bfloat16" not in found
+    assert with_options(["bench", "kernels"], cluster) == ["bench", "kernels"]
+
+
+# --- platforms and GPUs ---
+
+
+def test_each_pool_has_its_platform_before_jax_is_there():
+    cluster = Cluster(transport="mpi", dop=(1, 2), model_platform="cuda", attention_platform="cpu")
+    ranks = [devices.variables(cluster, Place(rank, 3, rank, "mpirun"), n_gpus=1) for rank in range(3)]
+    assert ranks == [{"JAX_PLATFORMS": "cuda,cpu", "JAXLAMINA_DEVICE": "0"}, *[{"JAX_PLATFORMS": "cpu"}] * 2]
+
+
+def test_gpus_go_to_those_ranks_of_a_host_that_want_one():
+    cluster = Cluster(transport="mpi", dop=(1, 3), model_platform="cpu", attention_platform="cuda")
+    # Ranks 2 and 3 share the second host.
+    places = [Place(1, 4, 1, "mpirun"), Place(2, 4, 0, "mpirun"), Place(3, 4, 1, "mpirun")]
+    assert [devices.variables(cluster, p, 2)["JAXLAMINA_DEVICE"] for p in places] == ["0", "0", "1"]
+
+
+def test_a_rank_without_a_gpu_says_so():
+    cluster = Cluster(dop=(1, 2), model_platform="cuda", attention_platform="cuda")
+    with pytest.raises(UserError, match="no GPU is left for this rank: 2 here, for 3 ranks or more"):
+        devices.variables(cluster, Place(2, 3, 2, "jaxlamina"), n_gpus=2)
+    assert devices.variables(Cluster(), Place(1, 2, 1, "jaxlamina"), n_gpus=0) == {}
+
+
+def test_slurm_gives_a_task_its_own_gpu():
+    cluster = Cluster(model_platform="cuda", attention_platform="cuda")
+    found = devices.variables(cluster, Place(1, 2, 1, "srun"), n_gpus=1)
+    assert found["JAXLAMINA_DEVICE"] == "0"
+
+
+def test_gpus_that_are_hidden_do_not_count():
+    assert devices.n_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 2
+    assert devices.n_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
+# --- examples for schedulers ---
+
+
+def test_the_hostfile_has_a_host_for_each_rank_of_its_cluster():
+    cluster = Cluster.load(configs_dir() / "clusters" / "gpu-and-cpus.toml")
+    text = (EXAMPLES / "hostfile").read_text()
+    hosts = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    assert sum(int(slots.removeprefix("slots=")) for _, slots in hosts) == cluster.n_ranks
+    assert cluster.control.startswith(hosts[0][0] + ":"), "rank 0 is on the first host"
+    assert f"mpirun -n {cluster.n_ranks} " in text
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Runs the batch script with a `scontrol` that knows two nodes, and an `srun` that writes down its arguments."""
+    tools = {
+        "scontrol": '[ "$*" = "show hostnames gpu[7-9]" ] && printf "gpu7\\ngpu8\\ngpu9\\n"',
+        "srun": f'for word; do printf "%s\\n" "$word"; done > {tmp_path}/words',
+    }
+    for name, body in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def submit(*words, **variables):
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu[7-9]"}
+        script = EXAMPLES / "slurm.sh"
+        subprocess.run(
+            [shutil.which("bash"), script, *words],
+            check=True,
+            timeout=30,
+            env=environment | variables,
+        )
+        return (tmp_path / "words").read_text().splitlines()
+
+    return submit
+
+
+def test_the_slurm_script_starts_a_rank_a_task_and_names_rank_0s_node(slurm):
+    script = (EXAMPLES / "slurm.sh").read_text()
+    config = str(configs_dir() / "clusters" / "hosts-xla.toml")
+    words = slurm(*GENERATE, SLURM_JOB_ID="41", JAXLAMINA_CONFIG=config)
+    at = words.index("launch")
+    assert words[at - 2 : at] == ["python", "-m"] and "--kill-on-bad-exit=1" in words[:at]
+    options = parse("launch", "", words[at + 1 :])
+    cluster = options.cluster()
+    assert options.command == GENERATE
+    assert (cluster.control, cluster.coordinator) == ("gpu7:20041", "gpu7:20042")
+    assert f"#SBATCH --ntasks={cluster.n_ranks}\n" in script
+
+
+def test_the_kubernetes_manifest_has_a_pod_for_each_rank(tmp_path):
+    yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifest: pip install pyyaml")
+    config, job = yaml.safe_load_all((EXAMPLES / "mpijob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    spec = job["spec"]
+    launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
+    (tmp_path / "cluster.toml").write_text(config["data"]["cluster.toml"])
+    cluster = Cluster.load(tmp_path / "cluster.toml")
+    # The launcher is a worker too, and the first host: rank 0.
+    assert spec["runLauncherAsWorker"] and spec["slotsPerWorker"] == 1 == launcher["replicas"]
+    assert cluster.n_ranks == launcher["replicas"] + worker["replicas"]
+    for pod in (launcher, worker):
+        pod = pod["template"]["spec"]
+        [container] = pod["containers"]
+        [mount] = container["volumeMounts"]
+        volumes = {volume["name"]: volume["configMap"]["name"] for volume in pod["volumes"]}
+        assert volumes[mount["name"]] == config["metadata"]["name"]
+        on_gpu = "nvidia.com/gpu" in container["resources"].get("limits", {})
+        assert on_gpu == (pod is launcher["template"]["spec"])
+    [container] = launcher["template"]["spec"]["containers"]
+    stub = 'mpirun() { for word; do printf "%s\\n" "$word"; done; }; hostname() { echo 10.1.2.3; }\n'
+    done = subprocess.run(
+        [*container["command"], stub + container["args"][0]], check=True, capture_output=True, text=True
+    )
+    words = done.stdout.splitlines()
+    assert words[:2] == ["-n", str(cluster.n_ranks)]
+    options = parse("launch", "", words[words.index("launch") + 1 :])
+    assert options.command == ("generate", "What is gravity?")
+    mounted = container["volumeMounts"][0]["mountPath"] + "/cluster.toml"
+    assert options.config == mounted and options.changes == ('control="10.1.2.3:29400"',)
+
+
+# --- `jaxlamina launch`, up to where it becomes the starter ---
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dop", "1;2", "--", "generate", "x"], "error: DOP '1;2' must be a,b"),
+        (["--transport", "tcp", "--", "generate", "x"], "error: transport='tcp' must be one of mpi, xla"),
+        (["--set", "colour=red", "--", "generate", "x"], "error: unknown key 'colour'; known: dop"),
+        (["--config", "none.toml", "--", "generate", "x"], "error: cannot read the cluster file none.toml"),
+        (
+            ["--dop", "1,2", "--", "serve"],
+            "error: the command for rank 0 must be generate or bench, not 'serve'",
+        ),
+        (["--dop", "1,2"], "must be generate or bench, and there is none"),
+        (["--", "generate", "--max-tokns", "3", "x"], "No such option: --max-tokns"),
+        (["--", "bench", "nothing"], "No such command 'nothing'"),
+    ],
+)
+def test_what_cannot_work_is_said_before_a_rank_is_started(capsys, words, message):
+    assert command_line(["launch", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
+
+
+def test_its_options_go_into_the_cluster(monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "execve", lambda path, argv, environment: seen.append((argv, environment)))
+    words = ["--dop", "1,2", "--transport", "mpi", "--partition", "tokens", "--model", "7", "--no-q-first"]
+    assert command_line(["launch", *words, "--set", "token_block=4", "--", *GENERATE]) == 0
+    [(argv, environment)] = seen
+    assert argv[:4] == [sys.executable, "-P", "-m", "launch.local"]
+    options = parse("launch.local", "", argv[4:])
+    wanted = Cluster(dop=(1, 2), transport="mpi", partition="tokens", model="7", q_first=False, token_block=4)
+    assert options.cluster() == wanted and options.command == GENERATE
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import launch.local, jaxlamina"],
+        check=False,
+        env=environment,
+        cwd="/",
+    )
+    assert done.returncode == 0, "it finds the packages that this process runs"

@@ -1,0 +1,225 @@
+"""A job of real processes: whose lines go where, and that all end within seconds, with the right last line.
+
+Small programs stand in for ranks: what ranks compute is not the point here (`test_launch_ranks` has that).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import why_no_mpi
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_S = 30
+
+JOB = """
+import json, os, sys
+from launch.processes import Child, Job
+from jaxlamina.cluster import Cluster
+scripts = json.loads(sys.argv[1])
+children = [
+    Child((sys.executable, "-c", script), rank, dict(os.environ), stdout=rank == 0, stdin=rank == 0)
+    for rank, script in enumerate(scripts)
+]
+sys.exit(Job(children, Cluster(dop=(1, len(scripts) - 1)).describe, grace_s=1.5).run())
+"""
+SLEEP = "import time; time.sleep(60)"
+# What a rank does whose rank 0 is gone: it reports and ends. A file in the folder stands for the connection.
+REPORT = "import os, sys, time\nwhile not os.path.exists('{gone}'): time.sleep(0.01)\n{then}"
+
+
+def start(*scripts, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", JOB, json.dumps(scripts)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        **options,
+    )
+
+
+def finish(process, text=None):
+    """Exit code, stdout, lines of stderr. The job must end by itself, in time."""
+    try:
+        out, err = process.communicate(text, timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err.splitlines()
+
+
+def say(text, rest=""):
+    return f"import sys; print({text!r}, file=sys.stderr, flush=True)\n{rest}"
+
+
+def test_rank_0_has_stdin_and_stdout_and_the_others_lines_have_their_rank():
+    code, out, err = finish(
+        start(
+            "import sys; sys.stdout.write('[' + sys.stdin.read() + ']'); print('note', file=sys.stderr)",
+            "import sys; print('out'); sys.stdout.flush(); sys.stderr.write('no end of line')",
+            "import sys; assert sys.stdin.read() == ''",
+            stdin=subprocess.PIPE,
+        ),
+        "two\nlines, one of them open",
+    )
+    assert (code, out) == (0, "[two\nlines, one of them open]")
+    assert sorted(err) == ["[rank 1] no end of line", "[rank 1] out", "note"]
+
+
+def test_text_comes_as_it_is_written():
+    process = start("import time; print('a', end='', flush=True); time.sleep(60)", SLEEP)
+    began = time.monotonic()
+    assert process.stdout.read(1) == "a" and time.monotonic() - began < 20
+    process.terminate()
+    assert finish(process)[0] == 128 + signal.SIGTERM
+
+
+def test_a_failed_rank_ends_the_others_and_has_the_last_line():
+    line = "error: rank 2 (attention worker 1): the file is not there"
+    began = time.monotonic()
+    code, _, err = finish(start(SLEEP, SLEEP, say(line, "sys.exit(7)")))
+    assert code == 7 and err[-1] == line and err.count(line) == 1
+    assert time.monotonic() - began < 10
+
+
+def test_the_survivors_reports_come_before_the_line_of_the_rank_that_began_it(tmp_path):
+    gone = tmp_path / "gone"
+    first = "error: rank 1 (attention worker 0): out of memory"
+    report = "error: rank 0 (model worker 0): rank 1 (attention worker 0) is gone in step 7 (decode, batch 8)"
+    # Rank 0's report is there before rank 1 has said its own line.
+    slow = f"import time; open({str(gone)!r}, 'w').close(); time.sleep(0.5)\n" + say(first, "sys.exit(1)")
+    code, _, err = finish(start(REPORT.format(gone=gone, then=say(report, "sys.exit(3)")), slow))
+    assert code == 3 and err[-2:] == [report, first]
+
+
+def test_a_killed_rank_is_named_after_what_the_others_reported(tmp_path):
+    gone = tmp_path / "gone"
+    report = "error: rank 0 (model worker 0): rank 1 (attention worker 0) closed its connection"
+    kill = f"import os; open({str(gone)!r}, 'w').close(); os.kill(os.getpid(), 9)"
+    code, _, err = finish(start(REPORT.format(gone=gone, then=say(report, "sys.exit(3)")), kill, SLEEP))
+    assert code != 0
+    assert err == [report, "error: rank 1 (attention worker 0): killed by SIGKILL"]
+
+
+def test_a_rank_that_says_nothing_is_named_with_its_exit_code():
+    code, _, err = finish(start(SLEEP, "import sys; sys.exit(5)"))
+    assert code == 5 and err[-1] == "error: rank 1 (attention worker 0): ended with exit code 5"
+
+
+def test_ranks_that_stay_after_rank_0_is_done_are_ended():
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    began = time.monotonic()
+    code, out, err = finish(start("print('done')", ignore))
+    assert (code, out) == (1, "done\n") and time.monotonic() - began < 20
+    assert err == ["error: rank 1 (attention worker 0): did not end within 1.5 s of rank 0"]
+
+
+def test_rank_0_may_be_done_a_little_before_the_others():
+    assert finish(start("print('done')", "import time; time.sleep(0.7)")) == (0, "done\n", [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all_and_says_nothing(tmp_path, number):
+    here = f"import os, time; open(r'{tmp_path}/' + str(os.getpid()), 'w').close(); time.sleep(60)"
+    process = start(here, here, here)
+    pids = _pids(tmp_path, 3)
+    process.send_signal(number)
+    assert finish(process)[::2] == (128 + number, [])
+    assert not any(_alive(pid) for pid in pids)
+
+
+def test_ranks_do_not_outlive_a_starter_that_is_killed(tmp_path):
+    here = f"import os, time; open(r'{tmp_path}/' + str(os.getpid()), 'w').close(); time.sleep(60)"
+    process = start(here, here)
+    pids = _pids(tmp_path, 2)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 10
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < until, "a rank is still there"
+        time.sleep(0.05)
+    process.communicate()
+
+
+def _pids(folder, n):
+    until = time.monotonic() + DEADLINE_S
+    while len(found := [int(path.name) for path in folder.iterdir()]) < n:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
+def _alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+# --- a rank's own start ---
+
+
+def rank(*arguments, **variables):
+    cleared = {
+        k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI_", "SLURM_", "JAXLAMINA_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=cleared | variables,
+    )
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done
+    return done.stderr.strip()
+
+
+def test_a_rank_that_cannot_start_says_which_it_is_and_why(tmp_path):
+    mpi = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    generate = ("generate", "x")
+    (tmp_path / "bad.toml").write_text("dop = [1, 2]\ndeadline = 3\n")
+    assert rank("--config", str(tmp_path / "bad.toml"), *generate, **mpi).startswith(
+        f"error: rank 2: {tmp_path}/bad.toml: unknown key 'deadline'; known: dop"
+    )
+    assert rank("--sett", "dop=1,2", *generate, **mpi).startswith("error: rank 2: ")
+    assert (
+        rank("--set", "dop=1,3", *generate, **mpi)
+        == "error: rank 2: DOP (1, 3) needs 4 ranks, 3 were started: mpirun -n 4"
+    )
+    gpus = ("--set", "dop=1,2", "--set", "transport=mpi", "--set", "attention_platform=cuda")
+    assert rank(*gpus, *generate, CUDA_VISIBLE_DEVICES="", **mpi).startswith(
+        "error: rank 2 (attention worker 1): no GPU is left for this rank: 0 here"
+    )
+    assert rank(*generate).startswith("error: nothing says which rank this is")
+    assert "needs MPI to start the ranks" in rank("--rank", "1", "--set", "transport=mpi", *generate)
+
+
+@pytest.mark.mpi
+def test_all_ranks_of_one_host_by_mpirun_end_with_the_line_of_the_one_that_failed(tmp_path):
+    """The real starter and real ranks, one of which has no platform: the only GPU is rank 0's, and hidden."""
+    assert why_no_mpi() is None
+    words = ["--set", "dop=1,2", "--set", "transport=mpi", "--set", "attention_platform=cuda"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.local", *words, "--set", "start_deadline_s=20", "generate", "x"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode != 0 and not done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(("error: rank 1 (attention worker 0)", "error: rank 2 (attention worker 1)"))
+    assert "no GPU is left for this rank" in last
