@@ -21,7 +21,7 @@ from typing import BinaryIO
 # Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
 LAUNCHED = "JAXLAMINA_LAUNCHED"
 
-_OWN_LINE = re.compile(r"error: rank (\d+)\b")
+_ERROR_LINE = re.compile(r"error: rank (\d+)\b")
 _BLAMES = re.compile(r"error: rank \d+(?: \([^)]*\))?: rank (\d+)\b")
 _RULE = re.compile(r"-{40,}")
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
@@ -58,29 +58,51 @@ class _Running:
         return self.child.rank in (0, None)
 
 
+@dataclass(frozen=True)
+class _Report:
+    """An error line: who wrote it, and which rank it is about."""
+
+    by: int
+    about: int
+    line: str
+
+
 @dataclass
 class _Reason:
-    """Ranks' own error lines in the order they came, and which of them began it."""
+    """Error lines in the order they came, and which rank began it all."""
 
-    lines: dict[int, str] = field(default_factory=dict)
+    reports: list[_Report] = field(default_factory=list)
 
-    def add(self, rank: int, line: str) -> bool:
-        """Whether it is the rank's first."""
-        return self.lines.setdefault(rank, line) is line
+    def add(self, by: int, about: int, line: str) -> bool:
+        """Whether it is the first that ``by`` wrote about that rank."""
+        if any((report.by, report.about) == (by, about) for report in self.reports):
+            return False
+        self.reports.append(_Report(by, about, line))
+        return True
+
+    def has_spoken(self, rank: int) -> bool:
+        return any(report.by == rank for report in self.reports)
 
     def in_order(self) -> list[str]:
-        """All lines, that of the rank that began it last: the first to speak, or the one whom it names."""
-        if not self.lines:
+        """All lines, each once, the one of the rank that began it last."""
+        if not self.reports:
             return []
-        culprit = next(iter(self.lines))
-        seen = {culprit}
-        while blamed := _BLAMES.match(self.lines[culprit]):
+        last = self._of(self.reports[0].about)
+        seen = {last.about}
+        # A survivor's own line names the rank that it lost.
+        while blamed := _BLAMES.match(last.line):
             other = int(blamed[1])
-            if other in seen or other not in self.lines:
+            if other in seen or not any(report.about == other for report in self.reports):
                 break
-            culprit = other
+            last = self._of(other)
             seen.add(other)
-        return [line for rank, line in self.lines.items() if rank != culprit] + [self.lines[culprit]]
+        others = dict.fromkeys(_shown(r.by, r.line) for r in self.reports if r.line != last.line)
+        return [*others, last.line]
+
+    def _of(self, rank: int) -> _Report:
+        """The rank's own words, or else what the first other one says of it."""
+        about = [report for report in self.reports if report.about == rank]
+        return next((report for report in about if report.by == rank), about[0])
 
 
 class Job:
@@ -189,13 +211,14 @@ class Job:
                 self._line(key.data[0], bytes(rest).decode(errors="replace"))
 
     def _line(self, rank: int | None, line: str) -> None:
-        own = _OWN_LINE.match(line)
-        if own and (rank is None or rank == int(own[1])) and self._reason.add(int(own[1]), line):
-            return
+        if found := _ERROR_LINE.match(line):
+            about = int(found[1])
+            if self._reason.add(about if rank is None else rank, about, line):
+                return
         if rank is None and self._is_report(line):
             self._held.append(line)
             return
-        _say(line if rank in (0, None) else f"[rank {rank}] {line}")
+        _say(_shown(rank, line))
 
     def _is_report(self, line: str) -> bool:
         """Whether a line of mpirun's own is in one of its blocks between rules; a rank's own line is better."""
@@ -232,7 +255,8 @@ class Job:
         what = f"ended with exit code {code}" if number is None else f"killed by {_signal_name(number)}"
         while self._pump(0):  # what it wrote last may still be in its pipe; then this line does not count
             pass
-        self._reason.add(rank, f"error: {self._describe(rank)}: {what}")
+        if number is not None or not self._reason.has_spoken(rank):
+            self._reason.add(rank, rank, f"error: {self._describe(rank)}: {what}")
 
     def _end_all(self, now: float) -> None:
         for running in self._running:
@@ -245,12 +269,11 @@ class Job:
         self._kill_at = now + (5 if any(child.rank is None for child in self._children) else 2)
 
     def _late(self, running: _Running) -> None:
-        if running.child.rank is not None and self._code == 0:
+        rank = running.child.rank
+        if rank is not None and self._code == 0:
             self._code = 1
-            self._reason.add(
-                running.child.rank,
-                f"error: {self._describe(running.child.rank)}: did not end within {self._grace_s:g} s of rank 0",
-            )
+            line = f"error: {self._describe(rank)}: did not end within {self._grace_s:g} s of rank 0"
+            self._reason.add(rank, rank, line)
 
     def _kill_all(self) -> None:
         for running in self._running:
@@ -268,7 +291,7 @@ class Job:
                 if found:
                     rank, number = int(found[1]), int(found[2])
                     self._note(rank, *((None, number) if is_signal else (number, None)))
-        lines = self._reason.in_order() if self._code else list(self._reason.lines.values())
+        lines = self._reason.in_order()
         if not lines:
             for line in self._held:
                 _say(line)
@@ -276,6 +299,10 @@ class Job:
                 _say(f"error: the ranks ended with exit code {self._code}")
         for line in lines:
             _say(line)
+
+
+def _shown(rank: int | None, line: str) -> str:
+    return line if rank in (0, None) else f"[rank {rank}] {line}"
 
 
 def _say(line: str) -> None:

@@ -99,6 +99,23 @@ def test_the_survivors_reports_come_before_the_line_of_the_rank_that_began_it(tm
     assert code == 3 and err[-2:] == [report, first]
 
 
+def test_what_the_others_say_of_a_rank_is_shown_once_and_its_own_words_last(tmp_path):
+    gone = tmp_path / "gone"
+    line = "error: rank 2 (attention worker 1): out of memory"
+    more = "error: rank 2 (attention worker 1): closed its connection in step 7"
+    copy = REPORT.format(gone=gone, then=say(line, "sys.exit(3)"))
+    other = REPORT.format(gone=gone, then=say(more, "sys.exit(3)"))
+    slow = f"import time; open({str(gone)!r}, 'w').close(); time.sleep(0.5)\n" + say(line, "sys.exit(1)")
+    code, _, err = finish(start(copy, other, slow))
+    assert code == 3 and err == [f"[rank 1] {more}", line]
+
+
+def test_what_another_says_of_a_rank_will_do_where_it_said_nothing_itself(tmp_path):
+    line = "error: rank 1 (attention worker 0): no sign of life for 15 s"
+    code, _, err = finish(start(say(line, "sys.exit(3)"), SLEEP))
+    assert code == 3 and err == [line]
+
+
 def test_a_killed_rank_is_named_after_what_the_others_reported(tmp_path):
     gone = tmp_path / "gone"
     report = "error: rank 0 (model worker 0): rank 1 (attention worker 0) closed its connection"
