@@ -1,0 +1,94 @@
+"""Deadlines for what a thread may wait on for ever: a step whose peer has gone sits in a device call, not in Python.
+
+One thread looks after all of them. Knows nothing of JAX, ranks or what is done about it: that is for ``on_late``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_SLEEP_S = 1.0
+
+
+@dataclass
+class _Job:
+    what: str
+    until: float
+    text: str = ""
+
+
+class Watchdog:
+    """``begin`` something and say when it is ``done``; if that takes more than ``deadline_s`` seconds, ``on_late(line)``
+    is called, once for it and from the watchdog's thread.
+
+    ``now``: seconds of a clock that only goes forward. ``begin``, ``note`` and ``done`` take microseconds and wake no
+    thread, so every step can have its ticket.
+    """
+
+    def __init__(
+        self, deadline_s: float, on_late: Callable[[str], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        if not deadline_s > 0:
+            raise ValueError(f"{deadline_s=} must be above 0")
+        self.deadline_s = deadline_s
+        self._on_late = on_late
+        self._now = now
+        self._lock = threading.Lock()
+        self._jobs: dict[int, _Job] = {}
+        self._tickets = itertools.count()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def begin(self, what: str) -> int:
+        """A ticket for ``what``, as in "step 12 (decode, batch 8, context 256)"."""
+        job = _Job(what, self._now() + self.deadline_s)
+        with self._lock:
+            ticket = next(self._tickets)
+            self._jobs[ticket] = job
+        return ticket
+
+    def note(self, ticket: int, text: str) -> None:
+        """How far it has come, as in "last completed exchange 12 of 93"; the last note is told if it is late."""
+        with self._lock:
+            job = self._jobs.get(ticket)
+            if job is not None:
+                job.text = text
+
+    def done(self, ticket: int) -> None:
+        """It is done, late or not."""
+        with self._lock:
+            self._jobs.pop(ticket, None)
+
+    def check(self) -> float:
+        """Tells of what is late by now; returns in how many seconds the next can be."""
+        with self._lock:
+            now = self._now()
+            late = [self._jobs.pop(t) for t, job in list(self._jobs.items()) if job.until <= now]
+            next_s = min([self.deadline_s, *(job.until - now for job in self._jobs.values())])
+        for job in late:
+            note = f" ({job.text})" if job.text else ""
+            self._on_late(f"{job.what} was not done within {self.deadline_s:g} s{note}")
+        return next_s
+
+    def close(self) -> None:
+        """Ends the thread; nothing is late any more."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        # Short sleeps: one that takes much longer than asked was a stop of this process (Ctrl-Z), and so of what it
+        # waits for. That time counts for nobody.
+        asked, wait_s = self._now(), min(_SLEEP_S, self.deadline_s)
+        while not self._closed.wait(wait_s):
+            overslept_s = self._now() - asked - wait_s
+            if overslept_s > _SLEEP_S:
+                with self._lock:
+                    for job in self._jobs.values():
+                        job.until += overslept_s
+            asked, wait_s = self._now(), min(_SLEEP_S, self.check())
