@@ -57,6 +57,10 @@ POLICY = (
     "splitter/draw/groups.py",
     "splitter/draw/layout.py",
     "jaxlamina/buckets.py",
+    "jaxlamina/cluster.py",
+    "jaxlamina/roles.py",
+    "launch/commands.py",
+    "launch/devices.py",
     "launch/roles.py",
 )
 
