@@ -6,8 +6,6 @@ no token, no request. Which slots are whose is rank 0's affair.
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.cluster import Cluster
-from jaxlamina.control import ControlClient
 from jaxlamina.control import messages as m
+from jaxlamina.control.channel import ControlClient, hello_of
 from jaxlamina.errors import UserError
 from jaxlamina.ranks.attention_programs import AttentionProgram, StepInputs, step_inputs_of
-from jaxlamina.ranks.group import FAILED, Failing, Watch, first_line, start_jax, versions
+from jaxlamina.ranks.group import FAILED, Failing, Watch, first_line, leave, start_jax, versions
 from jaxlamina.ranks.model_programs import Layout
 from jaxlamina.transports import Program, Transport, open_transport
 from jaxlamina.workers.attention_worker import attention_workspace_bytes
@@ -38,15 +36,14 @@ def serve(cluster: Cluster, rank: int) -> int:
     client: ControlClient | None = None
     try:
         device_of = start_jax(cluster, rank)
-        hello = m.Hello(
-            m.PROTOCOL, rank, os.getpid(), platform.node(), cluster.as_config(), versions()
-        )
+        hello = hello_of(rank, cluster.as_config(), versions())
         client = ControlClient(
             cluster.control,
             hello,
             deadline_s=cluster.start_deadline_s,
             heartbeat_s=cluster.heartbeat_s,
             on_fault=failing.because_of,
+            describe=cluster.describe,
         )
         failing.tell = lambda line: client.send(m.Fault(rank, line))
         device = device_of()
@@ -54,6 +51,8 @@ def serve(cluster: Cluster, rank: int) -> int:
         watch = Watch(cluster.step_deadline_s, failing.of_own)
         AttentionRank(cluster, rank, transport, client, watch).run()
         failing.over = True
+        client.close()
+        leave(cluster)
         return 0
     except UserError as error:
         failing.of_own(str(error))

@@ -19,8 +19,9 @@ import jax
 
 from jaxlamina import __version__
 from jaxlamina.cluster import Cluster
-from jaxlamina.control import ControlServer, Watchdog
+from jaxlamina.control.channel import ControlServer
 from jaxlamina.control.messages import Fault, Message, StepShape
+from jaxlamina.control.watchdog import Watchdog
 from jaxlamina.errors import UserError
 from jaxlamina.transports import Transport, open_transport
 
@@ -111,6 +112,7 @@ class Group:
         global _current
         self._failing.over = True
         self.control.close()
+        leave(self.cluster)
         if _current is self:
             _current = None
 
@@ -129,10 +131,9 @@ class Failing:
         self._end(self._cluster.error_line(self._rank, text), told=False)
 
     def because_of(self, rank: int, line: str) -> None:
-        """Another rank is gone, or reported something."""
-        text = line.removeprefix("error: ")
-        known = text.startswith(self._cluster.describe(rank))
-        self._end(f"error: {text}" if known else self._cluster.error_line(rank, text), told=True)
+        """Another rank is gone, or reported something; the line names it."""
+        del rank
+        self._end(f"error: {line}", told=True)
 
     def _end(self, line: str, told: bool) -> None:
         with self._lock:
@@ -142,7 +143,7 @@ class Failing:
             print(line, file=sys.stderr, flush=True)
             if self.tell is not None and not told:
                 try:
-                    self.tell(line)
+                    self.tell(line.removeprefix("error: "))
                 except Exception:  # they find out by themselves that this rank is gone
                     pass
             sys.stdout.flush()
@@ -195,6 +196,15 @@ def start_jax(cluster: Cluster, rank: int) -> Callable[[], jax.Device]:
         return found
 
     return device
+
+
+def leave(cluster: Cluster) -> None:
+    """What this process joined of JAX's own; all ranks do so at the end, and wait for each other shortly."""
+    if cluster.transport == "xla" and jax.distributed.is_initialized():
+        try:
+            jax.distributed.shutdown()
+        except Exception:  # another rank has gone without it: there is nothing left to be done together
+            pass
 
 
 def local_index(environment: Mapping[str, str]) -> int:

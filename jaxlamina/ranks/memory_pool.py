@@ -61,7 +61,7 @@ class RemotePool:
         plans = plan_rows(
             self.placement, batch.slot_table, batch.lengths, batch.positions, new_slots, self._windows
         )
-        plans = level(plans)
+        plans = level(plans, b, batch.slot_table.shape[1], new_slots.size)
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in plans]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
         context = plans[0].slot_table.shape[1]
         shape = m.StepShape(kind, b, t, context, len(plans[0].rows), len(plans[0].new))
@@ -142,22 +142,40 @@ class RemotePool:
             raise ValueError(f"host slots {host_slots} must be within 0 … {self._n_host_slots - 1}")
 
 
-def level(plans: Sequence[RowsPlan]) -> list[RowsPlan]:
-    """Workers' parts, all padded to the largest: rows, stored tokens a row and new tokens."""
-    r = max(len(p.rows) for p in plans)
-    c = max(p.slot_table.shape[1] for p in plans)
-    n = max(len(p.new) for p in plans)
+def level(plans: Sequence[RowsPlan], b: int, c: int, n_new: int) -> list[RowsPlan]:
+    """Workers' parts, all padded to the same rows, stored tokens a row and new tokens, of sizes that are few (`quarters`).
+
+    ``b``, ``c``, ``n_new``: of the batch: its rows, width of its slot table, and new tokens.
+    """
+    n = len(plans)
+    r = quarters(max(len(p.rows) for p in plans), b, n)
+    c = quarters(max(p.slot_table.shape[1] for p in plans), c, n)
+    new = quarters(max(len(p.new) for p in plans), n_new, n)
     found = []
     for p in plans:
         table = np.zeros((r, c), np.int32)
         table[: p.slot_table.shape[0], : p.slot_table.shape[1]] = p.slot_table
         spread = np.where(p.spread >= len(p.rows), r, p.spread).astype(np.int32)
         queries = {window: _longer(x, r, 0) for window, x in p.q_positions.items()}
-        kept = _longer(p.new, n, 0), _longer(p.new_slots, n, NO_SLOT)
+        kept = _longer(p.new, new, 0), _longer(p.new_slots, new, NO_SLOT)
         found.append(
             RowsPlan(_longer(p.rows, r, 0), spread, table, _longer(p.lengths, r, 0), queries, *kept)
         )
     return found
+
+
+def quarters(n: int, most: int, n_workers: int) -> int:
+    """The next quarter of ``most`` that holds ``n`` and a worker's even share; 0 for none. A program is compiled for each
+    size that occurs, so they are few: two workers' are a half, three quarters and all.
+
+    >>> [quarters(n, 64, 2) for n in (0, 1, 32, 33, 50)], quarters(1, 64, 3)
+    ([0, 32, 32, 48, 64], 32)
+    """
+    if not n:
+        return 0
+    step = -(-most // 4)
+    share = -(-most // n_workers)
+    return min(most, -(-max(n, share) // step) * step)
 
 
 def _longer(x: np.ndarray, n: int, fill: int) -> np.ndarray:
