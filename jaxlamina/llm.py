@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.spec import KV_DTYPES
 from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitReport
+
+if TYPE_CHECKING:
+    from jaxlamina.ranks import Group, RanksExecutor
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -84,6 +87,8 @@ class LLM:
     - ``attention_workers``: how many share the KV, and by what ``partition``: "heads", "requests" or "tokens".
     - ``host_kv_slots``: tokens whose KV may wait in host memory when requests outgrow ``kv_slots``; without it, what
       must give way is computed again.
+    - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
+      ``split``, ``q_first``, ``devices``, ``attention_workers`` and ``partition`` say elsewhere, its cluster says.
     - ``seed``: requests without a seed of their own get theirs from it.
     - ``compilation_cache``: keep compiled programs on disk for the next process.
     - ``on_load(done_bytes, total_bytes)``: progress of loading.
@@ -107,6 +112,7 @@ class LLM:
         attention_workers: int = 1,
         partition: str = "heads",
         host_kv_slots: int = 0,
+        group: Group | None = None,
         seed: int = 0,
         compilation_cache: bool = True,
         on_load: Callable[[int, int], None] | None = None,
@@ -125,14 +131,23 @@ class LLM:
             raise UserError(f"{attention_workers=} needs the model split: leave out split=False")
         source = _open(model)
         self.config: ModelConfig = source.config
+        if group is not None:
+            _check_unused(split=(split, True), q_first=(q_first, None), devices=(devices, None),
+                          attention_workers=(attention_workers, 1), partition=(partition, "heads"))  # fmt: skip
+            attention_workers, partition = len(group.workers), group.cluster.partition
         checked_partition(partition, attention_workers, [self.config.num_key_value_heads])
-        self.model_device, *attention_devices = _devices(devices, split, attention_workers)
+        if group is not None:
+            self.model_device, attention_devices = group.device, [group.device]
+        else:
+            self.model_device, *attention_devices = _devices(devices, split, attention_workers)
         self.attention_device = attention_devices[0]
+        self._attention_pool = str(self.attention_device) if group is None else _ranks_of(group)
         length = self._length(max_model_len)
         if compilation_cache:
             compilation.keep_programs()
         least = 2 if max_model_len is None else length
-        n_slots = kv_slots or partial(slots_that_fit, most=max_num_seqs * length, least=least)
+        most = max_num_seqs * length
+        n_slots = kv_slots or partial(slots_that_fit, most=most, least=least)
         self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
         params = source.load(DTYPES[dtype], self.model_device, on_load)
         fn = partial(apply, self.config)
@@ -142,8 +157,15 @@ class LLM:
             "n_host_slots": host_kv_slots,
             "largest": LargestStep(max_num_seqs, length, length),
         }
-        self.executor: LocalExecutor | UnsplitExecutor
-        if split:
+        self.executor: LocalExecutor | UnsplitExecutor | RanksExecutor
+        if group is not None:
+            from jaxlamina.ranks import RanksExecutor
+
+            del kv["n_slots"]
+            bounds = {"kv_slots": kv_slots, "most_slots": most, "least_slots": least}
+            self.executor = RanksExecutor(fn, params, group=group, **bounds, **kv)
+            specs = self.executor.specs
+        elif split:
             self.executor = LocalExecutor(
                 fn,
                 params,
@@ -258,7 +280,7 @@ class LLM:
             "buckets": dataclasses.asdict(self.buckets),
             **self.engine.kv_stats(),
             "model_device": str(self.model_device),
-            "attention_device": str(self.attention_device),
+            "attention_device": self._attention_pool,
         }
 
     def reset_prefix_cache(self) -> None:
@@ -333,6 +355,17 @@ def _devices(devices: Sequence[jax.Device] | None, split: bool, n_workers: int) 
     if not split or len(given) == 1:
         return [given[0], given[0]]
     return given[: 1 + n_workers] if len(given) > n_workers else given[:2]
+
+
+def _ranks_of(group: Group) -> str:
+    return ", ".join(f"rank {rank}" for rank in group.workers) + f" by {group.cluster.transport}"
+
+
+def _check_unused(**options: tuple[Any, Any]) -> None:
+    """``UserError`` for options, ``(given, default)``, that a cluster says."""
+    given = [name for name, (value, default) in options.items() if value != default]
+    if given:
+        raise UserError(f"{given[0]} is what the cluster says, for a model over ranks: leave it out")
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from jaxlamina.bench.kernels_cli import kernels_command
 from jaxlamina.bench.prefix_cli import prefix_command
+from jaxlamina.bench.step_cli import step_command
 from jaxlamina.errors import UserError
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Only the line of JSON 
 
 app.command("kernels")(kernels_command)
 app.command("prefix")(prefix_command)
+app.command("step")(step_command)
 
 
 @app.callback()

@@ -68,7 +68,8 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A bucket: everything of a step that its programs are compiled for.
 
     ``batch`` requests with ``tokens`` new tokens each and room for ``context`` stored ones; ``rows`` and ``new`` are
-    how many requests and new tokens an attention worker serves where it does not serve all.
+    how many requests and new tokens an attention worker serves where it does not serve all. ``q_first``: q travels
+    alone, before k and v are computed.
     """
 
     kind: Literal["decode", "prefill", "chunk"]
@@ -77,12 +78,14 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int
     rows: int = 0
     new: int = 0
+    q_first: bool = True
 
     def __str__(self) -> str:
         parts = [self.kind, f"batch {self.batch}"]
         parts += [f"tokens {self.tokens}"] if self.kind != "decode" or self.tokens != 1 else []
         parts += [f"context {self.context}"]
         parts += [f"{name} {n}" for name, n in (("rows", self.rows), ("new", self.new)) if n]
+        parts += [] if self.q_first else ["q with k and v"]
         return ", ".join(parts)
 
 
@@ -160,7 +163,6 @@ class Setup(_Message, frozen=True):
     least_slots: int
     largest: tuple[int, int, int]
     n_host_slots: int
-    q_first: bool
     channel_scales: tuple[tuple[Array | None, Array | None], ...] | None = None
 
 

@@ -88,7 +88,7 @@ class AttentionProgram:
 
     def _receive(self, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         q_like, kv_like = heads.q_like(self.sizes), heads.kv_like(self.sizes)
-        if not self.layout.q_first:
+        if not self.shape.q_first:
             q, kv = unpack(self.t.recv(packed_like(q_like, kv_like), MODEL_RANK, after=last), q_like, kv_like)
             return q, kv if self.sizes.new else None
         q = self.t.recv(q_like, MODEL_RANK, after=last)

@@ -71,7 +71,7 @@ class _Layers:
 
     @classmethod
     def of(cls, setup: m.Setup, workers: tuple[int, ...]) -> _Layers:
-        layout = Layout(workers, setup.partition, setup.q_first)
+        layout = Layout(workers, setup.partition)
         specs, heads = [], []
         for layer in setup.layers:
             whole = AttentionSpec(

@@ -40,6 +40,8 @@ class RanksExecutor:
     - ``kv_slots``: tokens whose KV is kept; None: as many as fit, between ``least_slots`` and ``most_slots``.
     - ``kv_dtype``, ``n_host_slots``, ``calibration_tokens``, ``largest``: as of `LocalExecutor`.
 
+    ``q_first``, an attribute: whether steps from now on send q before k and v are computed.
+
     ``UserError`` for what cannot be; a rank that fails ends this process (`jaxlamina.ranks.group.Failing`).
     """
 
@@ -65,8 +67,8 @@ class RanksExecutor:
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
         cluster = group.cluster
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
-        q_first = True if cluster.q_first is None else cluster.q_first
-        self.layout = Layout(group.workers, cluster.partition, q_first)
+        self.layout = Layout(group.workers, cluster.partition)
+        self.q_first = True if cluster.q_first is None else cluster.q_first
         scales = None
         if kv_dtype == "int8-channel":
             known = model, self.model.params, self.specs, calibration_tokens
@@ -82,7 +84,6 @@ class RanksExecutor:
             least_slots=least_slots,
             largest=(largest.batch, largest.context, largest.prompt),
             n_host_slots=n_host_slots,
-            q_first=q_first,
             channel_scales=None if scales is None else tuple(tuple(map(_array, pair)) for pair in scales),  # type: ignore[misc]
         )
         self.n_slots = self._allocate(setup)
@@ -126,7 +127,7 @@ class RanksExecutor:
         return self._programs[shape][0].exchanges()
 
     def _step(self, kind: str, batch: DecodeBatch | PrefillBatch, inputs: tuple[np.ndarray, ...]) -> jax.Array:
-        shape, arrays, at = self.pool.plan(kind, batch)
+        shape, arrays, at = self.pool.plan(kind, batch, self.q_first)
         program, weights = self._prepared(shape)
         ticket = self.group.begin_step(shape)
         for rank, of_worker in zip(self.group.workers, arrays, strict=True):

@@ -46,13 +46,14 @@ class RemotePool:
         self._host_worker = np.full(n_host_slots, -1, np.int32)
 
     def plan(
-        self, kind: Any, batch: DecodeBatch | PrefillBatch
+        self, kind: Any, batch: DecodeBatch | PrefillBatch, q_first: bool
     ) -> tuple[m.StepShape, list[Arrays], PlacedIndices | None]:
         """(bucket, what each attention rank is told, what the model rank's program needs to cut its rows)."""
         b, t = batch.tokens.shape
         new_slots = batch.new_slots[:, None] if isinstance(batch, DecodeBatch) else batch.slots
+        q_first = q_first or kind == "prefill"  # where q does not travel at all
         if self.placement is None:
-            shape = m.StepShape(kind, b, t, batch.slot_table.shape[1])
+            shape = m.StepShape(kind, b, t, batch.slot_table.shape[1], q_first=q_first)
             told = _told(batch.slot_table, batch.lengths, new_slots.reshape(-1), {})
             return shape, [told] * len(self._layout.workers), None
         place_new(
@@ -64,7 +65,7 @@ class RemotePool:
         plans = level(plans, b, batch.slot_table.shape[1], new_slots.size)
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in plans]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
         context = plans[0].slot_table.shape[1]
-        shape = m.StepShape(kind, b, t, context, len(plans[0].rows), len(plans[0].new))
+        shape = m.StepShape(kind, b, t, context, len(plans[0].rows), len(plans[0].new), q_first)
         return shape, [_told(p.slot_table, p.lengths, p.new_slots, p.q_positions) for p in plans], at
 
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:

@@ -41,7 +41,6 @@ class Layout:
 
     workers: tuple[int, ...]  # their ranks
     partition: str
-    q_first: bool
 
     @property
     def by_heads(self) -> bool:
@@ -126,7 +125,7 @@ class ModelProgram:
         q gave. So all of a step's exchanges are in one order, by data."""
         part, to = self.model.slices[i], self.layout.workers
         q, rest = part.q_part(weights, context, out)
-        if not self.layout.q_first:
+        if not self.shape.q_first:
             k, v, context = part.kv_part(weights, rest)
             pairs = zip(wire.q_parts(q), wire.kv_parts(k, v), strict=True)
             return q, k, v, context, self.t.send_each([pack(*pair) for pair in pairs], to)

@@ -1,0 +1,102 @@
+"""`jaxlamina bench step`: options in, a table and one last line of JSON out. Knows how results look."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxlamina.errors import UserError
+
+
+def step_command(
+    config: Annotated[
+        str, typer.Option(help="A model shape: a name in configs/models, or a config.json.")
+    ] = "llama-3-8b",
+    case: Annotated[
+        str, typer.Option(help="Requests x stored tokens, separated by commas, such as 64x4096.")
+    ] = "16x2048,64x4096,160x4096",
+    dtype: Annotated[str, typer.Option(help="Weights and KV: bfloat16 or float32.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, in which the ways take turns.")] = 5,
+    unsplit: Annotated[
+        bool, typer.Option("--unsplit/--no-unsplit", help="Also one program on one device, to compare with.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")
+    ] = False,
+) -> None:
+    """Time a decode step, unsplit and split over ranks: `jaxlamina launch --dop 1,1 -- bench step`."""
+    import jax
+
+    from jaxlamina import ranks
+    from jaxlamina.bench import machine, split_bench, step_bench
+    from jaxlamina.configs import model_config
+    from jaxlamina.llm import DTYPES
+
+    if dtype not in DTYPES:
+        raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
+    try:
+        cases = [step_bench.StepCase.parse(text) for text in case.split(",")]
+    except ValueError:
+        raise UserError(f"--case {case!r} must be like 16x2048,64x4096: requests x stored tokens") from None
+    shape = model_config(config)
+    if layers is not None:
+        shape = split_bench.with_layers(shape, layers)
+    group = ranks.current()
+    if group is None and not unsplit:
+        raise UserError("nothing is left to be timed: start ranks with `jaxlamina launch … -- bench step`")
+    console = Console(stderr=True)
+    here = machine.describe(["mpi4jax", "mpi4py"])
+    device = group.device if group is not None else jax.local_devices()[0]
+    with console.status("starting") as status:
+        results, limit = step_bench.measure(
+            shape,
+            cases,
+            group=group,
+            dtype=DTYPES[dtype],
+            n_rounds=rounds,
+            unsplit=unsplit,
+            device=device,
+            on_progress=status.update,
+        )
+    job = "one device" if group is None else f"DOP {group.cluster.pools}, {group.cluster.transport}, {group.cluster.partition}"
+    record = {
+        "bench": "step",
+        "model": config,
+        "n_layers": shape.num_hidden_layers,
+        "dtype": dtype,
+        "job": job,
+        "accelerator": device.device_kind,
+        "read_bytes_per_s": limit,
+        "results": [r.to_dict() for r in results],
+        **asdict(here),
+    }
+    if not as_json:
+        out = Console(width=110, highlight=False)
+        out.print(f"{device.device_kind}; {here.line()}", soft_wrap=True)
+        out.print(f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; read at {limit / 1e12:.3f} TB/s")
+        out.print(_table(results))
+    print(json.dumps(record))
+
+
+def _table(results: list) -> Table:
+    table = Table(box=box.SIMPLE)
+    for name in ("case", "way", "ms", "of floor", "/ first", "one by one, ms", "compiled in s", "difference"):
+        table.add_column(name, justify="left" if name in ("case", "way") else "right")
+    firsts: dict[str, list[float]] = {}
+    for r in results:
+        first = firsts.setdefault(r.case, r.ahead_ms)
+        ratio = statistics.median(a / b for a, b in zip(r.ahead_ms, first, strict=True))
+        ms = statistics.median(r.ahead_ms)
+        table.add_row(
+            r.case, r.way, f"{ms:.2f}", f"{r.floor_ms / ms:.0%}", f"{ratio:.3f}",
+            f"{statistics.median(r.alone_ms):.2f}", f"{r.prepare_s:.1f}", f"{r.max_difference:.1e}",
+        )  # fmt: skip
+    return table
