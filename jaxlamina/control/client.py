@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from jaxlamina.control.admission import Config
 from jaxlamina.control.connection import Connection, ConnectionEnded
-from jaxlamina.control.faults import LAST_WORDS_S, ControlError
+from jaxlamina.control.faults import LAST_WORDS_S, ControlError, Telling
 from jaxlamina.control.frames import FrameReader
 from jaxlamina.control.messages import (
     PROTOCOL,
@@ -58,6 +58,7 @@ class ControlClient:
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._fault: tuple[int, str] | None = None
+        self._telling = Telling()
         self._is_welcome = False
         self._is_leaving = False
         self._connection = Connection(
@@ -157,12 +158,14 @@ class ControlClient:
                 return
             self._fault = (rank, line)
             is_welcome = self._is_welcome
+        with self._telling:
+            if is_welcome:
+                self._on_fault(rank, line)
         self._inbox.put(None)
-        if is_welcome:
-            self._on_fault(rank, line)
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
+            self._telling.wait(LAST_WORDS_S)
             raise ControlError(*self._fault)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from jaxlamina.control.admission import Config, first_difference, read_hello, why_no_rank
 from jaxlamina.control.connection import Connection, ConnectionEnded, read_body
-from jaxlamina.control.faults import LAST_WORDS_S, ControlError
+from jaxlamina.control.faults import LAST_WORDS_S, ControlError, Telling
 from jaxlamina.control.frames import LARGEST_BYTES, FrameError, FrameReader, frame
 from jaxlamina.control.messages import (
     AnyHello,
@@ -86,6 +86,7 @@ class ControlServer:
         self._is_formed = False
         self._is_closing = False
         self._fault: tuple[int, str] | None = None
+        self._telling = Telling()
         self._strangers: list[str] = []
         self._listener = listen(address)
         self.address = address_text(self._listener.getsockname())
@@ -191,6 +192,7 @@ class ControlServer:
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
+            self._telling.wait(LAST_WORDS_S)
             raise ControlError(*self._fault)
         if self._is_closing:
             raise ControlError(0, f"{self._describe(0)} has closed the control channel")
@@ -292,12 +294,14 @@ class ControlServer:
             if self._fault is not None or self._is_closing:
                 return
             self._fault = (rank, line)
-            self._wake()
-            if not self._is_formed:
-                return  # gather says it
             others = [member for r, member in self._members.items() if r != sender]
-        _say(others, Fault(rank, line))
-        self._on_fault(rank, line)
+            is_formed = self._is_formed
+        with self._telling:
+            if is_formed:  # before, gather says it
+                _say(others, Fault(rank, line))
+                self._on_fault(rank, line)
+        with self._changed:
+            self._wake()
 
     def _wake(self) -> None:
         self._changed.notify_all()
