@@ -5,7 +5,9 @@ Knows transports as far as to know who starts their ranks: mpirun for "mpi", its
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -74,11 +76,27 @@ def _on_free_ports(options: Options) -> Options:
     """The options with ports that nobody listens at, where the cluster's file names none: two jobs may run at once."""
     cluster, usual = options.cluster(), Cluster()
     wanted = [name for name in ("control", "coordinator") if getattr(cluster, name) == getattr(usual, name)]
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in wanted]
-    changes = [f'{name}="127.0.0.1:{s.getsockname()[1]}"' for name, s in zip(wanted, sockets, strict=True)]
-    for s in sockets:
-        s.close()
+    changes = [
+        f'{name}="127.0.0.1:{port}"' for name, port in zip(wanted, free_ports(len(wanted)), strict=True)
+    ]
     return replace(options, changes=(*options.changes, *changes))
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports of this host at which nobody listens now.
+
+    Drawn from below the range (32768 on, usually) out of which the kernel serves whoever asks for any port: until rank
+    0 listens, one of those might be given away.
+    """
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 1000):
+        if len(found) == n:
+            break
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    if len(found) < n:
+        raise UserError("no free port from 20000 to 32000 on 127.0.0.1: give --set control=127.0.0.1:PORT")
+    return found
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import why_no_mpi
+from launch.local import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 30
@@ -179,6 +181,14 @@ def _alive(pid):
     except OSError:
         return False
     return state != "Z"
+
+
+def test_free_ports_are_several_and_free():
+    ports = free_ports(3)
+    assert len(set(ports)) == 3
+    for port in ports:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
 
 
 # --- a rank's own start ---

@@ -1,0 +1,265 @@
+"""Real jobs over real ranks, as users start them: the right text, and an end with the right line when a rank fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from launch.local import free_ports
+from launch_hosts import Hosts, why_no_hosts
+
+from jaxlamina.configs import model_config
+from jaxlamina.models import random_params
+from jaxlamina.weights import demo
+from jaxlamina.weights.safetensors_io import write_safetensors
+from launch.commands import OPEN_MPI
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_S = 120
+STARTED: list[subprocess.Popen] = []
+MPI = pytest.param("mpi", marks=pytest.mark.mpi)
+PROMPTS = ("w1 w2 w3", "w9", "w5 w6 w7 w8 w9 w10 w11 w12 w13")
+TINY = """
+model_type = "llama"
+vocab_size = 64
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 8192
+rms_norm_eps = 1e-5
+rope_theta = 10000.0
+hidden_act = "silu"
+tie_word_embeddings = true
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A Hugging Face folder of a model with two layers, random weights and 64 words."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "tiny.toml").write_text(TINY)
+    config = model_config(folder / "tiny.toml")
+    params = random_params(config, 0, "float32")
+    shapes = {name: tuple(array.shape) for name, array in params.items()}
+    write_safetensors(folder, shapes, iter(params.items()), np.dtype("float32"), 10**9)
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unsplit(tiny):
+    """What one process without any split writes."""
+    return tokens_of(finish(start("-m", "jaxlamina", *generate("--no-split", model=tiny)))[1])
+
+
+def generate(*options, n=24, model=None):
+    to = () if model is None else ("--model", str(model))
+    return ("generate", *to, "--json", "--raw", "--ignore-eos", "--max-tokens", str(n), *options, *PROMPTS)
+
+
+def tokens_of(stdout):
+    return [output["token_ids"] for output in json.loads(stdout.splitlines()[-1])["outputs"]]
+
+
+def start(*words, before=(), **variables):
+    """A Python process, of ours and without what another starter may have left in the environment."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_", "JAXLAMINA_"))}
+    process = subprocess.Popen(
+        [*before, sys.executable, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables,
+        start_new_session=True,
+    )
+    STARTED.append(process)
+    return process
+
+
+def end(process):
+    for group in {process.pid, *pids(process).values()}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Whatever a test that failed has left running is ended."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:
+            end(process)
+
+
+def finish(process, timeout=DEADLINE_S):
+    """Exit code, stdout, lines of stderr. It must end by itself in time."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end(process)
+        pytest.fail(f"not over within {timeout} s; stderr so far: {process.communicate()[1]}")
+    return process.returncode, out, err.splitlines()
+
+
+def launched(transport, tiny, *options, command):
+    on_cpus = ("--set", "model_platform=cpu", "--set", "attention_platform=cpu")
+    words = ("--transport", transport, "--model", str(tiny), *on_cpus, *options)
+    return start("-m", "jaxlamina", "launch", *words, "--", *command)
+
+
+def pids(process):
+    """rank → process number, of a job that `launched` started: by what its starter told each."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = dict(e.partition("=")[::2] for e in (folder / "environ").read_text().split("\0"))
+            words = (folder / "cmdline").read_text().split("\0")
+            session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
+        except (OSError, UnicodeDecodeError):
+            continue
+        if "launch" not in words or session != process.pid:
+            continue  # mpirun's ranks lead no session of their own
+        for name in ("JAXLAMINA_RANK", "OMPI_COMM_WORLD_RANK"):
+            if name in environment:
+                found[int(environment[name])] = int(folder.name)
+    return found
+
+
+# --- the right text ---
+
+
+@pytest.mark.parametrize(
+    ("transport", "partition"), [pytest.param("mpi", "requests", marks=pytest.mark.mpi), ("xla", "heads")]
+)
+def test_a_launched_job_writes_what_one_process_writes(tiny, unsplit, transport, partition):
+    options = ("--dop", "1,2", "--partition", partition)
+    code, out, err = finish(launched(transport, tiny, *options, command=generate()))
+    assert code == 0, err
+    assert tokens_of(out) == unsplit
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(demo.present() is None, reason="the demo model is not here: make demo")
+@pytest.mark.parametrize("transport", [MPI, "xla"])
+def test_the_demo_model_over_three_attention_workers(transport):
+    command = ("generate", "--json", "--max-tokens", "64", "What is gravity?")
+    alone = tokens_of(finish(start("-m", "jaxlamina", *command, "--no-split"))[1])
+    code, out, err = finish(launched(transport, "smollm2-135m-instruct", "--dop", "1,3", command=command))
+    assert code == 0, err
+    assert tokens_of(out) == alone
+
+
+@pytest.mark.mpi
+def test_two_hosts_with_addresses_of_their_own(tiny, unsplit, tmp_path):
+    if (reason := why_no_hosts()) is not None:
+        pytest.skip(reason)
+    settings = {"dop": "1,2", "transport": "mpi", "partition": "tokens", "token_block": 4, "model": tiny}
+    with Hosts(tmp_path) as hosts:
+        settings["control"] = f"{hosts.addresses[0]}:29400"
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        mpirun = ("mpirun", "-n", "3", "--hostfile", str(hosts.hostfile(1, 2)), "--allow-run-as-root")
+        reach = ("--mca", "plm_rsh_agent", str(hosts.agent), "-x", "PYTHONPATH", "-x", "JAX_PLATFORMS")
+        before = hosts.on_first(*mpirun, *OPEN_MPI, *reach)
+        process = start("-P", "-m", "launch", *words, "--", *generate(), before=before)
+        code, out, err = finish(process)
+    assert code == 0, err
+    assert tokens_of(out) == unsplit
+
+
+# --- a rank that fails ---
+
+
+def long_job(transport, tiny, *options):
+    """A job of two attention workers that has begun to write, and would for minutes; and its ranks' processes."""
+    command = ("generate", "--raw", "--ignore-eos", "--max-tokens", "8000", "w1 w2")
+    process = launched(transport, tiny, "--dop", "1,2", "--partition", "requests", *options, command=command)
+    assert process.stdout.read(40), process.stderr.read()  # streamed text: steps are running
+    ranks = pids(process)
+    assert sorted(ranks) == [0, 1, 2]
+    return process, ranks
+
+
+def gone(ranks):
+    return not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+@pytest.mark.parametrize("transport", [MPI, "xla"])
+def test_a_killed_rank_ends_the_job_and_is_named(tiny, transport):
+    process, ranks = long_job(transport, tiny)
+    began = time.monotonic()
+    os.kill(ranks[2], signal.SIGKILL)
+    code, _, err = finish(process, timeout=40)
+    assert time.monotonic() - began < 15 and code != 0 and gone(ranks), err
+    assert err[-1] == "error: rank 2 (attention worker 1): killed by SIGKILL", err
+
+
+def test_a_rank_that_stands_still_ends_the_job_after_the_deadline(tiny):
+    process, ranks = long_job("xla", tiny, "--set", "step_deadline_s=4", "--set", "heartbeat_s=60")
+    began = time.monotonic()
+    os.kill(ranks[1], signal.SIGSTOP)
+    code, _, err = finish(process, timeout=60)
+    assert time.monotonic() - began < 20 and code != 0 and gone(ranks), err
+    # Somebody who still runs says which step, and with whom.
+    assert "was not done within 4 s" in err[-1] and "decode, batch 1" in err[-1], err
+    assert err[-1].startswith(("error: rank 0 (model worker 0): ", "error: rank 2 (attention worker 1): "))
+
+
+def by_hand(tiny, rank, port, *changes):
+    settings = {
+        "control": f"127.0.0.1:{port}",
+        "coordinator": f"127.0.0.1:{port + 1}",
+        "model": tiny,
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    words = [part for word in [*words, "start_deadline_s=60", *changes] for part in ("--set", word)]
+    return start("-m", "launch", *words, "--rank", str(rank), "--", *generate())
+
+
+def test_ranks_may_come_in_any_order(tiny, unsplit):
+    port = free_ports(1)[0]
+    first = by_hand(tiny, 1, port)
+    time.sleep(4)  # long enough to have tried in vain
+    assert first.poll() is None
+    code, out, err = finish(by_hand(tiny, 0, port))
+    assert code == 0, err
+    assert tokens_of(out) == unsplit
+    assert finish(first)[0] == 0
+
+
+def test_a_rank_with_another_config_is_refused_and_both_say_what_differs(tiny):
+    port = free_ports(1)[0]
+    other = by_hand(tiny, 1, port, "token_block=4")
+    code, out, err = finish(by_hand(tiny, 0, port, "token_block=8"), timeout=60)
+    other_code, _, other_err = finish(other, timeout=20)
+    assert code != 0 and other_code != 0 and not out
+    assert err[-1].startswith("error: rank 0 (model worker 0): "), err
+    assert other_err[-1].startswith("error: rank 1 (attention worker 0): "), other_err
+    for line in (err[-1], other_err[-1]):
+        assert "token_block" in line and "4" in line and "8" in line
+
+
+def test_a_rank_that_never_comes_is_named(tiny):
+    alone = by_hand(tiny, 0, free_ports(1)[0], "dop=1,2", "start_deadline_s=3")
+    orphan = by_hand(tiny, 1, port := free_ports(1)[0], "start_deadline_s=3")
+    code, _, err = finish(alone, timeout=40)
+    assert code != 0 and err[-1].startswith("error: rank 0 (model worker 0): ")
+    assert "rank 1 (attention worker 0)" in err[-1] and "did not start within 3 s" in err[-1]
+    code, _, err = finish(orphan, timeout=40)
+    assert code != 0 and err[-1].startswith("error: rank 1 (attention worker 0): ")
+    assert f"127.0.0.1:{port}" in err[-1]
