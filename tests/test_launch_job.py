@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import why_no_mpi
+
 from launch.local import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from launch.local import free_ports
 from launch_hosts import Hosts, why_no_hosts
 
 from jaxlamina.configs import model_config
@@ -22,6 +21,7 @@ from jaxlamina.models import random_params
 from jaxlamina.weights import demo
 from jaxlamina.weights.safetensors_io import write_safetensors
 from launch.commands import OPEN_MPI
+from launch.local import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120
