@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from jaxlamina.control import client as client_module
-from jaxlamina.control import sockets
+from jaxlamina.control import frames, sockets
 from jaxlamina.control.channel import ControlClient, ControlError, ControlServer, hello_of
-from jaxlamina.control.frames import LARGEST_BYTES, FrameReader, frame
+from jaxlamina.control.frames import LARGEST_BYTES, FrameReader
 from jaxlamina.control.messages import (
     Array,
     Bye,
@@ -47,6 +47,10 @@ RANK = Path(__file__).with_name("control_rank.py")
 CONFIG: dict[str, Any] = {"dop": "1,2", "kv_dtype": "auto", "max_num_seqs": 8, "window": None, "scale": 0.5}
 VERSIONS = {"jax": "1.2.3", "jaxlamina": "0.1.0"}
 SHAPE = StepShape("decode", 8, 1, 256)
+
+
+def frame(body: bytes) -> bytes:
+    return b"".join(frames.frame(body))
 
 
 def describe(rank: int) -> str:
@@ -527,7 +531,7 @@ def test_large_messages_cross_while_heartbeats_go_on(group):
 
 def test_a_message_that_is_too_large_is_refused_by_the_sender(pair, monkeypatch):
     server, client, _ = pair
-    monkeypatch.setattr("jaxlamina.control.server.frame", lambda body: frame(body, largest_bytes=1000))
+    monkeypatch.setattr("jaxlamina.control.server.frame", lambda body: frames.frame(body, largest_bytes=1000))
     with pytest.raises(ValueError, match="larger than the 1000 that may be sent"):
         server.send(1, TakeRows(Array.of(np.zeros(1000))))
     server.send(1, Prepare(SHAPE))

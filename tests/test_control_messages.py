@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.control import messages
-from jaxlamina.control.frames import FrameError, FrameReader, frame
+from jaxlamina.control import frames, messages
+from jaxlamina.control.frames import FrameError, FrameReader
 from jaxlamina.control.messages import (
     Array,
     Exchange,
@@ -178,6 +178,10 @@ def test_buckets_and_exchanges_are_printed_for_people():
     assert str(Exchange("all", -1, (8,), "int8")) == "collective of all ranks on int8[8]"
 
 
+def frame(body: bytes, **options: int) -> bytes:
+    return b"".join(frames.frame(body, **options))
+
+
 def taken(reader: FrameReader, pieces: list[bytes]) -> list[bytes]:
     bodies = []
     for piece in pieces:
@@ -186,27 +190,55 @@ def taken(reader: FrameReader, pieces: list[bytes]) -> list[bytes]:
     return bodies
 
 
-@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 30), min_size=1))
-def test_frames_come_out_whole_however_they_are_cut(bodies, sizes):
-    stream = b"".join(map(frame, bodies))
+def cut(stream: bytes, sizes: list[int]) -> list[bytes]:
     pieces, at = [], 0
     while at < len(stream):
         size = sizes[len(pieces) % len(sizes)]
         pieces.append(stream[at : at + size])
         at += size
+    return pieces
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 30), min_size=1))
+def test_frames_come_out_whole_however_they_are_cut(bodies, sizes):
     reader = FrameReader()
-    assert taken(reader, pieces) == bodies
+    assert taken(reader, cut(b"".join(map(frame, bodies)), sizes)) == bodies
+    assert reader.is_between_frames
+
+
+@given(
+    st.lists(st.integers(0, 200_000), max_size=4),
+    st.lists(st.integers(1000, 150_000), min_size=1),
+    st.booleans(),
+)
+def test_large_frames_come_out_whole_fed_or_filled(lengths, sizes, fill):
+    bodies = [bytes([i]) * (length - 1) + b"!" if length else b"" for i, length in enumerate(lengths)]
+    stream = b"".join(map(frame, bodies))
+    reader, found = FrameReader(), []
+    for piece in cut(stream, sizes):
+        while piece:
+            space = reader.space() if fill else None
+            n = len(piece) if space is None else min(len(piece), len(space))
+            if space is None:
+                reader.feed(piece)
+            else:
+                space[:n] = piece[:n]
+                reader.filled(n)
+            piece = piece[n:]
+            found += reader.bodies()
+    assert found == bodies
     assert reader.is_between_frames
 
 
 def test_a_frame_that_is_not_whole_is_waited_for():
-    whole = frame(b"x" * 1000)
-    reader = FrameReader()
-    assert taken(reader, [whole[:3]]) == []
-    assert taken(reader, [whole[3:500]]) == []
-    assert (reader.missing_bytes, reader.is_between_frames) == (len(whole) - 500, False)
-    assert taken(reader, [whole[500:] + frame(b"y")]) == [b"x" * 1000, b"y"]
-    assert reader.missing_bytes == 0
+    for length in (1000, 100_000):
+        whole = frame(b"x" * length)
+        reader = FrameReader()
+        assert taken(reader, [whole[:3]]) == []
+        assert taken(reader, [whole[3:500]]) == []
+        assert not reader.is_between_frames
+        assert taken(reader, [whole[500:] + frame(b"y")]) == [b"x" * length, b"y"]
+        assert reader.is_between_frames
 
 
 @given(st.binary(min_size=1))

@@ -27,7 +27,7 @@ def why_no_rank(claimed: AnyHello, n_ranks: int, describe: Callable[[int], str])
     return None
 
 
-def read_hello(body: bytes, who: str) -> Hello | str:
+def read_hello(body: bytes | bytearray, who: str) -> Hello | str:
     """The Hello of `who`, or the line that says why it is none."""
     try:
         message = decode(body)

@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxlamina.control.frames import FrameError, FrameReader, frame
 from jaxlamina.control.messages import Message, MessageError, Ping, Pong, decode, encode
@@ -19,7 +19,6 @@ SILENT_AFTER = 3
 """A peer of which nothing was heard for so many heartbeats has gone: its host, its network or its process."""
 
 _CHUNK_BYTES = 1 << 16
-_LARGE_CHUNK_BYTES = 1 << 20  # while a large message comes in
 
 
 class ConnectionEnded(ConnectionError):
@@ -79,13 +78,14 @@ class Connection:
         """
         self.send_frame(frame(encode(message)), wait_s)
 
-    def send_frame(self, data: bytes, wait_s: float | None = None) -> None:
+    def send_frame(self, pieces: Sequence[bytes], wait_s: float | None = None) -> None:
         """As ``send``, of a message that is framed already."""
         until = None if wait_s is None else time.monotonic() + wait_s
         if not self._sending.acquire(timeout=-1 if wait_s is None else wait_s):
             raise ConnectionEnded(f"it took nothing for {wait_s:g} s")
         try:
-            self._send_all(memoryview(data), until)
+            for i, piece in enumerate(pieces):
+                self._send_all(memoryview(piece), until, has_begun=i > 0)
         finally:
             self._sending.release()
 
@@ -99,7 +99,7 @@ class Connection:
             return False
         return self._has_ended.wait(seconds)
 
-    def _send_all(self, rest: memoryview, until: float | None) -> None:
+    def _send_all(self, rest: memoryview, until: float | None, has_begun: bool) -> None:
         size = len(rest)
         poller = select.poll()
         while rest:
@@ -117,7 +117,7 @@ class Connection:
                 wait_s = min(wait_s, until - time.monotonic())
             poller.register(self._socket, select.POLLOUT)
             if wait_s <= 0 or not poller.poll(wait_s * 1000):
-                if len(rest) < size:
+                if has_begun or len(rest) < size:
                     self._stop()  # half a message has left: nothing can follow it
                 raise ConnectionEnded("it does not take what is sent")
 
@@ -166,17 +166,25 @@ class Connection:
                     continue
                 return f"was silent for {self._silence_s:g} s"
             try:
-                large = self._reader.missing_bytes > _CHUNK_BYTES
-                data = self._socket.recv(_LARGE_CHUNK_BYTES if large else _CHUNK_BYTES)
+                n_bytes = self._receive()
             except BlockingIOError:
                 continue
             except OSError as error:
                 return f"lost its control connection ({error.strerror or error})"
-            if not data:
+            if not n_bytes:
                 where = "" if self._reader.is_between_frames else " in the middle of a message"
                 return f"closed its control connection{where}"
             heard = time.monotonic()
-            self._reader.feed(data)
+
+    def _receive(self) -> int:
+        space = self._reader.space()
+        if space is not None:
+            n_bytes = self._socket.recv_into(space)
+            self._reader.filled(n_bytes)
+            return n_bytes
+        data = self._socket.recv(_CHUNK_BYTES)
+        self._reader.feed(data)
+        return len(data)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Ping):
@@ -185,7 +193,7 @@ class Connection:
             self._on_message(message)
 
 
-def read_body(sock: socket.socket, reader: FrameReader, deadline_s: float) -> bytes:
+def read_body(sock: socket.socket, reader: FrameReader, deadline_s: float) -> bytes | bytearray:
     """The next message's bytes, for a peer with which there is no `Connection` yet.
 
     `FrameError`, `OSError` (`TimeoutError` when ``deadline_s`` has passed, `ConnectionEnded` when the peer closed).

@@ -15,62 +15,92 @@ _MAGIC = (
     b"JXLc"  # not ASCII digits or a plausible length: an HTTP request or an ssh banner is told apart at once
 )
 _HEADER = struct.Struct(">4sI")
+_LARGE_BYTES = 1 << 16
 
 
 class FrameError(ValueError):
     """The stream is none of ours, or a body is larger than allowed."""
 
 
-def frame(body: bytes, largest_bytes: int = LARGEST_BYTES) -> bytes:
-    """``body`` as it goes into the stream. `FrameError` if the other side would refuse it for its size."""
+def frame(body: bytes, largest_bytes: int = LARGEST_BYTES) -> tuple[bytes, ...]:
+    """``body`` as it goes into the stream, in one piece or, where a copy would cost more than a packet, in two.
+
+    `FrameError` if the other side would refuse it for its size.
+    """
     if len(body) > largest_bytes:
         raise FrameError(
             f"a message of {len(body)} bytes is larger than the {largest_bytes} that may be sent"
         )
-    return _HEADER.pack(_MAGIC, len(body)) + body
+    header = _HEADER.pack(_MAGIC, len(body))
+    return (header + body,) if len(body) < _LARGE_BYTES else (header, body)
 
 
 class FrameReader:
-    """Bodies out of a stream that arrives in any pieces: ``feed`` a piece, then take all ``bodies``."""
+    """Bodies out of a stream that arrives in any pieces: ``feed`` a piece, then take all ``bodies``.
+
+    While a large body comes in, ``space`` is where its next bytes may be put without a copy; say ``filled`` then.
+    """
 
     def __init__(self, largest_bytes: int = LARGEST_BYTES) -> None:
         self.largest_bytes = largest_bytes
-        self._buffer = bytearray()
-
-    @property
-    def missing_bytes(self) -> int:
-        """How many bytes are known to be missing to the next body: 0 between two frames and in a header."""
-        if len(self._buffer) < _HEADER.size:
-            return 0
-        return _HEADER.size + self._length() - len(self._buffer)
+        self._buffer = bytearray()  # what has come and is not in _large
+        self._large = bytearray()
+        self._n_filled = 0
 
     @property
     def is_between_frames(self) -> bool:
-        return not self._buffer
+        return not self._buffer and not self._large
+
+    def space(self) -> memoryview | None:
+        """The rest of a large body that has begun, or None: then ``feed``."""
+        return memoryview(self._large)[self._n_filled :] if self._large else None
+
+    def filled(self, n_bytes: int) -> None:
+        """The first ``n_bytes`` of ``space`` have been written."""
+        self._n_filled += n_bytes
 
     def feed(self, data: bytes) -> None:
+        space = self.space()
+        if space is not None:
+            n = min(len(space), len(data))
+            space[:n] = data[:n]
+            self.filled(n)
+            data = data[n:]
         self._buffer += data
 
-    def bodies(self) -> Iterator[bytes]:
+    def bodies(self) -> Iterator[bytes | bytearray]:
         """What is complete. `FrameError`, after the bodies before it, for a header that cannot be."""
-        while self._buffer:
-            begun = bytes(self._buffer[: len(_MAGIC)])
-            if not _MAGIC.startswith(begun):
-                raise FrameError(f"the stream is none of JaxLamina's: {bytes(self._buffer[:16])!r}")
-            if len(self._buffer) < _HEADER.size:
+        while True:
+            if self._large:
+                if self._n_filled < len(self._large):
+                    return
+                body, self._large = self._large, bytearray()
+                yield body
+            length = self._next_length()
+            if length is None:
                 return
-            length = self._length()
-            if length > self.largest_bytes:
-                raise FrameError(
-                    f"a message of {length} bytes is larger than the {self.largest_bytes} allowed"
-                )
             end = _HEADER.size + length
-            if len(self._buffer) < end:
+            if len(self._buffer) >= end:
+                body = self._buffer[_HEADER.size : end]
+                del self._buffer[:end]
+                yield body
+            elif length >= _LARGE_BYTES:
+                self._large, self._n_filled = bytearray(length), 0
+                begun = bytes(self._buffer[_HEADER.size :])
+                self._buffer.clear()
+                self.feed(begun)
                 return
-            with memoryview(self._buffer) as view:
-                body = bytes(view[_HEADER.size : end])
-            del self._buffer[:end]
-            yield body
+            else:
+                return
 
-    def _length(self) -> int:
-        return _HEADER.unpack_from(self._buffer)[1]
+    def _next_length(self) -> int | None:
+        """Of the body whose header has come, if it has."""
+        begun = bytes(self._buffer[: _HEADER.size])
+        if not _MAGIC.startswith(begun[: len(_MAGIC)]):
+            raise FrameError(f"the stream is none of JaxLamina's: {bytes(self._buffer[:16])!r}")
+        if len(begun) < _HEADER.size:
+            return None
+        length = _HEADER.unpack(begun)[1]
+        if length > self.largest_bytes:
+            raise FrameError(f"a message of {length} bytes is larger than the {self.largest_bytes} allowed")
+        return length

@@ -323,7 +323,7 @@ class AnyHello(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
     rank: int
 
 
-def decode_any_hello(body: bytes) -> AnyHello:
+def decode_any_hello(body: bytes | bytearray) -> AnyHello:
     """A Hello of whatever protocol, further fields left out. ``MessageError`` if it is none."""
     try:
         return msgspec.msgpack.decode(body, type=AnyHello)

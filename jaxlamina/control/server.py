@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxlamina.control.admission import Config, first_difference, read_hello, why_no_rank
@@ -124,9 +124,9 @@ class ControlServer:
 
     def broadcast(self, message: Message) -> None:
         """``send`` to every rank, put into bytes once."""
-        data = frame(encode(message))
+        pieces = frame(encode(message))
         for rank in sorted(self._members):
-            self._send(rank, data)
+            self._send(rank, pieces)
 
     def receive(self, rank: int, kind: type[M], deadline_s: float) -> M:
         """The next message of ``rank``, which must be a ``kind``.
@@ -178,11 +178,11 @@ class ControlServer:
             member.connection.wait_ended(max(0.0, until - time.monotonic()))
             member.connection.shut()
 
-    def _send(self, rank: int, data: bytes) -> None:
+    def _send(self, rank: int, pieces: Sequence[bytes]) -> None:
         self._raise_fault()
         member = self._members[rank]
         try:
-            member.connection.send_frame(data)
+            member.connection.send_frame(pieces)
         except ConnectionEnded as error:
             member.connection.shut()
             member.connection.wait_ended(LAST_WORDS_S)  # the reader may know more: a Fault, say
@@ -238,7 +238,7 @@ class ControlServer:
         else:
             _refuse(sock, verdict)
 
-    def _why_refuse(self, claimed: AnyHello, body: bytes) -> str | Hello:
+    def _why_refuse(self, claimed: AnyHello, body: bytes | bytearray) -> str | Hello:
         """The line of why this process cannot be that rank; or its Hello."""
         if self._fault is not None or self._is_closing:
             return self._fault[1] if self._fault else f"{self._describe(0)} is ending"
@@ -325,7 +325,7 @@ def _say(members: list[_Member], message: Message) -> None:
 def _refuse(sock: socket.socket, reason: str) -> None:
     try:
         sock.settimeout(LAST_WORDS_S)
-        sock.sendall(frame(encode(Refused(reason))))
+        sock.sendall(b"".join(frame(encode(Refused(reason)))))
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 12):
             pass  # closed with something unread, TCP would take the reason back
