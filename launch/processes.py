@@ -60,11 +60,12 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Report:
-    """An error line: who wrote it, and which rank it is about."""
+    """An error line: who wrote it, and which rank it is about. killed: it is our word on one that was killed."""
 
     by: int
     about: int
     line: str
+    killed: bool = False
 
 
 @dataclass
@@ -73,11 +74,11 @@ class _Reason:
 
     reports: list[_Report] = field(default_factory=list)
 
-    def add(self, by: int, about: int, line: str) -> bool:
-        """Whether it is the first that ``by`` wrote about that rank."""
-        if any((report.by, report.about) == (by, about) for report in self.reports):
+    def add(self, report: _Report) -> bool:
+        """Whether it is the first that this rank wrote about that one."""
+        if any((other.by, other.about) == (report.by, report.about) for other in self.reports):
             return False
-        self.reports.append(_Report(by, about, line))
+        self.reports.append(report)
         return True
 
     def has_spoken(self, rank: int) -> bool:
@@ -87,7 +88,9 @@ class _Reason:
         """All lines, each once, the one of the rank that began it last."""
         if not self.reports:
             return []
-        last = self._of(self.reports[0].about)
+        # One that was killed before it said a word did not end because of the others: they noticed.
+        first = next((report for report in self.reports if report.killed), self.reports[0])
+        last = self._of(first.about)
         seen = {last.about}
         # A survivor's own line names the rank that it lost.
         while blamed := _BLAMES.match(last.line):
@@ -213,7 +216,7 @@ class Job:
     def _line(self, rank: int | None, line: str) -> None:
         if found := _ERROR_LINE.match(line):
             about = int(found[1])
-            if self._reason.add(about if rank is None else rank, about, line):
+            if self._reason.add(_Report(about if rank is None else rank, about, line)):
                 return
         if rank is None and self._is_report(line):
             self._held.append(line)
@@ -252,11 +255,16 @@ class Job:
 
     def _note(self, rank: int, code: int | None, number: int | None) -> None:
         """What became of a rank, where it has not said so itself."""
-        what = f"ended with exit code {code}" if number is None else f"killed by {_signal_name(number)}"
-        while self._pump(0):  # what it wrote last may still be in its pipe; then this line does not count
+        while self._pump(0):  # what it wrote last may still be in its pipe
             pass
-        if number is not None or not self._reason.has_spoken(rank):
-            self._reason.add(rank, rank, f"error: {self._describe(rank)}: {what}")
+        if self._reason.has_spoken(rank):
+            return
+        what = f"ended with exit code {code}" if number is None else f"killed by {_signal_name(number)}"
+        if number == signal.SIGKILL:
+            what += "; if nobody did that, its host ran out of memory"
+        # A library that gives up over a lost peer aborts.
+        killed = number not in (None, signal.SIGABRT)
+        self._reason.add(_Report(rank, rank, f"error: {self._describe(rank)}: {what}", killed))
 
     def _end_all(self, now: float) -> None:
         for running in self._running:
@@ -273,7 +281,7 @@ class Job:
         if rank is not None and self._code == 0:
             self._code = 1
             line = f"error: {self._describe(rank)}: did not end within {self._grace_s:g} s of rank 0"
-            self._reason.add(rank, rank, line)
+            self._reason.add(_Report(rank, rank, line))
 
     def _kill_all(self) -> None:
         for running in self._running:

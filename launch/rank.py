@@ -24,12 +24,13 @@ WHAT = "One rank of a job: rank 0 runs COMMAND, the others work for it. Started 
 
 def run() -> None:
     """The process's entry: ends it with the rank's exit code."""
+    _keep_stdout_clean()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # nobody reads any more
-            pass
+        except OSError:  # nobody reads any more; Python would try again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if code:
         # What JAX and MPI do at exit would wait for ranks that may be gone.
         os._exit(code)
@@ -112,6 +113,14 @@ def _place_first(arguments: Sequence[str] | None) -> Place | None:
         return None
 
 
+def _keep_stdout_clean() -> None:
+    """What libraries print without asking Python (Gloo does) goes to stderr: stdout is for the command's own words."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+
+
 def _redirect(rank: int) -> None:
     """Under `launch.local`: ends with its starter, and gives it this rank's own lines where MPI would mix them."""
     folder = os.environ.get(LAUNCHED)
@@ -124,7 +133,7 @@ def _redirect(rank: int) -> None:
     out = os.open(pipe, os.O_WRONLY)
     sys.stderr.flush()
     os.dup2(out, 2)
+    os.dup2(out, 1)
     if rank != 0:
-        sys.stdout.flush()
-        os.dup2(out, 1)
+        os.dup2(out, sys.stdout.fileno())
     os.close(out)

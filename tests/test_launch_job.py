@@ -125,7 +125,27 @@ def test_a_killed_rank_is_named_after_what_the_others_reported(tmp_path):
     kill = f"import os; open({str(gone)!r}, 'w').close(); os.kill(os.getpid(), 9)"
     code, _, err = finish(start(REPORT.format(gone=gone, then=say(report, "sys.exit(3)")), kill, SLEEP))
     assert code != 0
-    assert err == [report, "error: rank 1 (attention worker 0): killed by SIGKILL"]
+    killed = "error: rank 1 (attention worker 0): killed by SIGKILL; if nobody did that, its host ran out of memory"
+    assert err == [report, killed]
+
+
+def test_a_killed_rank_began_it_even_where_others_do_not_know(tmp_path):
+    gone = tmp_path / "gone"
+    report = "error: rank 0 (model worker 0): a step failed: connection reset by peer"
+    kill = f"import os; open({str(gone)!r}, 'w').close(); os.kill(os.getpid(), {{}})"
+    scripts = REPORT.format(gone=gone, then=say(report, "sys.exit(3)")), kill.format(11)
+    code, _, err = finish(start(*scripts))
+    assert code != 0 and err == [report, "error: rank 1 (attention worker 0): killed by SIGSEGV"]
+    gone.unlink()
+    # But a library that gives up aborts.
+    abort = REPORT.format(gone=gone, then="time.sleep(0.3); os.abort()")
+    code, _, err = finish(
+        start(abort, f"open({str(gone)!r}, 'w').close(); " + say("error: rank 1: no", "exit(2)"))
+    )
+    assert code != 0 and err[-2:] == [
+        "error: rank 0 (model worker 0): killed by SIGABRT",
+        "error: rank 1: no",
+    ]
 
 
 def test_a_rank_that_says_nothing_is_named_with_its_exit_code():

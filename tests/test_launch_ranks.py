@@ -63,16 +63,12 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unsplit(tiny):
     """What one process without any split writes."""
-    return tokens_of(finish(start("-m", "jaxlamina", *generate("--no-split", model=tiny)))[1])
+    return finish(start("-m", "jaxlamina", *generate("--no-split", model=tiny)))[1]
 
 
 def generate(*options, n=24, model=None):
     to = () if model is None else ("--model", str(model))
-    return ("generate", *to, "--json", "--raw", "--ignore-eos", "--max-tokens", str(n), *options, *PROMPTS)
-
-
-def tokens_of(stdout):
-    return [output["token_ids"] for output in json.loads(stdout.splitlines()[-1])["outputs"]]
+    return ("generate", *to, "--raw", "--ignore-eos", "--max-tokens", str(n), *options, *PROMPTS)
 
 
 def start(*words, before=(), **variables):
@@ -151,18 +147,21 @@ def test_a_launched_job_writes_what_one_process_writes(tiny, unsplit, transport,
     options = ("--dop", "1,2", "--partition", partition)
     code, out, err = finish(launched(transport, tiny, *options, command=generate()))
     assert code == 0, err
-    assert tokens_of(out) == unsplit
+    assert (
+        out == unsplit and out.count("w") == 3 * 24
+    )  # and what libraries print by themselves is not on stdout
+    assert err[-1].endswith(f"memory pool on rank 1, rank 2 by {transport}")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(demo.present() is None, reason="the demo model is not here: make demo")
 @pytest.mark.parametrize("transport", [MPI, "xla"])
 def test_the_demo_model_over_three_attention_workers(transport):
-    command = ("generate", "--json", "--max-tokens", "64", "What is gravity?")
-    alone = tokens_of(finish(start("-m", "jaxlamina", *command, "--no-split"))[1])
+    command = ("generate", "--max-tokens", "64", "What is gravity?")
+    alone = finish(start("-m", "jaxlamina", *command, "--no-split"))[1]
     code, out, err = finish(launched(transport, "smollm2-135m-instruct", "--dop", "1,3", command=command))
     assert code == 0, err
-    assert tokens_of(out) == alone
+    assert out == alone and out.strip()
 
 
 @pytest.mark.mpi
@@ -179,7 +178,7 @@ def test_two_hosts_with_addresses_of_their_own(tiny, unsplit, tmp_path):
         process = start("-P", "-m", "launch", *words, "--", *generate(), before=before)
         code, out, err = finish(process)
     assert code == 0, err
-    assert tokens_of(out) == unsplit
+    assert out == unsplit
 
 
 # --- a rank that fails ---
@@ -196,7 +195,13 @@ def long_job(transport, tiny, *options):
 
 
 def gone(ranks):
-    return not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    """Whether all processes end, within a second."""
+    until = time.monotonic() + 1
+    while left := [pid for pid in ranks.values() if Path(f"/proc/{pid}/exe").exists()]:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return not left
 
 
 @pytest.mark.parametrize("transport", [MPI, "xla"])
@@ -206,7 +211,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tiny, transport):
     os.kill(ranks[2], signal.SIGKILL)
     code, _, err = finish(process, timeout=40)
     assert time.monotonic() - began < 15 and code != 0 and gone(ranks), err
-    assert err[-1] == "error: rank 2 (attention worker 1): killed by SIGKILL", err
+    assert err[-1].startswith("error: rank 2 (attention worker 1): killed by SIGKILL"), err
 
 
 def test_a_rank_that_stands_still_ends_the_job_after_the_deadline(tiny):
@@ -238,7 +243,7 @@ def test_ranks_may_come_in_any_order(tiny, unsplit):
     assert first.poll() is None
     code, out, err = finish(by_hand(tiny, 0, port))
     assert code == 0, err
-    assert tokens_of(out) == unsplit
+    assert out == unsplit
     assert finish(first)[0] == 0
 
 
