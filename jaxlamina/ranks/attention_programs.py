@@ -9,7 +9,7 @@ Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +73,9 @@ class AttentionProgram:
         read and written in this order or XLA would keep two of each."""
         spec = self.specs[i]
         q, kv = self._receive(heads, last)
-        out, lse = _stored(q, k_pool, v_pool, inputs, spec)
+        q_positions = None if spec.window is None else inputs.q_positions.get(spec.window)
+        stored = inputs.slot_table, inputs.lengths, q_positions
+        out, lse = _stored_of(spec)(q, k_pool, v_pool, *stored)
         if kv is not None:
             slots = inputs.new_slots + zero_after(lse).astype(jnp.int32)
             k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
@@ -100,20 +102,14 @@ class AttentionProgram:
         return append(k_pool, v_pool, *jnp.split(kv, 2, axis=1), slots)
 
 
-def _stored(
-    q: jax.Array, k_pool: Pool, v_pool: Pool, inputs: StepInputs, spec: AttentionSpec
-) -> tuple[jax.Array, jax.Array]:
-    q_positions = None if spec.window is None else inputs.q_positions.get(spec.window)
-    run = _stored_of(spec)
-    out, lse = run(q, k_pool, v_pool, inputs.slot_table, inputs.lengths, q_positions)
-    return out, lse
-
-
+@cache
 def _stored_of(spec: AttentionSpec) -> Any:
+    """The stored tokens' partial for layers of one kind, jitted so that they are traced and lowered once."""
+
     def attend(q: Any, k_pool: Pool, v_pool: Pool, table: Any, lengths: Any, q_positions: Any) -> Any:
         return partial_attention(q, k_pool, v_pool, table, lengths, q_positions=q_positions, **spec.scoring)
 
-    return attend
+    return jax.jit(attend)
 
 
 def step_inputs_of(layout: Layout, shape: StepShape, specs: Sequence[AttentionSpec]) -> StepInputs:

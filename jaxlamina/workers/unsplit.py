@@ -5,6 +5,8 @@ Same kernels, same KV slots, same batches as split execution; what differs is th
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 
@@ -114,10 +116,13 @@ class UnsplitExecutor:
         k_pools, v_pools = list(k_pools), list(v_pools)
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            k_pools[i], v_pools[i], out = decode_attention(
-                q, k, v, k_pools[i], v_pools[i], slot_table, lengths, new_slots, **self.specs[i].scoring
-            )
+            layer = attends[self.specs[i]]
+            pools = k_pools[i], v_pools[i]
+            k_pools[i], v_pools[i], out = layer(q, k, v, *pools, slot_table, lengths, new_slots)
             return out
+
+        # jitted, so that equal layers' attention is traced and lowered once
+        attends = {spec: jax.jit(partial(decode_attention, **spec.scoring)) for spec in dict.fromkeys(self.specs)}
 
         traced = trace_step(self._model, self.params, *tokens.shape)
         with jax.default_device(self.device):  # kernels are picked by it
