@@ -1,6 +1,6 @@
 """`jaxlamina bench split` and `bench decode`: options in, tables and one last line of JSON out.
 
-`bench kernels` and `bench prefix` have modules of their own. Knows how results look, nothing of how they are measured.
+`bench exchange`, `bench kernels` and `bench prefix` have modules of their own. Knows how results look, nothing of how they are measured.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from jaxlamina.bench.exchange_cli import exchange_command
 from jaxlamina.bench.kernels_cli import kernels_command
 from jaxlamina.bench.prefix_cli import prefix_command
 from jaxlamina.bench.step_cli import step_command
@@ -34,6 +35,7 @@ app = typer.Typer(
 JsonOption = Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")]
 
 
+app.command("exchange")(exchange_command)
 app.command("kernels")(kernels_command)
 app.command("prefix")(prefix_command)
 app.command("step")(step_command)

@@ -43,7 +43,7 @@ class Ranks:
     """``n_ranks`` processes that run ``command``, a program that calls `serve`, over one transport. A context manager.
 
     platforms: rank 0's and the others' JAX platform; None is JAX's choice. environment: set for all ranks over this
-    process's own. Raises `UserError` where the transport's starter is missing, `RankError` if a rank does not come
+    process's own. ``devices``: what each rank's is called. Raises `UserError` where the transport's starter is missing, `RankError` if a rank does not come
     within ``deadline_s``.
     """
 
@@ -65,7 +65,7 @@ class Ranks:
         try:
             self._start(command, platforms, environment or {})
             self._accept(deadline_s)
-            self.ask({"do": "join"}, deadline_s)
+            self.devices: list[str] = self.ask({"do": "join"}, deadline_s)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -84,13 +84,13 @@ class Ranks:
                 line.send(request)
             answers = [self._answer(rank, until) for rank in range(self.n_ranks)]
         except (OSError, RankError) as error:
-            told = f"{self.transport}: {error}{self._tail()}"
+            told = f"{error}{self._tail()}"
             self.close(grace_s=0)
             raise RankError(told) from None
         failed = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
         if failed:
             self.close()
-            raise RankError(f"{self.transport}: {'; '.join(failed)}")
+            raise RankError("; ".join(failed))
         return [answer["value"] for answer in answers]
 
     def close(self, grace_s: float = 20.0) -> None:
@@ -166,7 +166,7 @@ class Ranks:
                 why = (
                     f"ended with exit code {ended[0]}" if ended else f"did not start within {deadline_s:g} s"
                 )
-                raise RankError(f"{self.transport}: rank {missing} {why}{self._tail()}")
+                raise RankError(f"rank {missing} {why}{self._tail()}")
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
