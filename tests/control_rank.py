@@ -1,4 +1,4 @@
-"""One end of a control channel in a process of its own, for tests/test_control_channel.py.
+"""One end of a control channel in a process of its own, for tests/control_group.py.
 
     control_rank.py client ADDRESS RANK [JSON]     config, deadline_s, heartbeat_s
     control_rank.py server ADDRESS N_RANKS [JSON]

@@ -1,29 +1,28 @@
-"""The control channel over real sockets, its ranks in processes of their own where they are killed or stopped."""
+"""The control channel over real sockets: forming the group, who else may connect, messages, addresses."""
 
 from __future__ import annotations
 
-import json
-import os
-import queue
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from control_group import (
+    CONFIG,
+    VERSIONS,
+    Group,
+    frame,
+    free_address,
+    said_by,
+)
 
 from jaxlamina.control import client as client_module
 from jaxlamina.control import frames, sockets
-from jaxlamina.control.channel import ControlClient, ControlError, ControlServer, hello_of
-from jaxlamina.control.frames import LARGEST_BYTES, FrameReader
+from jaxlamina.control.channel import ControlError, hello_of
 from jaxlamina.control.messages import (
     Array,
     Bye,
@@ -37,137 +36,9 @@ from jaxlamina.control.messages import (
     Rows,
     StepShape,
     TakeRows,
-    Welcome,
-    decode,
     encode,
 )
 from jaxlamina.errors import UserError
-
-RANK = Path(__file__).with_name("control_rank.py")
-CONFIG: dict[str, Any] = {"dop": "1,2", "kv_dtype": "auto", "max_num_seqs": 8, "window": None, "scale": 0.5}
-VERSIONS = {"jax": "1.2.3", "jaxlamina": "0.1.0"}
-SHAPE = StepShape("decode", 8, 1, 256)
-
-
-def frame(body: bytes) -> bytes:
-    return b"".join(frames.frame(body))
-
-
-def describe(rank: int) -> str:
-    return "rank 0 (model worker 0)" if rank == 0 else f"rank {rank} (attention worker {rank - 1})"
-
-
-class Faults(queue.Queue):
-    """What on_fault was called with."""
-
-    def __call__(self, rank: int, line: str) -> None:
-        self.put((rank, line))
-
-    def only(self, timeout: float = 5) -> tuple[int, str]:
-        fault = self.get(timeout=timeout)
-        time.sleep(0.05)
-        assert self.empty(), "told twice"
-        return fault
-
-
-class Group:
-    """Rank 0 in this process, the others in threads, in processes, or as bare sockets; all are ended at the end."""
-
-    def __init__(self) -> None:
-        self.faults = Faults()
-        self._ends: list[Callable[[], Any]] = []
-
-    def server(self, n_ranks: int, address: str = "127.0.0.1:0", **options: Any) -> ControlServer:
-        options = {"describe": describe, "versions": VERSIONS, "on_fault": self.faults} | options
-        server = ControlServer(address, n_ranks, options.pop("config", CONFIG), **options)
-        self._ends.append(lambda: server.close(wait_s=0.2))
-        return server
-
-    def join(self, address: str, rank: int, **options: Any) -> Joining:
-        joining = Joining(address, rank, **options)
-        self._ends.append(joining.close)
-        return joining
-
-    def process(self, end: str, address: str, number: int, **options: Any) -> Process:
-        process = Process(end, address, number, **options)
-        self._ends.append(process.close)
-        return process
-
-    def raw(self, address: str) -> socket.socket:
-        host, port = sockets.parse_address(address)
-        sock = socket.create_connection((host, port), timeout=5)
-        self._ends.append(sock.close)
-        return sock
-
-    def close(self) -> None:
-        for end in reversed(self._ends):
-            end()
-
-
-class Joining:
-    """A client that is being made in a thread, as it takes until the group is formed."""
-
-    def __init__(self, address: str, rank: int, hello: Hello | None = None, **options: Any) -> None:
-        self.faults = Faults()
-        self._made: queue.Queue[ControlClient | Exception] = queue.Queue()
-        self._client: ControlClient | None = None
-        hello = hello or hello_of(rank, options.pop("config", CONFIG), options.pop("versions", VERSIONS))
-        options = {"deadline_s": 10, "on_fault": self.faults, "describe": describe} | options
-
-        def make() -> None:
-            try:
-                self._made.put(ControlClient(address, hello, **options))
-            except (UserError, ControlError) as error:
-                self._made.put(error)
-
-        threading.Thread(target=make, daemon=True).start()
-
-    def client(self) -> ControlClient:
-        made = self._made.get(timeout=20)
-        if isinstance(made, Exception):
-            raise made
-        self._client = made
-        return made
-
-    def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-
-
-class Process:
-    """tests/control_rank.py; the lines it prints, as they come."""
-
-    def __init__(self, end: str, address: str, number: int, **options: Any) -> None:
-        options = {"config": CONFIG} | options
-        command = [sys.executable, str(RANK), end, address, str(number), json.dumps(options)]
-        environment = os.environ | {"PYTHONPATH": str(RANK.parents[1])}
-        self.popen = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.lines: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self.popen.stdout:
-            self.lines.put(line.rstrip("\n"))
-
-    def line(self, timeout: float = 20) -> str:
-        return self.lines.get(timeout=timeout)
-
-    def send(self, number: int) -> None:
-        os.kill(self.popen.pid, number)
-
-    def wait(self, timeout: float = 10) -> int:
-        return self.popen.wait(timeout)
-
-    def close(self) -> None:
-        if self.popen.poll() is None:
-            self.send(signal.SIGKILL)
-        self.popen.wait()
-        self._reader.join()
-        self.popen.stdin.close()
-        self.popen.stdout.close()
 
 
 @pytest.fixture
@@ -184,26 +55,6 @@ def pair(group):
     joining = group.join(server.address, 1, heartbeat_s=0.2)
     server.gather(10)
     return server, joining.client(), joining.faults
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sockets.address_text(sock.getsockname())
-
-
-def said_by(sock: socket.socket) -> Any:
-    """The next message on a bare socket, heartbeats left out; None when the other side closes."""
-    reader = FrameReader()
-    sock.settimeout(5)
-    while True:
-        data = sock.recv(1)  # a byte a time: nothing of what follows is taken
-        if not data:
-            return None
-        reader.feed(data)
-        for body in reader.bodies():
-            message = decode(body)
-            if type(message).__name__ not in ("Ping", "Pong"):
-                return message
 
 
 # Forming the group
@@ -411,44 +262,6 @@ def test_strangers_are_named_when_a_rank_is_missing(group):
         server.gather(0.2)
 
 
-@pytest.mark.parametrize(
-    ("bytes_", "said"),
-    [
-        (b"\r\n\r\n", "sent what cannot be read (the stream is none of JaxLamina's"),
-        (frame(b"\xc1"), "sent what cannot be read (not a message of control protocol 1"),
-        (
-            b"JXLc" + (LARGEST_BYTES + 1).to_bytes(4, "big"),
-            f"is larger than the {LARGEST_BYTES} allowed",
-        ),
-        (frame(encode(Bye()))[:-3], "closed its control connection in the middle of a message"),
-        (b"", "closed its control connection (process"),
-    ],
-    ids=["garbage", "no message", "oversized", "cut off", "closed"],
-)
-def test_a_rank_that_turns_bad_is_the_first_bad_news(group, bytes_, said):
-    server = group.server(3)
-    bad, other = group.raw(server.address), group.join(server.address, 2)
-    bad.sendall(frame(encode(hello_of(1, CONFIG, VERSIONS))))
-    server.gather(10)
-    assert said_by(bad) == Welcome(0)
-    client = other.client()
-    bad.sendall(bytes_)
-    bad.shutdown(socket.SHUT_WR)
-    rank, line = group.faults.only()
-    assert rank == 1
-    assert line.startswith("rank 1 (attention worker 0) has gone: it ")
-    assert said in line and f"(process {os.getpid()} on {socket.gethostname()})" in line
-    assert other.faults.only() == (rank, line)
-    for call in (
-        lambda: server.receive(2, Prepared, 5),
-        lambda: server.send(2, Bye()),
-        lambda: client.receive(5),
-    ):
-        with pytest.raises(ControlError) as error:
-            call()
-        assert (error.value.rank, error.value.line, str(error.value)) == (rank, line, line)
-
-
 def test_messages_in_small_pieces_and_many_at_once(group):
     server = group.server(2)
     sock = group.raw(server.address)
@@ -568,185 +381,6 @@ def test_each_side_may_have_its_own_heartbeat(group):
     server.send(1, Prepare(SHAPE))
     assert client.receive(1) == Prepare(SHAPE)
     assert joining.faults.empty()
-
-
-# Bad news
-
-
-def test_a_killed_rank_is_known_to_all_at_once(group):
-    server = group.server(3)
-    victim = group.process("client", server.address, 1)
-    survivor = group.process("client", server.address, 2)
-    server.gather(20)
-    assert [victim.line(), survivor.line()] == ["welcome 0"] * 2
-    told: queue.Queue[ControlError] = queue.Queue()
-
-    def wait_for_the_survivor() -> None:
-        try:
-            server.receive(2, Prepared, 60)
-        except ControlError as error:
-            told.put(error)
-
-    threading.Thread(target=wait_for_the_survivor, daemon=True).start()
-    time.sleep(0.1)
-    victim.send(signal.SIGKILL)
-    began = time.monotonic()
-    rank, line = group.faults.only()
-    assert rank == 1
-    assert re.match(rf"rank 1 \(attention worker 0\) has gone: it .*\(process {victim.popen.pid} on ", line)
-    assert told.get(timeout=1).line == line
-    assert survivor.line() == f"fault 1 {line}"
-    assert survivor.wait() == 3
-    assert time.monotonic() - began < 3
-
-
-def test_a_killed_rank_0_is_known_to_the_others(group):
-    address = free_address()
-    server = group.process("server", address, 3)
-    clients = [group.join(address, rank) for rank in (1, 2)]
-    assert [server.line(), server.line()] == [f"listening {address}", "gathered"]
-    ends = [c.client() for c in clients]
-    server.send(signal.SIGKILL)
-    for joined in clients:
-        rank, line = joined.faults.only(3)
-        assert rank == 0
-        assert line.startswith(f"rank 0 (model worker 0) at {address} has gone: it ")
-    with pytest.raises(ControlError, match="has gone"):
-        ends[1].receive(None)
-    with pytest.raises(ControlError, match="has gone"):
-        ends[1].send(Rows(()))
-
-
-def test_a_stopped_rank_is_found_by_its_silence(group):
-    server = group.server(3, heartbeat_s=0.2)
-    stopped = group.process("client", server.address, 2)
-    other = group.join(server.address, 1)
-    server.gather(20)
-    assert stopped.line() == "welcome 0"
-    time.sleep(0.5)
-    stopped.send(signal.SIGSTOP)
-    began = time.monotonic()
-    rank, line = group.faults.only()
-    assert 0.3 < time.monotonic() - began < 2
-    assert (rank, "rank 2 (attention worker 1) has gone: it was silent for 0.6 s" in line) == (2, True)
-    assert other.faults.only() == (rank, line)
-
-
-def test_a_stopped_rank_0_is_found_by_its_silence(group):
-    address = free_address()
-    server = group.process("server", address, 2)
-    joining = group.join(address, 1, heartbeat_s=0.2)
-    joining.client()
-    server.send(signal.SIGSTOP)
-    rank, line = joining.faults.only()
-    assert (rank, line) == (0, f"rank 0 (model worker 0) at {address} has gone: it was silent for 0.6 s")
-
-
-def test_sending_to_a_stopped_rank_does_not_wait_for_ever(group):
-    server = group.server(2, heartbeat_s=0.3)
-    process = group.process("client", server.address, 1)
-    server.gather(20)
-    process.send(signal.SIGSTOP)
-    began = time.monotonic()
-    many = Array.of(np.zeros(4_000_000))
-    with pytest.raises(ControlError, match=r"rank 1 \(attention worker 0\)"):
-        for _ in range(10):
-            server.send(1, PutRows(many, (many,)))
-    assert time.monotonic() - began < 5
-    assert group.faults.only()[0] == 1
-
-
-def test_a_job_that_is_stopped_as_a_whole_goes_on(group):
-    """Ctrl-Z under mpirun, fg later: all were silent, and nobody has gone."""
-    address = free_address()
-    ranks = [
-        group.process("server", address, 2, heartbeat_s=0.2),
-        group.process("client", address, 1, heartbeat_s=0.2),
-    ]
-    assert [ranks[0].line(), ranks[0].line(), ranks[1].line()] == [
-        f"listening {address}",
-        "gathered",
-        "welcome 0",
-    ]
-    time.sleep(0.3)
-    for rank in ranks:
-        rank.send(signal.SIGSTOP)
-    time.sleep(2)
-    for rank in ranks:
-        rank.send(signal.SIGCONT)
-        time.sleep(0.1)
-    time.sleep(1)
-    ranks[0].popen.stdin.close()
-    said = ranks[0].line()
-    assert said.startswith("answers ") and int(said.split()[1]) > 10
-    assert ranks[1].line() == "bye"
-    assert [rank.wait() for rank in ranks] == [0, 0]
-
-
-def test_a_rank_tells_its_own_fault_to_all_others(group):
-    server = group.server(4)
-    joinings = [group.join(server.address, rank) for rank in (1, 2, 3)]
-    server.gather(10)
-    clients = [joining.client() for joining in joinings]
-    line = "rank 2 (attention worker 1): out of memory"
-    clients[1].close(fault=line)
-    assert group.faults.only() == (2, line)
-    assert joinings[0].faults.only() == joinings[2].faults.only() == (2, line)
-    assert joinings[1].faults.empty(), "it knows"
-    clients[0].close(fault="rank 1: a consequence")
-    with pytest.raises(ControlError) as error:
-        server.receive(1, Prepared, 5)
-    assert error.value.line == line, "the first is the one that counts"
-
-
-def test_rank_0_tells_its_own_fault(group, pair):
-    server, client, faults = pair
-    server.close(fault="rank 0 (model worker 0): no logits", wait_s=0.2)
-    assert faults.only() == (0, "rank 0 (model worker 0): no logits")
-    with pytest.raises(ControlError, match="no logits"):
-        client.receive(5)
-    assert group.faults.empty()
-
-
-def test_a_rank_that_leaves_unasked_has_gone(group, pair):
-    _, client, _ = pair
-    client.close()
-    rank, line = group.faults.only()
-    assert rank == 1 and "has gone: it closed its control connection (process" in line
-
-
-def test_after_bye_everyone_may_go(group, pair):
-    server, client, faults = pair
-    closing = threading.Thread(target=server.close)
-    closing.start()
-    assert client.receive(5) == Bye()
-    client.close()
-    closing.join(timeout=3)
-    assert not closing.is_alive()
-    with pytest.raises(ControlError, match="has ended the group"):
-        client.receive(5)
-    with pytest.raises(ControlError, match="has closed the control channel"):
-        server.send(1, Bye())
-    server.close()
-    assert group.faults.empty() and faults.empty()
-    with socket.create_server(sockets.parse_address(server.address)):
-        pass  # the port is free again
-
-
-def test_on_fault_may_close_the_channel(group):
-    closed: queue.Queue[float] = queue.Queue()
-
-    def on_fault(rank: int, line: str) -> None:
-        began = time.monotonic()
-        server.close(wait_s=5)
-        closed.put(time.monotonic() - began)
-
-    server = group.server(2, on_fault=on_fault)
-    sock = group.raw(server.address)
-    sock.sendall(frame(encode(hello_of(1, CONFIG, VERSIONS))))
-    server.gather(10)
-    sock.close()
-    assert closed.get(timeout=3) < 1
 
 
 # Addresses

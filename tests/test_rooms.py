@@ -59,6 +59,7 @@ POLICY = (
     "jaxlamina/buckets.py",
     "jaxlamina/cluster.py",
     "jaxlamina/roles.py",
+    "jaxlamina/transports/exchanges.py",
     "launch/commands.py",
     "launch/devices.py",
     "launch/roles.py",

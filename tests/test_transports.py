@@ -123,10 +123,7 @@ def test_a_program_is_called_again_with_its_own_results_and_donated_state(ranks)
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 @pytest.mark.parametrize("number", [False, True])
-def test_what_a_send_waits_for_does_not_change_it(ranks, number, request):
-    if number and ranks.transport == "xla":
-        why = "`transports.tied` takes any float32 number for a tie, which is 0, and adds it"
-        request.applymarker(pytest.mark.xfail(strict=False, reason=why))
+def test_what_a_send_waits_for_does_not_change_it(ranks, number):
     assert ranks.ask("after", number=number)[1] == []
 
 

@@ -127,6 +127,7 @@ class AttentionRank:
 
     # --- memory ---
     def _on_setup(self, setup: m.Setup) -> None:
+        self._programs, self._kv, self._bound = {}, None, False  # of a model before this one, if there was any
         self._setup, self._layers = setup, _Layers.of(setup, self._workers)
         self._client.send(m.SlotsFound(self._find_slots(setup, self._layers)))
 

@@ -6,6 +6,7 @@ Knows what a rank is and when it is late; nothing of models or steps.
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import queue
@@ -75,6 +76,7 @@ class Group:
         self.workers = tuple(range(cluster.n_model, cluster.n_ranks))
         self.epoch = 0
         self.n_steps = 0
+        self._closed = False
         self._failing = Failing(cluster, 0)
         self.control = ControlServer(
             cluster.control,
@@ -110,7 +112,9 @@ class Group:
     def close(self) -> None:
         """Lets the other ranks go."""
         global _current
-        self._failing.over = True
+        if self._closed:
+            return
+        self._closed = self._failing.over = True
         self.control.close()
         leave(self.cluster)
         if _current is self:
@@ -168,6 +172,7 @@ def join(cluster: Cluster, rank: int) -> Group:
         group.close()
         raise
     _current = group
+    atexit.register(group.close)  # a program that ends without it, by an exception say, lets the others go too
     return group
 
 

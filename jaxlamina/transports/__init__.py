@@ -111,7 +111,4 @@ def after_all(*xs: jax.Array | None) -> jax.Array | None:
 
 def tied(x: jax.Array, after: jax.Array | None) -> jax.Array:
     """``x``, unchanged but dependent on ``after``."""
-    if after is None:
-        return x
-    zero = zero_after(after) if after.ndim or after.dtype != jnp.float32 else after
-    return x + zero.astype(x.dtype)
+    return x if after is None else x + zero_after(after).astype(x.dtype)

@@ -1,8 +1,7 @@
 """The MPI transport: mpi4jax inside the program. Any hosts, and pools of different platforms.
 
-MPI calls of one program happen in the order of the trace (mpi4jax's ordered effects), so ``after`` is only what keeps
-computations after a send from being scheduled before it: a send gives no value, so a call of this rank with itself, which
-MPI orders after the send, gives one.
+MPI calls of one program happen in the order of the trace (mpi4jax's ordered effects), so receives need no ``after``. A send
+gives no value that a computation could wait for, so a call of this rank with itself, which MPI orders after the send, does.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from jax import lax
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
+from jaxlamina.transports import tied
 from jaxlamina.transports.exchanges import mpi_exchanges
 
 # MPI has no such types: their bits travel.
@@ -61,7 +61,7 @@ class MpiTransport:
         self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
     ) -> jax.Array:
         for x, rank in zip(xs, to, strict=True):
-            dtype = np.dtype(x.dtype)
+            x, dtype = tied(x, after), np.dtype(x.dtype)
             wire = x if dtype in _ITS_OWN else lax.bitcast_convert_type(x, _BITS[dtype.itemsize])
             self._mpi.send(wire, dest=rank, comm=self._world)
         return self._mpi.allreduce(jnp.zeros((), jnp.float32), op=self._sum, comm=self._self)

@@ -88,6 +88,9 @@ class XlaTransport:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
     def _permute(self, x: jax.Array, source: int, to: int) -> jax.Array:
+        if self.device.platform == "cpu" and x.dtype == jnp.bfloat16:  # or XLA would carry it as float32
+            bits = lax.bitcast_convert_type(x, jnp.uint16)
+            return lax.bitcast_convert_type(lax.ppermute(bits, AXIS, [(source, to)]), x.dtype)
         return lax.ppermute(x, AXIS, [(source, to)])
 
     def _global(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,175 @@
+"""One rank of `test_ranks`: attention ranks serve; rank 0 runs scenarios, each a model over the ranks beside the same
+model unsplit in its own process, and prints one line of JSON for each.
+
+    python rank_job.py '{"cluster": {…}, "scenarios": [["greedy", {"model": "llama"}], …]}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import numpy as np
+
+from jaxlamina import LLM, SamplingParams, ranks
+from jaxlamina.cluster import Cluster
+from jaxlamina.errors import UserError
+from jaxlamina.llm import InMemoryModel
+from launch.roles import place
+
+# Of mixed lengths; the third begins as the first does, so that it follows stored tokens.
+SHARED = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6, 12, 40, 41, 50, 51, 52, 53]
+PROMPTS = ([*SHARED, 54, 55], [7, 8], [*SHARED, 33, 34, 35, 36])
+
+
+def source(name: str) -> Any:
+    if name == "smollm2-135m-instruct":
+        return name
+    from test_models import MODELS
+
+    from jaxlamina.models import ModelConfig, random_params
+
+    long_enough = {"max_position_embeddings": 128}
+    config = ModelConfig.from_hf(MODELS[name] | long_enough)
+    return InMemoryModel(config, random_params(config, seed=3))
+
+
+def greedy(group: Any, model: str, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
+    """The same tokens as unsplit? One request after another first, so that the third finds a prefix; then together."""
+    params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    limits = {"max_num_seqs": 4, "max_model_len": 96} | options
+    found = []
+    llms = [LLM(source(model), group=group, **limits), LLM(source(model), split=False, **limits)]
+    for llm in llms:
+        alone = llm.generate({"prompt_token_ids": PROMPTS[0]}, params)
+        together = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+        found.append([o.outputs[0].token_ids for o in (*alone, *together)])
+        llm.engine.check_integrity()
+    stats = llms[0].stats()
+    return {
+        "same": found[0] == found[1],
+        "n_tokens": [len(x) for x in found[0]],
+        "n_prefix_hit_tokens": stats["n_prefix_hit_tokens"],
+        "programs": sorted(stats["compilations"]),
+        "n_moved_in_tokens": stats["n_moved_in_tokens"],
+    }
+
+
+def branches(group: Any, model: str, **options: Any) -> dict[str, Any]:
+    """Samples of one prompt with KV in common, and beams, whose KV is copied when they part."""
+    limits = {"max_num_seqs": 8, "max_model_len": 64} | options
+    found = []
+    for over_ranks in (True, False):
+        where = {"group": group} if over_ranks else {"split": False}
+        llm = LLM(source(model), **where, **limits)
+        drawn = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=5, ignore_eos=True)
+        beams = SamplingParams(max_tokens=8, temperature=0, use_beam_search=True, beam_width=3, n=2)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[:2]], [drawn, beams])
+        found.append([c.token_ids for o in outputs for c in o.outputs])
+    return {"same": found[0] == found[1], "n": len(found[0])}
+
+
+def moves(group: Any, model: str) -> dict[str, Any]:
+    """KV that is copied among slots, and out to the host and back into other slots: the next logits are the same."""
+    from functools import partial
+
+    from jaxlamina.buckets import Buckets
+    from jaxlamina.models import apply
+    from jaxlamina.ranks import RanksExecutor
+    from jaxlamina.workers import DecodeBatch, PrefillBatch
+    from jaxlamina.workers.workspace import LargestStep
+
+    in_memory = source(model)
+    executor = RanksExecutor(
+        partial(apply, in_memory.config), in_memory.params, group=group, kv_slots=48, most_slots=48,
+        least_slots=2, largest=LargestStep(2, 32, 16), n_host_slots=32,
+    )  # fmt: skip
+    buckets = Buckets(batch=(2,), prompt=(16,), context=(16,))
+    rows = [list(range(0, 13)), list(range(20, 22))]
+    for tokens, slots in zip((SHARED[:13], PROMPTS[1]), rows, strict=True):
+        executor.prefill(PrefillBatch.build([tokens], [slots], buckets, 48))
+
+    def after(slots: list[list[int]]) -> np.ndarray:
+        batch = DecodeBatch.build([3, 4], [row + [40 + i] for i, row in enumerate(slots)], buckets, 48)
+        return np.asarray(executor.decode(batch))
+
+    wanted = after(rows)
+    executor.copy_slots(rows[0], list(range(24, 37)))
+    copied = after([list(range(24, 37)), rows[1]])
+    executor.move_out(rows[0] + rows[1], list(range(3, 18)))
+    executor.release(rows[0] + rows[1])
+    executor.prefill(PrefillBatch.build([PROMPTS[2][:11]], [list(range(0, 11))], buckets, 48))  # in their old places
+    back = [list(range(47, 41, -1)) + list(range(11, 18)), [18, 19]]
+    executor.move_in(list(range(3, 18)), back[0] + back[1])
+    moved = after(back)
+    exact = bool((copied == wanted).all() and (moved == wanted).all())
+    return {"same": exact, "difference": float(np.abs(moved - wanted).max())}
+
+
+def refused(group: Any, model: str) -> dict[str, Any]:
+    try:
+        LLM(source(model), group=group, max_model_len=32)
+    except UserError as error:
+        return {"line": str(error)}
+    return {"line": None}
+
+
+def overhead(group: Any, model: str, batch: int = 8, context: int = 64, n_steps: int = 30) -> dict[str, Any]:
+    """Milliseconds a step and layer of split over ranks, split in this process, and unsplit, by turns."""
+    from functools import partial
+
+    import jax
+
+    from jaxlamina.bench.step_bench import StepCase, shuffled_batch, timed
+    from jaxlamina.models import apply
+    from jaxlamina.ranks import RanksExecutor
+    from jaxlamina.workers import LocalExecutor, UnsplitExecutor
+    from jaxlamina.workers.workspace import LargestStep
+
+    checkpoint = source(model)
+    config, fn = checkpoint.config, partial(apply, checkpoint.config)
+    n_slots, device = batch * (context + 1), group.device
+    executors = {
+        "ranks": RanksExecutor(
+            fn, checkpoint.params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
+            largest=LargestStep(batch, context, 2),
+        ),
+        "local": LocalExecutor(
+            fn, checkpoint.params, n_slots=n_slots, model_device=device, attention_device=device
+        ),
+        "unsplit": UnsplitExecutor(fn, checkpoint.params, n_slots=n_slots, device=device),
+    }  # fmt: skip
+    step = shuffled_batch(StepCase(batch, context), n_slots, config.vocab_size)
+    times: dict[str, list[float]] = {name: [] for name in executors}
+    for executor in executors.values():
+        jax.block_until_ready(executor.decode(step))
+    for _ in range(3):
+        for name, executor in executors.items():
+            times[name].append(timed(lambda e=executor: e.decode(step), n_steps))
+    n = config.num_hidden_layers
+    return {name: 1e3 * float(np.median(found)) / n for name, found in times.items()}
+
+
+def main() -> int:
+    job = json.loads(sys.argv[1])
+    cluster = Cluster.load(None, job["cluster"])
+    rank = place(os.environ).rank
+    if rank > 0:
+        return ranks.serve(cluster, rank)
+    group = ranks.join(cluster, 0)
+    for name, options in job["scenarios"]:
+        began = time.perf_counter()
+        run = {"greedy": greedy, "branches": branches, "moves": moves, "refused": refused, "overhead": overhead}
+        found = run[name](group, **options)
+        print(json.dumps({"scenario": name, "s": round(time.perf_counter() - began, 1), **found}), flush=True)
+    group.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
