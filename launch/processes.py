@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
 # Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
@@ -28,10 +29,13 @@ _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+s
 _EXITED = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
 
 
-def end_with_parent() -> None:
-    """Has the kernel end this process when the one that started it is gone, however that ended. Linux only."""
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Has the kernel send this process a signal when the one that started it is gone, however that ended. Linux only.
+
+    SIGKILL for a rank: jax.distributed handles SIGTERM, and goes on.
+    """
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(number), 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -165,13 +169,14 @@ class Job:
         self._signal = self._signal or number
 
     def _start(self, child: Child) -> None:
+        last_signal = signal.SIGTERM if child.rank is None else signal.SIGKILL  # mpirun has ranks to end
         process = subprocess.Popen(
             child.argv,
             env=dict(child.environment),
             stdin=None if child.stdin else subprocess.DEVNULL,
             stdout=None if child.stdout else subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=end_with_parent,  # noqa: PLW1509 (this process has one thread)
+            preexec_fn=partial(end_with_parent, last_signal),  # noqa: PLW1509 (this process has one thread)
         )
         self._running.append(_Running(child, process))
         for stream in (process.stdout, process.stderr):
@@ -236,9 +241,10 @@ class Job:
             if running.code is None and (code := running.process.poll()) is not None:
                 running.code = code
                 self._ended(running, now)
-        if self._signal is not None and self._kill_at is None:
-            self._end_all(now)
-        if self._deadline is not None and now > self._deadline and self._kill_at is None:
+        if self._reason.reports and self._deadline is None:
+            self._deadline = now + self._grace_s  # a rank that has written its line is about to end
+        late = self._deadline is not None and now > self._deadline
+        if (late or self._signal is not None) and self._kill_at is None:
             self._end_all(now)
         if self._kill_at is not None and now > self._kill_at:
             self._kill_all()
@@ -271,17 +277,16 @@ class Job:
             if running.code is None:
                 running.told = True
                 running.process.terminate()
-                if self._signal is None:
-                    self._late(running)
+                if self._signal is None and self._running[0].code == 0 and not self._code:
+                    self._say_late(running.child.rank)
+        self._code = self._code or 1
         # mpirun ends its ranks itself: it waits a little, too, before it kills them.
         self._kill_at = now + (5 if any(child.rank is None for child in self._children) else 2)
 
-    def _late(self, running: _Running) -> None:
-        rank = running.child.rank
-        if rank is not None and self._code == 0:
-            self._code = 1
-            line = f"error: {self._describe(rank)}: did not end within {self._grace_s:g} s of rank 0"
-            self._reason.add(_Report(rank, rank, line))
+    def _say_late(self, rank: int | None) -> None:
+        assert rank is not None, "mpirun is over, so nothing is late"
+        line = f"error: {self._describe(rank)}: did not end within {self._grace_s:g} s of rank 0"
+        self._reason.add(_Report(rank, rank, line))
 
     def _kill_all(self) -> None:
         for running in self._running:

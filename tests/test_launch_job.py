@@ -153,6 +153,13 @@ def test_a_rank_that_says_nothing_is_named_with_its_exit_code():
     assert code == 5 and err[-1] == "error: rank 1 (attention worker 0): ended with exit code 5"
 
 
+def test_a_rank_that_has_said_why_but_does_not_end_is_ended():
+    line = "error: rank 1 (attention worker 0): no room for KV"
+    began = time.monotonic()
+    code, _, err = finish(start(SLEEP, say(line, SLEEP)))
+    assert code == 1 and err == [line] and time.monotonic() - began < 10
+
+
 def test_ranks_that_stay_after_rank_0_is_done_are_ended():
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     began = time.monotonic()
@@ -177,7 +184,8 @@ def test_an_interrupt_ends_all_and_says_nothing(tmp_path, number):
 
 def test_ranks_do_not_outlive_a_starter_that_is_killed(tmp_path):
     here = f"import os, time; open(r'{tmp_path}/' + str(os.getpid()), 'w').close(); time.sleep(60)"
-    process = start(here, here)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + here  # jax.distributed is
+    process = start(here, deaf)
     pids = _pids(tmp_path, 2)
     process.kill()
     process.wait()
