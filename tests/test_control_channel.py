@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from control_group import (
     CONFIG,
+    SHAPE,
     VERSIONS,
     Group,
     frame,

@@ -9,11 +9,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from control_group import (
     CONFIG,
+    SHAPE,
     VERSIONS,
     Group,
     frame,
@@ -281,28 +283,39 @@ def test_a_rank_that_sends_its_fault_does_not_get_it_back(pair, group):
 
 def test_on_fault_comes_before_anyone_sees_the_error(group):
     """Whoever sees the error may end the process: by then the others have been told, and on_fault is done."""
-    done = threading.Event()
+    done_at: dict[int, threading.Event] = {0: threading.Event(), 2: threading.Event()}
 
-    def on_fault(rank: int, line: str) -> None:
-        time.sleep(0.3)
-        done.set()
+    def slowly(own_rank: int) -> Callable[[int, str], None]:
+        def on_fault(rank: int, line: str) -> None:
+            time.sleep(0.3)
+            done_at[own_rank].set()
 
-    server = group.server(3, on_fault=on_fault)
-    others = [group.join(server.address, 2, on_fault=on_fault)]
+        return on_fault
+
+    server = group.server(3, on_fault=slowly(0))
+    joining = group.join(server.address, 2, on_fault=slowly(2))
     victim = group.process("client", server.address, 1)
     server.gather(20)
-    client = others[0].client()
+    client = joining.client()
+    threads = []
+
+    def until_error(rank: int, call: Callable[[], object]) -> None:
+        def run() -> None:
+            with pytest.raises(ControlError):
+                while True:
+                    call()
+            seen[rank] = done_at[rank].is_set()
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+
+    seen: dict[int, bool] = {}
+    until_error(0, lambda: server.send(2, Prepare(SHAPE)))
+    until_error(2, lambda: client.receive(5))
     victim.send(signal.SIGKILL)
-    with pytest.raises(ControlError):
-        while True:
-            server.send(2, Prepare(SHAPE))
-            server.broadcast(Prepare(SHAPE))
-    assert done.is_set()
-    done.clear()
-    with pytest.raises(ControlError):
-        while True:
-            client.receive(5)
-    assert done.is_set()
+    for thread in threads:
+        thread.join(timeout=5)
+    assert seen == {0: True, 2: True}
 
 
 def test_a_rank_that_does_not_read_does_not_keep_bad_news_back(group):
