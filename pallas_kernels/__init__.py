@@ -5,7 +5,7 @@ This room knows arrays only: nothing of models, requests or who owns a slot.
 
 from __future__ import annotations
 
-from pallas_kernels.attention import append, combine, decode_attention, partial_attention
+from pallas_kernels.attention import append, combine, decode_attention, partial_attention, token_partial
 from pallas_kernels.causal import causal_attention, causal_partial
 from pallas_kernels.dispatch import BACKENDS, use_backend
 from pallas_kernels.precision import exact
@@ -31,5 +31,6 @@ __all__ = [
     "exact",
     "make_pool",
     "partial_attention",
+    "token_partial",
     "use_backend",
 ]

@@ -117,8 +117,19 @@ def decode_attention(
     earlier = partial_attention(
         q, k_pool, v_pool, slot_table, lengths, scale=scale, window=window, softcap=softcap, backend=backend
     )
-    scores = scores_of(q, k_new, scale, softcap)  # [B, K, G, 1, 1]
-    own_lse = scores.reshape(q.shape[0], 1, q.shape[2])
-    own_out = weigh(jnp.ones_like(scores), v_new)
-    out, _ = combine([earlier[0], own_out], [earlier[1], own_lse])
+    own = token_partial(q, k_new, v_new, scale=scale, softcap=softcap)
+    out, _ = combine([earlier[0], own[0]], [earlier[1], own[1]])
     return k_pool, v_pool, out.astype(q.dtype)
+
+
+def token_partial(
+    q: Array, k: Array, v: Array, *, scale: float, softcap: float | None = None
+) -> tuple[Array, Array]:
+    """Attention of one query a request over one token, its own: q `[B, 1, N, H]`; k, v `[B, 1, K, H]`.
+
+    Returns (out `[B, 1, N, H]`, lse `[B, 1, N]`), float32, as `partial_attention` does. No softmax, so nothing but
+    elementwise work that XLA fuses with what is around it.
+    """
+    check_heads(q, k, v)
+    scores = scores_of(q, k, scale, softcap)  # [B, K, G, 1, 1]
+    return weigh(jnp.ones_like(scores), v), scores.reshape(q.shape[0], 1, q.shape[2])

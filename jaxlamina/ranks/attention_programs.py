@@ -20,7 +20,7 @@ from jaxlamina.ranks.model_programs import Layout
 from jaxlamina.ranks.wires import HeadsOf, Sizes, pack_partial, packed_like, unpack
 from jaxlamina.transports import Transport, zero_after
 from jaxlamina.workers.spec import AttentionSpec
-from pallas_kernels import Pool, append, causal_partial, combine, partial_attention
+from pallas_kernels import Pool, append, combine, partial_attention, token_partial
 
 MODEL_RANK = 0
 
@@ -82,7 +82,7 @@ class AttentionProgram:
         if self.shape.kind == "decode" and self.layout.by_heads:
             assert kv is not None
             k, v = jnp.split(kv[:, None], 2, axis=2)
-            own = causal_partial(q, k, v, **spec.scoring)
+            own = token_partial(q, k, v, scale=spec.scale, softcap=spec.softcap)
             answer, after = combine([out, own[0]], [lse, own[1]])[0].astype(q.dtype), None
         else:
             answer, after = pack_partial(out, lse), kv

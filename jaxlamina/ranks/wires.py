@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import causal_partial, combine
 from jaxlamina.workers.spec import AttentionSpec
+from pallas_kernels import combine, token_partial
 
 Partial = tuple[jax.Array, jax.Array]  # out float32 [B, T, N, H], lse float32 [B, T, N]
 
@@ -154,6 +154,6 @@ def _spread(out: jax.Array, lse: jax.Array, spread: jax.Array) -> Partial:
 
 
 def with_own(stored: Partial, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Attention output ``[B, T, N, H]`` in q's dtype over stored tokens and the new ones, q's own."""
-    own = causal_partial(q, k, v, **spec.scoring)
+    """Attention output ``[B, 1, N, H]`` in q's dtype over stored tokens and the new one, q's own."""
+    own = token_partial(q, k, v, scale=spec.scale, softcap=spec.softcap)
     return combine(*zip(own, stored, strict=True))[0].astype(q.dtype)
