@@ -51,8 +51,8 @@ def group():
 @pytest.fixture
 def pair(group):
     """A formed group of two in this process: rank 0's end, rank 1's end, and what on_fault of rank 1 got."""
-    server = group.server(2, heartbeat_s=0.2)
-    joining = group.join(server.address, 1, heartbeat_s=0.2)
+    server = group.server(2)
+    joining = group.join(server.address, 1)
     server.gather(10)
     return server, joining.client(), joining.faults
 
@@ -140,7 +140,7 @@ def test_a_killed_rank_0_is_known_to_the_others(group):
 
 
 def test_a_stopped_rank_is_found_by_its_silence(group):
-    server = group.server(3, heartbeat_s=0.2)
+    server = group.server(3, heartbeat_s=0.5)
     stopped = group.process("client", server.address, 2)
     other = group.join(server.address, 1)
     server.gather(20)
@@ -149,23 +149,23 @@ def test_a_stopped_rank_is_found_by_its_silence(group):
     stopped.send(signal.SIGSTOP)
     began = time.monotonic()
     rank, line = group.faults.only()
-    assert 0.3 < time.monotonic() - began < 2
-    assert (rank, "rank 2 (attention worker 1) has gone: it was silent for 0.6 s" in line) == (2, True)
+    assert 0.5 < time.monotonic() - began < 4
+    assert (rank, "rank 2 (attention worker 1) has gone: it was silent for 1.5 s" in line) == (2, True)
     assert other.faults.only() == (rank, line)
 
 
 def test_a_stopped_rank_0_is_found_by_its_silence(group):
     address = free_address()
     server = group.process("server", address, 2)
-    joining = group.join(address, 1, heartbeat_s=0.2)
+    joining = group.join(address, 1, heartbeat_s=0.5)
     joining.client()
     server.send(signal.SIGSTOP)
     rank, line = joining.faults.only()
-    assert (rank, line) == (0, f"rank 0 (model worker 0) at {address} has gone: it was silent for 0.6 s")
+    assert (rank, line) == (0, f"rank 0 (model worker 0) at {address} has gone: it was silent for 1.5 s")
 
 
 def test_sending_to_a_stopped_rank_does_not_wait_for_ever(group):
-    server = group.server(2, heartbeat_s=0.3)
+    server = group.server(2, heartbeat_s=0.5)
     process = group.process("client", server.address, 1)
     server.gather(20)
     process.send(signal.SIGSTOP)
@@ -182,8 +182,8 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(group):
     """Ctrl-Z under mpirun, fg later: all were silent, and nobody has gone."""
     address = free_address()
     ranks = [
-        group.process("server", address, 2, heartbeat_s=0.2),
-        group.process("client", address, 1, heartbeat_s=0.2),
+        group.process("server", address, 2, heartbeat_s=0.5),
+        group.process("client", address, 1, heartbeat_s=0.5),
     ]
     assert [ranks[0].line(), ranks[0].line(), ranks[1].line()] == [
         f"listening {address}",
@@ -193,7 +193,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(group):
     time.sleep(0.3)
     for rank in ranks:
         rank.send(signal.SIGSTOP)
-    time.sleep(2)
+    time.sleep(3)
     for rank in ranks:
         rank.send(signal.SIGCONT)
         time.sleep(0.1)
