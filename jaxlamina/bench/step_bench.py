@@ -113,6 +113,8 @@ def _case(
     results: dict[str, StepResult] = {}
     first: np.ndarray | None = None
     for name, executor in executors.items():
+        if isinstance(executor, RanksExecutor):
+            executor.pool.assume_stored(batch)
         for way, q_first in (
             [(name, None)] if name == "unsplit" else [("split, q first", True), ("split, q with k, v", False)]
         ):

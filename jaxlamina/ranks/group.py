@@ -195,7 +195,7 @@ def start_jax(cluster: Cluster, rank: int) -> Callable[[], jax.Device]:
                 initialization_timeout=int(cluster.start_deadline_s),
             )
         elif cluster.platform(rank) in (None, "cuda"):
-            jax.config.update("jax_cuda_visible_devices", str(own))
+            take_gpu(own)
         found = jax.local_devices()[0]
         jax.config.update("jax_default_device", found)  # kernels are picked by it
         return found
@@ -212,9 +212,16 @@ def leave(cluster: Cluster) -> None:
             pass
 
 
+def take_gpu(index: int) -> None:
+    """Leaves this process the one GPU, before CUDA is first used: a device must have the number 0 of a lone process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible else None
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[index] if names and index < len(names) else str(index)
+
+
 def local_index(environment: Mapping[str, str]) -> int:
-    """Which of its host's ranks this is: it takes the accelerator of that number."""
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "JAXLAMINA_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+    """Which of its host's accelerators this rank takes: what its starter says, or by its number on the host."""
+    for name in ("JAXLAMINA_DEVICE", "OMPI_COMM_WORLD_LOCAL_RANK", "JAXLAMINA_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if name in environment:
             return int(environment[name])
     return 0

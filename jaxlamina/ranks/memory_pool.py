@@ -68,6 +68,16 @@ class RemotePool:
         shape = m.StepShape(kind, b, t, context, len(plans[0].rows), len(plans[0].new), q_first)
         return shape, [_told(p.slot_table, p.lengths, p.new_slots, p.q_positions) for p in plans], at
 
+    def assume_stored(self, batch: DecodeBatch) -> None:
+        """Takes it that a batch's earlier tokens were stored a row at a time: for measuring steps without a prefill."""
+        if self.placement is None:
+            return
+        b, c = batch.slot_table.shape
+        positions = np.broadcast_to(np.arange(c, dtype=np.int32), (b, c))
+        slots = np.where(positions < batch.lengths[:, None], batch.slot_table, self.n_slots)
+        none = np.zeros((b, 0), np.int32), np.zeros(b, np.int32)
+        place_new(self.placement, self._token_block, *none, positions, slots)
+
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
         if self.placement is None:
             self._group.broadcast(m.CopySlots(_ints(src), _ints(dst)))
