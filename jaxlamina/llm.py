@@ -162,7 +162,7 @@ class LLM:
             from jaxlamina.ranks import RanksExecutor
 
             del kv["n_slots"]
-            bounds = {"kv_slots": kv_slots, "most_slots": most, "least_slots": least}
+            bounds: dict[str, Any] = {"kv_slots": kv_slots, "most_slots": most, "least_slots": least}
             self.executor = RanksExecutor(fn, params, group=group, **bounds, **kv)
             specs = self.executor.specs
         elif split:

@@ -55,7 +55,9 @@ class StepResult:
     way: str
     ahead_ms: list[float] = field(default_factory=list)
     alone_ms: list[float] = field(default_factory=list)
-    floor_ms: float = 0.0  # of one device that does all: weights and KV once, at the read bandwidth of this run
+    floor_ms: float = (
+        0.0  # of one device that does all: weights and KV once, at the read bandwidth of this run
+    )
     prepare_s: float = 0.0  # tracing and compiling
     max_difference: float = 0.0  # of logits from the first way's, relative to the largest
 

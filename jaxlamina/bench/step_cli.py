@@ -66,7 +66,11 @@ def step_command(
             device=device,
             on_progress=status.update,
         )
-    job = "one device" if group is None else f"DOP {group.cluster.pools}, {group.cluster.transport}, {group.cluster.partition}"
+    job = (
+        "one device"
+        if group is None
+        else f"DOP {group.cluster.pools}, {group.cluster.transport}, {group.cluster.partition}"
+    )
     record = {
         "bench": "step",
         "model": config,
@@ -81,7 +85,9 @@ def step_command(
     if not as_json:
         out = Console(width=110, highlight=False)
         out.print(f"{device.device_kind}; {here.line()}", soft_wrap=True)
-        out.print(f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; read at {limit / 1e12:.3f} TB/s")
+        out.print(
+            f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; read at {limit / 1e12:.3f} TB/s"
+        )
         out.print(_table(results))
     print(json.dumps(record))
 

@@ -183,8 +183,12 @@ def _write_several(outputs: list[RequestOutput], n: int) -> None:
 
 
 def _load(console: Console, model: str, **options: Any) -> LLM:
+    from jaxlamina import ranks
     from jaxlamina.llm import LLM
 
+    group = ranks.current()
+    if group is not None:
+        options |= {"group": group, "kv_slots": group.cluster.kv_slots}
     with bytes_bar(console, "reading weights") as on_load:
         return LLM(model, on_load=on_load, **options)
 

@@ -28,10 +28,10 @@ MODEL_RANK = 0
 class StepInputs(NamedTuple):
     """A step's slots on this worker, int32: R rows with up to C stored tokens, M new tokens."""
 
-    slot_table: jax.Array  # [R, C]
-    lengths: jax.Array  # [R]
-    new_slots: jax.Array  # [M], ≥ S for none
-    q_positions: dict[int, jax.Array]  # window -> [R, T], for tables that lost their positions
+    slot_table: Any  # [R, C]
+    lengths: Any  # [R]
+    new_slots: Any  # [M], ≥ S for none
+    q_positions: dict[int, Any]  # window -> [R, T], for tables that lost their positions
 
 
 class AttentionProgram:
@@ -58,7 +58,7 @@ class AttentionProgram:
         for i, (spec, n) in enumerate(zip(self.specs, self.n_query_heads, strict=True)):
             heads = HeadsOf(n, spec.n_kv_heads, spec.head_dim, spec.dtype)
             if self.shape.kind == "prefill":
-                kv = self.t.recv(heads.kv_like(self.sizes), MODEL_RANK, after=last)
+                kv = self._recv(heads.kv_like(self.sizes), last)
                 k_pools[i], v_pools[i] = self._append(k_pools[i], v_pools[i], kv, inputs.new_slots)
                 last = kv
             else:
@@ -86,20 +86,23 @@ class AttentionProgram:
             answer, after = combine([out, own[0]], [lse, own[1]])[0].astype(q.dtype), None
         else:
             answer, after = pack_partial(out, lse), kv
-        return k_pool, v_pool, self.t.send(answer, MODEL_RANK, after=after)
+        b = len(self.layout.workers)
+        return k_pool, v_pool, self.t.send_part(answer, MODEL_RANK, b, after)
 
     def _receive(self, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         q_like, kv_like = heads.q_like(self.sizes), heads.kv_like(self.sizes)
         if not self.shape.q_first:
-            q, kv = unpack(self.t.recv(packed_like(q_like, kv_like), MODEL_RANK, after=last), q_like, kv_like)
+            q, kv = unpack(self._recv(packed_like(q_like, kv_like), last), q_like, kv_like)
             return q, kv if self.sizes.new else None
-        q = self.t.recv(q_like, MODEL_RANK, after=last)
-        return q, self.t.recv(kv_like, MODEL_RANK, after=q) if self.sizes.new else None
+        q = self._recv(q_like, last)
+        return q, self._recv(kv_like, q) if self.sizes.new else None
 
-    def _append(
-        self, k_pool: Pool, v_pool: Pool, kv: jax.Array, slots: jax.Array
-    ) -> tuple[Pool, Pool]:
-        return append(k_pool, v_pool, *jnp.split(kv, 2, axis=1), slots)
+    def _recv(self, like: jax.ShapeDtypeStruct, after: jax.Array | None) -> jax.Array:
+        return self.t.recv_part(like, MODEL_RANK, len(self.layout.workers), after)
+
+    def _append(self, k_pool: Pool, v_pool: Pool, kv: jax.Array, slots: jax.Array) -> tuple[Pool, Pool]:
+        k, v = jnp.split(kv, 2, axis=1)
+        return append(k_pool, v_pool, k, v, slots)
 
 
 @cache
@@ -117,7 +120,12 @@ def step_inputs_of(layout: Layout, shape: StepShape, specs: Sequence[AttentionSp
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     sizes = layout.sizes(shape)
     windows = sorted({spec.window for spec in specs if spec.window is not None})
-    queries: dict[int, Any] = {} if layout.by_heads else {w: ints((sizes.rows, sizes.tokens)) for w in windows}
+    queries: dict[int, Any] = (
+        {} if layout.by_heads else {w: ints((sizes.rows, sizes.tokens)) for w in windows}
+    )
     return StepInputs(
-        ints((sizes.rows, shape.context)), ints((sizes.rows,)), ints((sizes.new,)), queries  # type: ignore[arg-type]
+        ints((sizes.rows, shape.context)),
+        ints((sizes.rows,)),
+        ints((sizes.new,)),
+        queries,
     )

@@ -45,7 +45,7 @@ def serve(cluster: Cluster, rank: int) -> int:
             on_fault=failing.because_of,
             describe=cluster.describe,
         )
-        failing.tell = lambda line: client.send(m.Fault(rank, line))
+        failing.tell = lambda line: client.close(fault=line)
         device = device_of()
         transport = open_transport(cluster.transport, rank, cluster.n_ranks, device)
         watch = Watch(cluster.step_deadline_s, failing.of_own)
@@ -56,7 +56,7 @@ def serve(cluster: Cluster, rank: int) -> int:
         return 0
     except UserError as error:
         failing.of_own(str(error))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever it is, the others must know)
         failing.of_own(first_line(error))
     return FAILED
 
@@ -127,7 +127,11 @@ class AttentionRank:
 
     # --- memory ---
     def _on_setup(self, setup: m.Setup) -> None:
-        self._programs, self._kv, self._bound = {}, None, False  # of a model before this one, if there was any
+        self._programs, self._kv, self._bound = (
+            {},
+            None,
+            False,
+        )  # of a model before this one, if there was any
         self._setup, self._layers = setup, _Layers.of(setup, self._workers)
         self._client.send(m.SlotsFound(self._find_slots(setup, self._layers)))
 
@@ -224,8 +228,8 @@ class AttentionRank:
         to = padded(slots, kv.n_slots)
         flat = [np.pad(x.numpy(), [(0, len(to) - n)] + [(0, 0)] * (len(x.shape) - 1)) for x in message.rows]
         per_pool = len(flat) // (2 * len(kv.k))
-        rows = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
-        kv.put(to, rows)  # type: ignore[arg-type]
+        rows: Any = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
+        kv.put(to, rows)
 
 
 def _slots(array: m.Array) -> np.ndarray:
@@ -237,5 +241,8 @@ def _inputs(arrays: dict[str, m.Array]) -> StepInputs:
         int(name.removeprefix("q")): array.numpy() for name, array in arrays.items() if name.startswith("q")
     }
     return StepInputs(
-        arrays["slot_table"].numpy(), arrays["lengths"].numpy(), arrays["new_slots"].numpy(), queries  # type: ignore[arg-type]
+        arrays["slot_table"].numpy(),
+        arrays["lengths"].numpy(),
+        arrays["new_slots"].numpy(),
+        queries,
     )

@@ -87,7 +87,9 @@ class RanksExecutor:
             channel_scales=None if scales is None else tuple(tuple(map(_array, pair)) for pair in scales),  # type: ignore[misc]
         )
         self.n_slots = self._allocate(setup)
-        self.pool = RemotePool(group, self.layout, self.specs, self.n_slots, n_host_slots, cluster.token_block)
+        self.pool = RemotePool(
+            group, self.layout, self.specs, self.n_slots, n_host_slots, cluster.token_block
+        )
         self._weights: dict[int, Any] = {}  # by id, as programs take them
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
@@ -126,7 +128,9 @@ class RanksExecutor:
         """What this rank's program of a prepared bucket exchanges, in order."""
         return self._programs[shape][0].exchanges()
 
-    def _step(self, kind: str, batch: DecodeBatch | PrefillBatch, inputs: tuple[np.ndarray, ...]) -> jax.Array:
+    def _step(
+        self, kind: str, batch: DecodeBatch | PrefillBatch, inputs: tuple[np.ndarray, ...]
+    ) -> jax.Array:
         shape, arrays, at = self.pool.plan(kind, batch, self.q_first)
         program, weights = self._prepared(shape)
         ticket = self.group.begin_step(shape)
@@ -159,7 +163,7 @@ class RanksExecutor:
         self.prepare_s += time.perf_counter() - began
         return self._programs[shape]
 
-    def _bound(self, split: SplitModel, i: int) -> tuple[jax.Array, ...]:
+    def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Slice i's weights; those of all buckets are the same arrays."""
         found = []
         for x in split.slice_params(i, self.model.params):
@@ -182,7 +186,9 @@ class RanksExecutor:
         return n_slots
 
 
-Weights = tuple[tuple[tuple[jax.Array, jax.Array], ...], ...]  # of each slice: (as the model has it, as programs take it)
+Weights = tuple[
+    tuple[tuple[jax.Array, jax.Array], ...], ...
+]  # of each slice: (as the model has it, as programs take it)
 
 
 def _lifted(weights: Weights) -> tuple[tuple[jax.Array, ...], ...]:
@@ -205,7 +211,14 @@ def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[.
 
 def _layer(spec: AttentionSpec, n_query_heads: int) -> m.Layer:
     return m.Layer(
-        n_query_heads, spec.n_kv_heads, spec.head_dim, spec.dtype.name, spec.scale, spec.window, spec.softcap, spec.kv
+        n_query_heads,
+        spec.n_kv_heads,
+        spec.head_dim,
+        spec.dtype.name,
+        spec.scale,
+        spec.window,
+        spec.softcap,
+        spec.kv,
     )
 
 

@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ import jax
 from jaxlamina import __version__
 from jaxlamina.cluster import Cluster
 from jaxlamina.control.channel import ControlServer
-from jaxlamina.control.messages import Fault, Message, StepShape
+from jaxlamina.control.messages import Message, StepShape
 from jaxlamina.control.watchdog import Watchdog
 from jaxlamina.errors import UserError
 from jaxlamina.transports import Transport, open_transport
@@ -62,7 +63,7 @@ class Watch:
             try:
                 if not array.is_deleted():
                     array.block_until_ready()
-            except Exception as error:  # what the program died of is for whoever reads its result; a rank ends of it
+            except Exception as error:  # noqa: BLE001 (whatever a program dies of)
                 self._on_late(f"a step failed: {first_line(error)}")
                 return
             self.watchdog.done(ticket)
@@ -87,7 +88,7 @@ class Group:
             heartbeat_s=cluster.heartbeat_s,
             on_fault=self._failing.because_of,
         )
-        self._failing.tell = lambda line: self.control.broadcast(Fault(0, line))
+        self._failing.tell = lambda line: self.control.close(fault=line, wait_s=1)
         self.watch = Watch(cluster.step_deadline_s, self._failing.of_own)
 
     def gather(self) -> None:
@@ -146,10 +147,8 @@ class Failing:
             self.over = True
             print(line, file=sys.stderr, flush=True)
             if self.tell is not None and not told:
-                try:
+                with suppress(Exception):  # they find out by themselves that this rank is gone
                     self.tell(line.removeprefix("error: "))
-                except Exception:  # they find out by themselves that this rank is gone
-                    pass
             sys.stdout.flush()
             os._exit(FAILED)
 
@@ -172,7 +171,9 @@ def join(cluster: Cluster, rank: int) -> Group:
         group.close()
         raise
     _current = group
-    atexit.register(group.close)  # a program that ends without it, by an exception say, lets the others go too
+    atexit.register(
+        group.close
+    )  # a program that ends without it, by an exception say, lets the others go too
     return group
 
 
@@ -206,10 +207,8 @@ def start_jax(cluster: Cluster, rank: int) -> Callable[[], jax.Device]:
 def leave(cluster: Cluster) -> None:
     """What this process joined of JAX's own; all ranks do so at the end, and wait for each other shortly."""
     if cluster.transport == "xla" and jax.distributed.is_initialized():
-        try:
+        with suppress(Exception):  # another rank has gone without it: nothing is left to be done together
             jax.distributed.shutdown()
-        except Exception:  # another rank has gone without it: there is nothing left to be done together
-            pass
 
 
 def take_gpu(index: int) -> None:
@@ -221,7 +220,13 @@ def take_gpu(index: int) -> None:
 
 def local_index(environment: Mapping[str, str]) -> int:
     """Which of its host's accelerators this rank takes: what its starter says, or by its number on the host."""
-    for name in ("JAXLAMINA_DEVICE", "OMPI_COMM_WORLD_LOCAL_RANK", "JAXLAMINA_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+    for name in (
+        "JAXLAMINA_DEVICE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "JAXLAMINA_LOCAL_RANK",
+        "MPI_LOCALRANKID",
+        "SLURM_LOCALID",
+    ):
         if name in environment:
             return int(environment[name])
     return 0

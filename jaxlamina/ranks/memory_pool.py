@@ -169,9 +169,7 @@ def level(plans: Sequence[RowsPlan], b: int, c: int, n_new: int) -> list[RowsPla
         spread = np.where(p.spread >= len(p.rows), r, p.spread).astype(np.int32)
         queries = {window: _longer(x, r, 0) for window, x in p.q_positions.items()}
         kept = _longer(p.new, new, 0), _longer(p.new_slots, new, NO_SLOT)
-        found.append(
-            RowsPlan(_longer(p.rows, r, 0), spread, table, _longer(p.lengths, r, 0), queries, *kept)
-        )
+        found.append(RowsPlan(_longer(p.rows, r, 0), spread, table, _longer(p.lengths, r, 0), queries, *kept))
     return found
 
 

@@ -74,7 +74,10 @@ class ModelProgram:
         self._run: Callable[..., tuple[Any, Context, Tie]] = run
 
     def step(
-        self, weights: Sequence[tuple[jax.Array, ...]], inputs: tuple[jax.Array, ...], at: PlacedIndices | None
+        self,
+        weights: Sequence[tuple[jax.Array, ...]],
+        inputs: tuple[jax.Array, ...],
+        at: PlacedIndices | None,
     ) -> jax.Array:
         """Logits ``[B, V]`` after each row's last token. ``inputs``: tokens and positions ``[B, T]``, and for more than
         one token a row ``logits_at [B]``."""
@@ -104,8 +107,7 @@ class ModelProgram:
             part = self.model.slices[i]
             q, rest = part.q_part(weights[i], context, out)
             k, v, context = part.kv_part(weights[i], rest)
-            if self.sizes.new:
-                tie = self.t.send_each(wire.kv_parts(k, v), self.layout.workers, after=tie)
+            tie = self.t.send_each(wire.kv_parts(k, v), self.layout.workers, after=tie)
             out = causal_attention(q, k, v, **spec.scoring)
         return out, context, tie
 

@@ -141,7 +141,9 @@ class PlacedWire:
         return [kv[new] for new in self.at.new]
 
     def partial(self, packed: Sequence[jax.Array]) -> Partial:
-        parts = [_spread(*unpack_partial(p), spread) for p, spread in zip(packed, self.at.spread, strict=True)]
+        parts = [
+            _spread(*unpack_partial(p), spread) for p, spread in zip(packed, self.at.spread, strict=True)
+        ]
         return combine(*zip(*parts, strict=True))
 
 

@@ -45,25 +45,36 @@ class Transport(Protocol):
         """Sends ``x`` once ``after`` is there. Returns a float32 0 that is there only once the send has begun."""
         ...
 
-    def recv(
-        self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None
-    ) -> jax.Array:
+    def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
         """What rank ``source`` sends next, asked for once ``after`` is there."""
         ...
 
     def send_each(
         self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
     ) -> jax.Array:
-        """Sends ``xs[i]`` to rank ``to[i]``: one message to several workers. As ``send``."""
+        """Sends ``xs[i]``, all alike, to rank ``to[i]``: one message to several workers, who meet it by ``recv_part``.
+        As ``send``."""
+        ...
+
+    def recv_part(
+        self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        """One of the ``of`` parts that ``source`` sends by ``send_each``."""
+        ...
+
+    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
+        """One of the ``of`` parts that ``to`` gets by ``recv_each``. As ``send``."""
         ...
 
     def recv_each(
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
     ) -> list[jax.Array]:
-        """What each of ``sources`` sends next, all alike."""
+        """What each of ``sources`` sends by ``send_part``, all alike."""
         ...
 
-    def compile(self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()) -> Program:
+    def compile(
+        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
+    ) -> Program:
         """``function`` as a program of this rank for arguments like ``args`` (arrays or shapes). No array of it is 0-d."""
         ...
 

@@ -21,7 +21,10 @@ from jaxlamina.transports.exchanges import mpi_exchanges
 
 # MPI has no such types: their bits travel.
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
-_ITS_OWN = {np.dtype(t) for t in ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")}
+_ITS_OWN = {
+    np.dtype(t)
+    for t in ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+}
 
 
 class MpiTransport:
@@ -65,6 +68,14 @@ class MpiTransport:
             wire = x if dtype in _ITS_OWN else lax.bitcast_convert_type(x, _BITS[dtype.itemsize])
             self._mpi.send(wire, dest=rank, comm=self._world)
         return self._mpi.allreduce(jnp.zeros((), jnp.float32), op=self._sum, comm=self._self)
+
+    def recv_part(
+        self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        return self.recv(like, source, after)
+
+    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
+        return self.send(x, to, after)
 
     def recv_each(
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None

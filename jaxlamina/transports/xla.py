@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
-from jaxlamina.transports import scalar_of, tied
+from jaxlamina.transports import tied, zero_after
 from jaxlamina.transports.exchanges import xla_exchanges
 
 AXIS = "ranks"
@@ -44,17 +44,59 @@ class XlaTransport:
         mesh = Mesh(np.array([firsts[r] for r in range(n_ranks)]), (AXIS,))
         self._mesh, self._spec = mesh, PartitionSpec(AXIS)
         self._sharding = NamedSharding(mesh, self._spec)
-        self._sent: tuple[Any, Any] = (None, None)  # the last send's tie, and the array that it was taken from
+        self._sent: tuple[Any, Any] = (
+            None,
+            None,
+        )  # the last send's tie, and the array that it was taken from
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
         # Nobody sends to this rank here, so what it gets is zeros: the tie.
-        zeros = self._permute(tied(x, after), self.rank, to)
-        tie = scalar_of(zeros).astype(jnp.float32)
-        self._sent = tie, zeros
-        return tie
+        return self._tie(self._permute(tied(x, after), self.rank, to))
 
     def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
         return self._permute(self._given(like, after), source, self.rank)
+
+    def send_each(
+        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
+    ) -> jax.Array:
+        assert len(xs), "nothing is sent"
+        if len(xs) == 1:
+            return self.send(xs[0], to[0], after)
+        rows = dict(zip(to, xs, strict=True))
+        nothing = jnp.zeros_like(xs[0])
+        all_rows = jnp.stack([rows.get(rank, nothing) for rank in range(self.n_ranks)])
+        return self._tie(self._all_to_all(tied(all_rows, after)))
+
+    def recv_part(
+        self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        if of == 1:
+            return self.recv(like, source, after)
+        every = jax.ShapeDtypeStruct((self.n_ranks, *like.shape), like.dtype)
+        return self._all_to_all(self._given(every, after))[source]
+
+    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
+        if of == 1:
+            return self.send(x, to, after)
+        x = tied(x, after)
+        all_rows = jnp.stack([x if rank == to else jnp.zeros_like(x) for rank in range(self.n_ranks)])
+        return self._tie(self._all_to_all(all_rows))
+
+    def recv_each(
+        self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
+    ) -> list[jax.Array]:
+        if len(sources) == 1:
+            return [self.recv(like, sources[0], after)]
+        every = jax.ShapeDtypeStruct((self.n_ranks, *like.shape), like.dtype)
+        rows = self._all_to_all(self._given(every, after))
+        return [rows[source] for source in sources]
+
+    def _tie(self, result: jax.Array) -> jax.Array:
+        """A 0 from what a send gave. From its bits: were it from its value, and that wanted in bfloat16 only, XLA would
+        send a float32 message as bfloat16, and the receiver would not know."""
+        tie = zero_after(result)
+        self._sent = tie, result
+        return tie
 
     def _given(self, like: jax.ShapeDtypeStruct, after: jax.Array | None) -> jax.Array:
         """What this rank puts into an exchange in which it only receives: it goes nowhere, and says when.
@@ -62,28 +104,11 @@ class XlaTransport:
         Where there is an array of the right kind already, it is that one, and nothing has to be filled."""
         if after is None:
             return jnp.zeros(like.shape, like.dtype)
-        tie, zeros = self._sent
-        for known in (zeros if after is tie else None, after):
+        tie, result = self._sent
+        for known in (result if after is tie else None, after):
             if known is not None and (known.shape, known.dtype) == (like.shape, like.dtype):
                 return known
-        return jnp.broadcast_to(scalar_of(after).astype(like.dtype), like.shape)
-
-    def send_each(
-        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
-    ) -> jax.Array:
-        for x, rank in zip(xs, to, strict=True):
-            after = self.send(x, rank, after)
-        assert after is not None, "nothing is sent"
-        return after
-
-    def recv_each(
-        self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
-    ) -> list[jax.Array]:
-        found: list[jax.Array] = []
-        for source in sources:
-            found.append(self.recv(like, source, after))
-            after = found[-1]
-        return found
+        return jnp.broadcast_to(zero_after(after).astype(like.dtype), like.shape)
 
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
@@ -102,10 +127,16 @@ class XlaTransport:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
     def _permute(self, x: jax.Array, source: int, to: int) -> jax.Array:
+        return self._by_bits(x, lambda x: lax.ppermute(x, AXIS, [(source, to)]))
+
+    def _all_to_all(self, rows: jax.Array) -> jax.Array:
+        """``rows [n_ranks, …]``: row r goes to rank r. One such is faster than a permute for each of several workers."""
+        return self._by_bits(rows, lambda x: lax.all_to_all(x, AXIS, 0, 0))
+
+    def _by_bits(self, x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
         if self.device.platform == "cpu" and x.dtype == jnp.bfloat16:  # or XLA would carry it as float32
-            bits = lax.bitcast_convert_type(x, jnp.uint16)
-            return lax.bitcast_convert_type(lax.ppermute(bits, AXIS, [(source, to)]), x.dtype)
-        return lax.ppermute(x, AXIS, [(source, to)])
+            return lax.bitcast_convert_type(exchange(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
+        return exchange(x)
 
     def _global(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         assert shape, "an array of a program has a dimension at least"

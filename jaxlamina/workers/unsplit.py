@@ -122,7 +122,9 @@ class UnsplitExecutor:
             return out
 
         # jitted, so that equal layers' attention is traced and lowered once
-        attends = {spec: jax.jit(partial(decode_attention, **spec.scoring)) for spec in dict.fromkeys(self.specs)}
+        attends = {
+            spec: jax.jit(partial(decode_attention, **spec.scoring)) for spec in dict.fromkeys(self.specs)
+        }
 
         traced = trace_step(self._model, self.params, *tokens.shape)
         with jax.default_device(self.device):  # kernels are picked by it
