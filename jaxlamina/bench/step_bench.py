@@ -22,7 +22,7 @@ from jaxlamina.bench import kernels_bench
 from jaxlamina.buckets import Buckets
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.ranks import Group, RanksExecutor
-from jaxlamina.workers import DecodeBatch, UnsplitExecutor
+from jaxlamina.workers import DecodeBatch, LocalExecutor, UnsplitExecutor
 from jaxlamina.workers.workspace import LargestStep
 
 _ROUND_S = 0.4
@@ -74,10 +74,12 @@ def measure(
     dtype: Any,
     n_rounds: int,
     unsplit: bool,
+    local: bool,
     device: jax.Device,
     on_progress: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[StepResult], float]:
-    """(results, bytes/s at which the device reads one long array). Without a group only the unsplit step is timed."""
+    """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
+    ``local``: also the slices called one by one from Python in this process."""
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
     on_progress("weights")
@@ -88,6 +90,10 @@ def measure(
     executors: dict[str, Any] = {}
     if unsplit:
         executors["unsplit"] = UnsplitExecutor(fn, params, n_slots=n_slots, device=device)
+    if local:
+        executors["slice by slice"] = LocalExecutor(
+            fn, params, n_slots=n_slots, model_device=device, attention_device=device
+        )
     if group is not None:
         executors["split"] = RanksExecutor(
             fn, params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
@@ -118,7 +124,7 @@ def _case(
         if isinstance(executor, RanksExecutor):
             executor.pool.assume_stored(batch)
         for way, q_first in (
-            [(name, None)] if name == "unsplit" else [("split, q first", True), ("split, q with k, v", False)]
+            [("split, q first", True), ("split, q with k, v", False)] if name == "split" else [(name, None)]
         ):
             on_progress(f"{case}: compiling {way}")
             ways[way] = partial(_decode, executor, batch, q_first)

@@ -28,6 +28,9 @@ def step_command(
     unsplit: Annotated[
         bool, typer.Option("--unsplit/--no-unsplit", help="Also one program on one device, to compare with.")
     ] = True,
+    local: Annotated[
+        bool, typer.Option("--local", help="Also slice by slice from Python, on the same one device.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")
     ] = False,
@@ -50,7 +53,7 @@ def step_command(
     if layers is not None:
         shape = split_bench.with_layers(shape, layers)
     group = ranks.current()
-    if group is None and not unsplit:
+    if group is None and not (unsplit or local):
         raise UserError("nothing is left to be timed: start ranks with `jaxlamina launch … -- bench step`")
     console = Console(stderr=True)
     here = machine.describe(["mpi4jax", "mpi4py"])
@@ -63,6 +66,7 @@ def step_command(
             dtype=DTYPES[dtype],
             n_rounds=rounds,
             unsplit=unsplit,
+            local=local,
             device=device,
             on_progress=status.update,
         )
@@ -83,18 +87,28 @@ def step_command(
         **asdict(here),
     }
     if not as_json:
-        out = Console(width=110, highlight=False)
+        out = Console(width=118, highlight=False)
         out.print(f"{device.device_kind}; {here.line()}", soft_wrap=True)
         out.print(
             f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; read at {limit / 1e12:.3f} TB/s"
         )
-        out.print(_table(results))
+        out.print(_table(results, shape.num_hidden_layers))
     print(json.dumps(record))
 
 
-def _table(results: list) -> Table:
+def _table(results: list, n_layers: int) -> Table:
     table = Table(box=box.SIMPLE)
-    for name in ("case", "way", "ms", "of floor", "/ first", "one by one, ms", "compiled in s", "difference"):
+    for name in (
+        "case",
+        "way",
+        "ms",
+        "of floor",
+        "/ first",
+        "µs a layer more",
+        "one by one, ms",
+        "compiled in s",
+        "difference",
+    ):
         table.add_column(name, justify="left" if name in ("case", "way") else "right")
     firsts: dict[str, list[float]] = {}
     for r in results:
@@ -103,6 +117,7 @@ def _table(results: list) -> Table:
         ms = statistics.median(r.ahead_ms)
         table.add_row(
             r.case, r.way, f"{ms:.2f}", f"{r.floor_ms / ms:.0%}", f"{ratio:.3f}",
+            f"{(ms - statistics.median(first)) / n_layers * 1e3:.0f}",
             f"{statistics.median(r.alone_ms):.2f}", f"{r.prepare_s:.1f}", f"{r.max_difference:.1e}",
         )  # fmt: skip
     return table
