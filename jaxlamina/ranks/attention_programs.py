@@ -48,6 +48,9 @@ class AttentionProgram:
         self.t, self.layout, self.specs, self.shape = transport, layout, specs, shape
         self.n_query_heads = n_query_heads
         self.sizes: Sizes = layout.sizes(shape)
+        # Without a kernel of its own, attention gathers stored keys and values first, for which it needs no q: left to
+        # itself XLA gathers those of all layers at the start, and keeps them.
+        self._gathers = transport.device.platform == "cpu"
 
     def step(
         self, k_pools: list[Pool], v_pools: list[Pool], inputs: StepInputs
@@ -74,10 +77,13 @@ class AttentionProgram:
         spec = self.specs[i]
         q, kv = self._receive(heads, last)
         q_positions = None if spec.window is None else inputs.q_positions.get(spec.window)
-        stored = inputs.slot_table, inputs.lengths, q_positions
+        table = inputs.slot_table
+        if last is not None and self._gathers:
+            table = table + zero_after(last).astype(jnp.int32)
+        stored = table, inputs.lengths, q_positions
         out, lse = _stored_of(spec)(q, k_pool, v_pool, *stored)
         if kv is not None:
-            slots = inputs.new_slots + zero_after(lse).astype(jnp.int32)
+            slots = inputs.new_slots + zero_after(out).astype(jnp.int32)
             k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
         if self.shape.kind == "decode" and self.layout.by_heads:
             assert kv is not None

@@ -20,7 +20,7 @@ from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.ranks.memory_pool import RemotePool
 from jaxlamina.ranks.model_programs import Layout, ModelProgram, indices_of, inputs_of
 from jaxlamina.ranks.wires import PlacedIndices
-from jaxlamina.transports import Program
+from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.calibration import channel_scales
@@ -68,7 +68,7 @@ class RanksExecutor:
         cluster = group.cluster
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
         self.layout = Layout(group.workers, cluster.partition)
-        self.q_first = True if cluster.q_first is None else cluster.q_first
+        self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         scales = None
         if kv_dtype == "int8-channel":
             known = model, self.model.params, self.specs, calibration_tokens
@@ -184,6 +184,12 @@ class RanksExecutor:
         for rank in self.group.workers:
             self.group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
         return n_slots
+
+
+def pays_q_first(transport: Transport) -> bool:
+    """Whether sending q by itself gains more than one message more costs, as measured (docs/benchmarks.md): between
+    accelerators over XLA's collectives it does; between ranks on CPUs, and by MPI through hosts' memory, it does not."""
+    return transport.name == "xla" and transport.device.platform != "cpu"
 
 
 Weights = tuple[
