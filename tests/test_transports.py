@@ -64,6 +64,15 @@ def exchanges(builtins: list[dict[str, Any]]) -> tuple[Exchange, ...]:
     return msgspec.convert(builtins, tuple[Exchange, ...])
 
 
+def parts(kept: Kept, op: str, shape: tuple[int, ...]) -> tuple[Exchange, ...]:
+    """What rank 0 exchanges for one message to each of the others (``op`` "send") or one from each ("recv").
+
+    Over XLA, one all-to-all serves several workers; on CPU its operands are rows, of which one goes to each rank."""
+    if kept.transport == "xla" and kept.n_ranks > 2:
+        return (Exchange("all", -1, (1, *shape), "float32"),)
+    return tuple(Exchange(op, rank, shape, "float32") for rank in range(1, kept.n_ranks))
+
+
 def fit(answers: list[Any]) -> bool:
     lists = {rank: exchanges(a["exchanges"]) for rank, a in enumerate(answers) if a is not None}
     return first_difference(lists) is None
@@ -105,9 +114,10 @@ def test_one_message_to_each_and_one_from_each_in_a_loop(ranks, turns):
     for rank in others:
         assert answers[rank]["got"] == [[kept[rank]] * 6] * 4
     assert fit(answers)
-    there = tuple(Exchange("send", rank, (4, 6), "float32") for rank in others)
-    back = tuple(Exchange("recv", rank, (4, 6), "float32") for rank in others)
+    there, back = parts(ranks, "send", (4, 6)), parts(ranks, "recv", (4, 6))
     assert exchanges(answers[0]["exchanges"]) == turns * (there + back)
+    if there[0].op == "all":  # every rank has the same two
+        assert all(exchanges(a["exchanges"]) == turns * (there + back) for a in answers)
 
 
 def test_a_program_is_called_again_with_its_own_results_and_donated_state(ranks):
@@ -140,25 +150,59 @@ def test_a_difference_is_found_before_the_run(ranks, case):
     answers = ranks.ask("lists", case=case)
     line = first_difference(dict(enumerate(map(exchanges, answers))))
     last = ranks.n_ranks - 1
-    wrong = {
-        "shape": f"rank {last}, exchange 1 of 2: receives float32[3, 8] from rank 0",
-        "dtype": f"rank {last}, exchange 1 of 2: receives int8[2, 8] from rank 0",
-        "more": f"rank {last}, exchange 3 of 3: sends float32[2, 8] to rank 0, but rank 0 has no more",
-    }
-    assert line is not None and wrong[case] in line
-    if case != "more":
-        assert f"sends float32[2, 8] to rank {last}, but rank {last}" in line
+    together = parts(ranks, "send", (2, 8))[0].op == "all"
+    sends, gets = f" to rank {last}", " from rank 0"
+    if together:
+        says, hears, more = "a collective of float32[1, 2, 8]", "a collective of {}", "[1, 2, 8]"
+        sends = gets = ""
+    else:
+        says, hears, more = "sends float32[2, 8]", "receives {}", "[2, 8] to rank 0"
+    wrong = {"shape": "float32[3, 8]", "dtype": "int8[2, 8]"}
+    if case == "more":
+        what = f"{says.split(' float32')[0]} float32{more}"
+        wanted = (
+            f"rank {last}, exchange 3 of 3: {what}, but rank 0 has no more exchanges with rank {last} after 2"
+        )
+    else:
+        other = wrong[case].replace("[", "[1, ") if together else wrong[case]
+        # On rank 0 the exchanges with the ranks before the last come first, if they are not one.
+        i, n = (1, 2) if together else (last, 2 * last)
+        wanted = (
+            f"rank 0, exchange {i} of {n}: {says}{sends}, but "
+            f"rank {last}, exchange 1 of 2: {hears.format(other)}{gets}"
+        )
+    assert line == wanted
 
 
 def test_what_xla_deletes_on_one_side_is_found_before_the_run(ranks):
     """It deletes a collective on the side where nothing uses the result; MPI's calls have effects, and stay."""
     answers = ranks.ask("lists", case="unused")
     line = first_difference(dict(enumerate(map(exchanges, answers))))
+    sent = {2: "sends float32[2, 8] to rank 0", 3: "a collective of float32[1, 2, 8]"}[ranks.n_ranks]
     assert line == (
         None
         if ranks.transport == "mpi"
-        else "rank 1, exchange 2 of 2: sends float32[2, 8] to rank 0, but rank 0 has no more exchanges with rank 1 after 1"
+        else f"rank 1, exchange 2 of 2: {sent}, but rank 0 has no more exchanges with rank 1 after 1"
     )
+
+
+def test_a_float32_message_whose_tie_is_used_in_bfloat16_travels_as_float32(ranks):
+    """XLA may move a conversion over a collective on the one side that wants it, and the other does not know: it did so
+    on GPUs, where a tie was taken from what the send gave by its value."""
+    answers = ranks.ask("narrow")
+    assert all(a["right"] for a in answers)
+    assert fit(answers)
+    alone = (Exchange("send", 1, (2, 8), "float32"),)
+    each = parts(ranks, "send", (2, 8)) + parts(ranks, "recv", (2, 8))
+    assert exchanges(answers[0]["exchanges"]) == alone + each
+
+
+@pytest.mark.multi_gpu
+def test_a_float32_message_travels_as_float32_between_gpus_too():
+    with Ranks("xla", 2, RANK, platforms=("cuda", "cuda")) as gpus:
+        answers = gpus.ask({"do": "narrow"})
+    assert all(a["right"] for a in answers) and fit(answers)
+    assert {e.dtype for a in answers for e in exchanges(a["exchanges"])} == {"float32"}
 
 
 # ---- Q first

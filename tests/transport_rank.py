@@ -128,8 +128,8 @@ def each(t: Transport, request: dict[str, Any]) -> Any:
     def follow(x: jax.Array) -> Any:
         def turn(carry: Any, _: None) -> Any:
             kept, after = carry
-            got = t.recv(like(shape), 0, after)
-            tie = t.send(got * 2, 0, got)
+            got = t.recv_part(like(shape), 0, t.n_ranks - 1, after)
+            tie = t.send_part(got * 2, 0, t.n_ranks - 1, got)
             return (kept + got, tie), None
 
         kept, tie = lax.scan(turn, (x, jnp.zeros(())), None, length=turns)[0]
@@ -200,14 +200,40 @@ def lists(t: Transport, request: dict[str, Any]) -> Any:
 
     def follow(x: jax.Array) -> Any:
         bad = case if t.rank == last else "none"
-        got = t.recv(like((3 if bad == "shape" else 2, 8), jnp.int8 if bad == "dtype" else x.dtype), 0)
-        tie = t.send(got.astype(x.dtype)[:2], 0, got)
+        wanted = like((3 if bad == "shape" else 2, 8), jnp.int8 if bad == "dtype" else x.dtype)
+        got = t.recv_part(wanted, 0, last)
+        tie = t.send_part(got.astype(x.dtype)[:2], 0, last, got)
         if bad == "more":
-            tie = t.send(x, 0, tie)
+            tie = t.send_part(x, 0, last, tie)
         return jnp.reshape(tie, (1,))
 
     program = t.compile(lead if t.rank == 0 else follow, jnp.ones((2, 8)))
     return msgspec.to_builtins(program.exchanges())
+
+
+def narrow(t: Transport, request: dict[str, Any]) -> Any:
+    """Float32 messages there and back, whose ties are wanted in bfloat16 only."""
+    n = t.n_ranks - 1
+
+    def lead(x: jax.Array, y: jax.Array) -> Any:
+        y = y + t.send(x, 1).astype(y.dtype)
+        y = y + t.send_each([x] * n, others(t), x).astype(y.dtype)
+        got = t.recv_each(like((2, 8)), others(t), y[0])
+        return y, sum(got[1:], got[0])
+
+    def follow(x: jax.Array, y: jax.Array) -> Any:
+        after = t.recv(like((2, 8)), 0) if t.rank == 1 else x
+        got = t.recv_part(like((2, 8)), 0, n, after)
+        return y + t.send_part(got * 3, 0, n, got).astype(y.dtype), after
+
+    x = jnp.asarray(values(0, (2, 8), "float32"))
+    got, exchanges = run(t, lead if t.rank == 0 else follow, x, jnp.ones((4,), jnp.bfloat16))
+    right = same(got[0], np.ones((4,), jnp.bfloat16))
+    if t.rank == 0:
+        right &= bool(np.allclose(got[1], 3 * n * np.asarray(x), rtol=1e-6, atol=0))
+    elif t.rank == 1:
+        right &= same(got[1], x)
+    return {"right": right, "exchanges": exchanges}
 
 
 def q_first(t: Transport, request: dict[str, Any]) -> Any:
@@ -272,4 +298,4 @@ def hang(t: Transport, request: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (dtypes, order, each, again, after, lists, q_first, hang)})
+    serve({f.__name__: f for f in (dtypes, order, each, again, after, lists, narrow, q_first, hang)})
