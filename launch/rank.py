@@ -22,6 +22,10 @@ from launch.roles import Place, place
 WHAT = "One rank of a job: rank 0 runs COMMAND, the others work for it. Started by mpirun, srun or jaxlamina launch."
 
 
+# Options of `generate` whose say is the cluster's: dop and partition, and that the model is split at all.
+_OF_THE_CLUSTER = {"--attention-workers", "--partition", "--split", "--no-split"}
+
+
 def run() -> None:
     """The process's entry: ends it with the rank's exit code."""
     _keep_stdout_clean()
@@ -73,8 +77,9 @@ def _work(cluster: Cluster, rank: int, options: Options) -> int:
         return ranks.serve(cluster, rank)
     from jaxlamina.cli.main import main as command_line
 
+    command = with_options(options.command, cluster)
     group = ranks.join(cluster, rank)
-    code = command_line(with_options(options.command, cluster), who=cluster.describe(rank))
+    code = command_line(command, who=cluster.describe(rank))
     group.close()
     return code
 
@@ -85,6 +90,10 @@ def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
     if name != "generate":
         return [name, *arguments]
     given = {argument.partition("=")[0] for argument in arguments}
+    for option in _OF_THE_CLUSTER & given:
+        raise UserError(
+            f"generate's {option} is for one process; over ranks the cluster says it: leave it out"
+        )
     wanted: dict[str, str | int | None] = {
         "--model": cluster.model,
         "--dtype": cluster.dtype,

@@ -119,6 +119,14 @@ class SliceProgram:
         q, *rest = self._first(self._arguments(params, context, attention_out))
         return q, tuple(rest)
 
+    def q_needs(self, i: int) -> bool:
+        """Whether q depends on argument ``i`` of `q_part`, parameters, context and attention output in a row (-1: that)."""
+        wanted = {a for a in self._first.outvars[:1] if not isinstance(a, compat.Literal)}
+        for eqn in reversed(self._first.eqns):
+            if wanted & set(eqn.outvars):
+                wanted |= {a for a in eqn.invars if not isinstance(a, compat.Literal)}
+        return self._first.invars[i] in wanted
+
     def kv_part(self, params: Arrays, rest: Arrays, tie: Any | None = None) -> tuple[Any, Any, Arrays]:
         """`(k, v, context)`, the context being the next slice's.
 

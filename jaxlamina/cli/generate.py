@@ -189,6 +189,7 @@ def _load(console: Console, model: str, **options: Any) -> LLM:
     group = ranks.current()
     if group is not None:
         options |= {"group": group, "kv_slots": group.cluster.kv_slots}
+        options["max_num_seqs"] = min(options["max_num_seqs"], group.cluster.max_num_seqs)
     with bytes_bar(console, "reading weights") as on_load:
         return LLM(model, on_load=on_load, **options)
 

@@ -151,7 +151,7 @@ class Setup(_Message, frozen=True):
     """What an attention rank needs to know of the model and of its KV slots.
 
     ``kv_slots``: as many as the user asked for, or None to fill the memory with at most ``most_slots`` and at least
-    ``least_slots``, leaving room for a step of ``largest`` (batch, tokens, context). ``channel_scales``: a layer's
+    ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``channel_scales``: a layer's
     scales of keys and values for KV that is scaled by channel.
     """
 

@@ -1,6 +1,6 @@
 """An attention rank's life: it is told what the model's attention is like, finds room for KV, and runs a program a step.
 
-Messages come a step ahead, so a program is launched while the one before it runs. Holds KV and nothing else: no weight,
+A message is taken in while the program of the one before it runs, and its own launched behind it. Holds KV and nothing else: no weight,
 no token, no request. Which slots are whose is rank 0's affair.
 """
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina import compilation
 from jaxlamina.cluster import Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient, hello_of
@@ -35,6 +36,7 @@ def serve(cluster: Cluster, rank: int) -> int:
     failing = Failing(cluster, rank)
     client: ControlClient | None = None
     try:
+        compilation.keep_programs()
         device_of = start_jax(cluster, rank)
         hello = hello_of(rank, cluster.as_config(), versions())
         client = ControlClient(
@@ -102,6 +104,8 @@ class AttentionRank:
         self._setup: m.Setup | None = None
         self._kv: KVPools | None = None
         self._bound = False  # whether the pools are as programs take them
+        self._epoch = 0  # how many models there have been
+        self._last: Any = None  # what the last step leaves when it is done
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Setup: self._on_setup,
             m.Allocate: self._on_allocate,
@@ -119,6 +123,8 @@ class AttentionRank:
         while True:
             message = self._client.receive(None)
             if isinstance(message, m.Bye):
+                if self._last is not None:  # the watch is still on
+                    self._last.block_until_ready()
                 return
             handle = self._handlers.get(type(message))
             if handle is None:
@@ -127,11 +133,9 @@ class AttentionRank:
 
     # --- memory ---
     def _on_setup(self, setup: m.Setup) -> None:
-        self._programs, self._kv, self._bound = (
-            {},
-            None,
-            False,
-        )  # of a model before this one, if there was any
+        # What there was of a model before this one goes before this one's KV comes.
+        self._programs, self._kv, self._bound, self._last = {}, None, False, None
+        self._epoch += 1
         self._setup, self._layers = setup, _Layers.of(setup, self._workers)
         self._client.send(m.SlotsFound(self._find_slots(setup, self._layers)))
 
@@ -187,12 +191,15 @@ class AttentionRank:
 
     def _on_step(self, step: m.Step) -> None:
         assert self._kv is not None
+        if step.epoch != self._epoch:
+            raise UserError(f"step {step.step} is of model {step.epoch}, and there have been {self._epoch}")
         peer = self._cluster.describe(0)
         ticket = self._watch.begin(f"step {step.step} ({step.shape}) with {peer}")
         self._bind()
         inputs = self._transport.bind(_inputs(step.arrays))
         kv = self._kv
         kv.k, kv.v, done = self._programs[step.shape](kv.k, kv.v, inputs)
+        self._last = done
         self._watch.until(ticket, done)
 
     def _bind(self) -> None:

@@ -110,14 +110,17 @@ class RanksExecutor:
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
+        self._check_current()
         self.pool.copy_slots(as_slots(src), as_slots(dst))
 
     def move_out(self, slots: Slots, host_slots: Slots) -> None:
         """Copies the KV of ``slots`` into the host's ``host_slots``; ``UserError`` if there are none."""
+        self._check_current()
         self.pool.move_out(as_slots(slots), as_slots(host_slots))
 
     def move_in(self, host_slots: Slots, slots: Slots) -> None:
         """Brings the host's ``host_slots`` back into ``slots``, and empties them."""
+        self._check_current()
         self.pool.move_in(as_slots(host_slots), as_slots(slots))
 
     def release(self, slots: Slots) -> None:
@@ -131,15 +134,24 @@ class RanksExecutor:
     def _step(
         self, kind: str, batch: DecodeBatch | PrefillBatch, inputs: tuple[np.ndarray, ...]
     ) -> jax.Array:
+        self._check_current()
         shape, arrays, at = self.pool.plan(kind, batch, self.q_first)
         program, weights = self._prepared(shape)
         ticket = self.group.begin_step(shape)
+        self.group.owed = f"step {self.group.n_steps} ({shape})"
         for rank, of_worker in zip(self.group.workers, arrays, strict=True):
-            self.group.send(rank, m.Step(self.group.n_steps, self.group.epoch, shape, of_worker))
+            self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, of_worker))
         own = self.group.transport.bind(jax.device_put((inputs, at), self.device))
         logits: jax.Array = self.group.transport.unbind(program(weights, *own))
+        self.group.owed = None
         self.group.watch.until(ticket, logits)
         return logits
+
+    def _check_current(self) -> None:
+        if self._epoch != self.group.epoch:
+            raise UserError(
+                "the ranks hold another model's KV since this one was made: one model a group at a time"
+            )
 
     def _prepared(self, shape: m.StepShape) -> tuple[Program, Any]:
         """A bucket's program, compiled on all ranks and found to match before anyone runs it."""
@@ -152,10 +164,14 @@ class RanksExecutor:
         self.programs.compiled(str(shape))
         traced = ModelProgram(self.group.transport, self.layout, split, self.specs, shape)
         args = _lifted(weights), inputs_of(shape), indices_of(self.layout, shape)
-        program = self.group.transport.compile(_with_lifted(traced.step, weights), *args)
+        try:
+            program = self.group.transport.compile(_with_lifted(traced.step, weights), *args)
+        finally:  # the others' answers are taken in whatever happens here, or they would be taken for the next ones
+            answers = [
+                self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in self.group.workers
+            ]
         lists = {0: program.exchanges()}
-        for rank in self.group.workers:
-            lists[rank] = self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S).exchanges
+        lists |= {rank: answer.exchanges for rank, answer in zip(self.group.workers, answers, strict=True)}
         difference = first_difference(lists, self.group.cluster.describe)
         if difference is not None:
             raise UserError(f"the ranks' programs of {shape} do not match, so none is run: {difference}")
@@ -164,7 +180,7 @@ class RanksExecutor:
         return self._programs[shape]
 
     def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Slice i's weights; those of all buckets are the same arrays."""
+        """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked ones."""
         found = []
         for x in split.slice_params(i, self.model.params):
             key = id(x)
@@ -176,7 +192,9 @@ class RanksExecutor:
         return tuple(found)
 
     def _allocate(self, setup: m.Setup) -> int:
-        """Slots that all attention ranks have room for."""
+        """Slots that all attention ranks have room for. What they held for a model before this one is gone."""
+        self.group.epoch += 1
+        self._epoch = self.group.epoch
         self.group.broadcast(setup)
         found = [self.group.receive(r, m.SlotsFound, PREPARE_DEADLINE_S).n_slots for r in self.group.workers]
         n_slots = min(found)

@@ -12,6 +12,7 @@ import platform
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -30,6 +31,10 @@ from jaxlamina.transports import Transport, open_transport
 FAILED = 3  # the exit code of a rank that ends because it or another one failed
 # Programs are compiled on all ranks at once; the largest models take minutes.
 PREPARE_DEADLINE_S = 900.0
+_SHUTDOWN_S = 10  # for ranks to leave jax.distributed together
+_SAY_FIRST_S = (
+    1.0  # news of a rank that has gone comes before its partners' programs fail of it, given this much time
+)
 
 M = TypeVar("M")
 
@@ -64,6 +69,7 @@ class Watch:
                 if not array.is_deleted():
                     array.block_until_ready()
             except Exception as error:  # noqa: BLE001 (whatever a program dies of)
+                time.sleep(_SAY_FIRST_S)
                 self._on_late(f"a step failed: {first_line(error)}")
                 return
             self.watchdog.done(ticket)
@@ -77,6 +83,7 @@ class Group:
         self.workers = tuple(range(cluster.n_model, cluster.n_ranks))
         self.epoch = 0
         self.n_steps = 0
+        self.owed: str | None = None  # a step that the others were told of, until this rank has begun it
         self._closed = False
         self._failing = Failing(cluster, 0)
         self.control = ControlServer(
@@ -110,10 +117,18 @@ class Group:
         peers = " and ".join(self.cluster.describe(rank) for rank in self.workers)
         return self.watch.begin(f"step {self.n_steps} ({shape}) with {peers}")
 
+    def leave_because(self, line: str) -> None:
+        """Ends this rank's part with a reason, which the others get as bad news."""
+        self._closed = self._failing.over = True
+        self.control.close(fault=line, wait_s=1)
+
     def close(self) -> None:
-        """Lets the other ranks go."""
+        """Lets the other ranks go; by bad news if they wait for a step that this rank told them of and never began."""
         global _current
         if self._closed:
+            return
+        if self.owed is not None:
+            self.leave_because(f"{self.cluster.describe(0)} left before {self.owed}")
             return
         self._closed = self._failing.over = True
         self.control.close()
@@ -145,11 +160,17 @@ class Failing:
             if self.over:
                 return
             self.over = True
-            print(line, file=sys.stderr, flush=True)
+            try:
+                print(line, file=sys.stderr, flush=True)
+            finally:
+                self._tell_and_exit(line, told)
+
+    def _tell_and_exit(self, line: str, told: bool) -> None:
+        try:
             if self.tell is not None and not told:
                 with suppress(Exception):  # they find out by themselves that this rank is gone
                     self.tell(line.removeprefix("error: "))
-            sys.stdout.flush()
+        finally:
             os._exit(FAILED)
 
 
@@ -167,8 +188,8 @@ def join(cluster: Cluster, rank: int) -> Group:
         group.gather()
         group.device = device_of()
         group.transport = open_transport(cluster.transport, rank, cluster.n_ranks, group.device)
-    except BaseException:
-        group.close()
+    except BaseException as error:
+        group.leave_because(f"{cluster.describe(0)}: {first_line(error)}")
         raise
     _current = group
     atexit.register(
@@ -194,6 +215,7 @@ def start_jax(cluster: Cluster, rank: int) -> Callable[[], jax.Device]:
                 process_id=rank,
                 local_device_ids=None if cluster.platform(rank) == "cpu" else [own],
                 initialization_timeout=int(cluster.start_deadline_s),
+                shutdown_timeout_seconds=_SHUTDOWN_S,
             )
         elif cluster.platform(rank) in (None, "cuda"):
             take_gpu(own)
@@ -214,8 +236,11 @@ def leave(cluster: Cluster) -> None:
 def take_gpu(index: int) -> None:
     """Leaves this process the one GPU, before CUDA is first used: a device must have the number 0 of a lone process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in visible.split(",")] if visible else None
-    os.environ["CUDA_VISIBLE_DEVICES"] = names[index] if names and index < len(names) else str(index)
+    if visible is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(index)
+        return
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[index] if index < len(names) else ""
 
 
 def local_index(environment: Mapping[str, str]) -> int:

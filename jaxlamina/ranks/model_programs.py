@@ -88,9 +88,10 @@ class ModelProgram:
         return logits if tie is None else logits + tie.astype(logits.dtype)
 
     def _decode(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
-        out = None
+        out: Any = None
+        answers: list[Any] = [None]
         for i, spec in enumerate(self.specs):
-            q, k, v, context, tie = self._send(wire, i, weights[i], context, out)
+            q, k, v, context, tie = self._send(wire, i, weights[i], context, out, answers[-1])
             if isinstance(wire, HeadsWire):
                 like = self._heads(i).out_like(self.sizes)
                 answers = self.t.recv_each(like, self.layout.workers, after=tie)
@@ -113,25 +114,29 @@ class ModelProgram:
 
     def _chunk(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
         """What follows stored tokens: each layer's attention is its own partial and the stored tokens'."""
-        out = None
+        out: Any = None
+        answers: list[Any] = [None]
         for i, spec in enumerate(self.specs):
-            q, k, v, context, tie = self._send(wire, i, weights[i], context, out)
+            q, k, v, context, tie = self._send(wire, i, weights[i], context, out, answers[-1])
             own = causal_partial(q, k, v, **spec.scoring)
-            out = combined((own, wire.partial(self._partials(i, tie))), spec)
+            answers = self._partials(i, tie)
+            out = combined((own, wire.partial(answers)), spec)
         return out, context, None
 
     def _send(
-        self, wire: Any, i: int, weights: Any, context: Context, out: Any
+        self, wire: Any, i: int, weights: Any, context: Context, out: Any, last: Tie
     ) -> tuple[Any, Any, Any, Context, Tie]:
-        """A slice: q to the workers, which needs all answers of the last layer; then k and v, which need what the send of
-        q gave. So all of a step's exchanges are in one order, by data."""
+        """A slice: q to the workers, after all answers of the last layer, then k and v, which need what the send of q gave:
+        all of a step's exchanges are in one order, by data."""
         part, to = self.model.slices[i], self.layout.workers
+        # Almost always q is made of the answers; it is not where a model has attentions side by side.
+        after = None if last is None or part.program.q_needs(-1) else last
         q, rest = part.q_part(weights, context, out)
         if not self.shape.q_first:
             k, v, context = part.kv_part(weights, rest)
             pairs = zip(wire.q_parts(q), wire.kv_parts(k, v), strict=True)
-            return q, k, v, context, self.t.send_each([pack(*pair) for pair in pairs], to)
-        tie = self.t.send_each(wire.q_parts(q), to)
+            return q, k, v, context, self.t.send_each([pack(*pair) for pair in pairs], to, after)
+        tie = self.t.send_each(wire.q_parts(q), to, after)
         k, v, context = part.kv_part(weights, rest, tie)
         if not self.sizes.new:
             return q, k, v, context, tie

@@ -85,10 +85,12 @@ class MpiTransport:
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
     ) -> MpiProgram:
-        return MpiProgram(jax.jit(function, donate_argnums=tuple(donate_argnums)), args)
+        here = jax.sharding.SingleDeviceSharding(self.device)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
+        return MpiProgram(jax.jit(function, donate_argnums=tuple(donate_argnums)), shapes)
 
     def bind(self, tree: Any) -> Any:
-        return tree
+        return jax.device_put(tree, self.device)
 
     def unbind(self, tree: Any) -> Any:
         return tree
