@@ -2,18 +2,24 @@
 model unsplit in its own process, and prints one line of JSON for each.
 
     python rank_job.py '{"cluster": {…}, "scenarios": [["greedy", {"model": "llama"}], …]}'
+
+With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import msgspec
 import numpy as np
 
 from jaxlamina import LLM, SamplingParams, ranks
@@ -84,18 +90,21 @@ def moves(group: Any, model: str) -> dict[str, Any]:
     from jaxlamina.workers import DecodeBatch, PrefillBatch
     from jaxlamina.workers.workspace import LargestStep
 
-    in_memory = source(model)
+    in_memory, n = (
+        source(model),
+        96,
+    )  # a worker has room for a row and its copy: parts on two are added up otherwise
     executor = RanksExecutor(
-        partial(apply, in_memory.config), in_memory.params, group=group, kv_slots=48, most_slots=48,
+        partial(apply, in_memory.config), in_memory.params, group=group, kv_slots=n, most_slots=n,
         least_slots=2, largest=LargestStep(2, 32, 16), n_host_slots=32,
     )  # fmt: skip
     buckets = Buckets(batch=(2,), prompt=(16,), context=(16,))
-    rows = [list(range(0, 13)), list(range(20, 22))]
+    rows = [list(range(13)), list(range(20, 22))]
     for tokens, slots in zip((SHARED[:13], PROMPTS[1]), rows, strict=True):
-        executor.prefill(PrefillBatch.build([tokens], [slots], buckets, 48))
+        executor.prefill(PrefillBatch.build([tokens], [slots], buckets, n))
 
     def after(slots: list[list[int]]) -> np.ndarray:
-        batch = DecodeBatch.build([3, 4], [row + [40 + i] for i, row in enumerate(slots)], buckets, 48)
+        batch = DecodeBatch.build([3, 4], [row + [40 + i] for i, row in enumerate(slots)], buckets, n)
         return np.asarray(executor.decode(batch))
 
     wanted = after(rows)
@@ -103,12 +112,17 @@ def moves(group: Any, model: str) -> dict[str, Any]:
     copied = after([list(range(24, 37)), rows[1]])
     executor.move_out(rows[0] + rows[1], list(range(3, 18)))
     executor.release(rows[0] + rows[1])
-    executor.prefill(PrefillBatch.build([PROMPTS[2][:11]], [list(range(0, 11))], buckets, 48))  # in their old places
+    executor.prefill(
+        PrefillBatch.build([PROMPTS[2][:11]], [list(range(11))], buckets, n)
+    )  # in their old places
     back = [list(range(47, 41, -1)) + list(range(11, 18)), [18, 19]]
     executor.move_in(list(range(3, 18)), back[0] + back[1])
     moved = after(back)
     exact = bool((copied == wanted).all() and (moved == wanted).all())
-    return {"same": exact, "difference": float(np.abs(moved - wanted).max())}
+    differences = {
+        name: float(np.abs(x - wanted).max()) for name, x in (("copied", copied), ("moved", moved))
+    }
+    return {"same": exact, "differences": differences}
 
 
 def refused(group: Any, model: str) -> dict[str, Any]:
@@ -117,6 +131,83 @@ def refused(group: Any, model: str) -> dict[str, Any]:
     except UserError as error:
         return {"line": str(error)}
     return {"line": None}
+
+
+class Altered:
+    """Rank 0's transport, of which ``send_each`` sends one thing more, and which counts the programs that are run."""
+
+    def __init__(self, transport: Any, more: bool) -> None:
+        self._transport, self._more = transport, more
+        self.n_runs = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send_each(self, xs: Any, to: Any, after: Any = None) -> Any:
+        tie = self._transport.send_each(xs, to, after)
+        return self._transport.send_each([x[:1] for x in xs], to, tie) if self._more else tie
+
+    def compile(self, *args: Any, **options: Any) -> Any:
+        program = self._transport.compile(*args, **options)
+        return Counted(program, self)
+
+
+class Counted:
+    def __init__(self, program: Any, altered: Altered) -> None:
+        self._program, self._altered = program, altered
+        self.exchanges = program.exchanges
+
+    def __call__(self, *args: Any) -> Any:
+        self._altered.n_runs += 1
+        return self._program(*args)
+
+
+def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str, Any]:
+    """Rank 0's program is not what the others' are for: one send more, or the others were told of other heads."""
+    own, send, told = group.transport, group.send, Counter()
+
+    def broadcast(message: Any) -> None:
+        if what == "heads" and type(message).__name__ == "Setup":
+            layers = [msgspec.structs.replace(x, n_kv_heads=2 * x.n_kv_heads) for x in message.layers]
+            message = msgspec.structs.replace(message, layers=tuple(layers))
+        for rank in group.workers:
+            group.send(rank, message)
+
+    def counting(rank: int, message: Any) -> None:
+        told[type(message).__name__] += 1
+        send(rank, message)
+
+    group.transport, group.broadcast, group.send = Altered(own, what == "more"), broadcast, counting
+    began, line = time.perf_counter(), None
+    try:
+        llm = LLM(source(model), group=group, max_num_seqs=2, max_model_len=32, kv_slots=64)
+        llm.generate({"prompt_token_ids": PROMPTS[1]}, SamplingParams(max_tokens=4, ignore_eos=True))
+    except UserError as error:
+        if not caught:
+            raise
+        line = str(error)
+    n_runs = group.transport.n_runs
+    group.transport = own
+    del group.broadcast, group.send  # the class's own again
+    seconds = time.perf_counter() - began
+    return {"line": line, "told": dict(told), "n_runs": n_runs, "n_steps": group.n_steps, "s": seconds}
+
+
+def hold(step: int, how: str, note: str) -> None:
+    """Holds up a step of this attention rank for ever, before its program is run, and notes when."""
+    from jaxlamina.ranks.attention_rank import AttentionRank
+
+    on_step = AttentionRank._on_step
+
+    def held(self: AttentionRank, message: Any) -> None:
+        if message.step == step:
+            Path(note).write_text(f"{os.getpid()} {time.monotonic()}")
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(600)
+        on_step(self, message)
+
+    AttentionRank._on_step = held  # type: ignore[method-assign]
 
 
 def overhead(group: Any, model: str, batch: int = 8, context: int = 64, n_steps: int = 30) -> dict[str, Any]:
@@ -155,17 +246,21 @@ def overhead(group: Any, model: str, batch: int = 8, context: int = 64, n_steps:
     return {name: 1e3 * float(np.median(found)) / n for name, found in times.items()}
 
 
+SCENARIOS = {f.__name__: f for f in (greedy, branches, moves, refused, mismatch, overhead)}
+
+
 def main() -> int:
     job = json.loads(sys.argv[1])
     cluster = Cluster.load(None, job["cluster"])
     rank = place(os.environ).rank
     if rank > 0:
+        if "hold" in job:
+            hold(**job["hold"])
         return ranks.serve(cluster, rank)
     group = ranks.join(cluster, 0)
     for name, options in job["scenarios"]:
         began = time.perf_counter()
-        run = {"greedy": greedy, "branches": branches, "moves": moves, "refused": refused, "overhead": overhead}
-        found = run[name](group, **options)
+        found = SCENARIOS[name](group, **options)
         print(json.dumps({"scenario": name, "s": round(time.perf_counter() - began, 1), **found}), flush=True)
     group.close()
     return 0

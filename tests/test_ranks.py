@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,20 @@ DEADLINE_S = 300
 TRANSPORTS = (pytest.param("mpi", marks=pytest.mark.mpi), "xla")
 
 
-def run_job(
-    transport: str, n_workers: int, scenarios: list[tuple[str, dict[str, Any]]], **cluster: Any
-) -> list[dict[str, Any]]:
-    """What rank 0 printed, a scenario each."""
+def mpi(*values: Any, slow: bool = False) -> Any:
+    """A case of a test over MPI."""
+    return pytest.param("mpi", *values, marks=[pytest.mark.mpi, *([pytest.mark.slow] if slow else [])])
+
+
+@contextmanager
+def started(
+    transport: str,
+    n_workers: int,
+    scenarios: list[tuple[str, dict[str, Any]]],
+    hold: Any = None,
+    **cluster: Any,
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A job's processes: mpirun, or each rank's own. Rank 0's output is read through the first one's pipes."""
     control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
     job = {
         "cluster": {
@@ -35,7 +49,7 @@ def run_job(
             "model_platform": "cpu", "attention_platform": "cpu", "token_block": 4, **cluster,
         },
         "scenarios": scenarios,
-    }  # fmt: skip
+    } | ({"hold": hold} if hold else {})  # fmt: skip
     n = n_workers + 1
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [*JOB, json.dumps(job)]
@@ -51,11 +65,18 @@ def run_job(
         for i, (argv, env) in enumerate(zip(ranks, places, strict=True))
     ]
     try:
-        out, err = processes[0].communicate(timeout=DEADLINE_S)
-        codes = [process.wait(timeout=30) for process in processes]
+        yield processes
     finally:
         for process in processes:
             process.kill()
+            process.wait()
+
+
+def run_job(transport: str, n_workers: int, scenarios: Any, **cluster: Any) -> list[dict[str, Any]]:
+    """What rank 0 printed, a scenario each."""
+    with started(transport, n_workers, scenarios, **cluster) as processes:
+        out, err = processes[0].communicate(timeout=DEADLINE_S)
+        codes = [process.wait(timeout=30) for process in processes]
     assert not any(codes), (codes, err[-3000:])
     found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert [x["scenario"] for x in found] == [name for name, _ in scenarios]
@@ -70,15 +91,20 @@ def check_greedy(found: dict[str, Any], n_tokens: int = 64) -> None:
     assert any(name.startswith("chunk") for name in found["programs"]), found["programs"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+SHAPES = [(1, "heads"), (2, "heads"), (2, "requests"), (2, "tokens"), (3, "requests"), (3, "tokens")]
+
+
 @pytest.mark.parametrize(
-    ("n_workers", "partition"),
-    [(1, "heads"), (2, "heads"), (2, "requests"), (2, "tokens"), (3, "requests"), (3, "tokens")],
+    ("transport", "n_workers", "partition"),
+    [*(("xla", *shape) for shape in SHAPES), *(mpi(*shape, slow=shape == (3, "tokens")) for shape in SHAPES)],
 )
 def test_ranks_give_the_unsplit_models_tokens(transport: str, n_workers: int, partition: str) -> None:
     scenarios = [("greedy", {"model": "llama"}), ("moves", {"model": "llama"})]
     if n_workers < 3:
-        scenarios += [("branches", {"model": "llama"}), ("greedy", {"model": "mistral-window"})]
+        scenarios += [
+            ("branches", {"model": "llama"}),
+            ("greedy", {"model": "mistral-window", "n_tokens": 24}),
+        ]
     found = run_job(transport, n_workers, scenarios, partition=partition)
     check_greedy(found[0])
     assert found[1]["same"], found[1]
@@ -99,6 +125,80 @@ def test_three_workers_cannot_share_two_heads() -> None:
     assert "partition='requests' or 'tokens'" in found[0]["line"]
 
 
+# --- programs that do not fit ---
+
+
+def check_mismatch(line: str, transport: str, n_workers: int, rank_0: str, rank_1: str) -> None:
+    """Both ranks, and what each would do at the first exchange that differs."""
+    if transport == "xla" and n_workers > 1:
+        does_0, does_1 = f"a collective of {rank_0}", f"a collective of {rank_1}"
+    else:
+        does_0 = rf"sends {rank_0} to rank 1 \(attention worker 0\)"
+        does_1 = rf"receives {rank_1} from rank 0 \(model worker 0\)"
+    wanted = (
+        r"the ranks' programs of prefill, batch 1, tokens \d+, context 0.* do not match, so none is run: "
+        rf"rank 0 \(model worker 0\), exchange \d+ of \d+: {does_0}, but "
+        rf"rank 1 \(attention worker 0\), exchange \d+ of \d+: {does_1}"
+    )
+    assert re.fullmatch(wanted, line), line
+
+
+@pytest.mark.parametrize(("transport", "n_workers"), [mpi(2), ("xla", 1), ("xla", 2)])
+def test_programs_that_do_not_fit_are_not_run(transport: str, n_workers: int) -> None:
+    """Nobody hangs, and the same ranks then serve a model whose programs fit."""
+    cases = [("mismatch", {"model": "llama", "what": what}) for what in ("more", "heads")]
+    then = ("greedy", {"model": "llama", "n_tokens": 8})
+    *found, last = run_job(transport, n_workers, [*cases, then], partition="requests")
+    for case in found:
+        assert case["n_runs"] == case["n_steps"] == 0
+        # Not even told of a step.
+        once = dict.fromkeys(("Setup", "Allocate", "Prepare"), n_workers)
+        assert case["told"] == once
+        assert case["s"] < 60
+    n = 16 // n_workers  # the bucket's new tokens, a worker's share of them
+    kv, own = rf"float32\[(1, )?{n}, 4, 8\]", r"float32\[(1, )?1, 4, 8\]"
+    check_mismatch(found[0]["line"], transport, n_workers, own, kv)
+    check_mismatch(found[1]["line"], transport, n_workers, kv, rf"float32\[(1, )?{n}, 8, 8\]")
+    check_greedy(last, n_tokens=8)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_job_whose_programs_do_not_fit_ends_by_itself(transport: str) -> None:
+    scenario = ("mismatch", {"model": "llama", "what": "more", "caught": False})
+    with started(transport, 1, [scenario]) as processes:
+        out, err = processes[0].communicate(timeout=DEADLINE_S)
+        codes = [process.wait(timeout=20) for process in processes]
+    assert codes[0] != 0 and "{" not in out, (codes, err[-3000:])
+    assert re.search(
+        r"UserError: the ranks' programs of prefill, .* do not match, so none is run: rank 0", err
+    ), err
+
+
+# --- a step past its deadline ---
+
+
+@pytest.mark.parametrize(("transport", "how"), [mpi("stop"), ("xla", "sleep")])
+def test_a_step_past_its_deadline_ends_rank_0_with_its_name(transport: str, how: str, tmp_path: Path) -> None:
+    """Its peer stands still (no heartbeat misses it in that time), or lives on and never runs its program."""
+    note, deadline_s = tmp_path / "held", 5
+    hold = {"step": 12, "how": how, "note": str(note)}
+    late = {"step_deadline_s": float(deadline_s), "heartbeat_s": 60.0 if how == "stop" else 5.0}
+    scenario = ("greedy", {"model": "llama", "n_tokens": 24})
+    with started(transport, 1, [scenario], hold=hold, **late) as processes:
+        _, err = processes[0].communicate(timeout=DEADLINE_S)
+        ended = time.monotonic()
+        pid, held = note.read_text().split()
+        codes = [process.wait(timeout=20) for process in processes]
+    took = ended - float(held)
+    assert deadline_s - 1 < took < deadline_s + 10, (took, err[-3000:])
+    assert codes[0] != 0 and not Path(f"/proc/{pid}/exe").exists()
+    line = (
+        r"error: rank 0 \(model worker 0\): step 12 \(decode, batch 1, context \d+[^)]*\) with "
+        rf"rank 1 \(attention worker 0\) was not done within {deadline_s} s"
+    )
+    assert re.search(rf"^{line}", err, re.MULTILINE), err
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel"])
 def test_int8_kv_on_other_ranks(kv_dtype: str) -> None:
     """Rounded by the same rule wherever it is kept: the unsplit model's tokens, whose KV is int8 too."""
@@ -106,7 +206,7 @@ def test_int8_kv_on_other_ranks(kv_dtype: str) -> None:
     check_greedy(run_job("xla", 2, scenarios)[0], n_tokens=24)
 
 
-@pytest.mark.parametrize(("transport", "n_workers"), [(TRANSPORTS[0], 1), ("xla", 3)])
+@pytest.mark.parametrize(("transport", "n_workers"), [mpi(1), pytest.param("xla", 3, marks=pytest.mark.slow)])
 def test_smollm2_over_ranks(transport: str, n_workers: int) -> None:
     found = run_job(transport, n_workers, [("greedy", {"model": "smollm2-135m-instruct"})])
     check_greedy(found[0])
