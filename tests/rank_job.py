@@ -46,13 +46,13 @@ def source(name: str) -> Any:
 
 
 def greedy(group: Any, model: str, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
-    """The same tokens as unsplit? One request after another first, so that the third finds a prefix; then together."""
+    """The same tokens as unsplit? The first prompt once before all together, so that two of them find a prefix."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     limits = {"max_num_seqs": 4, "max_model_len": 96} | options
     found = []
     llms = [LLM(source(model), group=group, **limits), LLM(source(model), split=False, **limits)]
     for llm in llms:
-        alone = llm.generate({"prompt_token_ids": PROMPTS[0]}, params)
+        alone = llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=1, ignore_eos=True))
         together = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
         found.append([o.outputs[0].token_ids for o in (*alone, *together)])
         llm.engine.check_integrity()

@@ -46,7 +46,7 @@ def started(
     job = {
         "cluster": {
             "dop": [1, n_workers], "transport": transport, "control": control, "coordinator": coordinator,
-            "model_platform": "cpu", "attention_platform": "cpu", "token_block": 4, **cluster,
+            "model_platform": "cpu", "attention_platform": "cpu", "token_block": 4, "q_first": True, **cluster,
         },
         "scenarios": scenarios,
     } | ({"hold": hold} if hold else {})  # fmt: skip
@@ -85,7 +85,7 @@ def run_job(transport: str, n_workers: int, scenarios: Any, **cluster: Any) -> l
 
 def check_greedy(found: dict[str, Any], n_tokens: int = 64) -> None:
     assert found["same"], found
-    assert found["n_tokens"] == [n_tokens] * 4
+    assert found["n_tokens"] == [1] + [n_tokens] * 3
     # The first prompt again, and the third after it, start from what is stored.
     assert found["n_prefix_hit_tokens"] >= 18 + 17
     assert any(name.startswith("chunk") for name in found["programs"]), found["programs"]
