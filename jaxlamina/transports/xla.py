@@ -44,10 +44,12 @@ class XlaTransport:
         mesh = Mesh(np.array([firsts[r] for r in range(n_ranks)]), (AXIS,))
         self._mesh, self._spec = mesh, PartitionSpec(AXIS)
         self._sharding = NamedSharding(mesh, self._spec)
-        self._sent: tuple[Any, Any] = (
-            None,
-            None,
-        )  # the last send's tie, and the array that it was taken from
+        # XLA's CPU backend carries bfloat16 as float32; on others it may carry float32 as bfloat16 where no more is
+        # wanted of it on this side, of which the other knows nothing. Bits are left as they are.
+        on_cpu = device.platform == "cpu"
+        self._bits = {jnp.dtype("bfloat16"): jnp.uint16} if on_cpu else {jnp.dtype("float32"): jnp.uint32}
+        # The last send's tie, and the array that it was taken from.
+        self._sent: tuple[Any, Any] = (None, None)
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
         # Nobody sends to this rank here, so what it gets is zeros: the tie.
@@ -134,9 +136,10 @@ class XlaTransport:
         return self._by_bits(rows, lambda x: lax.all_to_all(x, AXIS, 0, 0))
 
     def _by_bits(self, x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        if self.device.platform == "cpu" and x.dtype == jnp.bfloat16:  # or XLA would carry it as float32
-            return lax.bitcast_convert_type(exchange(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
-        return exchange(x)
+        bits = self._bits.get(x.dtype)
+        if bits is None:
+            return exchange(x)
+        return lax.bitcast_convert_type(exchange(lax.bitcast_convert_type(x, bits)), x.dtype)
 
     def _global(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         assert shape, "an array of a program has a dimension at least"
