@@ -6,7 +6,8 @@
 #   make lint                formatting, lint, types
 #   make clean               forget .venv and caches of the tools
 #
-# PYTHON=python3.12 chooses the interpreter, VENV=folder where the environment goes, TESTS="…" what pytest is given.
+# PYTHON=python3.12 chooses the interpreter, VENV=folder where the environment goes, TESTS="…" what pytest is given,
+# WORKERS=4 how many processes run tests (a file is run by one of them).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,6 +18,7 @@ PYTHON ?=
 VENV ?= .venv
 PROMPT ?= What is gravity?
 TESTS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -115,7 +117,7 @@ demo: $(STAMPS)/model
 mpi: $(STAMPS)/mpi
 
 test: $(STAMPS)/dev mpi
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 test-all: $(STAMPS)/dev mpi
 	@$(BIN)/python -m pytest -m 'not gpu and not multi_gpu' $(TESTS)

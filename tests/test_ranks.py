@@ -96,19 +96,22 @@ SHAPES = [(1, "heads"), (2, "heads"), (2, "requests"), (2, "tokens"), (3, "reque
 
 @pytest.mark.parametrize(
     ("transport", "n_workers", "partition"),
-    [*(("xla", *shape) for shape in SHAPES), *(mpi(*shape, slow=shape == (3, "tokens")) for shape in SHAPES)],
+    [*(("xla", *shape) for shape in SHAPES), *(mpi(*shape) for shape in SHAPES)],
 )
 def test_ranks_give_the_unsplit_models_tokens(transport: str, n_workers: int, partition: str) -> None:
-    scenarios = [("greedy", {"model": "llama"}), ("moves", {"model": "llama"})]
-    if n_workers < 3:
+    scenarios = [("greedy", {"model": "llama"})]
+    if (
+        transport == "xla"
+    ):  # what differs between transports is in every step; the rest is seen over one of them
+        scenarios += [("moves", {"model": "llama"})]
+    if transport == "xla" and n_workers < 3:
         scenarios += [
             ("branches", {"model": "llama"}),
             ("greedy", {"model": "mistral-window", "n_tokens": 24}),
         ]
     found = run_job(transport, n_workers, scenarios, partition=partition)
     check_greedy(found[0])
-    assert found[1]["same"], found[1]
-    for more in found[2:]:
+    for more in found[1:]:
         assert more["same"], more
 
 
