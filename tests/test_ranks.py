@@ -196,7 +196,7 @@ def test_a_step_past_its_deadline_ends_rank_0_with_its_name(transport: str, how:
     assert deadline_s - 1 < took < deadline_s + 10, (took, err[-3000:])
     assert codes[0] != 0 and not Path(f"/proc/{pid}/exe").exists()
     line = (
-        r"error: rank 0 \(model worker 0\): step 12 \(decode, batch 1, context \d+[^)]*\) with "
+        r"error: rank 0 \(model worker 0\): step 12 \(decode, batch \d+, context \d+[^)]*\) with "
         rf"rank 1 \(attention worker 0\) was not done within {deadline_s} s"
     )
     assert re.search(rf"^{line}", err, re.MULTILINE), err
