@@ -1,25 +1,13 @@
 """The environment by which a rank gets its pool's platform and a GPU of its own. To be set before JAX is imported.
 
-Pure Python on plain data, but for `n_gpus`. Knows nothing of JAX beyond JAX_PLATFORMS.
+Pure Python on plain data. Knows nothing of JAX beyond JAX_PLATFORMS.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from pathlib import Path
-
 from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
 from launch.roles import Place
-
-
-def n_gpus(environment: Mapping[str, str]) -> int:
-    """NVIDIA GPUs that a process here may use, without loading a driver."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()])
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
 
 
 def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
+from jaxlamina.gpus import n_gpus
 from launch import devices
 from launch.options import Options, parse
 from launch.processes import LAUNCHED, end_with_parent
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cluster.pools.check_world(here.n_ranks)
         who = f"error: {cluster.describe(here.rank)}: "
         _check_starter(cluster, here)
-        os.environ.update(devices.variables(cluster, here, devices.n_gpus(os.environ)))
+        os.environ.update(devices.variables(cluster, here, n_gpus(os.environ)))
         return _work(cluster, here.rank, options)
     except UserError as error:
         code, text = 2, str(error)

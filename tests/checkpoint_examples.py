@@ -12,7 +12,9 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxlamina.configs import model_config
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.weights.safetensors_io import write_safetensors
 
 LLAMA = {
     "model_type": "llama",
@@ -95,3 +97,21 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<s>", "</s>"])
     return inner
+
+
+def tiny_words_folder(folder: Path, max_position_embeddings: int) -> Path:
+    """A Hugging Face folder, and its shape as tiny.toml, of a model with two layers, random weights and 64 words."""
+    (folder / "tiny.toml").write_text(
+        'model_type = "llama"\nvocab_size = 64\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 2\n'
+        "num_attention_heads = 4\nnum_key_value_heads = 2\nrms_norm_eps = 1e-5\nrope_theta = 10000.0\n"
+        f'max_position_embeddings = {max_position_embeddings}\nhidden_act = "silu"\ntie_word_embeddings = true\n'
+    )
+    config = model_config(folder / "tiny.toml")
+    params = random_params(config, 0, "float32")
+    shapes = {name: tuple(array.shape) for name, array in params.items()}
+    write_safetensors(folder, shapes, iter(params.items()), np.dtype("float32"), 10**9)
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    return folder

@@ -210,43 +210,7 @@ def hold(step: int, how: str, note: str) -> None:
     AttentionRank._on_step = held  # type: ignore[method-assign]
 
 
-def overhead(group: Any, model: str, batch: int = 8, context: int = 64, n_steps: int = 30) -> dict[str, Any]:
-    """Milliseconds a step and layer of split over ranks, split in this process, and unsplit, by turns."""
-    from functools import partial
-
-    import jax
-
-    from jaxlamina.bench.step_bench import StepCase, shuffled_batch, timed
-    from jaxlamina.models import apply
-    from jaxlamina.ranks import RanksExecutor
-    from jaxlamina.workers import LocalExecutor, UnsplitExecutor
-    from jaxlamina.workers.workspace import LargestStep
-
-    checkpoint = source(model)
-    config, fn = checkpoint.config, partial(apply, checkpoint.config)
-    n_slots, device = batch * (context + 1), group.device
-    executors = {
-        "ranks": RanksExecutor(
-            fn, checkpoint.params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
-            largest=LargestStep(batch, context, 2),
-        ),
-        "local": LocalExecutor(
-            fn, checkpoint.params, n_slots=n_slots, model_device=device, attention_device=device
-        ),
-        "unsplit": UnsplitExecutor(fn, checkpoint.params, n_slots=n_slots, device=device),
-    }  # fmt: skip
-    step = shuffled_batch(StepCase(batch, context), n_slots, config.vocab_size)
-    times: dict[str, list[float]] = {name: [] for name in executors}
-    for executor in executors.values():
-        jax.block_until_ready(executor.decode(step))
-    for _ in range(3):
-        for name, executor in executors.items():
-            times[name].append(timed(lambda e=executor: e.decode(step), n_steps))
-    n = config.num_hidden_layers
-    return {name: 1e3 * float(np.median(found)) / n for name, found in times.items()}
-
-
-SCENARIOS = {f.__name__: f for f in (greedy, branches, moves, refused, mismatch, overhead)}
+SCENARIOS = {f.__name__: f for f in (greedy, branches, moves, refused, mismatch)}
 
 
 def main() -> int:

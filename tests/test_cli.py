@@ -8,15 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tokenizers
+from checkpoint_examples import tiny_words_folder
 
 from jaxlamina.cli.main import main
-from jaxlamina.configs import model_config
-from jaxlamina.models import random_params
 from jaxlamina.weights import demo
-from jaxlamina.weights.safetensors_io import write_safetensors
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_demo_model = pytest.mark.skipif(
@@ -52,26 +48,7 @@ def one_error(capsys, *arguments):
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
     """A Hugging Face folder of a model with two layers, random weights and 64 words."""
-    folder = tmp_path_factory.mktemp("tiny")
-    config = model_config(_tiny_toml(folder))
-    params = random_params(config, 0, "float32")
-    shapes = {name: tuple(array.shape) for name, array in params.items()}
-    write_safetensors(folder, shapes, iter(params.items()), np.dtype("float32"), 10**9)
-    (folder / "config.json").write_text(json.dumps(config.to_hf()))
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    words.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def _tiny_toml(folder):
-    path = folder / "tiny.toml"
-    path.write_text(
-        'model_type = "llama"\nvocab_size = 64\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 2\n'
-        "num_attention_heads = 4\nnum_key_value_heads = 2\nmax_position_embeddings = 32\nrms_norm_eps = 1e-5\n"
-        'rope_theta = 10000.0\nhidden_act = "silu"\ntie_word_embeddings = true\n'
-    )
-    return path
+    return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=32)
 
 
 # -- help ---------------------------------------------------------------------------------------------------------

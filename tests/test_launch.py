@@ -14,6 +14,7 @@ from jaxlamina.cli.main import main as command_line
 from jaxlamina.cluster import Cluster
 from jaxlamina.configs import configs_dir
 from jaxlamina.errors import UserError
+from jaxlamina.gpus import n_gpus
 from launch import devices
 from launch.commands import mpi_child, mpirun_argv, plain_children, rank_argv
 from launch.options import Options, parse
@@ -128,8 +129,8 @@ def test_slurm_gives_a_task_its_own_gpu():
 
 
 def test_gpus_that_are_hidden_do_not_count():
-    assert devices.n_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 2
-    assert devices.n_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert n_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 2
+    assert n_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
 
 
 # --- examples for schedulers ---

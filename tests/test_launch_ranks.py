@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -11,15 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tokenizers
+from checkpoint_examples import tiny_words_folder
 from launch_hosts import Hosts, why_no_hosts
 
-from jaxlamina.configs import model_config
-from jaxlamina.models import random_params
 from jaxlamina.weights import demo
-from jaxlamina.weights.safetensors_io import write_safetensors
 from launch.commands import OPEN_MPI
 from launch.local import free_ports
 
@@ -28,36 +23,12 @@ DEADLINE_S = 120
 STARTED: list[subprocess.Popen] = []
 MPI = pytest.param("mpi", marks=pytest.mark.mpi)
 PROMPTS = ("w1 w2 w3", "w9", "w5 w6 w7 w8 w9 w10 w11 w12 w13")
-TINY = """
-model_type = "llama"
-vocab_size = 64
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 8192
-rms_norm_eps = 1e-5
-rope_theta = 10000.0
-hidden_act = "silu"
-tie_word_embeddings = true
-"""
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A Hugging Face folder of a model with two layers, random weights and 64 words."""
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "tiny.toml").write_text(TINY)
-    config = model_config(folder / "tiny.toml")
-    params = random_params(config, 0, "float32")
-    shapes = {name: tuple(array.shape) for name, array in params.items()}
-    write_safetensors(folder, shapes, iter(params.items()), np.dtype("float32"), 10**9)
-    (folder / "config.json").write_text(json.dumps(config.to_hf()))
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    words.save(str(folder / "tokenizer.json"))
-    return folder
+    return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ DEADLINE_S = 300
 TRANSPORTS = (pytest.param("mpi", marks=pytest.mark.mpi), "xla")
 
 
-def mpi(*values: Any, slow: bool = False) -> Any:
+def mpi(*values: Any) -> Any:
     """A case of a test over MPI."""
-    return pytest.param("mpi", *values, marks=[pytest.mark.mpi, *([pytest.mark.slow] if slow else [])])
+    return pytest.param("mpi", *values, marks=pytest.mark.mpi)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ import numpy as np
 from jaxlamina.bench.exchange_ranks import RankError, Ranks, command_of
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
+from jaxlamina.gpus import n_gpus
 
 SIZES_BYTES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 # What the xla transport aims at on GPUs of one host.
@@ -114,7 +114,7 @@ def platforms(text: str) -> tuple[str, str]:
     """Rank 0's and rank 1's platform from "auto", "cpu", "cuda" or "cuda,cpu"; auto is GPUs where there are two."""
     if text == "auto":
         plugin = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
-        text = "cuda" if plugin and _n_gpus() >= 2 else "cpu"
+        text = "cuda" if plugin and n_gpus(os.environ) >= 2 else "cpu"
     parts = text.split(",")
     if len(parts) > 2 or not set(parts) <= {"cpu", "cuda"}:
         raise UserError(f"--platform {text!r} must be auto, cpu, cuda, or one for each rank: cuda,cpu")
@@ -251,13 +251,6 @@ def _copies_bytes_per_s(n_bytes: int = 64 * 2**20, passes: int = 5) -> float:
         np.copyto(to, source)
         best = max(best, n_bytes / (time.perf_counter() - began))
     return best
-
-
-def _n_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()])
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
 
 
 def size_text(n_bytes: int) -> str:

@@ -1,14 +1,14 @@
 """An attention rank's life: it is told what the model's attention is like, finds room for KV, and runs a program a step.
 
-A message is taken in while the program of the one before it runs, and its own launched behind it. Holds KV and nothing else: no weight,
-no token, no request. Which slots are whose is rank 0's affair.
+A message is taken in while the program of the one before it runs, and its own launched behind it. Holds KV and nothing
+else: no weight, no token, no request. Which slots are whose is rank 0's affair.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -81,13 +81,9 @@ class _Layers:
                 layer.window, layer.softcap, layer.kv,
             )  # fmt: skip
             of = layout.heads(whole, layer.n_query_heads)
-            specs.append(AttentionSpec(of.k, *_but_first(whole)))
+            specs.append(replace(whole, n_kv_heads=of.k))
             heads.append(of.n)
         return cls(specs, heads, layout)
-
-
-def _but_first(spec: AttentionSpec) -> tuple[Any, ...]:
-    return spec.head_dim, spec.dtype, spec.scale, spec.window, spec.softcap, spec.kv
 
 
 class AttentionRank:

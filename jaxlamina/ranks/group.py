@@ -26,15 +26,14 @@ from jaxlamina.control.channel import ControlServer
 from jaxlamina.control.messages import Message, StepShape
 from jaxlamina.control.watchdog import Watchdog
 from jaxlamina.errors import UserError
+from jaxlamina.gpus import visible_gpus
 from jaxlamina.transports import Transport, open_transport
 
 FAILED = 3  # the exit code of a rank that ends because it or another one failed
 # Programs are compiled on all ranks at once; the largest models take minutes.
 PREPARE_DEADLINE_S = 900.0
 _SHUTDOWN_S = 10  # for ranks to leave jax.distributed together
-_SAY_FIRST_S = (
-    1.0  # news of a rank that has gone comes before its partners' programs fail of it, given this much time
-)
+_SAY_FIRST_S = 1.0  # given to news of a rank that has gone, to come before its partners' programs fail of it
 
 M = TypeVar("M")
 
@@ -192,9 +191,7 @@ def join(cluster: Cluster, rank: int) -> Group:
         group.leave_because(f"{cluster.describe(0)}: {first_line(error)}")
         raise
     _current = group
-    atexit.register(
-        group.close
-    )  # a program that ends without it, by an exception say, lets the others go too
+    atexit.register(group.close)  # a program that ends without it lets the others go too
     return group
 
 
@@ -235,12 +232,11 @@ def leave(cluster: Cluster) -> None:
 
 def take_gpu(index: int) -> None:
     """Leaves this process the one GPU, before CUDA is first used: a device must have the number 0 of a lone process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    names = visible_gpus(os.environ)
+    if names is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(index)
-        return
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    os.environ["CUDA_VISIBLE_DEVICES"] = names[index] if index < len(names) else ""
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[index] if index < len(names) else ""
 
 
 def local_index(environment: Mapping[str, str]) -> int:

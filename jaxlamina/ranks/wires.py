@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxlamina.workers.attention_pool import spread_rows
+from jaxlamina.workers.attention_worker import Partial
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import combine, token_partial
-
-Partial = tuple[jax.Array, jax.Array]  # out float32 [B, T, N, H], lse float32 [B, T, N]
 
 
 class Sizes(NamedTuple):
@@ -142,17 +142,9 @@ class PlacedWire:
 
     def partial(self, packed: Sequence[jax.Array]) -> Partial:
         parts = [
-            _spread(*unpack_partial(p), spread) for p, spread in zip(packed, self.at.spread, strict=True)
+            spread_rows(*unpack_partial(p), spread) for p, spread in zip(packed, self.at.spread, strict=True)
         ]
         return combine(*zip(*parts, strict=True))
-
-
-def _spread(out: jax.Array, lse: jax.Array, spread: jax.Array) -> Partial:
-    """A worker's rows ``[R, ...]`` as the batch's ``[B, ...]``: empty partials for rows that it has not."""
-    return (
-        out.at[spread].get(mode="fill", fill_value=0.0),
-        lse.at[spread].get(mode="fill", fill_value=-jnp.inf),
-    )
 
 
 def with_own(stored: Partial, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -100,24 +100,14 @@ def open_transport(name: str, rank: int, n_ranks: int, device: jax.Device) -> Tr
     raise UserError(f"transport={name!r} must be one of {', '.join(TRANSPORTS)}")
 
 
-def scalar_of(x: jax.Array) -> jax.Array:
-    """One element of ``x``, to depend on all of it."""
-    return lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
-
-
 def zero_after(x: jax.Array) -> jax.Array:
     """A float32 0 that depends on ``x``, whatever is in it; XLA cannot tell that it is 0.
 
     (``x * 0`` would be NaN for NaN, and a choice between two zeros is folded into 0.)
     """
-    bits = lax.bitcast_convert_type(scalar_of(x).astype(jnp.float32), jnp.uint32)
+    element = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
+    bits = lax.bitcast_convert_type(element.astype(jnp.float32), jnp.uint32)
     return lax.shift_right_logical(lax.population_count(bits), jnp.uint32(6)).astype(jnp.float32)
-
-
-def after_all(*xs: jax.Array | None) -> jax.Array | None:
-    """A float32 0 that depends on each of ``xs``; None if there are none."""
-    found = [zero_after(x) for x in xs if x is not None]
-    return sum(found[1:], found[0]) if found else None
 
 
 def tied(x: jax.Array, after: jax.Array | None) -> jax.Array:

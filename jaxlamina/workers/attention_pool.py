@@ -214,7 +214,7 @@ class PlacedPool:
         self._indices: list[tuple[jax.Array, ...]] = []  # rows, spread, new: on the model's device
         self._pick_rows = jax.jit(lambda x, rows: x[rows])
         self._pick_tokens = jax.jit(lambda x, new: x.reshape(-1, *x.shape[2:])[new])
-        self._spread = jax.jit(_spread)
+        self._spread = jax.jit(spread_rows)
         self._nothing = jax.jit(_nothing)
         self._join = jax.jit(combine)
         finish = {spec: _jit_finish(spec, model_device) for spec in dict.fromkeys(specs)}
@@ -353,7 +353,7 @@ def _nothing(q: jax.Array) -> Partial:
     return jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
 
 
-def _spread(out: jax.Array, lse: jax.Array, spread: jax.Array) -> Partial:
+def spread_rows(out: jax.Array, lse: jax.Array, spread: jax.Array) -> Partial:
     """A worker's rows ``[R, ...]`` as the batch's ``[B, ...]``: empty partials for rows that it has not."""
     return (
         out.at[spread].get(mode="fill", fill_value=0.0),

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.errors import UserError
+from jaxlamina.transports import zero_after
 from jaxlamina.workers import capacity
 from jaxlamina.workers.attention_pool import attention_pool
 from jaxlamina.workers.attention_worker import Partial, attention_workspace_bytes
@@ -205,8 +205,3 @@ class LocalExecutor:
         if device == self.model.device:
             found += self.model.workspace_bytes(largest)
         return found
-
-
-def zero_after(q: jax.Array) -> jax.Array:
-    """A float32 0 that depends on ``q``, whatever is in it (NaN × 0 would be NaN)."""
-    return jnp.where(jnp.isnan(q.reshape(-1)[0]), 0.0, 0.0).astype(jnp.float32)
