@@ -123,6 +123,15 @@ def tpu_races_found() -> bool:
     return races is not None and bool(races.races_found)
 
 
+def transposed_ref(ref: Any) -> Any:
+    """A two-dimensional reference in a Mosaic GPU kernel with its axes exchanged."""
+    if hasattr(ref, "transpose"):
+        return ref.transpose((1, 0))
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.transpose_ref(ref, (1, 0))
+
+
 def lowered_for_tpu(jitted: Any, *args: Any) -> str:
     """The StableHLO of a jitted function for a TPU v5e, on a machine that has none."""
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")

@@ -29,6 +29,7 @@ from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.streamed import with_streamed_products
 from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitModel, SplitReport
 
@@ -165,7 +166,8 @@ class RanksExecutor:
         traced = ModelProgram(self.group.transport, self.layout, split, self.specs, shape)
         args = _lifted(weights), inputs_of(shape), indices_of(self.layout, shape)
         try:
-            program = self.group.transport.compile(_with_lifted(traced.step, weights), *args)
+            step = with_streamed_products(_with_lifted(traced.step, weights), self.device)
+            program = self.group.transport.compile(step, *args)
         finally:  # the others' answers are taken in whatever happens here, or they would be taken for the next ones
             answers = [
                 self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in self.group.workers

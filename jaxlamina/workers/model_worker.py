@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxlamina.workers.attention_worker import Partial
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.streamed import with_streamed_products
 from jaxlamina.workers.workspace import LargestStep, ints, program_bytes, shapes, tree_bytes
 from pallas_kernels import causal_attention, causal_partial, combine
 from splitter import SplitModel, Traced, split, trace
@@ -137,7 +138,8 @@ class ModelWorker:
             self._programs.compiled(f"last slice, {what}")
             return last.final(weights, context, attention_out)[:, -1]
 
-        return BoundModel(model.first_context, tuple(slices), jax.jit(final), self._weights(model, model.n))
+        final = jax.jit(with_streamed_products(final, self.device))
+        return BoundModel(model.first_context, tuple(slices), final, self._weights(model, model.n))
 
     def _weights(self, model: SplitModel, i: int) -> Weights:
         return tuple(jnp.asarray(w) for w in model.slice_params(i, self.params))
@@ -158,7 +160,7 @@ class ModelWorker:
             self._programs.compiled(f"slice from q on, {what}")
             return program.kv_part(weights, rest, tie)
 
-        return jax.jit(whole), jax.jit(q_part), jax.jit(kv_part)
+        return tuple(jax.jit(with_streamed_products(f, self.device)) for f in (whole, q_part, kv_part))
 
     def _jit_prefill(
         self, program: SliceProgram, spec: AttentionSpec, what: str
