@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jaxlamina.bench.split_bench import with_layers
 from jaxlamina.configs import model_config
 from jaxlamina.models import abstract_params, apply, random_params
+from jaxlamina.workers import DecodeBatch, UnsplitExecutor, streamed, unsplit
 from jaxlamina.workers.streamed import products, streams_products, with_streamed_products
 from pallas_kernels import compat
 from pallas_kernels.products import (
@@ -159,19 +160,28 @@ def test_elsewhere_the_function_is_the_function():
 class TestStepOnHopper:
     pytestmark = needs_hopper
 
-    def test_logits_of_a_step(self):
+    def test_logits_of_a_step(self, monkeypatch):
         """A narrow model's step, by streamed products and by XLA's, against float32."""
         config = replace(
             with_layers(model_config("llama-3-8b"), 2),
             hidden_size=2048, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4, vocab_size=8192,
         )  # fmt: skip
-        params = random_params(config, 0, "float32")
-        halves = {name: array.astype(BF16) for name, array in params.items()}
-        tokens = jnp.arange(64, dtype=jnp.int32)[:, None]
-        step = partial(apply, config)
-        args = halves, tokens, jnp.zeros_like(tokens)
-        assert len(products(compat.open_jaxpr(jax.make_jaxpr(step)(*args))[0])) == 9
-        want = np.asarray(jax.jit(step)({n: a.astype(jnp.float32) for n, a in halves.items()}, *args[1:]))
-        xla = np.asarray(jax.jit(step)(*args))
-        got = np.asarray(jax.jit(with_streamed_products(step, jax.devices()[0]))(*args))
+        halves = {n: a.astype(BF16) for n, a in random_params(config, 0, "float32").items()}
+        rows = np.arange(64, dtype=np.int32)
+        batch = DecodeBatch(rows[:, None], 0 * rows[:, None], rows[:, None], 0 * rows, rows)
+
+        def logits(params):
+            executor = UnsplitExecutor(partial(apply, config), params, n_slots=64, device=jax.devices()[0])
+            return np.asarray(executor.decode(batch))
+
+        want = logits({n: a.astype(jnp.float32) for n, a in halves.items()})
+        calls = []
+        monkeypatch.setattr(
+            streamed, "stream_products", lambda *a, **k: calls.append(a) or stream_products(*a, **k)
+        )
+        got = logits(halves)
+        assert len(calls) == 9
+        monkeypatch.setattr(unsplit, "with_streamed_products", lambda function, device: function)
+        xla = logits(halves)
+        assert len(calls) == 9
         assert np.abs(got - want).max() < 1.5 * np.abs(xla - want).max()

@@ -50,6 +50,8 @@ class XlaTransport:
         self._bits = {jnp.dtype("bfloat16"): jnp.uint16} if on_cpu else {jnp.dtype("float32"): jnp.uint32}
         # The last send's tie, and the array that it was taken from.
         self._sent: tuple[Any, Any] = (None, None)
+        # A 0 that XLA cannot know to be one, of the program that is being traced.
+        self._unknown_zero: jax.Array | None = None
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
         # Nobody sends to this rank here, so what it gets is zeros: the tie.
@@ -105,7 +107,10 @@ class XlaTransport:
 
         Where there is an array of the right kind already, it is that one, and nothing has to be filled."""
         if after is None:
-            return jnp.zeros(like.shape, like.dtype)
+            # Not a constant: every rank running one program, an all-to-all of one constant is that constant, and XLA for
+            # GPUs takes the exchange away.
+            zero = self._unknown_zero
+            return jnp.broadcast_to(jnp.int32(0) if zero is None else zero, like.shape).astype(like.dtype)
         tie, result = self._sent
         for known in (result if after is tie else None, after):
             if known is not None and (known.shape, known.dtype) == (like.shape, like.dtype):
@@ -115,8 +120,13 @@ class XlaTransport:
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
     ) -> XlaProgram:
+        def program(*args: Any) -> Any:
+            leaves = jax.tree.leaves(args)
+            self._unknown_zero = zero_after(leaves[-1]) if leaves else None
+            return function(*args)
+
         mapped = jax.shard_map(
-            function, mesh=self._mesh, in_specs=self._spec, out_specs=self._spec, check_vma=False
+            program, mesh=self._mesh, in_specs=self._spec, out_specs=self._spec, check_vma=False
         )
         shapes = jax.tree.map(self._shape, args)
         jitted = jax.jit(mapped, donate_argnums=tuple(donate_argnums))
