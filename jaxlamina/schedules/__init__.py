@@ -1,0 +1,30 @@
+"""Who runs what when in a decode step, as data: `make_schedule` makes it, `check` proves it, `bubbles` weighs it."""
+
+from jaxlamina.schedules.check import Bubbles, Shares, bubbles, check
+from jaxlamina.schedules.staggered import (
+    MODES,
+    AttentionRun,
+    Durations,
+    Exchange,
+    Migration,
+    Operator,
+    Schedule,
+    SliceRun,
+    make_schedule,
+)
+
+__all__ = [
+    "MODES",
+    "AttentionRun",
+    "Bubbles",
+    "Durations",
+    "Exchange",
+    "Migration",
+    "Operator",
+    "Schedule",
+    "Shares",
+    "SliceRun",
+    "bubbles",
+    "check",
+    "make_schedule",
+]

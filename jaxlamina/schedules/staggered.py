@@ -1,0 +1,347 @@
+"""The schedule of decode steps: n batches over model replicas that share one attention pool (Lamina 2025 §4.3).
+
+Everything follows from one list. A step's slices get slots in turn, slot ``s = slice * n_batches + batch``: first
+slice 0 of every batch, then slice 1 of every batch. Every replica runs its slices, and the pool its attention
+operators, in the order of their slots. Nothing ever waits for a later slot, so no durations can lock it up, and the
+order is the same whatever they are; they decide the times alone.
+
+In the rotational mode slot s falls on replica ``s mod (n - 1)``. If every slice takes t and attention t / (n - 1), slot s
+starts at ``s * t / (n - 1)``, just when that replica is done with slot ``s - (n - 1)`` and the pool with ``s - n``.
+
+Knows neither models, devices nor transports: the programs read the order, drawings and simulators the times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+Mode: TypeAlias = Literal["none", "fixed", "rotational"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long things take, in seconds (any unit will do if it is one). ``ValueError`` for what is not above 0.
+
+    The first slice has the embedding, the last one the LM head; None: as long as any other. An exchange occupies its
+    replica and the pool for ``t_exchange_s``, since one program a rank runs it in line; 0 leaves it out. Migrations
+    take no time here: they are small enough to go while attention runs (Lamina 2024 §5.1.1).
+    """
+
+    t_slice_s: float = 1.0
+    t_attention_s: float = 1.0
+    t_first_slice_s: float | None = None
+    t_last_slice_s: float | None = None
+    t_exchange_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            free = f.name == "t_exchange_s" and value == 0
+            if value is not None and not free and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{f.name}={value} must be a finite time above 0")
+
+    def of_slice(self, slice_: int, n_layers: int) -> float:
+        """How long this slice takes, of the ``n_layers + 1`` that there are."""
+        special = {0: self.t_first_slice_s, n_layers: self.t_last_slice_s}.get(slice_)
+        return self.t_slice_s if special is None else special
+
+
+class Operator(NamedTuple):
+    """One batch's attention operator of one layer: what q, k and v go to and an output comes back from."""
+
+    batch: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class SliceRun:
+    """A slice on a replica. Slice k comes before attention k; slice ``n_layers`` ends in logits."""
+
+    step: int
+    batch: int
+    slice: int
+    replica: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class AttentionRun:
+    """An attention operator on the pool, whose workers all have a share in it."""
+
+    step: int
+    batch: int
+    layer: int
+    start_s: float
+    end_s: float
+
+    @property
+    def operator(self) -> Operator:
+        return Operator(self.batch, self.layer)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One meeting of a replica and the pool: q, k and v of ``send`` go in, the output of ``receive`` comes out.
+
+    Both are there if they fall together: the replica has ended one batch's slice and next wants another batch's
+    attention, which the pool has ended by then. It starts when both sides have come and there is no waiting for a
+    message otherwise. q may go ahead of k and v (q first); it is then a part of this exchange that goes early.
+    """
+
+    step: int
+    replica: int
+    send: Operator | None
+    receive: Operator | None
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A batch's context (the residual stream) goes from one replica to the one that runs ``slice``.
+
+    It may take from ``start_s``, when ``source`` has ended the slice before, until ``end_s``, when ``target`` begins
+    this one: the time of the attention between. It must not hold up ``source``, which runs another slice by then: send
+    it without waiting, or by way of the pool: inside source's exchange after the slice before, and target's before this.
+    """
+
+    step: int
+    batch: int
+    slice: int
+    source: int
+    target: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``n_steps`` decode steps of ``n_batches`` batches. What is in a tuple is in the order in which it is run.
+
+    ``replicas[r]`` are the slices of replica r; ``attention`` and ``exchanges`` are the pool's. A replica has its
+    exchanges in the pool's order. A step is complete in itself: every step has the same order, and nothing but the
+    sampled tokens goes from one to the next, so one program a rank serves all steps.
+    """
+
+    mode: str
+    n_batches: int
+    n_replicas: int
+    n_layers: int
+    n_steps: int
+    durations: Durations
+    replicas: tuple[tuple[SliceRun, ...], ...]
+    attention: tuple[AttentionRun, ...]
+    exchanges: tuple[Exchange, ...]
+    migrations: tuple[Migration, ...]
+
+    def replica_of(self, batch: int, slice_: int) -> int:
+        """Where a slice runs. Rotational: ``(batch + slice) mod (n - 1)``; fixed: ``batch mod n_replicas``."""
+        return _replica_of(self.mode, self.n_replicas, batch, slice_)
+
+    def replica_program(self, replica: int, step: int = 0) -> tuple[SliceRun | Exchange | Migration, ...]:
+        """All that one replica does in a step, in order.
+
+        Between two slices: exchanges with the pool, the next slice's context if it comes from elsewhere, and this
+        slice's context if it goes elsewhere. In this order nothing locks up even if every message blocks both ends
+        (`check` tries it), but sending a context must not block: its target runs a slice of its own for a while yet.
+        """
+        mine = [e for e in self.exchanges if e.replica == replica and e.step == step]
+        before = {_input_of(e.receive): e for e in mine if e.receive is not None}
+        after = {e.send: e for e in mine if e.send is not None and e.receive is None}
+        moves = [m for m in self.migrations if m.step == step]
+        comes = {(m.batch, m.slice): m for m in moves if m.target == replica}
+        goes = {(m.batch, m.slice - 1): m for m in moves if m.source == replica}
+        program: list[SliceRun | Exchange | Migration] = []
+        leaving: Migration | None = None
+        for run in (run for run in self.replicas[replica] if run.step == step):
+            key = (run.batch, run.slice)
+            for item in (before.get(key), comes.get(key), leaving):
+                if item is not None:
+                    program.append(item)
+            program.append(run)
+            leaving = goes.get(key)
+            if key in after:
+                program.append(after[key])
+        return (*program, leaving) if leaving is not None else tuple(program)
+
+    def pool_program(self, step: int = 0) -> tuple[AttentionRun | Exchange, ...]:
+        """All that the pool does in a step, in order: an operator follows the exchange that brings its q, k and v."""
+        runs = {run.operator: run for run in self.attention if run.step == step}
+        program: list[AttentionRun | Exchange] = []
+        for exchange in self.exchanges:
+            if exchange.step == step:
+                program.append(exchange)
+                if exchange.send is not None:
+                    program.append(runs[exchange.send])
+        return tuple(program)
+
+
+def make_schedule(
+    mode: str,
+    n_batches: int,
+    n_layers: int,
+    durations: Durations = Durations(),
+    *,
+    n_steps: int = 1,
+    n_replicas: int | None = None,
+) -> Schedule:
+    """The schedule of ``n_steps`` decode steps of a model with ``n_layers`` attention operators.
+
+    Modes:
+
+    - ``"none"``: one batch on one replica, which waits for attention after every slice, as the pool does for it.
+    - ``"rotational"``: n batches, n - 1 replicas, slice k of batch j on replica ``(j + k) mod (n - 1)``, all counted
+      from 0 (Lamina 2025 §4.3). k counts anew in every step, so that all steps are one program. Unless ``n_layers + 1``
+      is a multiple of n - 1 replicas wait for that where steps meet.
+    - ``"fixed"``: batch j always on replica ``j mod n_replicas``, no migrations (Lamina 2024 §5.1.2). Replicas are
+      n - 1 unless given, as many as the rotation has; then replica 0 has two batches if n is above 2, sets the pace and
+      the others wait. ``n_replicas=n`` is the paper's Figure 8b. With n = 2 it is the rotation.
+
+    Times are those of list scheduling: everything starts as soon as the order, its resource and its input allow. Only
+    a step's first slice on replica r keeps the stagger, ``r * t_slice_s / n_replicas`` behind replica 0: started sooner,
+    it would end before the pool had time for it. ``ValueError`` for what cannot be.
+
+    With equal slices of t and attention of t / (n - 1), a rotation's replicas and pool never wait within a step. From a
+    step to the next it takes ``n * (n_layers + 1) + (-(n_layers + 1)) mod (n - 1)`` times t / (n - 1).
+    """
+    replicas = _n_replicas(mode, n_batches, n_replicas)
+    for name, value in (("n_layers", n_layers), ("n_steps", n_steps)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    maker = _Maker(mode, n_batches, replicas, n_layers, durations)
+    for step in range(n_steps):
+        maker.add(step)
+    return maker.schedule(n_steps)
+
+
+def _n_replicas(mode: str, n_batches: int, n_replicas: int | None) -> int:
+    if mode not in MODES:
+        raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
+    if mode == "none":
+        if n_batches != 1:
+            raise ValueError(f"{n_batches=} must be 1 with {mode=}: one batch has the model to itself")
+        allowed = range(1, 2)
+    else:
+        if n_batches < 2:
+            raise ValueError(f"{n_batches=} must be at least 2 with {mode=}; one batch alone is mode 'none'")
+        allowed = range(1, n_batches + 1) if mode == "fixed" else range(n_batches - 1, n_batches)
+    if n_replicas is None:
+        return max(1, n_batches - 1)
+    if n_replicas not in allowed:
+        within = f"{allowed[0]}" if len(allowed) == 1 else f"within 1 … {allowed[-1]}"
+        raise ValueError(f"{n_replicas=} must be {within} with {mode=} and {n_batches=}")
+    return n_replicas
+
+
+def _replica_of(mode: str, n_replicas: int, batch: int, slice_: int) -> int:
+    return (batch + slice_ if mode == "rotational" else batch) % n_replicas
+
+
+def _input_of(operator: Operator) -> tuple[int, int]:
+    """The batch and the slice that an operator's output goes to."""
+    return operator.batch, operator.layer + 1
+
+
+class _Maker:
+    """Lays slots down one after the other, in the order of the module's first lines."""
+
+    def __init__(
+        self, mode: str, n_batches: int, n_replicas: int, n_layers: int, durations: Durations
+    ) -> None:
+        self.mode, self.n_batches, self.n_replicas = mode, n_batches, n_replicas
+        self.n_layers, self.durations = n_layers, durations
+        self.runs: list[list[SliceRun]] = [[] for _ in range(n_replicas)]
+        self.attention: list[AttentionRun] = []
+        self.exchanges: list[Exchange] = []
+        self.migrations: list[Migration] = []
+        self.free_s = [0.0] * n_replicas  # when each replica is next free
+        self.pool_free_s = 0.0
+        self.ended_s = [0.0] * n_batches  # when each batch's last slice has ended
+        self.begun_s: list[float] = []  # when each replica began with this step
+        # The paper's t / (n - 1), but where attention is shorter no replica need wait that long for its turn in the pool.
+        self.stagger_s = min(durations.t_slice_s / n_replicas, durations.t_attention_s)
+
+    def add(self, step: int) -> None:
+        """One step more, slot by slot. What the pool does comes in its order: slots never look ahead."""
+        self.begun_s = []
+        for batch, slice_, replica, following in self._slots():
+            self._run(step, batch, slice_, replica)
+            send = Operator(batch, slice_) if slice_ < self.n_layers else None
+            receive = None
+            if following is not None and following[1] > 0:
+                receive = Operator(following[0], following[1] - 1)
+            if send is not None and send == receive:
+                # One batch to a replica: nothing to do while it is in attention.
+                self._exchange(step, replica, send, None)
+                self._attend(step, send)
+                self._exchange(step, replica, None, receive)
+                continue
+            # `receive` has been attended to: its slot is earlier than this one. In a rotation it was the pool's last one,
+            # so nobody waits for the two to fall together.
+            if send is not None or receive is not None:
+                self._exchange(step, replica, send, receive)
+            if send is not None:
+                self._attend(step, send)
+
+    def schedule(self, n_steps: int) -> Schedule:
+        return Schedule(
+            self.mode,
+            self.n_batches,
+            self.n_replicas,
+            self.n_layers,
+            n_steps,
+            self.durations,
+            tuple(map(tuple, self.runs)),
+            tuple(self.attention),
+            tuple(self.exchanges),
+            tuple(self.migrations),
+        )
+
+    def _slots(self) -> Iterator[tuple[int, int, int, tuple[int, int] | None]]:
+        """A step's slots: batch, slice, replica, and the batch and slice that this replica runs next in the step."""
+        order = [
+            (batch, slice_, _replica_of(self.mode, self.n_replicas, batch, slice_))
+            for slice_ in range(self.n_layers + 1)
+            for batch in range(self.n_batches)
+        ]
+        following: list[tuple[int, int] | None] = [None] * self.n_replicas
+        rows = []
+        for batch, slice_, replica in reversed(order):
+            rows.append((batch, slice_, replica, following[replica]))
+            following[replica] = (batch, slice_)
+        return reversed(rows)
+
+    def _run(self, step: int, batch: int, slice_: int, replica: int) -> None:
+        start_s = self.free_s[
+            replica
+        ]  # its attention output has come by then: an exchange frees its replica last
+        if slice_ == 0:
+            start_s = max(start_s, self.ended_s[batch])
+        if replica == len(self.begun_s):  # slots come to the replicas in turn
+            if self.begun_s:
+                start_s = max(start_s, self.begun_s[0] + replica * self.stagger_s)
+            self.begun_s.append(start_s)
+        source = _replica_of(self.mode, self.n_replicas, batch, slice_ - 1)
+        if slice_ > 0 and source != replica:
+            self.migrations.append(
+                Migration(step, batch, slice_, source, replica, self.ended_s[batch], start_s)
+            )
+        end_s = start_s + self.durations.of_slice(slice_, self.n_layers)
+        self.runs[replica].append(SliceRun(step, batch, slice_, replica, start_s, end_s))
+        self.free_s[replica] = self.ended_s[batch] = end_s
+
+    def _exchange(self, step: int, replica: int, send: Operator | None, receive: Operator | None) -> None:
+        start_s = max(self.free_s[replica], self.pool_free_s)
+        end_s = start_s + self.durations.t_exchange_s
+        self.exchanges.append(Exchange(step, replica, send, receive, start_s, end_s))
+        self.free_s[replica] = self.pool_free_s = end_s
+
+    def _attend(self, step: int, operator: Operator) -> None:
+        start_s = self.pool_free_s
+        self.pool_free_s = start_s + self.durations.t_attention_s
+        self.attention.append(AttentionRun(step, *operator, start_s, self.pool_free_s))
