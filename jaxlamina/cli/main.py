@@ -14,7 +14,7 @@ import typer
 
 from jaxlamina import __version__
 from jaxlamina.bench.cli import app as bench_app
-from jaxlamina.cli import convert, doctor, generate, launch, split
+from jaxlamina.cli import convert, doctor, generate, launch, plan, split
 from jaxlamina.errors import UserError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("split")(split.split)
 app.command("convert")(convert.convert)
 app.command("doctor")(doctor.doctor)
 app.command("launch")(launch.launch)
+app.command("plan")(plan.plan)
 app.add_typer(bench_app, name="bench")
 
 

@@ -1,0 +1,113 @@
+"""`jaxlamina plan`: how decode steps are scheduled over model replicas and the attention pool, and what waits for what.
+
+Knows how a schedule's figures look; `jaxlamina.schedules` makes, checks and draws it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxlamina.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxlamina.schedules import Bubbles, Schedule
+
+# The start leaves its mark on the first steps' times only.
+_STEPS_UNTIL_STEADY = 5
+
+
+def plan(
+    batches: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Batches in flight: 3, or 1 with --mode none.")
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, max=1000, help="Attention operators of the model.")] = 8,
+    mode: Annotated[str, typer.Option(help="rotational, fixed or none.")] = "rotational",
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Model replicas with --mode fixed, if not batches - 1.")
+    ] = None,
+    slice_ms: Annotated[float, typer.Option(help="A slice.")] = 1.0,
+    attention_ms: Annotated[float, typer.Option(help="One batch's attention in one layer.")] = 0.5,
+    first_ms: Annotated[float | None, typer.Option(help="The first slice, if not as any other.")] = None,
+    head_ms: Annotated[
+        float | None, typer.Option(help="The last slice with the LM head, if not as any other.")
+    ] = None,
+    exchange_ms: Annotated[float, typer.Option(help="An exchange of a replica and the pool.")] = 0.0,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="Decode steps in the figure.")] = 2,
+    gantt: Annotated[
+        Path | None, typer.Option(help="Draw the schedule into this file (.svg, .png, .pdf).")
+    ] = None,
+) -> None:
+    """Schedule decode steps of several batches over model replicas, and report (and draw) who waits how long."""
+    from jaxlamina.schedules import Durations, bubbles, check, make_schedule
+
+    def schedule(n_steps: int) -> Schedule:
+        made = make_schedule(mode, n_batches, layers, durations, n_steps=n_steps, n_replicas=replicas)
+        check(made)
+        return made
+
+    n_batches = batches if batches is not None else 1 if mode == "none" else 3
+    _check_times(slice=slice_ms, attention=attention_ms, first=first_ms, head=head_ms, exchange=exchange_ms)
+    durations = Durations(
+        t_slice_s=slice_ms / 1e3,
+        t_attention_s=attention_ms / 1e3,
+        t_first_slice_s=None if first_ms is None else first_ms / 1e3,
+        t_last_slice_s=None if head_ms is None else head_ms / 1e3,
+        t_exchange_s=exchange_ms / 1e3,
+    )
+    try:
+        drawn = schedule(steps)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    title = (
+        f"{mode}: {_count(n_batches, 'batch', 'batches')} over {_count(drawn.n_replicas, 'model replica')}"
+    )
+    if gantt is not None:
+        from jaxlamina.schedules import gantt as figure
+
+        figure.check(drawn, gantt)
+    _show(title, drawn, bubbles(schedule(_STEPS_UNTIL_STEADY)))
+    if gantt is not None:
+        from rich.console import Console
+
+        what = f"{title}, {_count(layers, 'layer')}, {_count(steps, 'decode step')}"
+        try:
+            figure.draw(drawn, what, gantt)
+        except OSError as error:
+            raise UserError(f"cannot write {gantt}: {error.strerror}") from None
+        Console(stderr=True).print(f"wrote {gantt}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _check_times(**times_ms: float | None) -> None:
+    """In the options' own words and units; `Durations` would name its fields."""
+    for name, value in times_ms.items():
+        least = "at least 0" if name == "exchange" else "above 0"
+        right = value is None or (0 <= value < float("inf") and (value > 0 or name == "exchange"))
+        if not right:
+            raise UserError(f"--{name}-ms {value:g} must be a finite time {least}")
+
+
+def _count(n: int, one: str, many: str = "") -> str:
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
+def _show(title: str, schedule: Schedule, waits: Bubbles) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    out: Any = Console()
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for name in ("busy", "exchanging", "idle within a step", "idle between steps"):
+        table.add_column(name, justify="right")
+    rows = [(f"replica {r}", shares) for r, shares in enumerate(waits.replicas)]
+    for name, s in (*rows, ("attention pool", waits.attention)):
+        shares = (s.busy, s.exchange, s.idle_within, s.idle_boundary)
+        table.add_row(name, *(f"{100 * share:.1f} %" for share in shares))
+    out.print(table)
+    rate = schedule.n_batches / waits.step_s
+    line = f"a decode step every {1e3 * waits.step_s:,.3f} ms, {rate:,.1f} batch steps a second"
+    out.print(line, markup=False, highlight=False, soft_wrap=True)

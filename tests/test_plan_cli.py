@@ -1,0 +1,154 @@
+"""`jaxlamina plan`: the table, the figure, and one line for what cannot be planned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from jaxlamina.cli.main import main
+from jaxlamina.schedules import Durations, gantt, make_schedule
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+def plan(capsys, *arguments):
+    """The table as {row: [percent, …]} and the line below it."""
+    assert main(["plan", *arguments]) == 0
+    *table, last = capsys.readouterr().out.strip().splitlines()
+    rows = {}
+    for line in table:
+        if line.rstrip().endswith("%"):
+            name, *_ = re.split(r"\s{2,}", line.strip())
+            rows[name] = [float(number) for number in re.findall(r"([\d.]+) %", line)]
+    return rows, last
+
+
+def test_the_table_is_about_the_steady_state(capsys):
+    # 3 batches, 9 slices of 1 ms over 2 replicas: 27 half milliseconds and one for beginning anew (test_schedules).
+    rows, last = plan(capsys)
+    assert last == "a decode step every 14.000 ms, 214.3 batch steps a second"
+    assert rows == {
+        "replica 0": [100, 0, 0, 0],
+        "replica 1": [92.9, 0, 0, 7.1],
+        "attention pool": [85.7, 0, 0, 14.3],
+    }
+    assert plan(capsys, "--steps", "1") == (rows, last)
+
+
+def test_one_batch_alone(capsys):
+    rows, last = plan(capsys, "--mode", "none", "--layers", "3", "--head-ms", "4")
+    assert last == "a decode step every 8.500 ms, 117.6 batch steps a second"
+    assert rows == {"replica 0": [82.4, 0, 17.6, 0], "attention pool": [17.6, 0, 23.5, 58.8]}
+
+
+def test_every_duration_counts(capsys):
+    base = ["--batches", "2", "--attention-ms", "1"]
+    times = [plan(capsys, *base, *more)[1].split()[4] for more in (
+        [], ["--slice-ms", "2"], ["--attention-ms", "2"], ["--first-ms", "2"], ["--head-ms", "2"],
+        ["--exchange-ms", "0.1"], ["--layers", "9"], ["--mode", "fixed", "--replicas", "2"],
+    )]  # fmt: skip
+    assert times[0] == "18.000" and "18.000" not in times[1:]
+    rows, _ = plan(capsys, *base, "--exchange-ms", "0.1")
+    assert all(row[1] > 0 for row in rows.values())
+
+
+def test_the_figure(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
+    first, again = tmp_path / "a.svg", tmp_path / "b.svg"
+    for file in (first, again):
+        assert main(["plan", "--layers", "3", "--steps", "1", "--gantt", str(file)]) == 0
+        assert f"wrote {file}" in capsys.readouterr().err.replace("\n", "")
+    assert first.read_bytes() == again.read_bytes()
+    texts = [element.text for element in ElementTree.parse(first).iter() if element.tag.endswith("text")]
+    assert "rotational: 3 batches over 2 model replicas, 3 layers, 1 decode step" in texts
+    assert {"replica 0", "replica 1", "attention pool", "ms", "idle"} <= set(texts)
+    # Each slice on its replica, each operator on the pool.
+    runs = [f"{batch}{k}" for batch in "ABC" for k in (*range(4), *range(3))]
+    heads = [f"{batch}3" for batch in "ABC"]
+    shown = [t.replace(" head", "3") for t in texts if re.fullmatch(r"[ABC](\d| head)", t)]
+    assert sorted(shown) == sorted(runs) and set(heads) <= set(shown)
+
+
+def test_the_figure_shows_every_run_in_its_place(tmp_path):
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
+    from matplotlib.axes import Axes
+
+    drawn = []
+    real = Axes.broken_barh
+
+    def spy(self, xranges, yrange, **options):
+        drawn.extend((round(yrange[0] + yrange[1] / 2), *span, options["facecolor"]) for span in xranges)
+        return real(self, xranges, yrange, **options)
+
+    schedule = make_schedule("rotational", 3, 2, Durations(2e-3, 1e-3, t_exchange_s=5e-4), n_steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Axes, "broken_barh", spy)
+        gantt.draw(schedule, "title", tmp_path / "a.png")
+    colors = [color for color, _ in gantt._COLORS]
+    rows = [*schedule.replicas, schedule.attention]
+    want = [
+        (y, 1e3 * r.start_s, 1e3 * (r.end_s - r.start_s), colors[r.batch])
+        for y, row in enumerate(rows)
+        for r in row
+    ]
+    assert sorted(bar for bar in drawn if bar[3] in colors) == sorted(want)
+    assert len([bar for bar in drawn if bar[3] == gantt._EXCHANGE]) == 2 * len(schedule.exchanges)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode", "striped"], "mode='striped' must be one of none, fixed, rotational"),
+        (["--batches", "1"], "n_batches=1 must be at least 2 with mode='rotational'"),
+        (["--mode", "none", "--batches", "3"], "n_batches=3 must be 1 with mode='none'"),
+        (["--replicas", "5"], "n_replicas=5 must be 2 with mode='rotational'"),
+        (["--slice-ms", "0"], "--slice-ms 0 must be a finite time above 0"),
+        (["--attention-ms", "nan"], "--attention-ms nan must be a finite time above 0"),
+        (["--head-ms", "-1"], "--head-ms -1 must be a finite time above 0"),
+        (["--exchange-ms", "-1"], "--exchange-ms -1 must be a finite time at least 0"),
+        (["--gantt", "x.jpeg"], "must end in .svg, .png or .pdf"),
+        (["--gantt", "/nowhere/x.svg"], "no such folder"),
+        (["--gantt", "x.svg", "--batches", "9"], "draws up to 8 batches, not 9"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, message):
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_a_file_that_cannot_be_written(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
+    folder = tmp_path / "taken.svg"
+    folder.mkdir()
+    assert main(["plan", "--gantt", str(folder)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_table_is_still_there(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    rows, _ = plan(capsys)
+    assert rows
+    assert main(["plan", "--gantt", "x.svg"]) == 2
+    assert capsys.readouterr().err == "error: --gantt needs matplotlib: pip install matplotlib\n"
+
+
+def test_planning_starts_no_jax():
+    program = (
+        "import sys; from jaxlamina.cli.main import main; assert main(['plan']) == 0; "
+        "bad = {'jax', 'flax', 'matplotlib'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, timeout=60)
