@@ -21,9 +21,9 @@ _STEPS_UNTIL_STEADY = 5
 
 def plan(
     batches: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Batches in flight: 3, or 1 with --mode none.")
+        int | None, typer.Option(min=1, max=32, help="Batches in flight: 3, or 1 with --mode none.")
     ] = None,
-    layers: Annotated[int, typer.Option(min=1, max=1000, help="Attention operators of the model.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, max=256, help="Attention operators of the model.")] = 8,
     mode: Annotated[str, typer.Option(help="rotational, fixed or none.")] = "rotational",
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Model replicas with --mode fixed, if not batches - 1.")
