@@ -45,7 +45,8 @@ class Cluster:
     - ``transport``: "mpi" (mpi4jax; any host, mixed platforms) or "xla" (jax.distributed; one platform).
     - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; ``token_block``: tokens in a row
       that one worker keeps under "tokens".
-    - ``n_batches``: staggered batches. One yet.
+    - ``n_batches``: staggered batches of a decode step: while attention is computed for one, the model worker runs
+      slices of the others. 1: none.
     - ``q_first``: send q before k and v are computed; None lets the executor choose.
     - ``control``: host:port where rank 0 listens for control messages; ``coordinator``: host:port of jax.distributed,
       which rank 0 serves too ("xla" only).
@@ -98,8 +99,6 @@ class Cluster:
     def _check_combination(self) -> None:
         if self.pools.n_model > 1:
             raise UserError(f"dop={self.dop}: there can be one model worker yet; take 1,{self.n_attention}")
-        if self.n_batches > 1:
-            raise UserError(f"n_batches={self.n_batches}: staggered batches are not there yet; take 1")
         if self.transport == "xla":
             if self.model_platform != self.attention_platform:
                 raise UserError(

@@ -69,7 +69,8 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``batch`` requests with ``tokens`` new tokens each and room for ``context`` stored ones; ``rows`` and ``new`` are
     how many requests and new tokens an attention worker serves where it does not serve all. ``q_first``: q travels
-    alone, before k and v are computed.
+    alone, before k and v are computed. ``n_batches``: the requests go as so many staggered batches of equal size, of
+    each of which ``rows`` and ``new`` are.
     """
 
     kind: Literal["decode", "prefill", "chunk"]
@@ -79,13 +80,20 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: int = 0
     new: int = 0
     q_first: bool = True
+    n_batches: int = 1
+
+    @property
+    def batch_each(self) -> int:
+        """Requests of one staggered batch."""
+        return self.batch // self.n_batches
 
     def __str__(self) -> str:
         parts = [self.kind, f"batch {self.batch}"]
         parts += [f"tokens {self.tokens}"] if self.kind != "decode" or self.tokens != 1 else []
         parts += [f"context {self.context}"]
         parts += [f"{name} {n}" for name, n in (("rows", self.rows), ("new", self.new)) if n]
-        parts += [] if self.q_first else ["q with k and v"]
+        parts += [f"in {self.n_batches} staggered"] if self.n_batches > 1 else []
+        parts += [] if self.q_first or self.n_batches > 1 else ["q with k and v"]
         return ", ".join(parts)
 
 

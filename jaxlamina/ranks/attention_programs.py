@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.control.messages import StepShape
-from jaxlamina.ranks.model_programs import Layout
+from jaxlamina.ranks.model_programs import Layout, schedule_of
 from jaxlamina.ranks.wires import HeadsOf, Sizes, pack_partial, packed_like, unpack
+from jaxlamina.schedules import AttentionRun, Operator
 from jaxlamina.transports import Transport, zero_after
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import Pool, append, combine, partial_attention, token_partial
@@ -32,6 +33,15 @@ class StepInputs(NamedTuple):
     lengths: Any  # [R]
     new_slots: Any  # [M], ≥ S for none
     q_positions: dict[int, Any]  # window -> [R, T], for tables that lost their positions
+
+    def part(self, j: int, n: int) -> StepInputs:
+        """The j-th of n staggered batches' rows and new tokens."""
+
+        def cut(x: Any) -> Any:
+            return x[j * (len(x) // n) : (j + 1) * (len(x) // n)]
+
+        queries = {window: cut(x) for window, x in self.q_positions.items()}
+        return StepInputs(cut(self.slot_table), cut(self.lengths), cut(self.new_slots), queries)
 
 
 class AttentionProgram:
@@ -57,9 +67,11 @@ class AttentionProgram:
     ) -> tuple[list[Pool], list[Pool], jax.Array]:
         """The pools with the new tokens in them, and a float32 ``[1]`` that is there when all is sent."""
         k_pools, v_pools = list(k_pools), list(v_pools)
+        if self.shape.n_batches > 1:
+            return self._staggered(k_pools, v_pools, inputs)
         last: jax.Array | None = None
-        for i, (spec, n) in enumerate(zip(self.specs, self.n_query_heads, strict=True)):
-            heads = HeadsOf(n, spec.n_kv_heads, spec.head_dim, spec.dtype)
+        for i in range(len(self.specs)):
+            heads = self._heads(i)
             if self.shape.kind == "prefill":
                 kv = self._recv(heads.kv_like(self.sizes), last)
                 k_pools[i], v_pools[i] = self._append(k_pools[i], v_pools[i], kv, inputs.new_slots)
@@ -74,8 +86,60 @@ class AttentionProgram:
     ) -> tuple[Pool, Pool, jax.Array]:
         """One layer: stored tokens are attended as soon as q is there, and only then are k and v stored: the pools are
         read and written in this order or XLA would keep two of each."""
-        spec = self.specs[i]
         q, kv = self._receive(heads, last)
+        k_pool, v_pool, answer, after = self._attend(i, k_pool, v_pool, q, kv, inputs, last)
+        b = len(self.layout.workers)
+        return k_pool, v_pool, self.t.send_part(answer, MODEL_RANK, b, after)
+
+    def _staggered(
+        self, k_pools: list[Pool], v_pools: list[Pool], inputs: StepInputs
+    ) -> tuple[list[Pool], list[Pool], jax.Array]:
+        """A decode step of n batches in turn, as the schedule has it."""
+        n, b = self.shape.n_batches, len(self.layout.workers)
+        parts = [inputs.part(j, n) for j in range(n)]
+        messages: dict[Operator, jax.Array] = {}
+        answers: dict[Operator, jax.Array] = {}
+        last: jax.Array | None = None
+        for item in schedule_of(self.shape, len(self.specs)).pool_program():
+            if isinstance(item, AttentionRun):
+                i, heads = item.layer, self._heads(item.layer)
+                message = messages.pop(item.operator)
+                q, kv = unpack(message, heads.q_like(self.sizes), heads.kv_like(self.sizes))
+                given = k_pools[i], v_pools[i], q, kv if self.sizes.new else None, parts[item.batch]
+                k_pools[i], v_pools[i], answers[item.operator], _ = self._attend(i, *given, last)
+            elif item.send is None:
+                assert item.receive is not None
+                last = self.t.send_part(answers.pop(item.receive), MODEL_RANK, b, after=last)
+            else:
+                like = self._message_like(item.send.layer)
+                if item.receive is None:
+                    last = self._recv(like, last)
+                else:
+                    last = self.t.swap_part(answers.pop(item.receive), like, MODEL_RANK, b, after=last)
+                messages[item.send] = last
+        assert last is not None, "a model without attention"
+        return k_pools, v_pools, zero_after(last).reshape(1)
+
+    def _heads(self, i: int) -> HeadsOf:
+        spec = self.specs[i]
+        return HeadsOf(self.n_query_heads[i], spec.n_kv_heads, spec.head_dim, spec.dtype)
+
+    def _message_like(self, i: int) -> jax.ShapeDtypeStruct:
+        heads = self._heads(i)
+        return packed_like(heads.q_like(self.sizes), heads.kv_like(self.sizes))
+
+    def _attend(
+        self,
+        i: int,
+        k_pool: Pool,
+        v_pool: Pool,
+        q: jax.Array,
+        kv: jax.Array | None,
+        inputs: StepInputs,
+        last: jax.Array | None,
+    ) -> tuple[Pool, Pool, jax.Array, jax.Array | None]:
+        """The pools with the new tokens, the answer, and what else must be there before it is sent."""
+        spec = self.specs[i]
         q_positions = None if spec.window is None else inputs.q_positions.get(spec.window)
         table = inputs.slot_table
         if last is not None and self._gathers:
@@ -92,8 +156,7 @@ class AttentionProgram:
             answer, after = combine([out, own[0]], [lse, own[1]])[0].astype(q.dtype), None
         else:
             answer, after = pack_partial(out, lse), kv
-        b = len(self.layout.workers)
-        return k_pool, v_pool, self.t.send_part(answer, MODEL_RANK, b, after)
+        return k_pool, v_pool, answer, after
 
     def _receive(self, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         q_like, kv_like = heads.q_like(self.sizes), heads.kv_like(self.sizes)
@@ -124,14 +187,14 @@ def _stored_of(spec: AttentionSpec) -> Any:
 def step_inputs_of(layout: Layout, shape: StepShape, specs: Sequence[AttentionSpec]) -> StepInputs:
     """The shapes of ``AttentionProgram.step``'s inputs."""
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    sizes = layout.sizes(shape)
+    sizes, n = layout.sizes(shape), shape.n_batches
     windows = sorted({spec.window for spec in specs if spec.window is not None})
     queries: dict[int, Any] = (
-        {} if layout.by_heads else {w: ints((sizes.rows, sizes.tokens)) for w in windows}
+        {} if layout.by_heads else {w: ints((n * sizes.rows, sizes.tokens)) for w in windows}
     )
     return StepInputs(
-        ints((sizes.rows, shape.context)),
-        ints((sizes.rows,)),
-        ints((sizes.new,)),
+        ints((n * sizes.rows, shape.context)),
+        ints((n * sizes.rows,)),
+        ints((n * sizes.new,)),
         queries,
     )

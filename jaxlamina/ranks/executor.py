@@ -41,7 +41,8 @@ class RanksExecutor:
     - ``kv_slots``: tokens whose KV is kept; None: as many as fit, between ``least_slots`` and ``most_slots``.
     - ``kv_dtype``, ``n_host_slots``, ``calibration_tokens``, ``largest``: as of `LocalExecutor`.
 
-    ``q_first``, an attribute: whether steps from now on send q before k and v are computed.
+    Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``n_batches``, as how
+    many staggered batches a decode step runs (Lamina 2025 §4.3), where its rows can be cut so; q goes with k and v there.
 
     ``UserError`` for what cannot be; a rank that fails ends this process (`jaxlamina.ranks.group.Failing`).
     """
@@ -70,6 +71,7 @@ class RanksExecutor:
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
         self.layout = Layout(group.workers, cluster.partition)
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
+        self.n_batches = cluster.n_batches
         scales = None
         if kv_dtype == "int8-channel":
             known = model, self.model.params, self.specs, calibration_tokens
@@ -136,7 +138,8 @@ class RanksExecutor:
         self, kind: str, batch: DecodeBatch | PrefillBatch, inputs: tuple[np.ndarray, ...]
     ) -> jax.Array:
         self._check_current()
-        shape, arrays, at = self.pool.plan(kind, batch, self.q_first)
+        n_batches = self._n_batches_of(kind, len(batch.tokens))
+        shape, arrays, at = self.pool.plan(kind, batch, self.q_first, n_batches)
         program, weights = self._prepared(shape)
         ticket = self.group.begin_step(shape)
         self.group.owed = f"step {self.group.n_steps} ({shape})"
@@ -147,6 +150,10 @@ class RanksExecutor:
         self.group.owed = None
         self.group.watch.until(ticket, logits)
         return logits
+
+    def _n_batches_of(self, kind: str, batch: int) -> int:
+        """Staggered batches of a step: ``n_batches`` where that leaves equal ones, of a row at least, to a decode."""
+        return self.n_batches if kind == "decode" and batch % self.n_batches == 0 else 1
 
     def _check_current(self) -> None:
         if self._epoch != self.group.epoch:
@@ -160,7 +167,7 @@ class RanksExecutor:
             return self._programs[shape]
         began = time.perf_counter()
         self.group.broadcast(m.Prepare(shape))
-        split = self.model.split(shape.batch, shape.tokens)
+        split = self.model.split(shape.batch_each, shape.tokens)
         weights = tuple(self._bound(split, i) for i in range(split.n + 1))
         self.programs.compiled(str(shape))
         traced = ModelProgram(self.group.transport, self.layout, split, self.specs, shape)

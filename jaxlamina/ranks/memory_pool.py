@@ -46,27 +46,46 @@ class RemotePool:
         self._host_worker = np.full(n_host_slots, -1, np.int32)
 
     def plan(
-        self, kind: Any, batch: DecodeBatch | PrefillBatch, q_first: bool
+        self, kind: Any, batch: DecodeBatch | PrefillBatch, q_first: bool, n_batches: int = 1
     ) -> tuple[m.StepShape, list[Arrays], PlacedIndices | None]:
-        """(bucket, what each attention rank is told, what the model rank's program needs to cut its rows)."""
+        """(bucket, what each attention rank is told, what the model rank's program needs to cut its rows).
+
+        Of n staggered batches the j-th has rows j, j + n, …; what is told of them is batch after batch.
+        """
         b, t = batch.tokens.shape
         new_slots = batch.new_slots[:, None] if isinstance(batch, DecodeBatch) else batch.slots
         q_first = q_first or kind == "prefill"  # where q does not travel at all
         if self.placement is None:
-            shape = m.StepShape(kind, b, t, batch.slot_table.shape[1], q_first=q_first)
-            told = _told(batch.slot_table, batch.lengths, new_slots.reshape(-1), {})
-            return shape, [told] * len(self._layout.workers), None
+            context = batch.slot_table.shape[1]
+            shape = m.StepShape(kind, b, t, context, q_first=q_first, n_batches=n_batches)
+            known = batch.slot_table, batch.lengths, new_slots
+            table, lengths, new = (np.concatenate(_staggered(x, n_batches)) for x in known)
+            return shape, [_told(table, lengths, new.reshape(-1), {})] * len(self._layout.workers), None
         place_new(
             self.placement, self._token_block, batch.slot_table, batch.lengths, batch.positions, new_slots
         )
-        plans = plan_rows(
-            self.placement, batch.slot_table, batch.lengths, batch.positions, new_slots, self._windows
+        rows = batch.slot_table, batch.lengths, batch.positions, new_slots
+        plans = [
+            plan
+            for table, lengths, positions, new in zip(*(_staggered(x, n_batches) for x in rows), strict=True)
+            for plan in plan_rows(self.placement, table, lengths, positions, new, self._windows)
+        ]
+        n_workers = len(self._layout.workers)
+        sizes = b // n_batches, batch.slot_table.shape[1], new_slots.size // n_batches
+        plans = level(plans, *sizes, n_workers=n_workers)
+        shape = m.StepShape(
+            kind,
+            b,
+            t,
+            plans[0].slot_table.shape[1],
+            len(plans[0].rows),
+            len(plans[0].new),
+            q_first,
+            n_batches,
         )
-        plans = level(plans, b, batch.slot_table.shape[1], new_slots.size)
-        at = PlacedIndices(*(np.stack([getattr(p, f) for p in plans]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
-        context = plans[0].slot_table.shape[1]
-        shape = m.StepShape(kind, b, t, context, len(plans[0].rows), len(plans[0].new), q_first)
-        return shape, [_told(p.slot_table, p.lengths, p.new_slots, p.q_positions) for p in plans], at
+        workers = [_one_after_another(plans[w::n_workers]) for w in range(n_workers)]
+        at = PlacedIndices(*(np.stack([getattr(p, f) for p in workers]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
+        return shape, [_told(p.slot_table, p.lengths, p.new_slots, p.q_positions) for p in workers], at
 
     def assume_stored(self, batch: DecodeBatch) -> None:
         """Takes it that a batch's earlier tokens were stored a row at a time: for measuring steps without a prefill."""
@@ -153,12 +172,27 @@ class RemotePool:
             raise ValueError(f"host slots {host_slots} must be within 0 … {self._n_host_slots - 1}")
 
 
-def level(plans: Sequence[RowsPlan], b: int, c: int, n_new: int) -> list[RowsPlan]:
+def _staggered(rows: np.ndarray, n: int) -> list[np.ndarray]:
+    return [rows[j::n] for j in range(n)]
+
+
+def _one_after_another(plans: Sequence[RowsPlan]) -> RowsPlan:
+    """One worker's parts of several staggered batches as one; each counts its rows from 0."""
+    fields = {
+        name: np.concatenate([getattr(p, name) for p in plans])
+        for name in RowsPlan._fields
+        if name != "q_positions"
+    }
+    queries = {w: np.concatenate([p.q_positions[w] for p in plans]) for w in plans[0].q_positions}
+    return RowsPlan(**fields, q_positions=queries)
+
+
+def level(plans: Sequence[RowsPlan], b: int, c: int, n_new: int, *, n_workers: int) -> list[RowsPlan]:
     """Workers' parts, all padded to the same rows, stored tokens a row and new tokens, of sizes that are few (`quarters`).
 
-    ``b``, ``c``, ``n_new``: of the batch: its rows, width of its slot table, and new tokens.
+    ``b``, ``c``, ``n_new``: of a batch: its rows, width of its slot table, and new tokens.
     """
-    n = len(plans)
+    n = n_workers
     r = quarters(max(len(p.rows) for p in plans), b, n)
     c = quarters(max(p.slot_table.shape[1] for p in plans), c, n)
     new = quarters(max(len(p.new) for p in plans), n_new, n)

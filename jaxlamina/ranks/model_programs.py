@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jaxlamina.ranks.wires import (
     pack,
     with_own,
 )
+from jaxlamina.schedules import Exchange, Operator, Schedule, SliceRun, make_schedule
 from jaxlamina.transports import Transport
 from jaxlamina.workers.model_worker import Context, combined
 from jaxlamina.workers.spec import AttentionSpec
@@ -47,8 +48,9 @@ class Layout:
         return self.partition == "heads" or len(self.workers) == 1
 
     def sizes(self, shape: StepShape) -> Sizes:
+        """Of one staggered batch, which a step of one batch is too."""
         if self.by_heads:
-            return Sizes(shape.batch, shape.batch * shape.tokens, shape.tokens)
+            return Sizes(shape.batch_each, shape.batch_each * shape.tokens, shape.tokens)
         return Sizes(shape.rows, shape.new, shape.tokens)
 
     def heads(self, spec: AttentionSpec, n_query_heads: int) -> HeadsOf:
@@ -57,8 +59,14 @@ class Layout:
         return HeadsOf(n_query_heads // b, spec.n_kv_heads // b, spec.head_dim, spec.dtype)
 
 
+@cache
+def schedule_of(shape: StepShape, n_layers: int) -> Schedule:
+    """The order of a step of several staggered batches, of which both kinds of rank make their programs."""
+    return make_schedule("fixed", shape.n_batches, n_layers, n_replicas=1)
+
+
 class ModelProgram:
-    """Traces one bucket's step. ``step`` is the function to compile."""
+    """Traces one bucket's step. ``step`` is the function to compile; ``model`` is cut for one staggered batch."""
 
     def __init__(
         self,
@@ -81,6 +89,8 @@ class ModelProgram:
     ) -> jax.Array:
         """Logits ``[B, V]`` after each row's last token. ``inputs``: tokens and positions ``[B, T]``, and for more than
         one token a row ``logits_at [B]``."""
+        if self.shape.n_batches > 1:
+            return self._staggered(weights, inputs, at)
         wire = HeadsWire(len(self.layout.workers)) if at is None else PlacedWire(at)
         context = self.model.first_context(*inputs)
         out, context, tie = self._run(wire, weights, context)
@@ -100,6 +110,72 @@ class ModelProgram:
                 answers = self._partials(i, tie)
                 out = with_own(wire.partial(answers), q, k, v, spec)
         return out, context, None
+
+    def _staggered(
+        self,
+        weights: Sequence[tuple[jax.Array, ...]],
+        inputs: tuple[jax.Array, ...],
+        at: PlacedIndices | None,
+    ) -> jax.Array:
+        """A decode step as n batches in turn, as the schedule has it: while attention is computed for one, slices run for
+        the others. q goes with k and v; an answer that falls together with a message is one exchange with it."""
+        n, to = self.shape.n_batches, self.layout.workers
+        contexts = [self.model.first_context(*_part(inputs, j, n)) for j in range(n)]
+        wires = [self._wire_of(at, j) for j in range(n)]
+        sent: dict[Operator, tuple[Any, Any, Any]] = {}
+        outs: dict[Operator, Any] = {}
+        logits: dict[int, jax.Array] = {}
+        tie: Tie = None
+        for item in schedule_of(self.shape, len(self.specs)).replica_program(0):
+            if isinstance(item, SliceRun):
+                j, i = item.batch, item.slice
+                part, given = (
+                    self.model.slices[i],
+                    (weights[i], contexts[j], outs.pop(Operator(j, i - 1), None)),
+                )
+                if i == self.model.n:
+                    logits[j] = part.final(*given)[:, -1]
+                    continue
+                q, rest = part.q_part(*given)
+                k, v, contexts[j] = part.kv_part(weights[i], rest)
+                sent[Operator(j, i)] = q, k, v
+                continue
+            assert isinstance(item, Exchange)  # one replica: no context goes anywhere
+            messages = [] if item.send is None else self._messages(wires[item.send.batch], sent[item.send])
+            if item.receive is None:
+                tie = self.t.send_each(messages, to, after=tie)
+                continue
+            like = self._answer_like(item.receive.layer)
+            if messages:
+                answers = self.t.swap_each(messages, like, to, after=tie)
+            else:
+                answers = self.t.recv_each(like, to, after=tie)
+            tie = answers[-1]
+            outs[item.receive] = self._out(wires, item.receive, answers, sent.pop(item.receive))
+        return jnp.stack([logits[j] for j in range(n)], axis=1).reshape(self.shape.batch, -1)
+
+    def _messages(self, wire: Any, sent: tuple[Any, Any, Any]) -> list[jax.Array]:
+        q, k, v = sent
+        return [pack(*pair) for pair in zip(wire.q_parts(q), wire.kv_parts(k, v), strict=True)]
+
+    def _wire_of(self, at: PlacedIndices | None, j: int) -> HeadsWire | PlacedWire:
+        """Staggered batch j's."""
+        n = self.shape.n_batches
+        if at is None:
+            return HeadsWire(len(self.layout.workers))
+        return PlacedWire(PlacedIndices(*(jnp.split(x, n, axis=1)[j] for x in at)))
+
+    def _answer_like(self, i: int) -> jax.ShapeDtypeStruct:
+        heads = self._heads(i)
+        return heads.out_like(self.sizes) if self.layout.by_heads else heads.partial_like(self.sizes)
+
+    def _out(
+        self, wires: Sequence[Any], of: Operator, answers: list[jax.Array], sent: tuple[Any, Any, Any]
+    ) -> Any:
+        wire = wires[of.batch]
+        if isinstance(wire, HeadsWire):
+            return wire.whole_out(answers)
+        return with_own(wire.partial(answers), *sent, self.specs[of.layer])
 
     def _prefill(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
         """Whole prompts: their attention needs nothing that is stored, so k and v go and nothing comes."""
@@ -149,6 +225,11 @@ class ModelProgram:
         return self.layout.heads(self.specs[i], self.model.sites[i].q.shape[2])
 
 
+def _part(arrays: Sequence[jax.Array], j: int, n: int) -> list[jax.Array]:
+    """The j-th of n staggered batches' rows: every n-th, so that padding, which comes last, is shared out."""
+    return [x[j::n] for x in arrays]
+
+
 def inputs_of(shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What ``ModelProgram.step`` takes as ``inputs``."""
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -161,5 +242,6 @@ def indices_of(layout: Layout, shape: StepShape) -> PlacedIndices | None:
     if layout.by_heads:
         return None
     b = len(layout.workers)
-    sizes = ((b, shape.rows), (b, shape.batch), (b, shape.new))
+    n = shape.n_batches
+    sizes = ((b, n * shape.rows), (b, shape.batch), (b, n * shape.new))
     return PlacedIndices(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in sizes))  # type: ignore[arg-type]

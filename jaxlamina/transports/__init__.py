@@ -72,6 +72,23 @@ class Transport(Protocol):
         """What each of ``sources`` sends by ``send_part``, all alike."""
         ...
 
+    def swap_each(
+        self,
+        xs: Sequence[jax.Array],
+        like: jax.ShapeDtypeStruct,
+        with_: Sequence[int],
+        after: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        """A send and a receive that fall together, as one: ``xs[i]``, all alike, to rank ``with_[i]``, and what each of
+        them sends, an array like ``like``. They meet it by ``swap_part``."""
+        ...
+
+    def swap_part(
+        self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        """Sends ``x`` and gives what ``with_`` sends: one of the ``of`` ends of its ``swap_each``."""
+        ...
+
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
     ) -> Program:

@@ -55,10 +55,16 @@ class MpiTransport:
         return self.send_each([x], [to], after)
 
     def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
+        return self._recv(like, source, self._place(like))
+
+    def _place(self, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """An array as MPI writes one like ``like``."""
         dtype = np.dtype(like.dtype)
-        wire = dtype if dtype in _ITS_OWN else _BITS[dtype.itemsize]
-        got = self._mpi.recv(jnp.zeros(like.shape, wire), source=source, comm=self._world)
-        return got if dtype in _ITS_OWN else lax.bitcast_convert_type(got, dtype)
+        return jnp.zeros(like.shape, dtype if dtype in _ITS_OWN else _BITS[dtype.itemsize])
+
+    def _recv(self, like: jax.ShapeDtypeStruct, source: int, place: jax.Array) -> jax.Array:
+        got = self._mpi.recv(place, source=source, comm=self._world)
+        return got if np.dtype(like.dtype) in _ITS_OWN else lax.bitcast_convert_type(got, like.dtype)
 
     def send_each(
         self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
@@ -81,6 +87,25 @@ class MpiTransport:
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
     ) -> list[jax.Array]:
         return [self.recv(like, source) for source in sources]
+
+    def swap_each(
+        self,
+        xs: Sequence[jax.Array],
+        like: jax.ShapeDtypeStruct,
+        with_: Sequence[int],
+        after: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        # This end receives first and the other sends first: neither waits for the other however large messages are.
+        # And only once ``xs`` are there, since whoever waits for a message computes nothing.
+        got = [self._recv(like, rank, tied(self._place(like), xs[0])) for rank in with_]
+        self.send_each(xs, with_, after)
+        return got
+
+    def swap_part(
+        self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        self.send(x, with_, after)
+        return self.recv(like, with_)
 
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()

@@ -95,6 +95,50 @@ class XlaTransport:
         rows = self._all_to_all(self._given(every, after))
         return [rows[source] for source in sources]
 
+    def swap_each(
+        self,
+        xs: Sequence[jax.Array],
+        like: jax.ShapeDtypeStruct,
+        with_: Sequence[int],
+        after: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        rows = [self._as_sent(tied(x, after), like) for x in xs]
+        if len(rows) == 1:
+            return [self._as_got(self._permute_both(rows[0], with_[0]), xs[0].dtype, like)]
+        known, nothing = dict(zip(with_, rows, strict=True)), jnp.zeros_like(rows[0])
+        got = self._all_to_all(jnp.stack([known.get(rank, nothing) for rank in range(self.n_ranks)]))
+        return [self._as_got(got[rank], xs[0].dtype, like) for rank in with_]
+
+    def swap_part(
+        self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        row = self._as_sent(tied(x, after), like)
+        if of == 1:
+            return self._as_got(self._permute_both(row, with_), x.dtype, like)
+        nothing = jnp.zeros_like(row)
+        got = self._all_to_all(jnp.stack([row if rank == with_ else nothing for rank in range(self.n_ranks)]))
+        return self._as_got(got[with_], x.dtype, like)
+
+    def _permute_both(self, x: jax.Array, peer: int) -> jax.Array:
+        pairs = [(self.rank, peer), (peer, self.rank)]
+        return self._by_bits(x, lambda x: lax.ppermute(x, AXIS, sorted(pairs)))
+
+    def _as_sent(self, x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """``x`` as a line of the longer of the two messages, since both ends of one collective have one shape: in its own
+        dtype if that is the other's too, else as 16-bit pieces."""
+        if x.dtype != like.dtype:
+            x = lax.bitcast_convert_type(x, jnp.uint16)
+        n = max(x.size, _pieces(like, x.dtype))
+        return jnp.pad(x.reshape(-1), (0, n - x.size))
+
+    def _as_got(self, line: jax.Array, sent: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        line = line[: _pieces(like, line.dtype)]
+        if sent == like.dtype:
+            return line.reshape(like.shape)
+        n = jnp.dtype(like.dtype).itemsize // 2
+        shape = like.shape if n == 1 else (*like.shape, n)
+        return lax.bitcast_convert_type(line.reshape(shape), like.dtype)
+
     def _tie(self, result: jax.Array) -> jax.Array:
         """A 0 from what a send gave. From its bits: were it from its value, and that wanted in bfloat16 only, XLA would
         send a float32 message as bfloat16, and the receiver would not know."""
@@ -167,6 +211,11 @@ class XlaTransport:
             return x
         own = jax.device_put(x, self.device)
         return jax.make_array_from_single_device_arrays(self._global(own.shape), self._sharding, [own])
+
+
+def _pieces(like: jax.ShapeDtypeStruct, dtype: Any) -> int:
+    """How many elements of ``dtype`` an array like ``like`` is."""
+    return like.size * jnp.dtype(like.dtype).itemsize // jnp.dtype(dtype).itemsize
 
 
 class XlaProgram:
