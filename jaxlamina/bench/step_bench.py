@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxlamina.bench import kernels_bench
 from jaxlamina.buckets import Buckets
+from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.ranks import Group, RanksExecutor
 from jaxlamina.workers import DecodeBatch, LocalExecutor, UnsplitExecutor
@@ -58,6 +59,8 @@ class StepResult:
     floor_ms: float = (
         0.0  # of one device that does all: weights and KV once, at the read bandwidth of this run
     )
+    # Of staggered batches: the busier pool's, weights once a batch or each worker's KV once
+    pools_floor_ms: float | None = None
     prepare_s: float = 0.0  # tracing and compiling
     max_difference: float = 0.0  # of logits from the first way's, relative to the largest
 
@@ -75,11 +78,19 @@ def measure(
     n_rounds: int,
     unsplit: bool,
     local: bool,
+    staggered: Sequence[int] = (),
     device: jax.Device,
     on_progress: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[StepResult], float]:
     """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
-    ``local``: also the slices called one by one from Python in this process."""
+    ``local``: also the slices called one by one from Python in this process. ``staggered``: also split into so many
+    staggered batches. ``UserError`` for one that no case can be cut into."""
+    for n in staggered:
+        for case in cases:
+            if case.batch % n:
+                raise UserError(
+                    f"{case.batch} requests cannot be cut into {n} staggered batches of equal size"
+                )
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
     on_progress("weights")
@@ -101,7 +112,7 @@ def measure(
         )  # fmt: skip
     found = []
     for case in cases:
-        found += _case(config, case, executors, params, limit, n_slots, n_rounds, on_progress)
+        found += _case(config, case, executors, staggered, params, limit, n_slots, n_rounds, on_progress)
     return found, limit
 
 
@@ -109,6 +120,7 @@ def _case(
     config: ModelConfig,
     case: StepCase,
     executors: dict[str, Any],
+    staggered: Sequence[int],
     params: Any,
     limit: float,
     n_slots: int,
@@ -123,28 +135,44 @@ def _case(
     for name, executor in executors.items():
         if isinstance(executor, RanksExecutor):
             executor.pool.assume_stored(batch)
-        for way, q_first in (
-            [("split, q first", True), ("split, q with k, v", False)] if name == "split" else [(name, None)]
-        ):
+        for way, options in _ways(name, staggered).items():
             on_progress(f"{case}: compiling {way}")
-            ways[way] = partial(_decode, executor, batch, q_first)
+            ways[way] = partial(_decode, executor, batch, options)
             began = time.perf_counter()
             logits = np.asarray(ways[way]().block_until_ready(), np.float32)
             results[way] = StepResult(str(case), way, floor_ms=floor, prepare_s=time.perf_counter() - began)
+            n = options.get("n_batches", 1)
+            if n > 1:
+                of_pools = (
+                    n * weight_bytes(params),
+                    kv_bytes(config, case, params) / len(executor.group.workers),
+                )
+                results[way].pools_floor_ms = max(of_pools) / limit * 1e3
             first = logits if first is None else first
             results[way].max_difference = float(np.abs(logits - first).max() / np.abs(first).max())
-    n = {way: max(3, int(_ROUND_S / timed(step, 3))) for way, step in ways.items()}
+    turns = {way: max(3, int(_ROUND_S / timed(step, 3))) for way, step in ways.items()}
     for i in range(n_rounds):
         on_progress(f"{case}: round {i + 1} of {n_rounds}")
         for way, step in ways.items():
-            results[way].ahead_ms.append(timed(step, n[way]) * 1e3)
-            results[way].alone_ms.append(_alone(step, max(3, n[way] // 2)) * 1e3)
+            results[way].ahead_ms.append(timed(step, turns[way]) * 1e3)
+            results[way].alone_ms.append(_alone(step, max(3, turns[way] // 2)) * 1e3)
     return list(results.values())
 
 
-def _decode(executor: Any, batch: DecodeBatch, q_first: bool | None) -> jax.Array:
-    if q_first is not None:
-        executor.q_first = q_first
+def _ways(name: str, staggered: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """How an executor is asked to run a step: its attributes by the way's name."""
+    if name != "split":
+        return {name: {}}
+    whole = {
+        "split, q first": {"q_first": True, "n_batches": 1},
+        "split, q with k, v": {"q_first": False, "n_batches": 1},
+    }
+    return whole | {f"split, {n} staggered": {"n_batches": n} for n in staggered}
+
+
+def _decode(executor: Any, batch: DecodeBatch, options: dict[str, Any]) -> jax.Array:
+    for name, value in options.items():
+        setattr(executor, name, value)
     logits: jax.Array = executor.decode(batch)
     return logits
 

@@ -31,6 +31,9 @@ def step_command(
     local: Annotated[
         bool, typer.Option("--local", help="Also slice by slice from Python, on the same one device.")
     ] = False,
+    staggered: Annotated[
+        str, typer.Option(help="Also split into so many staggered batches: numbers, separated by commas.")
+    ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")
     ] = False,
@@ -49,6 +52,12 @@ def step_command(
         cases = [step_bench.StepCase.parse(text) for text in case.split(",")]
     except ValueError:
         raise UserError(f"--case {case!r} must be like 16x2048,64x4096: requests x stored tokens") from None
+    try:
+        n_batches = [int(text) for text in staggered.split(",") if text]
+    except ValueError:
+        n_batches = [0]
+    if any(n < 2 for n in n_batches):
+        raise UserError(f"--staggered {staggered!r} must be numbers of at least 2, such as 2,4")
     shape = model_config(config)
     if layers is not None:
         shape = split_bench.with_layers(shape, layers)
@@ -67,6 +76,7 @@ def step_command(
             n_rounds=rounds,
             unsplit=unsplit,
             local=local,
+            staggered=n_batches,
             device=device,
             on_progress=status.update,
         )
@@ -104,6 +114,7 @@ def _table(results: list, n_layers: int) -> Table:
         "ms",
         "of floor",
         "/ first",
+        "/ pools' floor",
         "µs a layer more",
         "one by one, ms",
         "compiled in s",
@@ -117,6 +128,7 @@ def _table(results: list, n_layers: int) -> Table:
         ms = statistics.median(r.ahead_ms)
         table.add_row(
             r.case, r.way, f"{ms:.2f}", f"{r.floor_ms / ms:.0%}", f"{ratio:.3f}",
+            "" if r.pools_floor_ms is None else f"{ms / r.pools_floor_ms:.2f}",
             f"{(ms - statistics.median(first)) / n_layers * 1e3:.0f}",
             f"{statistics.median(r.alone_ms):.2f}", f"{r.prepare_s:.1f}", f"{r.max_difference:.1e}",
         )  # fmt: skip
