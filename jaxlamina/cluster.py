@@ -41,12 +41,14 @@ _OWN = ("control",)
 class Cluster:
     """One job's ranks. Each field is a key of the TOML file; a key left out has the default.
 
-    - ``dop``: (model workers, attention workers); ranks 0 … a - 1, then b more. One model worker yet.
+    - ``dop``: (model workers, attention workers); ranks 0 … a - 1, then b more. Every model worker has the whole model.
     - ``transport``: "mpi" (mpi4jax; any host, mixed platforms) or "xla" (jax.distributed; one platform).
     - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; ``token_block``: tokens in a row
       that one worker keeps under "tokens".
     - ``n_batches``: staggered batches of a decode step: while attention is computed for one, the model worker runs
-      slices of the others. 1: none.
+      slices of the others. 1: none. At least as many as model workers.
+    - ``pipelining``: "rotational" (n batches on n - 1 model workers, a batch's slices on each in turn), "fixed" (a batch
+      stays on its model worker), or "auto": rotational where the numbers allow it.
     - ``q_first``: send q before k and v are computed; None lets the executor choose.
     - ``control``: host:port where rank 0 listens for control messages; ``coordinator``: host:port of jax.distributed,
       which rank 0 serves too ("xla" only).
@@ -63,6 +65,7 @@ class Cluster:
     partition: Literal["heads", "requests", "tokens"] = "heads"
     token_block: int = 16
     n_batches: int = 1
+    pipelining: Literal["auto", "rotational", "fixed"] = "auto"
     q_first: bool | None = None
     control: str = "127.0.0.1:29400"
     coordinator: str = "127.0.0.1:29401"
@@ -97,8 +100,7 @@ class Cluster:
         self._check_combination()
 
     def _check_combination(self) -> None:
-        if self.pools.n_model > 1:
-            raise UserError(f"dop={self.dop}: there can be one model worker yet; take 1,{self.n_attention}")
+        self._check_pipelining()
         if self.transport == "xla":
             if self.model_platform != self.attention_platform:
                 raise UserError(
@@ -108,6 +110,24 @@ class Cluster:
                 )
             if self.control == self.coordinator:
                 raise UserError(f"control and coordinator are both {self.control!r}: take two ports")
+
+    def _check_pipelining(self) -> None:
+        a, n = self.n_model, self.n_batches
+        if n < a:
+            raise UserError(
+                f"dop={self.dop} has {a} model workers for n_batches={n} staggered batches, so some would idle: take "
+                f"n_batches={a + 1}"
+            )
+        if self.pipelining == "rotational" and n != a + 1:
+            raise UserError(
+                f"pipelining='rotational' runs one batch more than there are model workers, {a + 1} for dop={self.dop}, "
+                f"not n_batches={n}"
+            )
+
+    @property
+    def pipelining_mode(self) -> Literal["rotational", "fixed"]:
+        """Which replica runs a slice of a staggered batch: see ``pipelining``."""
+        return "rotational" if self.n_batches == self.n_model + 1 and self.pipelining != "fixed" else "fixed"
 
     @classmethod
     def load(cls, path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Cluster:

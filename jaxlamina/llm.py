@@ -163,7 +163,7 @@ class LLM:
 
             del kv["n_slots"]
             bounds: dict[str, Any] = {"kv_slots": kv_slots, "most_slots": most, "least_slots": least}
-            self.executor = RanksExecutor(fn, params, group=group, **bounds, **kv)
+            self.executor = RanksExecutor(fn, params, group=group, config=self.config, **bounds, **kv)
             specs = self.executor.specs
         elif split:
             self.executor = LocalExecutor(

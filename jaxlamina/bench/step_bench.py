@@ -108,7 +108,7 @@ def measure(
     if group is not None:
         executors["split"] = RanksExecutor(
             fn, params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
-            largest=LargestStep(*most, 2), kv_dtype=group.cluster.kv_dtype,
+            largest=LargestStep(*most, 2), kv_dtype=group.cluster.kv_dtype, config=config,
         )  # fmt: skip
     found = []
     for case in cases:

@@ -174,6 +174,19 @@ class Setup(_Message, frozen=True):
     channel_scales: tuple[tuple[Array | None, Array | None], ...] | None = None
 
 
+class SetupModel(_Message, frozen=True):
+    """To a model rank other than rank 0, whose weights rank 0 then sends by the transport: the model (`config`, as of
+    Hugging Face), the dtype of weights, and how KV is kept. It answers ModelReady."""
+
+    config: dict[str, Any]
+    dtype: str
+    kv_dtype: str
+
+
+class ModelReady(_Message, frozen=True):
+    pass
+
+
 class SlotsFound(_Message, frozen=True):
     n_slots: int
 
@@ -284,6 +297,8 @@ Message = (
     | Welcome
     | Refused
     | Setup
+    | SetupModel
+    | ModelReady
     | SlotsFound
     | Allocate
     | Allocated

@@ -44,9 +44,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
-    def begin(self, what: str) -> int:
-        """A ticket for ``what``, as in "step 12 (decode, batch 8, context 256)"."""
-        job = _Job(what, self._now() + self.deadline_s)
+    def begin(self, what: str, deadline_s: float | None = None) -> int:
+        """A ticket for ``what``, as in "step 12 (decode, batch 8, context 256)"; ``deadline_s``: another than usual."""
+        job = _Job(what, self._now() + (deadline_s or self.deadline_s))
         with self._lock:
             ticket = next(self._tickets)
             self._jobs[ticket] = job

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.control.messages import StepShape
-from jaxlamina.ranks.model_programs import Layout, schedule_of
+from jaxlamina.ranks.layout import Layout, schedule_of
 from jaxlamina.ranks.wires import HeadsOf, Sizes, pack_partial, packed_like, unpack
 from jaxlamina.schedules import AttentionRun, Operator
 from jaxlamina.transports import Transport, zero_after
@@ -100,7 +100,7 @@ class AttentionProgram:
         messages: dict[Operator, jax.Array] = {}
         answers: dict[Operator, jax.Array] = {}
         last: jax.Array | None = None
-        for item in schedule_of(self.shape, len(self.specs)).pool_program():
+        for item in schedule_of(self.layout, self.shape, len(self.specs)).pool_program():
             if isinstance(item, AttentionRun):
                 i, heads = item.layer, self._heads(item.layer)
                 message = messages.pop(item.operator)
@@ -109,13 +109,13 @@ class AttentionProgram:
                 k_pools[i], v_pools[i], answers[item.operator], _ = self._attend(i, *given, last)
             elif item.send is None:
                 assert item.receive is not None
-                last = self.t.send_part(answers.pop(item.receive), MODEL_RANK, b, after=last)
+                last = self.t.send_part(answers.pop(item.receive), item.replica, b, after=last)
             else:
                 like = self._message_like(item.send.layer)
                 if item.receive is None:
-                    last = self._recv(like, last)
+                    last = self.t.recv_part(like, item.replica, b, after=last)
                 else:
-                    last = self.t.swap_part(answers.pop(item.receive), like, MODEL_RANK, b, after=last)
+                    last = self.t.swap_part(answers.pop(item.receive), like, item.replica, b, after=last)
                 messages[item.send] = last
         assert last is not None, "a model without attention"
         return k_pools, v_pools, zero_after(last).reshape(1)

@@ -22,7 +22,8 @@ from jaxlamina.control.channel import ControlClient, hello_of
 from jaxlamina.errors import UserError
 from jaxlamina.ranks.attention_programs import AttentionProgram, StepInputs, step_inputs_of
 from jaxlamina.ranks.group import FAILED, Failing, Watch, first_line, leave, start_jax, versions
-from jaxlamina.ranks.model_programs import Layout
+from jaxlamina.ranks.layout import Layout, layout_of
+from jaxlamina.ranks.model_rank import ModelRank
 from jaxlamina.transports import Program, Transport, open_transport
 from jaxlamina.workers.attention_worker import attention_workspace_bytes
 from jaxlamina.workers.capacity import is_accelerator, slots_that_fit
@@ -32,7 +33,7 @@ from jaxlamina.workers.workspace import LargestStep
 
 
 def serve(cluster: Cluster, rank: int) -> int:
-    """An attention rank until rank 0 says goodbye. Its exit code; what went wrong is one line on stderr."""
+    """A rank that is not rank 0, until that says goodbye. Its exit code; what went wrong is one line on stderr."""
     failing = Failing(cluster, rank)
     client: ControlClient | None = None
     try:
@@ -51,7 +52,8 @@ def serve(cluster: Cluster, rank: int) -> int:
         device = device_of()
         transport = open_transport(cluster.transport, rank, cluster.n_ranks, device)
         watch = Watch(cluster.step_deadline_s, failing.of_own)
-        AttentionRank(cluster, rank, transport, client, watch).run()
+        role = ModelRank if rank < cluster.n_model else AttentionRank
+        role(cluster, rank, transport, client, watch).run()
         failing.over = True
         client.close()
         leave(cluster)
@@ -72,8 +74,7 @@ class _Layers:
     layout: Layout
 
     @classmethod
-    def of(cls, setup: m.Setup, workers: tuple[int, ...]) -> _Layers:
-        layout = Layout(workers, setup.partition)
+    def of(cls, setup: m.Setup, layout: Layout) -> _Layers:
         specs, heads = [], []
         for layer in setup.layers:
             whole = AttentionSpec(
@@ -132,7 +133,7 @@ class AttentionRank:
         # What there was of a model before this one goes before this one's KV comes.
         self._programs, self._kv, self._bound, self._last = {}, None, False, None
         self._epoch += 1
-        self._setup, self._layers = setup, _Layers.of(setup, self._workers)
+        self._setup, self._layers = setup, _Layers.of(setup, layout_of(self._cluster))
         self._client.send(m.SlotsFound(self._find_slots(setup, self._layers)))
 
     def _find_slots(self, setup: m.Setup, layers: _Layers) -> int:

@@ -8,7 +8,6 @@ what KV looks like is the attention ranks' affair, and how tensors travel the tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +15,12 @@ import numpy as np
 
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
+from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.memory_pool import RemotePool
-from jaxlamina.ranks.model_programs import Layout, ModelProgram, indices_of, inputs_of
-from jaxlamina.ranks.wires import PlacedIndices
+from jaxlamina.ranks.model_rank import told_replica
+from jaxlamina.ranks.model_side import ModelSide, send_parameters
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
@@ -29,9 +30,8 @@ from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
-from jaxlamina.workers.streamed import with_streamed_products
 from jaxlamina.workers.workspace import LargestStep
-from splitter import SplitModel, SplitReport
+from splitter import SplitReport
 
 
 class RanksExecutor:
@@ -39,10 +39,11 @@ class RanksExecutor:
 
     - ``group``: as `jaxlamina.ranks.join` gives it; its cluster says partition, transport and deadlines.
     - ``kv_slots``: tokens whose KV is kept; None: as many as fit, between ``least_slots`` and ``most_slots``.
+    - ``config``: what ``model`` is `jaxlamina.models.apply` of; other model ranks, where there are any, make theirs of it.
     - ``kv_dtype``, ``n_host_slots``, ``calibration_tokens``, ``largest``: as of `LocalExecutor`.
 
     Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``n_batches``, as how
-    many staggered batches a decode step runs (Lamina 2025 §4.3), where its rows can be cut so; q goes with k and v there.
+    many staggered batches a decode step of at least as many rows runs (Lamina 2025 §4.3); q goes with k and v there.
 
     ``UserError`` for what cannot be; a rank that fails ends this process (`jaxlamina.ranks.group.Failing`).
     """
@@ -60,6 +61,7 @@ class RanksExecutor:
         kv_dtype: str = "auto",
         n_host_slots: int = 0,
         calibration_tokens: np.ndarray | None = None,
+        config: ModelConfig | None = None,
     ) -> None:
         self.group = group
         self.programs = Programs()
@@ -69,7 +71,7 @@ class RanksExecutor:
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
         cluster = group.cluster
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
-        self.layout = Layout(group.workers, cluster.partition)
+        self.layout = layout_of(cluster)
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches = cluster.n_batches
         scales = None
@@ -93,7 +95,9 @@ class RanksExecutor:
         self.pool = RemotePool(
             group, self.layout, self.specs, self.n_slots, n_host_slots, cluster.token_block
         )
-        self._weights: dict[int, Any] = {}  # by id, as programs take them
+        if group.replicas:
+            self._give_replicas(config, kv_dtype)
+        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0)
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
 
@@ -104,7 +108,11 @@ class RanksExecutor:
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """One token more for each row: logits ``[B, V]`` float32."""
-        return self._step("decode", batch, (batch.tokens, batch.positions))
+        n_rows = len(batch.tokens)
+        n_batches = self.n_batches if n_rows >= self.n_batches else 1
+        batch = batch.padded(-(-n_rows // n_batches) * n_batches, self.n_slots)
+        logits = self._step("decode", batch, (batch.tokens, batch.positions), n_batches)
+        return logits if len(logits) == n_rows else logits[:n_rows]
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
@@ -135,25 +143,28 @@ class RanksExecutor:
         return self._programs[shape][0].exchanges()
 
     def _step(
-        self, kind: str, batch: DecodeBatch | PrefillBatch, inputs: tuple[np.ndarray, ...]
+        self,
+        kind: str,
+        batch: DecodeBatch | PrefillBatch,
+        inputs: tuple[np.ndarray, ...],
+        n_batches: int = 1,
     ) -> jax.Array:
         self._check_current()
-        n_batches = self._n_batches_of(kind, len(batch.tokens))
         shape, arrays, at = self.pool.plan(kind, batch, self.q_first, n_batches)
         program, weights = self._prepared(shape)
         ticket = self.group.begin_step(shape)
         self.group.owed = f"step {self.group.n_steps} ({shape})"
         for rank, of_worker in zip(self.group.workers, arrays, strict=True):
             self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, of_worker))
+        if shape.n_batches > 1:
+            for rank in self.group.replicas:
+                told = told_replica(inputs, at)
+                self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, told))
         own = self.group.transport.bind(jax.device_put((inputs, at), self.device))
         logits: jax.Array = self.group.transport.unbind(program(weights, *own))
         self.group.owed = None
         self.group.watch.until(ticket, logits)
         return logits
-
-    def _n_batches_of(self, kind: str, batch: int) -> int:
-        """Staggered batches of a step: ``n_batches`` where that leaves equal ones, of a row at least, to a decode."""
-        return self.n_batches if kind == "decode" and batch % self.n_batches == 0 else 1
 
     def _check_current(self) -> None:
         if self._epoch != self.group.epoch:
@@ -166,39 +177,37 @@ class RanksExecutor:
         if shape in self._programs:
             return self._programs[shape]
         began = time.perf_counter()
-        self.group.broadcast(m.Prepare(shape))
-        split = self.model.split(shape.batch_each, shape.tokens)
-        weights = tuple(self._bound(split, i) for i in range(split.n + 1))
+        others = (*self.group.replicas, *self.group.workers) if shape.n_batches > 1 else self.group.workers
+        for rank in others:
+            self.group.send(rank, m.Prepare(shape))
         self.programs.compiled(str(shape))
-        traced = ModelProgram(self.group.transport, self.layout, split, self.specs, shape)
-        args = _lifted(weights), inputs_of(shape), indices_of(self.layout, shape)
         try:
-            step = with_streamed_products(_with_lifted(traced.step, weights), self.device)
-            program = self.group.transport.compile(step, *args)
+            program, weights = self._side.compile(shape)
         finally:  # the others' answers are taken in whatever happens here, or they would be taken for the next ones
-            answers = [
-                self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in self.group.workers
-            ]
+            answers = [self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in others]
         lists = {0: program.exchanges()}
-        lists |= {rank: answer.exchanges for rank, answer in zip(self.group.workers, answers, strict=True)}
+        lists |= {rank: answer.exchanges for rank, answer in zip(others, answers, strict=True)}
         difference = first_difference(lists, self.group.cluster.describe)
         if difference is not None:
             raise UserError(f"the ranks' programs of {shape} do not match, so none is run: {difference}")
-        self._programs[shape] = program, _lifted(weights)
+        self._programs[shape] = program, weights
         self.prepare_s += time.perf_counter() - began
         return self._programs[shape]
 
-    def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked ones."""
-        found = []
-        for x in split.slice_params(i, self.model.params):
-            key = id(x)
-            if key not in self._weights:
-                array = x if x.ndim else x.reshape(1)
-                # x is kept too, or its id could be another's later
-                self._weights[key] = x, self.group.transport.bind(jax.device_put(array, self.device))
-            found.append(self._weights[key])
-        return tuple(found)
+    def _give_replicas(self, config: ModelConfig | None, kv_dtype: str) -> None:
+        """The other model ranks' weights, from this one's."""
+        if config is None:
+            raise UserError(
+                "several model workers need a model that they can make themselves: give RanksExecutor its config"
+            )
+        dtype = str(next(iter(self.model.params.values())).dtype)
+        ticket = self.group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
+        for rank in self.group.replicas:
+            self.group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype))
+        done = send_parameters(self.group.transport, dict(self.model.params), self.group.replicas)
+        self.group.watch.until(ticket, done)
+        for rank in self.group.replicas:
+            self.group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
 
     def _allocate(self, setup: m.Setup) -> int:
         """Slots that all attention ranks have room for. What they held for a model before this one is gone."""
@@ -217,29 +226,6 @@ def pays_q_first(transport: Transport) -> bool:
     """Whether sending q by itself gains more than one message more costs, as measured (docs/benchmarks.md): between
     accelerators over XLA's collectives it does; between ranks on CPUs, and by MPI through hosts' memory, it does not."""
     return transport.name == "xla" and transport.device.platform != "cpu"
-
-
-Weights = tuple[
-    tuple[tuple[jax.Array, jax.Array], ...], ...
-]  # of each slice: (as the model has it, as programs take it)
-
-
-def _lifted(weights: Weights) -> tuple[tuple[jax.Array, ...], ...]:
-    return tuple(tuple(bound for _, bound in of_slice) for of_slice in weights)
-
-
-def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[..., jax.Array]:
-    """``step`` for weights of which those without dimensions have got one: a program takes no others."""
-    flat = [[own.ndim == 0 for own, _ in of_slice] for of_slice in weights]
-
-    def run(given: Any, inputs: Any, at: PlacedIndices | None) -> jax.Array:
-        lowered = tuple(
-            tuple(x.reshape(()) if scalar else x for x, scalar in zip(xs, scalars, strict=True))
-            for xs, scalars in zip(given, flat, strict=True)
-        )
-        return step(lowered, inputs, at)
-
-    return run
 
 
 def _layer(spec: AttentionSpec, n_query_heads: int) -> m.Layer:

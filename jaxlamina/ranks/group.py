@@ -54,8 +54,8 @@ class Watch:
         self._on_late = on_late
         threading.Thread(target=self._wait, name="step watch", daemon=True).start()
 
-    def begin(self, what: str) -> int:
-        return self.watchdog.begin(what)
+    def begin(self, what: str, deadline_s: float | None = None) -> int:
+        return self.watchdog.begin(what, deadline_s)
 
     def until(self, ticket: int, array: jax.Array) -> None:
         """The step is done once ``array`` is there."""
@@ -80,6 +80,7 @@ class Group:
     def __init__(self, cluster: Cluster, transport: Transport, device: jax.Device) -> None:
         self.cluster, self.transport, self.device = cluster, transport, device
         self.workers = tuple(range(cluster.n_model, cluster.n_ranks))
+        self.replicas = tuple(range(1, cluster.n_model))  # model ranks but this one
         self.epoch = 0
         self.n_steps = 0
         self.owed: str | None = None  # a step that the others were told of, until this rank has begun it
@@ -113,7 +114,8 @@ class Group:
 
     def begin_step(self, shape: StepShape) -> int:
         self.n_steps += 1
-        peers = " and ".join(self.cluster.describe(rank) for rank in self.workers)
+        others = self.workers if shape.n_batches == 1 else (*self.replicas, *self.workers)
+        peers = " and ".join(self.cluster.describe(rank) for rank in others)
         return self.watch.begin(f"step {self.n_steps} ({shape}) with {peers}")
 
     def leave_because(self, line: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
 from jaxlamina.ranks.group import Group
-from jaxlamina.ranks.model_programs import Layout
+from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.kv_pools import pieces

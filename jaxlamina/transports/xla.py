@@ -52,6 +52,16 @@ class XlaTransport:
         self._sent: tuple[Any, Any] = (None, None)
         # A 0 that XLA cannot know to be one, of the program that is being traced.
         self._unknown_zero: jax.Array | None = None
+        if n_ranks > 2:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Runs one exchange of all ranks: the first makes what they talk through, and waits for all of them, while some of
+        a job's programs are of a few ranks only."""
+        ring = [(rank, (rank + 1) % self.n_ranks) for rank in range(self.n_ranks)]
+        given = jnp.zeros(1, jnp.int32)
+        program = self.compile(lambda x: lax.ppermute(x, AXIS, ring), given)
+        jax.block_until_ready(program(given))
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
         # Nobody sends to this rank here, so what it gets is zeros: the tie.
@@ -64,8 +74,11 @@ class XlaTransport:
         self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
     ) -> jax.Array:
         assert len(xs), "nothing is sent"
-        if len(xs) == 1:
-            return self.send(xs[0], to[0], after)
+        if not self._are_all(len(xs)):
+            for x, rank in zip(xs, to, strict=True):
+                after = self.send(x, rank, after)
+            assert after is not None
+            return after
         rows = dict(zip(to, xs, strict=True))
         nothing = jnp.zeros_like(xs[0])
         all_rows = jnp.stack([rows.get(rank, nothing) for rank in range(self.n_ranks)])
@@ -74,13 +87,13 @@ class XlaTransport:
     def recv_part(
         self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
     ) -> jax.Array:
-        if of == 1:
+        if not self._are_all(of):
             return self.recv(like, source, after)
         every = jax.ShapeDtypeStruct((self.n_ranks, *like.shape), like.dtype)
         return self._all_to_all(self._given(every, after))[source]
 
     def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
-        if of == 1:
+        if not self._are_all(of):
             return self.send(x, to, after)
         x = tied(x, after)
         all_rows = jnp.stack([x if rank == to else jnp.zeros_like(x) for rank in range(self.n_ranks)])
@@ -89,8 +102,8 @@ class XlaTransport:
     def recv_each(
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
     ) -> list[jax.Array]:
-        if len(sources) == 1:
-            return [self.recv(like, sources[0], after)]
+        if not self._are_all(len(sources)):
+            return _in_turn(lambda source, after: self.recv(like, source, after), sources, after)
         every = jax.ShapeDtypeStruct((self.n_ranks, *like.shape), like.dtype)
         rows = self._all_to_all(self._given(every, after))
         return [rows[source] for source in sources]
@@ -102,22 +115,33 @@ class XlaTransport:
         with_: Sequence[int],
         after: jax.Array | None = None,
     ) -> list[jax.Array]:
+        if not self._are_all(len(xs)):
+            known = dict(zip(with_, xs, strict=True))
+            return _in_turn(lambda rank, after: self._swap(known[rank], like, rank, after), with_, after)
         rows = [self._as_sent(tied(x, after), like) for x in xs]
-        if len(rows) == 1:
-            return [self._as_got(self._permute_both(rows[0], with_[0]), xs[0].dtype, like)]
-        known, nothing = dict(zip(with_, rows, strict=True)), jnp.zeros_like(rows[0])
-        got = self._all_to_all(jnp.stack([known.get(rank, nothing) for rank in range(self.n_ranks)]))
+        row_of, nothing = dict(zip(with_, rows, strict=True)), jnp.zeros_like(rows[0])
+        got = self._all_to_all(jnp.stack([row_of.get(rank, nothing) for rank in range(self.n_ranks)]))
         return [self._as_got(got[rank], xs[0].dtype, like) for rank in with_]
 
     def swap_part(
         self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
     ) -> jax.Array:
+        if not self._are_all(of):
+            return self._swap(x, like, with_, after)
         row = self._as_sent(tied(x, after), like)
-        if of == 1:
-            return self._as_got(self._permute_both(row, with_), x.dtype, like)
         nothing = jnp.zeros_like(row)
         got = self._all_to_all(jnp.stack([row if rank == with_ else nothing for rank in range(self.n_ranks)]))
         return self._as_got(got[with_], x.dtype, like)
+
+    def _are_all(self, n_workers: int) -> bool:
+        """Whether one all-to-all of all ranks serves an exchange with so many workers: if there are several, and no model
+        rank but one, which would have to take part."""
+        return 1 < n_workers == self.n_ranks - 1
+
+    def _swap(
+        self, x: jax.Array, like: jax.ShapeDtypeStruct, peer: int, after: jax.Array | None
+    ) -> jax.Array:
+        return self._as_got(self._permute_both(self._as_sent(tied(x, after), like), peer), x.dtype, like)
 
     def _permute_both(self, x: jax.Array, peer: int) -> jax.Array:
         pairs = [(self.rank, peer), (peer, self.rank)]
@@ -211,6 +235,15 @@ class XlaTransport:
             return x
         own = jax.device_put(x, self.device)
         return jax.make_array_from_single_device_arrays(self._global(own.shape), self._sharding, [own])
+
+
+def _in_turn(
+    exchange: Callable[[int, jax.Array | None], jax.Array], ranks: Sequence[int], after: jax.Array | None
+) -> list[jax.Array]:
+    found = []
+    for rank in ranks:
+        found.append(after := exchange(rank, after))
+    return found
 
 
 def _pieces(like: jax.ShapeDtypeStruct, dtype: Any) -> int:

@@ -45,6 +45,20 @@ class DecodeBatch(NamedTuple):
             batch.new_slots[b] = row[-1]
         return batch
 
+    def padded(self, n_rows: int, n_slots: int) -> DecodeBatch:
+        """The same with so many rows: those that are added store nothing."""
+        more = n_rows - len(self.tokens)
+        if not more:
+            return self
+        tokens, positions, table, lengths, new = self
+
+        def longer(x: np.ndarray, fill: int = 0) -> np.ndarray:
+            return np.concatenate([x, np.full((more, *x.shape[1:]), fill, x.dtype)])
+
+        return DecodeBatch(
+            longer(tokens), longer(positions), longer(table), longer(lengths), longer(new, n_slots)
+        )
+
 
 class PrefillBatch(NamedTuple):
     """Prompts, or what is left of them after tokens whose KV is stored already; padded on the right.

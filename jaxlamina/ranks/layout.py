@@ -1,0 +1,56 @@
+"""How a job's pools are laid out, as all ranks' programs need it: workers, partition, replicas, and staggered steps' order.
+
+Knows ranks and sizes; no array, and no model but its heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+
+from jaxlamina.cluster import Cluster
+from jaxlamina.control.messages import StepShape
+from jaxlamina.ranks.wires import HeadsOf, Sizes
+from jaxlamina.schedules import Schedule, make_schedule
+from jaxlamina.workers.spec import AttentionSpec
+
+Tie = jax.Array | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the memory pool is laid out, as both kinds of rank need it."""
+
+    workers: tuple[int, ...]  # their ranks
+    partition: str
+    n_replicas: int = 1  # model ranks, 0 … n - 1, each with the whole model
+    mode: str = "fixed"  # of staggered batches: which replica runs a slice
+
+    @property
+    def by_heads(self) -> bool:
+        return self.partition == "heads" or len(self.workers) == 1
+
+    def sizes(self, shape: StepShape) -> Sizes:
+        """Of one staggered batch, which a step of one batch is too."""
+        if self.by_heads:
+            return Sizes(shape.batch_each, shape.batch_each * shape.tokens, shape.tokens)
+        return Sizes(shape.rows, shape.new, shape.tokens)
+
+    def heads(self, spec: AttentionSpec, n_query_heads: int) -> HeadsOf:
+        """One layer's heads on each worker."""
+        b = len(self.workers) if self.by_heads else 1
+        return HeadsOf(n_query_heads // b, spec.n_kv_heads // b, spec.head_dim, spec.dtype)
+
+
+def layout_of(cluster: Cluster) -> Layout:
+    workers = tuple(range(cluster.n_model, cluster.n_ranks))
+    return Layout(workers, cluster.partition, cluster.n_model, cluster.pipelining_mode)
+
+
+@cache
+def schedule_of(layout: Layout, shape: StepShape, n_layers: int) -> Schedule:
+    """The order of a step of several staggered batches, of which all ranks make their programs."""
+    n_replicas = layout.n_replicas if layout.mode == "fixed" else None
+    return make_schedule(layout.mode, shape.n_batches, n_layers, n_replicas=n_replicas)

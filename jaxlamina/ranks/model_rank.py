@@ -1,0 +1,106 @@
+"""A model rank other than rank 0: it gets the model's weights from rank 0, and runs its replica's part of staggered steps.
+
+Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 inside its programs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.cluster import Cluster
+from jaxlamina.control import messages as m
+from jaxlamina.control.channel import ControlClient
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, abstract_params, apply
+from jaxlamina.ranks.group import Watch
+from jaxlamina.ranks.layout import Layout, layout_of
+from jaxlamina.ranks.model_side import ModelSide, receive_parameters
+from jaxlamina.ranks.wires import PlacedIndices
+from jaxlamina.transports import Program, Transport
+from jaxlamina.workers.model_worker import ModelWorker
+from jaxlamina.workers.programs import Programs
+from jaxlamina.workers.spec import AttentionSpec
+
+
+class ModelRank:
+    """One replica of the model as a process. ``run`` returns when rank 0 is done."""
+
+    def __init__(
+        self, cluster: Cluster, rank: int, transport: Transport, client: ControlClient, watch: Watch
+    ) -> None:
+        self._cluster, self._rank = cluster, rank
+        self._transport, self._client, self._watch = transport, client, watch
+        self._layout: Layout = layout_of(cluster)
+        self._side: ModelSide | None = None
+        self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
+        self._epoch = 0
+        self._last: Any = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            m.SetupModel: self._on_setup,
+            m.Prepare: self._on_prepare,
+            m.Step: self._on_step,
+        }
+
+    def run(self) -> None:
+        while True:
+            message = self._client.receive(None)
+            if isinstance(message, m.Bye):
+                if self._last is not None:  # the watch is still on
+                    self._last.block_until_ready()
+                return
+            handle = self._handlers.get(type(message))
+            if handle is None:
+                raise UserError(f"rank 0 sent a {type(message).__name__}, which is not for a model rank")
+            handle(message)
+
+    def _on_setup(self, setup: m.SetupModel) -> None:
+        self._programs, self._side, self._last = {}, None, None  # another model's weights go first
+        self._epoch += 1
+        config = ModelConfig.from_hf(setup.config)
+        like = abstract_params(config, jnp.dtype(setup.dtype))
+        params = receive_parameters(self._transport, like, 0)
+        jax.block_until_ready(params)
+        model = ModelWorker(partial(apply, config), params, self._transport.device, Programs())
+        specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
+        self._side = ModelSide(self._transport, model, self._layout, specs, self._rank)
+        self._client.send(m.ModelReady())
+
+    def _on_prepare(self, message: m.Prepare) -> None:
+        assert self._side is not None
+        began = time.perf_counter()
+        self._programs[message.shape] = self._side.compile(message.shape)
+        took = time.perf_counter() - began
+        program, _ = self._programs[message.shape]
+        self._client.send(m.Prepared(message.shape, program.exchanges(), took))
+
+    def _on_step(self, step: m.Step) -> None:
+        if step.epoch != self._epoch:
+            raise UserError(f"step {step.step} is of model {step.epoch}, and there have been {self._epoch}")
+        ticket = self._watch.begin(f"step {step.step} ({step.shape}) with {self._cluster.describe(0)}")
+        program, weights = self._programs[step.shape]
+        arrays = {name: array.numpy() for name, array in step.arrays.items()}
+        given = jax.device_put((inputs_from(arrays), indices_from(arrays)), self._transport.device)
+        self._last = self._transport.unbind(program(weights, *self._transport.bind(given)))
+        self._watch.until(ticket, self._last)
+
+
+def told_replica(inputs: tuple[np.ndarray, ...], at: PlacedIndices | None) -> dict[str, m.Array]:
+    """A staggered step's arrays as a message to a model rank."""
+    tokens, positions = inputs
+    arrays = {"tokens": tokens, "positions": positions} | ({} if at is None else at._asdict())
+    return {name: m.Array.of(np.asarray(x, np.int32)) for name, x in arrays.items()}
+
+
+def inputs_from(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    return arrays["tokens"], arrays["positions"]
+
+
+def indices_from(arrays: dict[str, np.ndarray]) -> PlacedIndices | None:
+    return PlacedIndices(*(arrays[name] for name in PlacedIndices._fields)) if "rows" in arrays else None  # type: ignore[arg-type]

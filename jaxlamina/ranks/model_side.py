@@ -1,0 +1,120 @@
+"""What a model rank has of the model: weights on its device, and its whole-step programs as it compiles them.
+
+Rank 0's executor has one, and so has every other model rank (`model_rank`). Knows no request, and no other rank but by
+what the transport sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlamina.control.messages import StepShape
+from jaxlamina.ranks.layout import Layout
+from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
+from jaxlamina.ranks.wires import PlacedIndices
+from jaxlamina.transports import Program, Transport, zero_after
+from jaxlamina.workers.model_worker import ModelWorker
+from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.streamed import with_streamed_products
+from splitter import SplitModel
+
+
+class ModelSide:
+    """``compile`` gives a bucket's program and the weights to call it with."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        model: ModelWorker,
+        layout: Layout,
+        specs: Sequence[AttentionSpec],
+        replica: int,
+    ) -> None:
+        self.transport, self.model, self.layout, self.specs, self.replica = (
+            transport,
+            model,
+            layout,
+            specs,
+            replica,
+        )
+        self._weights: dict[int, Any] = {}  # by id, as programs take them
+
+    def compile(self, shape: StepShape) -> tuple[Program, Any]:
+        """The program of a bucket on this replica: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
+        split = self.model.split(shape.batch_each, shape.tokens)
+        weights = tuple(self._bound(split, i) for i in range(split.n + 1))
+        traced = ModelProgram(self.transport, self.layout, split, self.specs, shape, self.replica)
+        args = _lifted(weights), inputs_of(shape), indices_of(self.layout, shape)
+        step = with_streamed_products(_with_lifted(traced.step, weights), self.transport.device)
+        return self.transport.compile(step, *args), args[0]
+
+    def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked ones."""
+        found = []
+        for x in split.slice_params(i, self.model.params):
+            key = id(x)
+            if key not in self._weights:
+                array = x if x.ndim else x.reshape(1)
+                # x is kept too, or its id could be another's later
+                self._weights[key] = x, self.transport.bind(jax.device_put(array, self.transport.device))
+            found.append(self._weights[key])
+        return tuple(found)
+
+
+Weights = tuple[
+    tuple[tuple[jax.Array, jax.Array], ...], ...
+]  # of each slice: (as the model has it, as programs take it)
+
+
+def _lifted(weights: Weights) -> tuple[tuple[jax.Array, ...], ...]:
+    return tuple(tuple(bound for _, bound in of_slice) for of_slice in weights)
+
+
+def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[..., jax.Array]:
+    """``step`` for weights of which those without dimensions have got one: a program takes no others."""
+    flat = [[own.ndim == 0 for own, _ in of_slice] for of_slice in weights]
+
+    def run(given: Any, inputs: Any, at: PlacedIndices | None) -> jax.Array:
+        lowered = tuple(
+            tuple(x.reshape(()) if scalar else x for x, scalar in zip(xs, scalars, strict=True))
+            for xs, scalars in zip(given, flat, strict=True)
+        )
+        return step(lowered, inputs, at)
+
+    return run
+
+
+def send_parameters(transport: Transport, params: dict[str, jax.Array], to: Sequence[int]) -> jax.Array:
+    """Every parameter to every one of those ranks, who run `receive_parameters`. An array that is there when it is done."""
+
+    def program(params: dict[str, jax.Array]) -> jax.Array:
+        tie: jax.Array | None = None
+        for rank in to:
+            for name in sorted(params):
+                tie = transport.send(params[name], rank, tie)
+        assert tie is not None
+        return tie.reshape(1)
+
+    given = transport.bind(params)
+    done: jax.Array = transport.unbind(transport.compile(program, given)(given))
+    return done
+
+
+def receive_parameters(
+    transport: Transport, like: dict[str, jax.ShapeDtypeStruct], source: int
+) -> dict[str, jax.Array]:
+    """What ``source`` sends by `send_parameters`."""
+
+    def program(start: jax.Array) -> dict[str, jax.Array]:
+        last, found = start, {}
+        for name in sorted(like):
+            found[name] = last = transport.recv(like[name], source, zero_after(last))
+        return found
+
+    start = jax.device_put(jnp.zeros(1, jnp.int32), transport.device)
+    found: dict[str, jax.Array] = transport.unbind(transport.compile(program, start)(transport.bind(start)))
+    return found
