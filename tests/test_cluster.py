@@ -60,8 +60,16 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ("dop = [1]\n", "dop=(1,) must be two numbers"),
         ('dop = "1;2"\n', "DOP '1;2' must be a,b"),
         ("dop = [1, 0]\n", "n_attention=0 must be"),
-        ("dop = [2, 1]\n", "there can be one model worker yet; take 1,1"),
-        ("n_batches = 2\n", "n_batches=2: staggered batches are not there yet"),
+        (
+            "dop = [2, 1]\n",
+            "2 model workers for n_batches=1 staggered batches, so some would idle: take n_batches=3",
+        ),
+        ("n_batches = 0\n", "n_batches=0 must be at least 1"),
+        (
+            'n_batches = 3\npipelining = "rotational"\n',
+            "one batch more than there are model workers, 2 for dop=(1, 1)",
+        ),
+        ('pipelining = "any"\n', "pipelining='any' must be one of auto, rotational, fixed"),
         ('transport = "tcp"\n', "transport='tcp' must be one of mpi, xla"),
         ('partition = "layers"\n', "partition='layers' must be one of heads, requests, tokens"),
         ("token_block = 0\n", "token_block=0 must be at least 1"),

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.control.messages import StepShape
-from jaxlamina.ranks.layout import Layout, schedule_of
+from jaxlamina.ranks.layout import Layout, schedule_of, span
 from jaxlamina.ranks.wires import HeadsOf, Sizes, pack_partial, packed_like, unpack
 from jaxlamina.schedules import AttentionRun, Operator
 from jaxlamina.transports import Transport, zero_after
@@ -87,7 +87,8 @@ class AttentionProgram:
         """One layer: stored tokens are attended as soon as q is there, and only then are k and v stored: the pools are
         read and written in this order or XLA would keep two of each."""
         q, kv = self._receive(heads, last)
-        k_pool, v_pool, answer, after = self._attend(i, k_pool, v_pool, q, kv, inputs, last)
+        with span("attention", i):
+            k_pool, v_pool, answer, after = self._attend(i, k_pool, v_pool, q, kv, inputs, last)
         b = len(self.layout.workers)
         return k_pool, v_pool, self.t.send_part(answer, MODEL_RANK, b, after)
 
@@ -106,7 +107,8 @@ class AttentionProgram:
                 message = messages.pop(item.operator)
                 q, kv = unpack(message, heads.q_like(self.sizes), heads.kv_like(self.sizes))
                 given = k_pools[i], v_pools[i], q, kv if self.sizes.new else None, parts[item.batch]
-                k_pools[i], v_pools[i], answers[item.operator], _ = self._attend(i, *given, last)
+                with span("attention", i, item.batch):
+                    k_pools[i], v_pools[i], answers[item.operator], _ = self._attend(i, *given, last)
             elif item.send is None:
                 assert item.receive is not None
                 last = self.t.send_part(answers.pop(item.receive), item.replica, b, after=last)

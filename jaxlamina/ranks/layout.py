@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import jax
 
@@ -47,6 +48,11 @@ class Layout:
 def layout_of(cluster: Cluster) -> Layout:
     workers = tuple(range(cluster.n_model, cluster.n_ranks))
     return Layout(workers, cluster.partition, cluster.n_model, cluster.pipelining_mode)
+
+
+def span(what: str, index: int, batch: int = 0) -> Any:
+    """A scope that names what operators are traced in it, for timelines: ``slice.3.batch.0``, ``attention.3.batch.0``."""
+    return jax.named_scope(f"{what}.{index}.batch.{batch}")
 
 
 @cache

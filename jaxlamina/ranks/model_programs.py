@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.control.messages import StepShape
-from jaxlamina.ranks.layout import Layout, Tie
+from jaxlamina.ranks.layout import Layout, Tie, span
 from jaxlamina.ranks.staggered_step import StaggeredStep
 from jaxlamina.ranks.wires import (
     HeadsOf,
@@ -65,7 +65,8 @@ class ModelProgram:
         wire = HeadsWire(len(self.layout.workers)) if at is None else PlacedWire(at)
         context = self.model.first_context(*inputs)
         out, context, tie = self._run(wire, weights, context)
-        logits = self.model.slices[self.model.n].final(weights[-1], context, out)[:, -1]
+        with span("slice", self.model.n):
+            logits = self.model.slices[self.model.n].final(weights[-1], context, out)[:, -1]
         return logits if tie is None else logits + tie.astype(logits.dtype)
 
     def _decode(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
@@ -112,13 +113,16 @@ class ModelProgram:
         part, to = self.model.slices[i], self.layout.workers
         # Almost always q is made of the answers; it is not where a model has attentions side by side.
         after = None if last is None or part.program.q_needs(-1) else last
-        q, rest = part.q_part(weights, context, out)
+        with span("slice", i):
+            q, rest = part.q_part(weights, context, out)
         if not self.shape.q_first:
-            k, v, context = part.kv_part(weights, rest)
+            with span("slice", i):
+                k, v, context = part.kv_part(weights, rest)
             pairs = zip(wire.q_parts(q), wire.kv_parts(k, v), strict=True)
             return q, k, v, context, self.t.send_each([pack(*pair) for pair in pairs], to, after)
         tie = self.t.send_each(wire.q_parts(q), to, after)
-        k, v, context = part.kv_part(weights, rest, tie)
+        with span("slice", i):
+            k, v, context = part.kv_part(weights, rest, tie)
         if not self.sizes.new:
             return q, k, v, context, tie
         return q, k, v, context, self.t.send_each(wire.kv_parts(k, v), to)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxlamina.ranks.layout import Tie, schedule_of
+from jaxlamina.ranks.layout import Tie, schedule_of, span
 from jaxlamina.ranks.wires import HeadsWire, PlacedIndices, PlacedWire, pack, packed_like, unpack, with_own
 from jaxlamina.schedules import Exchange, Migration, Operator, SliceRun
 from jaxlamina.transports import zero_after
@@ -56,7 +56,8 @@ class StaggeredStep:
         """Rank 0: logits ``[B, V]``. Others: a float32 ``[1]`` that is there when all is sent."""
         for item in self.schedule.replica_program(self.p.replica):
             if isinstance(item, SliceRun):
-                self._slice(item.batch, item.slice)
+                with span("slice", item.slice, item.batch):
+                    self._slice(item.batch, item.slice)
             elif isinstance(item, Exchange):
                 self._exchange(item)
             else:

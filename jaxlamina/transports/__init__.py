@@ -21,6 +21,8 @@ from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
 
 TRANSPORTS = ("mpi", "xla")
+# The scope that operators of an exchange are traced in, for timelines.
+SPAN = "exchange"
 
 
 class Program(Protocol):

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
-from jaxlamina.transports import tied
+from jaxlamina.transports import SPAN, tied
 from jaxlamina.transports.exchanges import mpi_exchanges
 
 # MPI has no such types: their bits travel.
@@ -63,7 +63,8 @@ class MpiTransport:
         return jnp.zeros(like.shape, dtype if dtype in _ITS_OWN else _BITS[dtype.itemsize])
 
     def _recv(self, like: jax.ShapeDtypeStruct, source: int, place: jax.Array) -> jax.Array:
-        got = self._mpi.recv(place, source=source, comm=self._world)
+        with jax.named_scope(SPAN):
+            got = self._mpi.recv(place, source=source, comm=self._world)
         return got if np.dtype(like.dtype) in _ITS_OWN else lax.bitcast_convert_type(got, like.dtype)
 
     def send_each(
@@ -72,7 +73,8 @@ class MpiTransport:
         for x, rank in zip(xs, to, strict=True):
             x, dtype = tied(x, after), np.dtype(x.dtype)
             wire = x if dtype in _ITS_OWN else lax.bitcast_convert_type(x, _BITS[dtype.itemsize])
-            self._mpi.send(wire, dest=rank, comm=self._world)
+            with jax.named_scope(SPAN):
+                self._mpi.send(wire, dest=rank, comm=self._world)
         return self._mpi.allreduce(jnp.zeros((), jnp.float32), op=self._sum, comm=self._self)
 
     def recv_part(

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
-from jaxlamina.transports import tied, zero_after
+from jaxlamina.transports import SPAN, tied, zero_after
 from jaxlamina.transports.exchanges import xla_exchanges
 
 AXIS = "ranks"
@@ -189,7 +189,7 @@ class XlaTransport:
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
     ) -> XlaProgram:
         def program(*args: Any) -> Any:
-            leaves = jax.tree.leaves(args)
+            leaves = [x for x in jax.tree.leaves(args) if x.size]
             self._unknown_zero = zero_after(leaves[-1]) if leaves else None
             return function(*args)
 
@@ -215,9 +215,10 @@ class XlaTransport:
 
     def _by_bits(self, x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
         bits = self._bits.get(x.dtype)
-        if bits is None:
-            return exchange(x)
-        return lax.bitcast_convert_type(exchange(lax.bitcast_convert_type(x, bits)), x.dtype)
+        with jax.named_scope(SPAN):
+            if bits is None:
+                return exchange(x)
+            return lax.bitcast_convert_type(exchange(lax.bitcast_convert_type(x, bits)), x.dtype)
 
     def _global(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         assert shape, "an array of a program has a dimension at least"

@@ -1,0 +1,88 @@
+"""Jobs of real ranks on this machine that run `rank_job`, and what their rank 0 printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.commands import mpirun_argv
+from launch.local import free_ports
+
+ROOT = Path(__file__).resolve().parents[1]
+JOB = (sys.executable, str(Path(__file__).with_name("rank_job.py")))
+DEADLINE_S = 300
+TRANSPORTS = (pytest.param("mpi", marks=pytest.mark.mpi), "xla")
+
+
+def mpi(*values: Any) -> Any:
+    """A case of a test over MPI."""
+    return pytest.param("mpi", *values, marks=pytest.mark.mpi)
+
+
+@contextmanager
+def started(
+    transport: str,
+    dop: int | tuple[int, int],
+    scenarios: list[tuple[str, dict[str, Any]]],
+    hold: Any = None,
+    **cluster: Any,
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's output is read through the first one's pipes."""
+    dop = (1, dop) if isinstance(dop, int) else dop
+    control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
+    job = {
+        "cluster": {
+            "dop": dop, "transport": transport, "control": control, "coordinator": coordinator,
+            "model_platform": "cpu", "attention_platform": "cpu", "token_block": 4, "q_first": True, **cluster,
+        },
+        "scenarios": scenarios,
+    } | ({"hold": hold} if hold else {})  # fmt: skip
+    n = sum(dop)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [*JOB, json.dumps(job)]
+    if transport == "mpi":
+        ranks = [(*mpirun_argv(n, "Open MPI", root=os.geteuid() == 0), *command)]
+        places = [environment]
+    else:
+        ranks = [tuple(command)] * n
+        places = [environment | {"JAXLAMINA_RANK": str(i), "JAXLAMINA_N_RANKS": str(n)} for i in range(n)]
+    pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, **(pipe if i == 0 else {}))
+        for i, (argv, env) in enumerate(zip(ranks, places, strict=True))
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run_job(
+    transport: str, dop: int | tuple[int, int], scenarios: Any, **cluster: Any
+) -> list[dict[str, Any]]:
+    """What rank 0 printed, a scenario each."""
+    with started(transport, dop, scenarios, **cluster) as processes:
+        out, err = processes[0].communicate(timeout=DEADLINE_S)
+        codes = [process.wait(timeout=30) for process in processes]
+    assert not any(codes), (codes, err[-3000:])
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [x["scenario"] for x in found] == [name for name, _ in scenarios]
+    return found
+
+
+def check_greedy(found: dict[str, Any], n_tokens: int = 64) -> None:
+    assert found["same"], found
+    assert found["n_tokens"] == [1] + [n_tokens] * 3
+    # The first prompt again, and the third after it, start from what is stored.
+    assert found["n_prefix_hit_tokens"] >= 18 + 17
+    assert any(name.startswith("chunk") for name in found["programs"]), found["programs"]

@@ -1,0 +1,48 @@
+"""Staggered batches over real ranks: the unsplit model's tokens, for every mode, DOP, transport and partition that is kept.
+
+How a schedule comes about is in `test_schedules`; what falls together in one exchange, in `test_transports`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rank_jobs import TRANSPORTS, check_greedy, mpi, run_job
+
+# (model workers, attention workers), batches, mode, partition
+CASES: list[tuple[tuple[int, int], int, str, str]] = [
+    ((1, 1), 2, "rotational", "heads"),
+    ((1, 3), 2, "fixed", "requests"),
+    ((2, 1), 3, "rotational", "heads"),
+    ((2, 2), 3, "rotational", "tokens"),
+    ((3, 1), 4, "rotational", "heads"),
+]
+ONE_TRANSPORT = [
+    ("xla", (1, 1), 3, "fixed", "heads"),
+    ("xla", (2, 1), 2, "fixed", "heads"),
+    ("xla", (2, 2), 3, "rotational", "heads"),
+    mpi((2, 2), 3, "fixed", "requests"),
+]
+
+
+@pytest.mark.parametrize(
+    ("transport", "dop", "n_batches", "mode", "partition"),
+    [*(("xla", *case) for case in CASES), *(mpi(*case) for case in CASES), *ONE_TRANSPORT],
+)
+def test_staggered_batches_give_the_unsplit_models_tokens(
+    transport: str, dop: tuple[int, int], n_batches: int, mode: str, partition: str
+) -> None:
+    pipelining: dict[str, Any] = {"n_batches": n_batches, "pipelining": mode}
+    found = run_job(transport, dop, [("greedy", {"model": "llama"})], partition=partition, **pipelining)
+    check_greedy(found[0])
+    assert any(f"in {n_batches} staggered" in name for name in found[0]["programs"]), found[0]["programs"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_windows_samples_and_beams(transport: str) -> None:
+    """Contexts of another model, rows that come and go, and a second model on the same ranks."""
+    scenarios = [("greedy", {"model": "mistral-window", "n_tokens": 24}), ("branches", {"model": "llama"})]
+    found = run_job(transport, (2, 2), scenarios, partition="requests", n_batches=3)
+    check_greedy(found[0], n_tokens=24)
+    assert found[1]["same"], found[1]
