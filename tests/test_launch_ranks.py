@@ -155,10 +155,10 @@ def test_two_hosts_with_addresses_of_their_own(tiny, unsplit, tmp_path):
 # --- a rank that fails ---
 
 
-def long_job(transport, tiny, *options):
-    """A job of two attention workers that has begun to write, and would for minutes; and its ranks' processes."""
+def long_job(transport, tiny, *options, dop="1,2"):
+    """A job of three ranks that has begun to write, and would for minutes; and its ranks' processes."""
     command = ("generate", "--raw", "--ignore-eos", "--max-tokens", "8000", "w1 w2")
-    process = launched(transport, tiny, "--dop", "1,2", "--partition", "requests", *options, command=command)
+    process = launched(transport, tiny, "--dop", dop, "--partition", "requests", *options, command=command)
     assert process.stdout.read(40), process.stderr.read()  # streamed text: steps are running
     ranks = pids(process)
     assert sorted(ranks) == [0, 1, 2]
@@ -183,6 +183,14 @@ def test_a_killed_rank_ends_the_job_and_is_named(tiny, transport):
     code, _, err = finish(process, timeout=40)
     assert time.monotonic() - began < 15 and code != 0 and gone(ranks), err
     assert err[-1].startswith("error: rank 2 (attention worker 1): killed by SIGKILL"), err
+
+
+def test_a_killed_model_worker_is_named(tiny):
+    process, ranks = long_job("xla", tiny, "--set", "n_batches=3", dop="2,1")
+    os.kill(ranks[1], signal.SIGKILL)
+    code, _, err = finish(process, timeout=40)
+    assert code != 0 and gone(ranks), err
+    assert err[-1].startswith("error: rank 1 (model worker 1): killed by SIGKILL"), err
 
 
 def test_a_rank_that_stands_still_ends_the_job_after_the_deadline(tiny):

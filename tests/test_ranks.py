@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_jobs import TRANSPORTS, check_greedy, mpi, run_job, started
+from rank_jobs import DEADLINE_S, TRANSPORTS, check_greedy, mpi, run_job, started
 
 SHAPES = [(1, "heads"), (2, "heads"), (2, "requests"), (2, "tokens"), (3, "requests"), (3, "tokens")]
 
