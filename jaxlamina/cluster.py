@@ -46,7 +46,8 @@ class Cluster:
     - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; ``token_block``: tokens in a row
       that one worker keeps under "tokens".
     - ``n_batches``: staggered batches of a decode step: while attention is computed for one, the model worker runs
-      slices of the others. 1: none. At least as many as model workers.
+      slices of the others. 1: none. At least as many as model workers. "auto": one, or one more than model workers,
+      whichever is measured to be faster.
     - ``pipelining``: "rotational" (n batches on n - 1 model workers, a batch's slices on each in turn), "fixed" (a batch
       stays on its model worker), or "auto": rotational where the numbers allow it.
     - ``q_first``: send q before k and v are computed; None lets the executor choose.
@@ -64,7 +65,7 @@ class Cluster:
     transport: Literal["mpi", "xla"] = "xla"
     partition: Literal["heads", "requests", "tokens"] = "heads"
     token_block: int = 16
-    n_batches: int = 1
+    n_batches: int | Literal["auto"] = 1
     pipelining: Literal["auto", "rotational", "fixed"] = "auto"
     q_first: bool | None = None
     control: str = "127.0.0.1:29400"
@@ -87,7 +88,7 @@ class Cluster:
             _check_type(name, getattr(self, name), kind)
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if isinstance(value, int) and value < least:
                 raise UserError(f"{name}={value} must be at least {least}")
         for name in _SECONDS:
             value = getattr(self, name)
@@ -113,6 +114,8 @@ class Cluster:
 
     def _check_pipelining(self) -> None:
         a, n = self.n_model, self.n_batches
+        if n == "auto":
+            return
         if n < a:
             raise UserError(
                 f"dop={self.dop} has {a} model workers for n_batches={n} staggered batches, so some would idle: take "
@@ -127,7 +130,8 @@ class Cluster:
     @property
     def pipelining_mode(self) -> Literal["rotational", "fixed"]:
         """Which replica runs a slice of a staggered batch: see ``pipelining``."""
-        return "rotational" if self.n_batches == self.n_model + 1 and self.pipelining != "fixed" else "fixed"
+        rotates = self.n_batches in ("auto", self.n_model + 1) and self.pipelining != "fixed"
+        return "rotational" if rotates else "fixed"
 
     @classmethod
     def load(cls, path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Cluster:
@@ -241,9 +245,11 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_type(name: str, value: Any, kind: Any) -> None:
     """Holds a value against the field's annotation: a plain type, a Literal, one of these or None, or the pair."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        if value is None:
+        kinds = [k for k in typing.get_args(kind) if k is not type(None)]
+        words_of = [word for k in kinds if typing.get_origin(k) is Literal for word in typing.get_args(k)]
+        if value in words_of or (value is None and len(kinds) < len(typing.get_args(kind))):
             return
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+        kind = kinds[0]
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:

@@ -64,6 +64,7 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
             "dop = [2, 1]\n",
             "2 model workers for n_batches=1 staggered batches, so some would idle: take n_batches=3",
         ),
+        ('n_batches = "some"\n', "n_batches='some' must be a whole number"),
         ("n_batches = 0\n", "n_batches=0 must be at least 1"),
         (
             'n_batches = 3\npipelining = "rotational"\n',

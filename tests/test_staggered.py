@@ -39,6 +39,13 @@ def test_staggered_batches_give_the_unsplit_models_tokens(
     assert any(f"in {n_batches} staggered" in name for name in found[0]["programs"]), found[0]["programs"]
 
 
+def test_auto_tries_both_and_gives_the_same_tokens() -> None:
+    found = run_job("xla", (1, 1), [("greedy", {"model": "llama"})], n_batches="auto")
+    check_greedy(found[0])
+    decodes = [name for name in found[0]["programs"] if name.startswith("decode, batch 4")]
+    assert {"staggered" in name for name in decodes} == {True, False}, decodes
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_windows_samples_and_beams(transport: str) -> None:
     """Contexts of another model, rows that come and go, and a second model on the same ranks."""

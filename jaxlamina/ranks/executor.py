@@ -8,7 +8,9 @@ what KV looks like is the attention ranks' affair, and how tensors travel the tr
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
+from jaxlamina.ranks.choice import Choice
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.memory_pool import RemotePool
@@ -43,7 +46,8 @@ class RanksExecutor:
     - ``kv_dtype``, ``n_host_slots``, ``calibration_tokens``, ``largest``: as of `LocalExecutor`.
 
     Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``n_batches``, as how
-    many staggered batches a decode step of at least as many rows runs (Lamina 2025 §4.3); q goes with k and v there.
+    many staggered batches a decode step of at least as many rows runs (Lamina 2025 §4.3; "auto": see `Choice`); q goes with
+    k and v there.
 
     ``UserError`` for what cannot be; a rank that fails ends this process (`jaxlamina.ranks.group.Failing`).
     """
@@ -73,7 +77,8 @@ class RanksExecutor:
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
         self.layout = layout_of(cluster)
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
-        self.n_batches = cluster.n_batches
+        self.n_batches: int | Literal["auto"] = cluster.n_batches
+        self.choice = Choice((1, cluster.n_model + 1))
         scales = None
         if kv_dtype == "int8-channel":
             known = model, self.model.params, self.specs, calibration_tokens
@@ -109,9 +114,14 @@ class RanksExecutor:
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """One token more for each row: logits ``[B, V]`` float32."""
         n_rows = len(batch.tokens)
-        n_batches = self.n_batches if n_rows >= self.n_batches else 1
+        bucket = n_rows, batch.slot_table.shape[1]
+        if self.n_batches == "auto":
+            n_batches = self.choice.next(bucket, n_rows)
+        else:
+            n_batches = self.n_batches if n_rows >= self.n_batches else 1
         batch = batch.padded(-(-n_rows // n_batches) * n_batches, self.n_slots)
-        logits = self._step("decode", batch, (batch.tokens, batch.positions), n_batches)
+        took = partial(self.choice.took, bucket, n_batches)
+        logits = self._step("decode", batch, (batch.tokens, batch.positions), n_batches, took)
         return logits if len(logits) == n_rows else logits[:n_rows]
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
@@ -148,6 +158,7 @@ class RanksExecutor:
         batch: DecodeBatch | PrefillBatch,
         inputs: tuple[np.ndarray, ...],
         n_batches: int = 1,
+        on_done: Callable[[float], None] = lambda _: None,
     ) -> jax.Array:
         self._check_current()
         shape, arrays, at = self.pool.plan(kind, batch, self.q_first, n_batches)
@@ -163,7 +174,7 @@ class RanksExecutor:
         own = self.group.transport.bind(jax.device_put((inputs, at), self.device))
         logits: jax.Array = self.group.transport.unbind(program(weights, *own))
         self.group.owed = None
-        self.group.watch.until(ticket, logits)
+        self.group.watch.until(ticket, logits, on_done)
         return logits
 
     def _check_current(self) -> None:

@@ -50,20 +50,22 @@ class Watch:
 
     def __init__(self, deadline_s: float, on_late: Callable[[str], None]) -> None:
         self.watchdog = Watchdog(deadline_s, on_late)
-        self._queue: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Any, float, Callable[[float], None]]] = queue.SimpleQueue()
         self._on_late = on_late
         threading.Thread(target=self._wait, name="step watch", daemon=True).start()
 
     def begin(self, what: str, deadline_s: float | None = None) -> int:
         return self.watchdog.begin(what, deadline_s)
 
-    def until(self, ticket: int, array: jax.Array) -> None:
-        """The step is done once ``array`` is there."""
-        self._queue.put((ticket, array))
+    def until(self, ticket: int, array: jax.Array, on_done: Callable[[float], None] = lambda _: None) -> None:
+        """The step is done once ``array`` is there. ``on_done`` is then told its seconds, from the watch's thread: since
+        now, or since the step before it was done."""
+        self._queue.put((ticket, array, time.perf_counter(), on_done))
 
     def _wait(self) -> None:
+        last = 0.0
         while True:
-            ticket, array = self._queue.get()
+            ticket, array, since, on_done = self._queue.get()
             try:
                 if not array.is_deleted():
                     array.block_until_ready()
@@ -72,6 +74,9 @@ class Watch:
                 self._on_late(f"a step failed: {first_line(error)}")
                 return
             self.watchdog.done(ticket)
+            now = time.perf_counter()
+            on_done(now - max(since, last))
+            last = now
 
 
 class Group:
