@@ -80,7 +80,8 @@ class Engine:
 
     ``prefix_caching`` keeps the KV of prompts and of what was written, until the room is needed.
     ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must have as
-    many. ``kv_slot_bytes``: a token's KV, for the counters.
+    many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
+    chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Engine:
         prefix_caching: bool = True,
         host_kv_slots: int = 0,
         kv_slot_bytes: int = 0,
+        max_num_batched_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
@@ -109,6 +111,7 @@ class Engine:
         self.scheduler = Scheduler(
             slots,
             max_num_seqs=max_num_seqs,
+            prefill_chunk=max_num_batched_tokens,
             prefix_cache=PrefixCache(slots) if prefix_caching else None,
             host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
         )
@@ -153,13 +156,14 @@ class Engine:
         return job.request_id
 
     def step(self) -> list[TokenEvent]:
-        """One iteration: every running sequence gets one token, newly admitted ones their first."""
+        """One iteration: every running sequence gets one token, newly admitted ones their first once their prompt is
+        computed."""
         plan = self.scheduler.schedule()
         try:
             self._move(plan)
             events = self._decode(plan.decodes)
-            for request in plan.prefills:
-                events += self._prefill(request)
+            for request, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
+                events += self._prefill(request, start, stop)
             if self._candidates:
                 events += self._advance_beams()
         except BaseException:
@@ -232,17 +236,26 @@ class Engine:
         self.stats.n_decode_tokens += len(requests)
         return events
 
-    def _prefill(self, request: Request) -> list[TokenEvent]:
+    def _prefill(self, request: Request, start: int, stop: int) -> list[TokenEvent]:
         began = self._clock()
-        n = request.n_cached
-        tokens, slots = request.all_token_ids()[n:], request.slots.view()
+        tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
+        earlier = [slots[:start]] if start else ()
         batch = PrefillBatch.build(
-            [tokens], [slots[n:]], self.buckets, self.executor.n_slots, earlier=[slots[:n]] if n else ()
+            [tokens], [slots[start:stop]], self.buckets, self.executor.n_slots, earlier=earlier
         )
         logits = self.executor.prefill(batch)
         job: Job = request.payload
         if job.n_cached_tokens is None:
-            job.n_cached_tokens = n
+            job.n_cached_tokens = start
+        if start == request.n_cached:
+            self.stats.n_prompt_tokens += start
+            self.stats.n_prefix_hit_tokens += start
+        self.stats.n_prompt_tokens += stop - start
+        self.stats.n_prompt_tokens_computed += stop - start
+        if stop < request.n_tokens:  # the rest comes in the next steps, and with it the first token
+            jax.block_until_ready(logits)
+            self.stats.prefill_s += self._clock() - began
+            return []
         requests = [request]
         if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
             requests = self._branch([request], [0] * request.width)
@@ -250,9 +263,6 @@ class Engine:
             logits = self._rows_of(logits, rows)
         events = self._take(requests, logits)
         self.stats.prefill_s += self._clock() - began
-        self.stats.n_prompt_tokens += n + len(tokens)
-        self.stats.n_prompt_tokens_computed += len(tokens)
-        self.stats.n_prefix_hit_tokens += n
         return events
 
     def _branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:

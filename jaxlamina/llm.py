@@ -87,6 +87,8 @@ class LLM:
     - ``attention_workers``: how many share the KV, and by what ``partition``: "heads", "requests" or "tokens".
     - ``host_kv_slots``: tokens whose KV may wait in host memory when requests outgrow ``kv_slots``; without it, what
       must give way is computed again.
+    - ``max_num_batched_tokens``: prompt tokens computed in one step; a longer prompt comes in chunks, between which running
+      requests get their tokens. None: prompts are computed whole.
     - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
       ``split``, ``q_first``, ``devices``, ``attention_workers`` and ``partition`` say elsewhere, its cluster says.
     - ``seed``: requests without a seed of their own get theirs from it.
@@ -112,6 +114,7 @@ class LLM:
         attention_workers: int = 1,
         partition: str = "heads",
         host_kv_slots: int = 0,
+        max_num_batched_tokens: int | None = 2048,
         group: Group | None = None,
         seed: int = 0,
         compilation_cache: bool = True,
@@ -125,6 +128,8 @@ class LLM:
             raise UserError(f"{kv_dtype=} must be one of {', '.join(KV_DTYPES)}")
         if host_kv_slots < 0:
             raise UserError(f"{host_kv_slots=} must be 0 (none) or more")
+        if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
+            raise UserError(f"{max_num_batched_tokens=} must be at least 1, or None")
         if kv_slots is not None and kv_slots < 1:
             raise UserError(f"{kv_slots=} must be at least 1")
         if attention_workers != 1 and not split:
@@ -194,6 +199,7 @@ class LLM:
             seed=seed,
             prefix_caching=prefix_caching,
             host_kv_slots=host_kv_slots,
+            max_num_batched_tokens=max_num_batched_tokens,
             kv_slot_bytes=sum(spec.slot_bytes for spec in specs),
         )
 

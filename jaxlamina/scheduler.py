@@ -5,7 +5,8 @@ where they are given, a prefix cache and a host tier; what the tokens mean, and 
 business.
 
 Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in
-the order they came as long as they fit. A newcomer starts from the longest prefix whose KV is cached. When slots run
+the order they came as long as they fit. A prompt longer than ``prefill_chunk`` is computed in several steps, between which
+the others decode; until it is done nobody else is admitted. A newcomer starts from the longest prefix whose KV is cached. When slots run
 out, cached prefixes that nobody uses go first; then the youngest running request gives all of its slots back and
 waits again at the head of the queue: its KV moves to the host if there is room ("swap"), else its tokens are kept and
 prefilled again later ("recompute"). So the oldest requests are always served first and always finish.
@@ -55,6 +56,7 @@ class Request:
     slots: SlotList = field(default_factory=SlotList)
     host_slots: np.ndarray | None = None  # [n] int32, while its KV is on the host
     n_cached: int = 0  # positions whose KV was there when it was admitted: its prefill starts after them
+    n_computed: int | None = None  # positions with KV, while its prefill goes on over several steps
     state: State = State.WAITING
     n_preemptions: int = 0
 
@@ -76,7 +78,8 @@ class Request:
 class StepPlan:
     """What one step runs: first the copies of KV to the host or back, then ``decodes`` oldest first, then ``prefills``.
 
-    ``preempted`` lost their slots. A prefill may start from KV that one before it computes. ``moves_again``: KV that
+    ``preempted`` lost their slots. A prefill may start from KV that one before it computes; ``spans`` has for each from
+    which position to which it goes, and one that does not reach the last token gives none yet. ``moves_again``: KV that
     came back to the device and that others on the host still wait for; it must go to the same host slots again where
     taking it from the host empties them.
     """
@@ -87,6 +90,7 @@ class StepPlan:
     moves_out: tuple[Move, ...] = ()
     moves_in: tuple[Move, ...] = ()
     moves_again: tuple[Move, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -106,6 +110,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_prefill_tokens: int = 8192,
+        prefill_chunk: int | None = None,
         prefix_cache: PrefixCache | None = None,
         min_prefix_tokens: int = 16,
         host: HostTier | None = None,
@@ -114,11 +119,14 @@ class Scheduler:
             raise ValueError(f"{max_num_seqs=} must be at least 1")
         if max_prefill_tokens < 1:
             raise ValueError(f"{max_prefill_tokens=} must be at least 1")
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"{prefill_chunk=} must be at least 1")
         if min_prefix_tokens < 1:
             raise ValueError(f"{min_prefix_tokens=} must be at least 1")
         self.slots = slots
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
+        self.prefill_chunk = prefill_chunk
         self.prefix_cache = prefix_cache
         self.min_prefix_tokens = min_prefix_tokens
         self.host = host
@@ -154,13 +162,17 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted."""
         preempted, moves_out = self._preempt_for_room()
-        decodes = list(self.running)
+        decodes = [request for request in self.running if request.n_computed is None]
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
         prefills: list[Request] = []
         moves_in: list[Move] = []
-        if not preempted:
+        going_on = [request for request in self.running if request.n_computed is not None]
+        if going_on:  # one, the youngest
+            prefills = going_on
+        elif not preempted:
             prefills, resumed, moves_in = self._admit()
             decodes += resumed
+        spans = tuple(map(self._span, prefills))
         return StepPlan(
             tuple(prefills),
             tuple(decodes),
@@ -168,7 +180,20 @@ class Scheduler:
             tuple(moves_out),
             tuple(moves_in),
             tuple(filter(None, map(self._still_wanted, moves_in))),
+            spans,
         )
+
+    def _span(self, request: Request) -> tuple[int, int]:
+        """What of a prefill this step does. Once it is all, the prefix cache may have it."""
+        n_tokens, start = request.n_tokens, request.n_computed
+        if start is None:
+            return request.n_cached, n_tokens
+        assert self.prefill_chunk is not None
+        stop = min(n_tokens, start + self.prefill_chunk)
+        request.n_computed = stop if stop < n_tokens else None
+        if request.n_computed is None and self.prefix_cache is not None:
+            self.prefix_cache.insert(request.all_token_ids(), request.slots.view())
+        return start, stop
 
     def branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
         """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its slots.
@@ -260,7 +285,7 @@ class Scheduler:
     def _move_out(self, unit: Sequence[Request]) -> list[Move]:
         """Takes the KV of ``unit`` to the host, if all of it fits there."""
         host = self.host
-        if host is None:
+        if host is None or any(request.n_computed is not None for request in unit):
             return []
         held = np.unique(np.concatenate([request.slots.view() for request in unit]))
         if host.n_needed_out(held) > host.n_free:
@@ -273,9 +298,10 @@ class Scheduler:
         return moves
 
     def _release(self, request: Request, *, keep: bool) -> None:
-        n = len(request.slots)
+        n = len(request.slots) if request.n_computed is None else request.n_computed
+        request.n_computed = None
         if keep and n and self.prefix_cache is not None:
-            self.prefix_cache.insert(request.all_token_ids()[:n], request.slots.view())
+            self.prefix_cache.insert(request.all_token_ids()[:n], request.slots.view()[:n])
         self.slots.free(request.slots.view())
         request.slots = SlotList()
         if request.host_slots is not None and self.host is not None and request.state is State.WAITING:
@@ -316,6 +342,8 @@ class Scheduler:
                 self.waiting.popleft()
                 request.state = State.RUNNING
                 self.running.append(request)
+            if unit[0].n_computed is not None:
+                break
         return prefills, resumed, moves
 
     def _next_unit(self) -> list[Request]:
@@ -366,7 +394,11 @@ class Scheduler:
         if (most_new is not None and n_new > most_new) or not self._make_room(n_new + margin):
             self.slots.free(cached)
             return False
-        self._give(request, tokens, cached, self.prefix_cache)
+        if self.prefill_chunk is not None and n_new > self.prefill_chunk:
+            self._give(request, tokens, cached, None)
+            request.n_computed = request.n_cached
+        else:
+            self._give(request, tokens, cached, self.prefix_cache)
         return True
 
     def _match(self, tokens: Sequence[int]) -> np.ndarray:

@@ -29,6 +29,7 @@ def test_ranks_give_the_unsplit_models_tokens(transport: str, n_workers: int, pa
     if transport == "xla" and n_workers < 3:
         scenarios += [
             ("branches", {"model": "llama"}),
+            ("greedy", {"model": "llama", "max_num_batched_tokens": 8}),
             ("greedy", {"model": "mistral-window", "n_tokens": 24}),
         ]
     found = run_job(transport, n_workers, scenarios, partition=partition)

@@ -41,10 +41,10 @@ class PretendPool:
             for a, b in zip(move.source.tolist(), move.target.tolist(), strict=True):
                 self.host[b] = self.device[a]
 
-    def write(self, r: Request, first: int) -> None:
-        """KV of the request's tokens from ``first`` on; those before must be there."""
+    def write(self, r: Request, first: int, stop: int) -> None:
+        """KV of the request's tokens from ``first`` to ``stop``; those before must be there."""
         tokens = tuple(r.all_token_ids())
-        for p, slot in enumerate(r.slots):
+        for p, slot in enumerate(r.slots.view()[:stop].tolist()):
             if p >= first:
                 self.device[slot] = tokens[: p + 1]
             assert self.device[slot] == tokens[: p + 1], f"slot {slot} holds {self.device[slot]}"
@@ -120,7 +120,7 @@ def test_any_workload_finishes_and_no_slot_is_lost(
 
 @st.composite
 def workloads(draw):
-    """(capacity, max_num_seqs, max_prefill_tokens, n_host, caching, requests): prompts that often share prefixes."""
+    """(capacity, max_num_seqs, max_prefill_tokens, prefill_chunk, n_host, caching, requests): prompts that often share prefixes."""
     capacity = draw(st.integers(6, 48))
     max_num_seqs = draw(st.integers(1, 6))
     shapes = draw(
@@ -137,17 +137,17 @@ def workloads(draw):
         )
     )
     n_host = draw(st.sampled_from([0, 8, 64]))
-    return capacity, max_num_seqs, draw(st.integers(1, 30)), n_host, draw(st.booleans()), shapes
+    chunk = draw(st.sampled_from([None, 1, 2, 5]))
+    return capacity, max_num_seqs, draw(st.integers(1, 30)), chunk, n_host, draw(st.booleans()), shapes
 
 
 @settings(max_examples=300, deadline=None)
 @given(workloads(), st.sets(st.integers(0, 9)), st.randoms(use_true_random=False))
 def test_any_workload_with_shared_prefixes_branches_and_swaps_finishes(workload, aborted, random):
     """Every sequence reads only what it or another with the same tokens wrote; every slot is owned as counted."""
-    capacity, max_num_seqs, max_prefill_tokens, n_host, caching, shapes = workload
-    scheduler = make(
-        capacity, max_num_seqs, caching=caching, n_host=n_host, max_prefill_tokens=max_prefill_tokens
-    )
+    capacity, max_num_seqs, max_prefill_tokens, chunk, n_host, caching, shapes = workload
+    budget = {"max_prefill_tokens": max_prefill_tokens, "prefill_chunk": chunk}
+    scheduler = make(capacity, max_num_seqs, caching=caching, n_host=n_host, **budget)
     pool = PretendPool(capacity, n_host)
     arrivals: dict[int, list[Request]] = {}
     live: dict[str, list[Request]] = {}
@@ -163,7 +163,7 @@ def test_any_workload_with_shared_prefixes_branches_and_swaps_finishes(workload,
             arrivals.setdefault(step, []).append(r)
     n_rows = sum(len(r.prompt_token_ids) + r.width * r.max_tokens for of in arrivals.values() for r in of)
     last_arrival = max(arrivals, default=0)
-    for step in range(10 + 4 * n_rows):
+    for step in range(10 + (4 if chunk is None else 12) * n_rows):
         for r in arrivals.get(step, []):
             scheduler.add(r)
             live[r.request_id] = [r]
@@ -190,13 +190,19 @@ def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Reques
     assert not (plan.preempted and plan.prefills)
     pool.move(plan)
     for r in plan.decodes:
-        pool.write(r, r.n_tokens - 1)
-    for r in plan.prefills:
-        assert r.n_cached < r.n_tokens
-        pool.write(r, r.n_cached)
+        pool.write(r, r.n_tokens - 1, r.n_tokens)
+    unfinished = []
+    for r, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
+        assert r.n_cached <= start < stop <= r.n_tokens
+        pool.write(r, start, stop)
+        if stop < r.n_tokens:
+            assert stop - start == scheduler.prefill_chunk
+            unfinished.append(r)
     together: dict[str, list[Request]] = {}
     for r in plan.requests:
         assert len(r.slots) == r.n_tokens
+        if r in unfinished:
+            continue
         if r.lockstep:
             together.setdefault(r.request_id, []).append(r)
             continue
@@ -480,3 +486,63 @@ def test_limits_must_be_positive():
         make(4, 1, max_prefill_tokens=0)
     with pytest.raises(ValueError, match="min_prefix_tokens=0"):
         make(4, 1, min_prefix_tokens=0)
+
+
+# --- long prompts ---
+
+
+def test_a_long_prompt_is_computed_in_chunks_while_others_decode():
+    scheduler = make(100, prefill_chunk=4)
+    short, long, last = request("short", 3, 8), request("long", 10, 2), request("last", 2, 1)
+    for r in (short, long, last):
+        scheduler.add(r)
+    plan = scheduler.schedule()
+    assert plan.prefills == (short, long) and plan.spans == ((0, 3), (0, 4))
+    short.output_token_ids.append(7)
+    plan = scheduler.schedule()
+    assert plan.decodes == (short,) and plan.prefills == (long,) and plan.spans == ((4, 8),)
+    assert list(scheduler.waiting) == [last]  # nobody else comes before it is done
+    short.output_token_ids.append(7)
+    plan = scheduler.schedule()
+    assert plan.decodes == (short,) and plan.spans == ((8, 10),)
+    short.output_token_ids.append(7)
+    long.output_token_ids.append(7)
+    plan = scheduler.schedule()
+    assert plan.decodes == (short, long) and plan.prefills == (last,)
+
+
+def test_what_is_not_computed_yet_is_not_cached():
+    scheduler = make(100, caching=True, prefill_chunk=4)
+    scheduler.add(request("long", 10, 2))
+    plan = scheduler.schedule()
+    assert plan.spans == ((0, 4),)
+    scheduler.finish(plan.prefills[0])
+    assert scheduler.prefix_cache is not None and scheduler.prefix_cache.n_cached == 4
+    again = request("again", 10, 2)
+    scheduler.add(again)
+    assert scheduler.schedule().spans == ((4, 8),) and again.n_cached == 4
+
+
+def test_a_prompt_that_loses_its_slots_half_way_begins_again():
+    scheduler = make(13, prefill_chunk=2, caching=True)
+    old, long = request("old", 2, 8), request("long", 9, 2)
+    scheduler.add(old)
+    run_step(scheduler)
+    scheduler.add(long)
+    seen = []
+    for _ in range(40):
+        plan = scheduler.schedule()
+        seen += [(r, len(r.output_token_ids)) for r in plan.preempted]
+        for r, (_, stop) in zip(plan.prefills, plan.spans, strict=True):
+            if stop == r.n_tokens:
+                r.output_token_ids.append(7)
+        for r in plan.decodes:
+            r.output_token_ids.append(7)
+        for r in plan.requests:
+            if len(r.output_token_ids) == r.max_tokens and r.state is State.RUNNING:
+                scheduler.finish(r)
+        scheduler.check_integrity()
+        if scheduler.idle:
+            break
+    assert seen == [(long, 0)]
+    assert scheduler.idle and len(old.output_token_ids) == 8 and len(long.output_token_ids) == 2

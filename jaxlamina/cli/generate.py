@@ -102,6 +102,9 @@ def generate(
     host_kv_slots: Annotated[
         int, typer.Option(help="Tokens whose KV may wait in host memory when there is no room.")
     ] = 0,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens computed in one step; longer prompts come in chunks.")
+    ] = 2048,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout instead of text.")
     ] = False,
@@ -152,6 +155,7 @@ def generate(
         attention_workers=attention_workers,
         partition=partition,
         host_kv_slots=host_kv_slots,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
     load_s = time.perf_counter() - started
     ready = _prompts(llm, texts, chat, system)
