@@ -1,0 +1,172 @@
+"""Recording a rank's own steps: JAX's profiler around them, and what its trace says of this rank's program.
+
+On GPUs the trace has each kernel by stream, on CPUs each operator by thread; a CPU's threads are one device here. Knows
+traces and one rank's programs; nothing of other ranks.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlamina.control import messages as m
+from jaxlamina.errors import UserError
+from jaxlamina.profiling.scopes import KINDS, Scope, module_name, scopes_of, started_by
+from jaxlamina.profiling.spans import Event, spans_of
+from jaxlamina.transports import Program, Transport
+from jaxlamina.transports.exchanges import by_instruction
+from pallas_kernels.compat import profile_events
+
+_STEP = "jaxlamina.step"
+_END = "end: "
+
+
+class Recorder:
+    """Runs a rank's programs, and records the steps that it was asked for. Not for several threads."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._left = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._clock_ns: list[int] = []
+        self._programs: list[Program] = []
+
+    def start(self, n_steps: int) -> None:
+        """Records the next ``n_steps`` steps. ``UserError`` if the profiler is in use."""
+        folder = tempfile.TemporaryDirectory()
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        options.enable_hlo_proto = False
+        try:
+            jax.profiler.start_trace(folder.name, profiler_options=options)
+        except RuntimeError as error:
+            folder.cleanup()
+            raise UserError(f"steps cannot be recorded: {error}") from error
+        self._folder, self._left, self._clock_ns, self._programs = folder, n_steps, [], []
+
+    @property
+    def is_full(self) -> bool:
+        """All steps that were asked for have been recorded: ``take`` them."""
+        return self._folder is not None and not self._left
+
+    def run(self, program: Program, *args: Any) -> Any:
+        """Calls the program; while it is recorded, also waits for it."""
+        if not self._left:
+            return program(*args)
+        with self.step(program):
+            return jax.block_until_ready(program(*args))
+
+    @contextmanager
+    def step(self, program: Program) -> Iterator[None]:
+        """A step that is recorded, for whoever runs the program himself, and waits for it in here."""
+        assert self._left, "no step is to be recorded"
+        self._left -= 1
+        self._programs.append(program)
+        with jax.profiler.TraceAnnotation(_STEP):
+            self._clock_ns.append(time.time_ns())
+            yield
+
+    def take(self) -> m.Recorded:
+        """What was recorded. ``UserError`` if the trace has nothing of the programs."""
+        assert self._folder is not None and self.is_full
+        known = {id(p): _Known.of(p, self._transport) for p in self._programs}
+        with self._folder as folder:
+            jax.profiler.stop_trace()
+            (path,) = Path(folder).rglob("*.xplane.pb")
+            steps, events = _read(path, self._transport.device.platform == "cpu", list(known.values()))
+        self._folder = None
+        if len(steps) != len(self._programs):
+            raise UserError(f"the profiler's trace has {len(steps)} of the {len(self._programs)} steps")
+        spans, meetings = [], []
+        for k, ((begun, done), program) in enumerate(zip(steps, self._programs, strict=True)):
+            inside = sorted((e for e in events if begun <= e.start_ns < done), key=lambda e: e.start_ns)
+            if not inside:
+                raise UserError(
+                    "the profiler's trace has no operator of this rank's program, so nothing can be said of it"
+                )
+            of = known[id(program)]
+            for stream, line in spans_of(inside, of.scopes).items():
+                spans += [
+                    (stream, KINDS.index(s.scope.kind), *s.scope[1:], s.start_ns, s.end_ns) for s in line
+                ]
+            for e in inside:
+                meetings += [(k, peer, e.start_ns, e.end_ns) for peer in of.peers.get(e.name, ())]
+        # The clock is read just after an annotation has begun.
+        clocks = zip(self._clock_ns, steps, strict=True)
+        clock_ns = round(statistics.median(read - begun for read, (begun, _) in clocks))
+        tables = [_table(rows, n, clock_ns) for rows, n in ((steps, 2), (spans, 6), (meetings, 4))]
+        return m.Recorded(platform.node(), *tables)
+
+
+def _table(rows: Sequence[tuple[int, ...]], n: int, clock_ns: int) -> m.Array:
+    """Rows of n numbers, of which the last two are times since the trace began."""
+    table = np.array(rows, np.int64).reshape(-1, n)
+    table[:, -2:] += clock_ns
+    return m.Array.of(table)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A program, by the names of its events: what they are for, and whom they meet."""
+
+    module: str
+    scopes: dict[str, Scope]
+    peers: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, program: Program, transport: Transport) -> _Known:
+        hlo = program.hlo()
+        exchanges = by_instruction(hlo, transport.rank if transport.name == "xla" else None)
+        peers = {name: sorted({e.peer for e in found}) for name, found in exchanges.items()}
+        for name, started in started_by(hlo).items():
+            peers[name] = sorted({peer for x in (name, *started) for peer in peers.get(x, ())})
+        scopes = scopes_of(hlo)
+        return cls(
+            module_name(hlo), {_as_kernel(name): scope for name, scope in scopes.items()} | scopes, peers
+        )
+
+
+def _as_kernel(name: str) -> str:
+    """An instruction's name as a GPU kernel of it is called."""
+    return re.sub(r"[.\-]", "_", name)
+
+
+def _read(path: Path, on_cpu: bool, known: Sequence[_Known]) -> tuple[list[tuple[int, int]], list[Event]]:
+    """The annotated steps in order, and the events of these programs, in nanoseconds since the trace began."""
+    modules = {program.module for program in known}
+    names = set().union(*(program.scopes for program in known))
+    steps, events = [], []
+    ends: dict[int, int] = {}
+    begun: list[tuple[int, Event]] = []
+    streams: dict[tuple[str, str], int] = {}
+    for plane, line, name, start, duration, stats in profile_events(str(path)):
+        is_own = stats.get("hlo_module") in modules
+        if name == _STEP:
+            steps.append((start, start + duration))
+        elif on_cpu and name.startswith(_END):
+            ends[stats["_c"]] = start
+        elif on_cpu and is_own:
+            begun.append((stats["_p"], Event(stats["hlo_op"], 0, start, start + duration)))
+        elif (
+            plane.startswith("/device:")
+            and line.startswith("Stream")
+            and (is_own or "hlo_module" not in stats)
+        ):
+            stream = streams.setdefault((plane, line), len(streams))
+            # A kernel in a CUDA graph may be known by its own name alone.
+            op = str(stats.get("hlo_op", name))
+            events.append(Event(op if op in names else name, stream, start, start + duration))
+    # A CPU operator that another thread goes on with has an event of its own where it ends.
+    events += [e._replace(end_ns=max(e.end_ns, ends.get(flow, 0))) for flow, e in begun]
+    return sorted(steps), events

@@ -1,0 +1,72 @@
+"""Recording steps of a whole job from rank 0: all ranks are told to record, and what they found becomes one timeline.
+
+Knows rank 0's executor and the control messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxlamina.control import messages as m
+from jaxlamina.profiling.collect import Recorder
+from jaxlamina.profiling.scopes import KINDS, Scope
+from jaxlamina.profiling.spans import Span
+from jaxlamina.profiling.timeline import Meeting, RankTrace, Timeline, timeline
+from jaxlamina.ranks.executor import RanksExecutor
+from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
+from jaxlamina.transports import Program
+from jaxlamina.workers.batch import DecodeBatch
+
+
+class RecordingExecutor(RanksExecutor):
+    """`RanksExecutor`, whose decode steps can be recorded on all ranks."""
+
+    _latest: tuple[m.StepShape, Program]
+
+    def _prepared(self, shape: m.StepShape) -> tuple[Program, Any]:
+        found = super()._prepared(shape)
+        self._latest = shape, found[0]
+        return found
+
+    def record(self, batch: DecodeBatch, n_steps: int) -> Timeline:
+        """Runs a decode step again and again, each once the last is done, and gives ``n_steps`` of them. Two more come
+        before them: one that compiles, and one in which ranks begin to record. ``UserError`` if a rank cannot."""
+        self.decode(batch).block_until_ready()
+        shape, program = self._latest
+        # With one batch there is work for rank 0's replica alone.
+        others = (*(self.group.replicas if shape.n_batches > 1 else ()), *self.group.workers)
+        for rank in others:
+            self.group.send(rank, m.Record(n_steps + 1))
+        recorder = Recorder(self.group.transport)
+        recorder.start(n_steps + 1)
+        while not recorder.is_full:
+            with recorder.step(program):
+                self.decode(batch).block_until_ready()
+        found = {0: recorder.take()}
+        found |= {rank: self.group.receive(rank, m.Recorded, PREPARE_DEADLINE_S) for rank in others}
+        return timeline(
+            trace_of(self.group, rank, found.get(rank)) for rank in range(self.group.cluster.n_ranks)
+        )
+
+
+def trace_of(group: Group, rank: int, recorded: m.Recorded | None) -> RankTrace:
+    """What a rank sent, or that it took no part."""
+    cluster = group.cluster
+    name, pool = cluster.describe(rank), "model" if rank < cluster.n_model else "attention"
+    if recorded is None:
+        return RankTrace(rank, name, pool, "")  # type: ignore[arg-type]
+    streams: dict[int, list[Span]] = {}
+    for stream, kind, index, batch, start, end in recorded.spans.numpy().tolist():
+        streams.setdefault(stream, []).append(Span(Scope(KINDS[kind], index, batch), start, end))
+    steps: np.ndarray = recorded.steps.numpy()
+    return RankTrace(
+        rank,
+        name,
+        pool,  # type: ignore[arg-type]
+        recorded.host,
+        tuple((begun, done) for begun, done in steps.tolist()),
+        streams,
+        tuple(Meeting(*row) for row in recorded.meetings.numpy().tolist()),
+    )
