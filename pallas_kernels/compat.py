@@ -6,6 +6,7 @@ functions below and never looks at the version itself. Knows nothing of attentio
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -167,3 +168,17 @@ def define_primitive(
     ad.primitive_jvps[prim] = _jvp
     batching.primitive_batchers[prim] = batch
     return prim
+
+
+def profile_events(path: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any]]]:
+    """A trace's events: plane, line, name, start and duration in nanoseconds since the trace began, and statistics.
+
+    JAX 0.11.2 warns of its own statistics' type when they are read.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            for line in plane.lines:
+                for e in line.events:
+                    stats: Any = e.stats
+                    yield plane.name, line.name, e.name, round(e.start_ns), round(e.duration_ns), dict(stats)

@@ -12,7 +12,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
 
 _DTYPES = {
@@ -270,6 +270,25 @@ class PutRows(_Message, frozen=True):
     rows: tuple[Array, ...]
 
 
+class Record(_Message, frozen=True):
+    """Trace the next ``steps`` steps, waiting for each, and answer with Recorded after the last."""
+
+    steps: int
+
+
+class Recorded(_Message, frozen=True):
+    """A rank's time by a device's trace, in nanoseconds of its host's clock, int64.
+
+    ``steps`` [n, 2]: when each was begun and was done. ``spans`` [m, 6]: stream, kind (its place in
+    `jaxlamina.profiling.KINDS`), index, batch, start, end. ``meetings`` [k, 4]: step, peer (-1: all ranks), start, end.
+    """
+
+    host: str
+    steps: Array
+    spans: Array
+    meetings: Array
+
+
 # Ending, and between
 
 
@@ -312,6 +331,8 @@ Message = (
     | TakeRows
     | Rows
     | PutRows
+    | Record
+    | Recorded
     | Fault
     | Ping
     | Pong

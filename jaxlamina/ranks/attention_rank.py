@@ -20,6 +20,7 @@ from jaxlamina.cluster import Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient, hello_of
 from jaxlamina.errors import UserError
+from jaxlamina.profiling.collect import Recorder
 from jaxlamina.ranks.attention_programs import AttentionProgram, StepInputs, step_inputs_of
 from jaxlamina.ranks.group import FAILED, Failing, Watch, first_line, leave, start_jax, versions
 from jaxlamina.ranks.layout import Layout, layout_of
@@ -103,6 +104,7 @@ class AttentionRank:
         self._bound = False  # whether the pools are as programs take them
         self._epoch = 0  # how many models there have been
         self._last: Any = None  # what the last step leaves when it is done
+        self._recorder = Recorder(transport)
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Setup: self._on_setup,
             m.Allocate: self._on_allocate,
@@ -114,6 +116,7 @@ class AttentionRank:
             m.ForgetHost: lambda x: self._pools().host.forget(_slots(x.host_slots)),
             m.TakeRows: self._on_take,
             m.PutRows: self._on_put,
+            m.Record: lambda x: self._recorder.start(x.steps),
         }
 
     def run(self) -> None:
@@ -195,9 +198,11 @@ class AttentionRank:
         self._bind()
         inputs = self._transport.bind(_inputs(step.arrays))
         kv = self._kv
-        kv.k, kv.v, done = self._programs[step.shape](kv.k, kv.v, inputs)
+        kv.k, kv.v, done = self._recorder.run(self._programs[step.shape], kv.k, kv.v, inputs)
         self._last = done
         self._watch.until(ticket, done)
+        if self._recorder.is_full:
+            self._client.send(self._recorder.take())
 
     def _bind(self) -> None:
         if not self._bound:

@@ -19,6 +19,7 @@ from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply
+from jaxlamina.profiling.collect import Recorder
 from jaxlamina.ranks.group import Watch
 from jaxlamina.ranks.layout import Layout, layout_of
 from jaxlamina.ranks.model_side import ModelSide, receive_parameters
@@ -42,10 +43,12 @@ class ModelRank:
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self._epoch = 0
         self._last: Any = None
+        self._recorder = Recorder(transport)
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.SetupModel: self._on_setup,
             m.Prepare: self._on_prepare,
             m.Step: self._on_step,
+            m.Record: lambda x: self._recorder.start(x.steps),
         }
 
     def run(self) -> None:
@@ -87,8 +90,11 @@ class ModelRank:
         program, weights = self._programs[step.shape]
         arrays = {name: array.numpy() for name, array in step.arrays.items()}
         given = jax.device_put((inputs_from(arrays), indices_from(arrays)), self._transport.device)
-        self._last = self._transport.unbind(program(weights, *self._transport.bind(given)))
+        run = self._recorder.run(program, weights, *self._transport.bind(given))
+        self._last = self._transport.unbind(run)
         self._watch.until(ticket, self._last)
+        if self._recorder.is_full:
+            self._client.send(self._recorder.take())
 
 
 def told_replica(inputs: tuple[np.ndarray, ...], at: PlacedIndices | None) -> dict[str, m.Array]:

@@ -34,6 +34,10 @@ class Program(Protocol):
         """What it sends and receives, in order, as the compiled program has it."""
         ...
 
+    def hlo(self) -> str:
+        """The text of the compiled program, whose instructions' names are those of its events in a trace."""
+        ...
+
 
 class Transport(Protocol):
     """One rank's end of all exchanges. ``send`` and ``recv`` are for programs that ``compile`` traces."""

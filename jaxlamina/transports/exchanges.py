@@ -59,6 +59,14 @@ def xla_exchanges(hlo: str, rank: int) -> tuple[Exchange, ...]:
     return _Module(hlo).expand(lambda i, shapes: _xla(i, shapes, rank))
 
 
+def by_instruction(hlo: str, rank: int | None) -> dict[str, list[Exchange]]:
+    """Instruction -> what it exchanges: by XLA's collectives as partition ``rank``, or by mpi4jax (None)."""
+    every = [i for lines in _Module(hlo).computations.values() for i in lines]
+    shapes = {i.name: i.shape for i in every}
+    found = {i.name: _mpi(i, shapes, None) if rank is None else _xla(i, shapes, rank) for i in every}
+    return {name: list(exchanges) for name, exchanges in found.items() if exchanges}
+
+
 def first_difference(
     lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], str] = lambda rank: f"rank {rank}"
 ) -> str | None:
@@ -175,7 +183,7 @@ class _Module:
             raise ValueError(
                 "the text must be of a scheduled module: compiled.as_text() of a jitted function"
             )
-        self._computations: dict[str, list[_Instruction]] = {}
+        self.computations: dict[str, list[_Instruction]] = {}
         self._entry: str | None = None
         current: list[_Instruction] | None = None
         for line in hlo.splitlines():
@@ -185,7 +193,7 @@ class _Module:
             elif header := _HEADER.match(line):
                 if line.startswith("HloModule"):
                     continue
-                current = self._computations.setdefault(header[2], [])
+                current = self.computations.setdefault(header[2], [])
                 self._entry = header[2] if header[1] else self._entry
             else:
                 current = None
@@ -200,7 +208,7 @@ class _Module:
         self, name: str, reader: _Reader, known: dict[str, tuple[Exchange, ...]]
     ) -> tuple[Exchange, ...]:
         if name not in known:
-            instructions = self._computations[name]
+            instructions = self.computations[name]
             shapes = {i.name: i.shape for i in instructions}
             found: list[Exchange] = []
             for instruction in instructions:

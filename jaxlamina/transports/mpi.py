@@ -127,11 +127,15 @@ class MpiProgram:
     """A jitted function: its lowered form is compiled for its list alone, since such objects fail at a second call."""
 
     def __init__(self, jitted: Any, args: tuple[Any, ...]) -> None:
-        self._jitted = jitted
-        self._exchanges = mpi_exchanges(jitted.lower(*args).compile().as_text())
+        self._jitted, self._args = jitted, args
+        self._exchanges = mpi_exchanges(self.hlo())
 
     def __call__(self, *args: Any) -> Any:
         return self._jitted(*args)
 
     def exchanges(self) -> tuple[Exchange, ...]:
         return self._exchanges
+
+    def hlo(self) -> str:
+        text: str = self._jitted.lower(*self._args).compile().as_text()
+        return text

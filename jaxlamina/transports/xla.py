@@ -264,3 +264,7 @@ class XlaProgram:
 
     def exchanges(self) -> tuple[Exchange, ...]:
         return self._exchanges
+
+    def hlo(self) -> str:
+        text: str = self._compiled.as_text()
+        return text
