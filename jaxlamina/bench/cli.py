@@ -1,6 +1,6 @@
 """`jaxlamina bench split` and `bench decode`: options in, tables and one last line of JSON out.
 
-`bench exchange`, `bench kernels` and `bench prefix` have modules of their own. Knows how results look, nothing of how they are measured.
+The other commands have modules of their own. Knows how results look, nothing of how they are measured.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from jaxlamina.bench.breakdown_cli import breakdown_command
 from jaxlamina.bench.exchange_cli import exchange_command
 from jaxlamina.bench.kernels_cli import kernels_command
 from jaxlamina.bench.prefix_cli import prefix_command
@@ -35,6 +36,7 @@ app = typer.Typer(
 JsonOption = Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")]
 
 
+app.command("breakdown")(breakdown_command)
 app.command("exchange")(exchange_command)
 app.command("kernels")(kernels_command)
 app.command("prefix")(prefix_command)

@@ -1,0 +1,125 @@
+"""What a decode step's time goes into on each rank of this job: recorded steps of a model shape with random weights.
+
+One batch and staggered ones, each recorded on all ranks at once (`jaxlamina.profiling`). Knows executors and timelines;
+nothing of tables and figures, nor of how ranks were started.
+
+Source: Lamina 2025 §6.2.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jaxlamina.bench.step_bench import StepCase, random_weights, shuffled_batch
+from jaxlamina.cluster import Cluster
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, apply
+from jaxlamina.profiling.job import RecordingExecutor
+from jaxlamina.profiling.timeline import POOLS, Timeline
+from jaxlamina.ranks import Group
+from jaxlamina.workers import DecodeBatch
+from jaxlamina.workers.workspace import LargestStep
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """One way of running one case."""
+
+    case: StepCase
+    n_batches: int
+    timeline: Timeline
+    untraced_ms: float  # a step waited for, median, without the profiler, with what rank 0 does between steps
+
+    @property
+    def way(self) -> str:
+        return "one batch" if self.n_batches == 1 else f"{self.n_batches} staggered"
+
+    def __str__(self) -> str:
+        return f"{self.case}, {self.way}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Milliseconds a step and shares, for each pool (its ranks' mean) and each rank."""
+        t = self.timeline
+        groups = {pool: t.ranks_of(pool) for pool in POOLS}
+        return {
+            "case": str(self.case),
+            "batch": self.case.batch,
+            "context": self.case.context,
+            "n_batches": self.n_batches,
+            "n_steps": len(t.windows),
+            "step_ms": t.step_ms,
+            "untraced_ms": self.untraced_ms,
+            "n_unmatched_exchanges": t.n_unmatched,
+            "pools": {pool: {"ms": t.ms(ranks), "shares": t.shares(ranks)} for pool, ranks in groups.items()},
+            "ranks": [
+                {"rank": x.rank, "name": x.name, "pool": x.pool, "ms": t.ms([x.rank]), "shares": t.shares([x.rank])}
+                for x in t.traces
+            ],
+        }  # fmt: skip
+
+
+def check(cluster: Cluster, cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
+    """``UserError`` for a number of staggered batches that a case cannot be cut into, or that the job cannot run."""
+    for n in staggered:
+        for case in cases:
+            if case.batch % n:
+                raise UserError(
+                    f"{case.batch} requests cannot be cut into {n} staggered batches of equal size"
+                )
+        if cluster.pipelining_mode == "rotational" and n != cluster.n_model + 1:
+            raise UserError(
+                f"--staggered {n}: these ranks rotate {cluster.n_model + 1} batches over {cluster.n_model} model workers; "
+                f'take --staggered {cluster.n_model + 1}, or pipelining = "fixed" in the cluster\'s file'
+            )
+        if n < cluster.n_model:
+            raise UserError(
+                f"--staggered {n}: of {cluster.n_model} model workers some would idle; take at least {cluster.n_model}"
+            )
+
+
+def measure(
+    config: ModelConfig,
+    cases: Sequence[StepCase],
+    *,
+    group: Group,
+    dtype: Any,
+    n_steps: int,
+    staggered: Sequence[int] = (),
+    on_progress: Callable[[str], object] = lambda _: None,
+) -> list[Breakdown]:
+    """Each case as one batch and as each number of ``staggered`` ones. ``UserError`` as `check`, and for a rank whose
+    profiler says nothing."""
+    check(group.cluster, cases, staggered)
+    on_progress("weights")
+    n_slots = max(case.batch * (case.context + 1) for case in cases)
+    largest = LargestStep(max(case.batch for case in cases), max(case.context for case in cases), 2)
+    executor = RecordingExecutor(
+        partial(apply, config), random_weights(config, dtype), group=group, kv_slots=n_slots, most_slots=n_slots,
+        least_slots=2, largest=largest, kv_dtype=group.cluster.kv_dtype, config=config,
+    )  # fmt: skip
+    found = []
+    for case in cases:
+        batch = shuffled_batch(case, n_slots, config.vocab_size)
+        executor.pool.assume_stored(batch)
+        for n in (1, *staggered):
+            executor.n_batches = n
+            on_progress(f"{case}, n {n}: compiling")
+            executor.decode(batch).block_until_ready()
+            on_progress(f"{case}, n {n}: recording {n_steps} steps")
+            alone_ms = _alone_ms(executor, batch, n_steps)
+            found.append(Breakdown(case, n, executor.record(batch, n_steps), alone_ms))
+    return found
+
+
+def _alone_ms(executor: RecordingExecutor, batch: DecodeBatch, n_steps: int) -> float:
+    times = []
+    for _ in range(n_steps):
+        began = time.perf_counter()
+        executor.decode(batch).block_until_ready()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3

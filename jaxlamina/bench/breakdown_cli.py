@@ -1,0 +1,162 @@
+"""`jaxlamina bench breakdown`: options in; a table, a timeline, a figure and one last line of JSON out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxlamina.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxlamina.bench.breakdown_bench import Breakdown
+
+
+def breakdown_command(
+    config: Annotated[
+        str, typer.Option(help="A model shape: a name in configs/models, or a config.json.")
+    ] = "llama-3-8b",
+    case: Annotated[
+        str, typer.Option(help="Requests x stored tokens, separated by commas, such as 64x4096.")
+    ] = "16x4096,64x4096,160x4096",
+    dtype: Annotated[str, typer.Option(help="Weights and KV: bfloat16 or float32.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has.")] = None,
+    staggered: Annotated[
+        str, typer.Option(help="Also as so many staggered batches: numbers, separated by commas.")
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps recorded of each case and way.")] = 8,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write all ranks' spans for Perfetto: a .json or .json.gz.")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw the table as stacked bars: a .svg, .png or .pdf.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Only the line of JSON on stdout, no table.")
+    ] = False,
+) -> None:
+    """Record where a step's time goes on each rank: `jaxlamina launch --dop 1,1 -- bench breakdown --staggered 2`."""
+    from jaxlamina import ranks
+    from jaxlamina.bench import breakdown_bench, breakdown_figure, exchange_figure, machine, split_bench
+    from jaxlamina.bench.step_bench import StepCase
+    from jaxlamina.configs import model_config
+    from jaxlamina.llm import DTYPES
+    from jaxlamina.profiling import perfetto
+
+    if dtype not in DTYPES:
+        raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
+    try:
+        cases = [StepCase.parse(text) for text in case.split(",")]
+    except ValueError:
+        raise UserError(f"--case {case!r} must be like 16x2048,64x4096: requests x stored tokens") from None
+    n_batches = _numbers(staggered)
+    if timeline is not None:
+        _check_timeline(timeline)
+    if figure is not None:
+        exchange_figure.check(figure)
+    shape = model_config(config)
+    if layers is not None:
+        shape = split_bench.with_layers(shape, layers)
+    group = ranks.current()
+    if group is None:
+        raise UserError(
+            "there are no ranks to record: start them with `jaxlamina launch … -- bench breakdown`"
+        )
+    here = machine.describe(["mpi4jax", "mpi4py"])
+    with Console(stderr=True).status("starting") as status:
+        found = breakdown_bench.measure(
+            shape,
+            cases,
+            group=group,
+            dtype=DTYPES[dtype],
+            n_steps=steps,
+            staggered=n_batches,
+            on_progress=status.update,
+        )
+    job = f"DOP {group.cluster.pools}, {group.cluster.transport}, {group.cluster.partition}"
+    title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; {group.device.device_kind}"
+    record = {
+        "bench": "breakdown",
+        "model": config,
+        "n_layers": shape.num_hidden_layers,
+        "dtype": dtype,
+        "job": job,
+        "accelerator": group.device.device_kind,
+        "results": [x.to_dict() for x in found],
+        **asdict(here),
+    }
+    if timeline is not None:
+        perfetto.write({str(x): x.timeline for x in found}, timeline)
+    if figure is not None:
+        breakdown_figure.draw(found, f"{title}, {here.line()}", figure)
+    if not as_json:
+        out = Console(width=118, highlight=False)
+        out.print(here.line(), soft_wrap=True)
+        out.print(title, soft_wrap=True)
+        _show(out, found)
+    print(json.dumps(record))
+
+
+def _show(out: Console, found: list[Breakdown]) -> None:
+    from jaxlamina.profiling.timeline import POOLS
+
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in (
+        "case",
+        "way",
+        "pool",
+        "ms a step",
+        "its work",
+        "exchange",
+        "other",
+        "bubble",
+        "untraced ms",
+    ):
+        table.add_column(name, justify="left" if name in ("case", "way", "pool") else "right", no_wrap=True)
+    for i, x in enumerate(found):
+        if i and found[i - 1].case != x.case:
+            table.add_section()
+        for pool in POOLS:
+            ranks = x.timeline.ranks_of(pool)
+            ms, shares = x.timeline.ms(ranks), x.timeline.shares(ranks)
+            cells = [f"{ms[kind]:.2f} {shares[kind]:4.0%}" for kind in (pool, "exchange", "other", "bubble")]
+            first = pool == POOLS[0]
+            table.add_row(
+                str(x.case) if first else "", x.way if first else "", f"{pool} × {len(ranks)}",
+                f"{x.timeline.step_ms:.2f}" if first else "", *cells, f"{x.untraced_ms:.2f}" if first else "",
+            )  # fmt: skip
+    out.print(table)
+    out.print(
+        "ms a step and share of it, a pool's ranks' mean. bubble: its devices idle, or in an exchange whose other end has "
+        "not come. other: operators of no slice, layer or exchange. untraced: without the profiler, with the time "
+        "between steps.",
+        style="dim",
+    )
+    alone = sum(x.timeline.n_unmatched for x in found)
+    if alone:
+        out.print(
+            f"{alone} exchanges were found on one end only: their waiting counts as exchange", style="yellow"
+        )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        numbers = [0]
+    if any(n < 2 for n in numbers):
+        raise UserError(f"--staggered {text!r} must be numbers of at least 2, such as 2,4")
+    return numbers
+
+
+def _check_timeline(path: Path) -> None:
+    if not path.name.endswith((".json", ".json.gz")):
+        raise UserError(f"--timeline {str(path)!r} must end in .json or .json.gz")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--timeline {str(path)!r}: there is no such folder; make it first")

@@ -1,0 +1,75 @@
+"""Where a step's time goes, drawn as Lamina 2025, Figure 12: stacked bars, of both pools and each way.
+
+The paper's bars are sums of workers' times, which may exceed a step; here each bar is one pool's step, with what it idles.
+Knows breakdowns. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxlamina.bench.breakdown_bench import Breakdown
+from jaxlamina.profiling.scopes import KINDS, Kind
+from jaxlamina.profiling.timeline import POOLS
+
+# Okabe and Ito's, bubbles empty.
+_COLORS: dict[Kind, str] = {
+    "model": "#0072B2",
+    "attention": "#D55E00",
+    "exchange": "#E69F00",
+    "other": "#999999",
+    "bubble": "#ffffff",
+}
+_INK, _FAINT = "#333333", "#dddddd"
+_BAR = 0.8  # of a bar's place
+
+
+def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
+    """Writes the figure: a panel a case, a pair of bars a way."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    by_case: dict[str, list[Breakdown]] = {}
+    for x in found:
+        by_case.setdefault(str(x.case), []).append(x)
+    n_bars = max(len(of_case) for of_case in by_case.values()) * len(POOLS)
+    width = max(5.0, 1.6 + len(by_case) * (0.5 + 0.55 * n_bars))
+    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "jaxlamina", "text.color": _INK}):
+        figure = Figure(figsize=(width, 4.0), layout="constrained")
+        figure.suptitle(title, fontsize=8, wrap=True)
+        panels = figure.subplots(1, len(by_case), squeeze=False)[0]
+        for axes, (case, of_case) in zip(panels, by_case.items(), strict=True):
+            _panel(axes, of_case)
+            axes.set_title(case, loc="left", fontsize=9)
+        panels[0].set_ylabel("ms a step")
+        kinds = [
+            kind
+            for kind in KINDS
+            if any(x.timeline.ms(x.timeline.ranks_of(pool))[kind] for x in found for pool in POOLS)
+        ]
+        handles = [Patch(facecolor=_COLORS[kind], edgecolor=_INK, lw=0.5, label=kind) for kind in kinds]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _panel(axes: Any, of_case: Sequence[Breakdown]) -> None:
+    names = []
+    for i, x in enumerate(of_case):
+        for j, pool in enumerate(POOLS):
+            at, bottom = i * (len(POOLS) + 0.4) + j, 0.0
+            ms = x.timeline.ms(x.timeline.ranks_of(pool))
+            for kind in KINDS:
+                axes.bar(at, ms[kind], _BAR, bottom, color=_COLORS[kind], edgecolor=_INK, linewidth=0.5)
+                bottom += ms[kind]
+            names.append((at, pool))
+        axes.annotate(x.way, (i * (len(POOLS) + 0.4) + 0.5, x.timeline.step_ms), xytext=(0, 3), ha="center",
+                      textcoords="offset points", fontsize=8)  # fmt: skip
+    axes.set_xticks([at for at, _ in names], [pool for _, pool in names])
+    axes.set_ylim(0, 1.1 * max(x.timeline.step_ms for x in of_case))
+    axes.grid(True, axis="y", color=_FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
