@@ -328,7 +328,9 @@ def test_the_file(tmp_path, name):
     path = tmp_path / name
     perfetto.write({"B 1": timeline([first, RankTrace(**{**vars(second), "streams": both})])}, path)
     raw = path.read_bytes()
-    events = json.loads(gzip.decompress(raw) if name.endswith("gz") else raw)["traceEvents"]
+    document = json.loads(gzip.decompress(raw) if name.endswith("gz") else raw)
+    events = document["traceEvents"]
+    assert document["otherData"] == {"began_unix_ns": str(20 * MS)}
     named = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
     assert named == {(0, first.name), (1, second.name), (2, "steps")}
     line = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 1)]
@@ -340,7 +342,7 @@ def test_the_file(tmp_path, name):
         "bubble",
     ]
     assert {e["args"]["step"] for e in line} == {0, 1} and {e["args"]["of"] for e in line} == {"B 1"}
-    assert line[0]["ts"] == 20_000 and line[2]["dur"] == 3_000
+    assert line[0]["ts"] == 0 and line[2]["dur"] == 3_000
     assert len([e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 3)]) == 1
     assert {e["name"] for e in events if e["ph"] == "X" and e["pid"] == 0} == {
         "slice 0, batch 0",

@@ -30,7 +30,13 @@ _STEPS = 1  # the first thread's number
 
 def write(parts: Mapping[str, Timeline], path: Path) -> None:
     """Timelines, by what they are of, one after another in one file; ``path`` ends in ``.json`` or ``.json.gz``."""
-    document = {"traceEvents": list(_all(parts)), "displayTimeUnit": "ns"}
+    began_ns = min(timeline.windows[0][0] for timeline in parts.values())
+    document = {
+        "traceEvents": list(_all(parts, began_ns)),
+        "displayTimeUnit": "ns",
+        # Times in the file are from here: microseconds since 1970 would be rounded.
+        "otherData": {"began_unix_ns": str(began_ns)},
+    }
     text = json.dumps(document, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
@@ -43,7 +49,7 @@ def title(span: Span) -> str:
     return f"{'slice' if kind == 'model' else kind} {number}, batch {batch}"
 
 
-def _all(parts: Mapping[str, Timeline]) -> Iterator[dict[str, Any]]:
+def _all(parts: Mapping[str, Timeline], began_ns: int) -> Iterator[dict[str, Any]]:
     traces = {t.rank: t for timeline in parts.values() for t in timeline.traces}
     for rank, trace in sorted(traces.items()):
         yield _meta("process_name", rank, 0, name=trace.name)
@@ -57,26 +63,28 @@ def _all(parts: Mapping[str, Timeline]) -> Iterator[dict[str, Any]]:
     for what, timeline in parts.items():
         for step, (start, end) in enumerate(timeline.windows):
             yield {
-                "ph": "X", "name": what, "cat": "step", "pid": len(traces), "tid": 0, "ts": start / 1e3,
+                "ph": "X", "name": what, "cat": "step", "pid": len(traces), "tid": 0, "ts": (start - began_ns) / 1e3,
                 "dur": (end - start) / 1e3, "args": {"step": step},
             }  # fmt: skip
         for trace in timeline.traces:
             for step, spans in enumerate(timeline.lines[trace.rank]):
-                yield from _spans(spans, trace.rank, _STEPS, what, step)
+                yield from _spans(spans, began_ns, trace.rank, _STEPS, what, step)
             for n, line in enumerate(trace.streams.values() if len(trace.streams) > 1 else ()):
                 for step, (start, end) in enumerate(timeline.windows):
                     inside = (x for x in line if start <= x.start_ns < end)
-                    yield from _spans(inside, trace.rank, _STEPS + 1 + n, what, step)
+                    yield from _spans(inside, began_ns, trace.rank, _STEPS + 1 + n, what, step)
 
 
-def _spans(line: Iterable[Span], rank: int, thread: int, what: str, step: int) -> Iterator[dict[str, Any]]:
+def _spans(
+    line: Iterable[Span], began_ns: int, rank: int, thread: int, what: str, step: int
+) -> Iterator[dict[str, Any]]:
     for span in line:
         args: dict[str, Any] = {"of": what, "kind": span.scope.kind, "step": step}
         if span.scope.number >= 0:
             args |= {"index": span.scope.number, "batch": span.scope.batch}
         yield {
             "ph": "X", "name": title(span), "cat": span.scope.kind, "pid": rank, "tid": thread,
-            "ts": span.start_ns / 1e3, "dur": span.duration_ns / 1e3, "cname": _COLORS[span.scope.kind], "args": args,
+            "ts": (span.start_ns - began_ns) / 1e3, "dur": span.duration_ns / 1e3, "cname": _COLORS[span.scope.kind], "args": args,
         }  # fmt: skip
 
 

@@ -1,0 +1,176 @@
+"""`bench breakdown` over real ranks: every rank is on the timeline with what it does and nothing else. No time is judged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_jobs import mpi
+from typer.testing import CliRunner
+
+from jaxlamina.bench.breakdown_bench import check
+from jaxlamina.bench.cli import app
+from jaxlamina.bench.step_bench import StepCase
+from jaxlamina.cluster import Cluster
+from jaxlamina.errors import UserError
+from launch.local import free_ports
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+N_STEPS, CASE = 3, "6x16"
+KINDS = {"model", "attention", "exchange", "other", "bubble"}
+
+
+def breakdown(tmp_path: Path, transport: str, dop: tuple[int, int], n_batches: int, **options: str) -> Any:
+    """The command's stdout, its last line as JSON, and the events of the timeline."""
+    shape, timeline = tmp_path / "config.json", tmp_path / "timeline.json.gz"
+    shape.write_text(json.dumps(SHAPE))
+    control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
+    keys: dict[str, Any] = {
+        "control": control, "coordinator": coordinator, "n_batches": n_batches, "model_platform": "cpu",
+        "attention_platform": "cpu",
+    }  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "jaxlamina",
+        "launch",
+        f"--dop={dop[0]},{dop[1]}",
+        f"--transport={transport}",
+    ]
+    command += [part for name, value in keys.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    command += ["--", "bench", "breakdown", f"--config={shape}", f"--case={CASE}", "--dtype=float32"]
+    command += [f"--staggered={n_batches}", f"--steps={N_STEPS}", f"--timeline={timeline}"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    events = json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]
+    return done.stdout, json.loads(done.stdout.strip().splitlines()[-1]), events
+
+
+@pytest.mark.parametrize(
+    ("transport", "dop", "n_batches"),
+    [("xla", (1, 1), 2), ("xla", (2, 1), 3), mpi((1, 1), 2), mpi((2, 1), 3)],
+)
+def test_every_rank_is_on_the_timeline_with_its_own_work(
+    tmp_path: Path, transport: str, dop: tuple[int, int], n_batches: int
+) -> None:
+    _, record, events = breakdown(tmp_path, transport, dop, n_batches)
+    a, b = dop
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(names) == list(range(a + b + 1)) and names[a + b] == "steps"
+    assert ["model worker" in names[r] for r in range(a + b)] == [True] * a + [False] * b
+
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] < a + b]
+    staggered = f"{n_batches} staggered"
+    of_step = defaultdict(set)
+    for e in spans:
+        own = "model" if e["pid"] < a else "attention"
+        assert e["cat"] in {own, "exchange", "other", "bubble"}
+        what = e["args"]["of"], e["args"]["step"]
+        of_step[(*what, e["cat"])].add((e["args"].get("index"), e["args"].get("batch")))
+        of_step[(*what, "by rank", e["pid"])].add(e["cat"])
+    n_layers = SHAPE["num_hidden_layers"]
+    for way, n in (("one batch", 1), (staggered, n_batches)):
+        for k in range(N_STEPS):
+            of = f"B 6, 16 tokens, {way}", k
+            assert of_step[(*of, "model")] == {(i, j) for i in range(n_layers + 1) for j in range(n)}
+            assert of_step[(*of, "attention")] == {(i, j) for i in range(n_layers) for j in range(n)}
+            for rank in range(a + b):
+                takes_part = n > 1 or rank == 0 or rank >= a
+                own = {"model" if rank < a else "attention", "exchange"}
+                found = of_step[(*of, "by rank", rank)]
+                assert own <= found if takes_part else found == {"bubble"}
+    check_lines(events, a + b)
+    check_record(record, dop, n_batches)
+
+
+def check_lines(events: list[dict[str, Any]], n_ranks: int) -> None:
+    """Each rank's spans fill the steps, without overlap."""
+    whole = sum(e["dur"] for e in events if e["ph"] == "X" and e["pid"] == n_ranks)
+    for rank in range(n_ranks):
+        line = sorted(
+            (e["ts"], e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (rank, 1)
+        )
+        assert all(at + took <= after + 1e-2 for (at, took), (after, _) in pairwise(line))
+        assert sum(took for _, took in line) == pytest.approx(whole, rel=1e-6)
+
+
+def check_record(record: dict[str, Any], dop: tuple[int, int], n_batches: int) -> None:
+    assert record["bench"] == "breakdown" and record["n_layers"] == 3
+    assert [x["n_batches"] for x in record["results"]] == [1, n_batches]
+    for x in record["results"]:
+        assert x["n_steps"] == N_STEPS and x["n_unmatched_exchanges"] == 0 and x["untraced_ms"] > 0
+        assert [r["pool"] for r in x["ranks"]] == ["model"] * dop[0] + ["attention"] * dop[1]
+        for of in (*x["pools"].values(), *x["ranks"]):
+            assert set(of["shares"]) == set(of["ms"]) == KINDS
+            assert sum(of["shares"].values()) == pytest.approx(1) and min(of["shares"].values()) >= 0
+            assert sum(of["ms"].values()) == pytest.approx(x["step_ms"])
+        assert x["pools"]["model"]["shares"]["attention"] == x["pools"]["attention"]["shares"]["model"] == 0
+        assert (
+            x["pools"]["model"]["shares"]["model"] > 0 and x["pools"]["attention"]["shares"]["attention"] > 0
+        )
+        # With one batch the pool has nothing to do while slices run, and waits for them.
+        assert x["pools"]["attention"]["shares"]["bubble"] > 0
+
+
+def test_the_table_and_the_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
+    svg = tmp_path / "breakdown.svg"
+    out, record, _ = breakdown(tmp_path, "xla", (1, 2), 2, figure=str(svg))
+    assert len(record["results"][0]["ranks"]) == 3
+    rows = [line for line in out.splitlines() if "attention × 2" in line]
+    for row, result in zip(rows, record["results"], strict=True):
+        ms = result["pools"]["attention"]["ms"]
+        for kind in ("attention", "exchange", "bubble"):
+            assert f"{ms[kind]:.2f}" in row
+    assert "B 6, 16 tokens" in out and "2 staggered" in out
+    assert xml.etree.ElementTree.parse(svg).getroot().tag.endswith("svg")
+    for drawn in ("2 staggered", "exchange", "bubble", "ms a step"):
+        assert f"<!-- {drawn} -->" in svg.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no ranks to record: start them with `jaxlamina launch"),
+        (["--case", "64"], "requests x stored tokens"),
+        (["--staggered", "1"], "numbers of at least 2"),
+        (["--dtype", "int4"], "must be one of"),
+        (["--timeline", "trace.txt"], "must end in .json or .json.gz"),
+        (["--timeline", "/nowhere/trace.json"], "no such folder"),
+        (["--figure", "x.jpeg"], "must end in .svg, .png or .pdf"),
+    ],
+)
+def test_bad_options_are_found_before_anything_starts(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["breakdown", *options])
+    assert isinstance(done.exception, UserError) and message in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_batches_that_a_job_cannot_run() -> None:
+    case = [StepCase(12, 16)]
+    check(Cluster(dop=(2, 1), n_batches=3), case, [3])
+    check(Cluster(dop=(2, 1), n_batches=4, pipelining="fixed"), case, [2, 3, 4])
+    check(Cluster(dop=(1, 1)), case, [2, 3])
+    with pytest.raises(UserError, match="rotate 3 batches over 2 model workers; take --staggered 3"):
+        check(Cluster(dop=(2, 1), n_batches=3), case, [4])
+    with pytest.raises(UserError, match="of 3 model workers some would idle; take at least 3"):
+        check(Cluster(dop=(3, 1), n_batches=3), case, [2])
+    with pytest.raises(UserError, match="12 requests cannot be cut into 5"):
+        check(Cluster(), case, [5])
