@@ -25,6 +25,7 @@ from jaxlamina.control import client as client_module
 from jaxlamina.control import frames, sockets
 from jaxlamina.control.channel import ControlError, hello_of
 from jaxlamina.control.messages import (
+    PROTOCOL,
     Array,
     Bye,
     Fault,
@@ -166,7 +167,7 @@ def test_a_rank_of_another_protocol_is_told_so(group):
     hello = {"type": "Hello", "protocol": 99, "rank": 1, "colour": "blue"}
     sock.sendall(frame(msgspec.msgpack.encode(hello)))
     with pytest.raises(
-        UserError, match="rank 1 speaks control protocol 99, rank 0 .* speaks 1: install"
+        UserError, match=f"rank 1 speaks control protocol 99, rank 0 .* speaks {PROTOCOL}: install"
     ) as error:
         server.gather(10)
     assert said_by(sock) == Refused(str(error.value))
