@@ -80,9 +80,9 @@ class Recorder:
     def take(self) -> m.Recorded:
         """What was recorded. ``UserError`` if the trace has nothing of the programs."""
         assert self._folder is not None and self.is_full
-        known = {id(p): _Known.of(p, self._transport) for p in self._programs}
         with self._folder as folder:
             jax.profiler.stop_trace()
+            known = {id(p): _Known.of(p, self._transport) for p in self._programs}
             (path,) = Path(folder).rglob("*.xplane.pb")
             steps, events = _read(path, self._transport.device.platform == "cpu", list(known.values()))
         self._folder = None
@@ -155,9 +155,9 @@ def _read(path: Path, on_cpu: bool, known: Sequence[_Known]) -> tuple[list[tuple
         if name == _STEP:
             steps.append((start, start + duration))
         elif on_cpu and name.startswith(_END):
-            ends[stats["_c"]] = start
+            ends[stats.get("_c", 0)] = start
         elif on_cpu and is_own:
-            begun.append((stats["_p"], Event(stats["hlo_op"], 0, start, start + duration)))
+            begun.append((stats.get("_p", -1), Event(stats["hlo_op"], 0, start, start + duration)))
         elif (
             plane.startswith("/device:")
             and line.startswith("Stream")
