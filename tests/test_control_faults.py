@@ -28,6 +28,7 @@ from jaxlamina.control.channel import ControlError, hello_of
 from jaxlamina.control.connection import Connection, ConnectionEnded
 from jaxlamina.control.frames import LARGEST_BYTES, FrameReader
 from jaxlamina.control.messages import (
+    PROTOCOL,
     Array,
     Bye,
     Fault,
@@ -61,7 +62,7 @@ def pair(group):
     ("bytes_", "said"),
     [
         (b"\r\n\r\n", "sent what cannot be read (the stream is none of JaxLamina's"),
-        (frame(b"\xc1"), "sent what cannot be read (not a message of control protocol 1"),
+        (frame(b"\xc1"), f"sent what cannot be read (not a message of control protocol {PROTOCOL}"),
         (
             b"JXLc" + (LARGEST_BYTES + 1).to_bytes(4, "big"),
             f"is larger than the {LARGEST_BYTES} allowed",
