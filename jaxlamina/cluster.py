@@ -27,6 +27,7 @@ COMMANDS = ("generate", "bench")
 _AT_LEAST = {
     "token_block": 1,
     "n_batches": 1,
+    "tensor_parallel": 1,
     "max_num_seqs": 1,
     "max_model_len": 2,
     "kv_slots": 1,
@@ -41,7 +42,8 @@ _OWN = ("control",)
 class Cluster:
     """One job's ranks. Each field is a key of the TOML file; a key left out has the default.
 
-    - ``dop``: (model workers, attention workers); ranks 0 … a - 1, then b more. Every model worker has the whole model.
+    - ``dop``: (model workers, attention workers); ranks 0 … a - 1, then b more. Every model worker has the whole model,
+      unless ``tensor_parallel`` is a: then each has a share of every large weight.
     - ``transport``: "mpi" (mpi4jax; any host, mixed platforms) or "xla" (jax.distributed; one platform).
     - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; ``token_block``: tokens in a row
       that one worker keeps under "tokens".
@@ -66,6 +68,7 @@ class Cluster:
     partition: Literal["heads", "requests", "tokens"] = "heads"
     token_block: int = 16
     n_batches: int | Literal["auto"] = 1
+    tensor_parallel: int = 1
     pipelining: Literal["auto", "rotational", "fixed"] = "auto"
     q_first: bool | None = None
     control: str = "127.0.0.1:29400"
@@ -113,13 +116,17 @@ class Cluster:
                 raise UserError(f"control and coordinator are both {self.control!r}: take two ports")
 
     def _check_pipelining(self) -> None:
-        a, n = self.n_model, self.n_batches
+        a, n = self.n_replicas, self.n_batches
+        if self.tensor_parallel not in (1, self.n_model):
+            raise UserError(
+                f"tensor_parallel={self.tensor_parallel} must be 1, or {self.n_model}: all model workers of dop={self.dop}"
+            )
         if n == "auto":
             return
         if n < a:
             raise UserError(
                 f"dop={self.dop} has {a} model workers for n_batches={n} staggered batches, so some would idle: take "
-                f"n_batches={a + 1}"
+                f"n_batches={a + 1}, or tensor_parallel={a}"
             )
         if self.pipelining == "rotational" and n != a + 1:
             raise UserError(
@@ -130,7 +137,7 @@ class Cluster:
     @property
     def pipelining_mode(self) -> Literal["rotational", "fixed"]:
         """Which replica runs a slice of a staggered batch: see ``pipelining``."""
-        rotates = self.n_batches in ("auto", self.n_model + 1) and self.pipelining != "fixed"
+        rotates = self.n_batches in ("auto", self.n_replicas + 1) and self.pipelining != "fixed"
         return "rotational" if rotates else "fixed"
 
     @classmethod
@@ -152,6 +159,11 @@ class Cluster:
     @property
     def pools(self) -> Pools:
         return Pools(*self.dop)
+
+    @property
+    def n_replicas(self) -> int:
+        """How many times the model's weights are there."""
+        return self.n_model // self.tensor_parallel
 
     @property
     def n_model(self) -> int:

@@ -67,6 +67,10 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ('n_batches = "some"\n', "n_batches='some' must be a whole number"),
         ("n_batches = 0\n", "n_batches=0 must be at least 1"),
         (
+            "dop = [4, 1]\ntensor_parallel = 2\n",
+            "tensor_parallel=2 must be 1, or 4: all model workers of dop=(4, 1)",
+        ),
+        (
             'n_batches = 3\npipelining = "rotational"\n',
             "one batch more than there are model workers, 2 for dop=(1, 1)",
         ),

@@ -23,7 +23,8 @@ from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.memory_pool import RemotePool
 from jaxlamina.ranks.model_rank import told_replica
-from jaxlamina.ranks.model_side import ModelSide, send_parameters
+from jaxlamina.ranks.model_side import ModelSide, send_parameters, shards_of, traces
+from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
@@ -69,19 +70,25 @@ class RanksExecutor:
     ) -> None:
         self.group = group
         self.programs = Programs()
-        self.model = ModelWorker(model, params, group.device, self.programs)
+        cluster = group.cluster
+        like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+        shards = shards_of(cluster)
+        axes = shard_axes(traces(model, like), like, len(shards)) if shards else {}
+        if group.replicas:
+            self._give_replicas(config, params, kv_dtype, axes)
+        own = shard_of(dict(params), axes, len(shards), 0) if shards else params
+        self.model = ModelWorker(model, own, group.device, self.programs, like)
         one_row = self.model.split(1)
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
-        cluster = group.cluster
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
         self.layout = layout_of(cluster)
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches: int | Literal["auto"] = cluster.n_batches
-        self.choice = Choice((1, cluster.n_model + 1))
+        self.choice = Choice((1, cluster.n_replicas + 1))
         scales = None
         if kv_dtype == "int8-channel":
-            known = model, self.model.params, self.specs, calibration_tokens
+            known = model, params, self.specs, calibration_tokens
             scales = channel_scales(*known, n_positions=largest.context)
         setup = m.Setup(
             layers=tuple(
@@ -100,9 +107,7 @@ class RanksExecutor:
         self.pool = RemotePool(
             group, self.layout, self.specs, self.n_slots, n_host_slots, cluster.token_block
         )
-        if group.replicas:
-            self._give_replicas(config, kv_dtype)
-        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0)
+        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards)
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
 
@@ -167,10 +172,9 @@ class RanksExecutor:
         self.group.owed = f"step {self.group.n_steps} ({shape})"
         for rank, of_worker in zip(self.group.workers, arrays, strict=True):
             self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, of_worker))
-        if shape.n_batches > 1:
-            for rank in self.group.replicas:
-                told = told_replica(inputs, at)
-                self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, told))
+        for rank in self.group.model_ranks_in(shape):
+            told = told_replica(inputs, at)
+            self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, told))
         own = self.group.transport.bind(jax.device_put((inputs, at), self.device))
         logits: jax.Array = self.group.transport.unbind(program(weights, *own))
         self.group.owed = None
@@ -188,7 +192,7 @@ class RanksExecutor:
         if shape in self._programs:
             return self._programs[shape]
         began = time.perf_counter()
-        others = (*self.group.replicas, *self.group.workers) if shape.n_batches > 1 else self.group.workers
+        others = (*self.group.model_ranks_in(shape), *self.group.workers)
         for rank in others:
             self.group.send(rank, m.Prepare(shape))
         self.programs.compiled(str(shape))
@@ -205,17 +209,22 @@ class RanksExecutor:
         self.prepare_s += time.perf_counter() - began
         return self._programs[shape]
 
-    def _give_replicas(self, config: ModelConfig | None, kv_dtype: str) -> None:
-        """The other model ranks' weights, from this one's."""
+    def _give_replicas(
+        self, config: ModelConfig | None, params: Params, kv_dtype: str, axes: dict[str, int]
+    ) -> None:
+        """The other model ranks' weights, from this one's: all, or their shares."""
         if config is None:
             raise UserError(
                 "several model workers need a model that they can make themselves: give RanksExecutor its config"
             )
-        dtype = str(next(iter(self.model.params.values())).dtype)
+        dtype = str(next(iter(params.values())).dtype)
+        n = self.group.cluster.tensor_parallel
         ticket = self.group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
         for rank in self.group.replicas:
             self.group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype))
-        done = send_parameters(self.group.transport, dict(self.model.params), self.group.replicas)
+        given = jax.device_put(dict(params), self.device)
+        part = (lambda params, rank: shard_of(params, axes, n, rank)) if n > 1 else (lambda params, _: params)
+        done = send_parameters(self.group.transport, given, part, self.group.replicas)
         self.group.watch.until(ticket, done)
         for rank in self.group.replicas:
             self.group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)

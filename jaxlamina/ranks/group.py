@@ -119,9 +119,13 @@ class Group:
 
     def begin_step(self, shape: StepShape) -> int:
         self.n_steps += 1
-        others = self.workers if shape.n_batches == 1 else (*self.replicas, *self.workers)
+        others = (*self.model_ranks_in(shape), *self.workers)
         peers = " and ".join(self.cluster.describe(rank) for rank in others)
         return self.watch.begin(f"step {self.n_steps} ({shape}) with {peers}")
+
+    def model_ranks_in(self, shape: StepShape) -> tuple[int, ...]:
+        """Model ranks but this one that take part in a step."""
+        return self.replicas if shape.n_batches > 1 or self.cluster.tensor_parallel > 1 else ()
 
     def leave_because(self, line: str) -> None:
         """Ends this rank's part with a reason, which the others get as bad news."""

@@ -26,7 +26,7 @@ class Layout:
 
     workers: tuple[int, ...]  # their ranks
     partition: str
-    n_replicas: int = 1  # model ranks, 0 … n - 1, each with the whole model
+    n_replicas: int = 1  # of the model: ranks 0 … n - 1, or one that several ranks share out
     mode: str = "fixed"  # of staggered batches: which replica runs a slice
 
     @property
@@ -47,7 +47,7 @@ class Layout:
 
 def layout_of(cluster: Cluster) -> Layout:
     workers = tuple(range(cluster.n_model, cluster.n_ranks))
-    return Layout(workers, cluster.partition, cluster.n_model, cluster.pipelining_mode)
+    return Layout(workers, cluster.partition, cluster.n_replicas, cluster.pipelining_mode)
 
 
 def span(what: str, index: int, batch: int = 0) -> Any:

@@ -22,12 +22,15 @@ from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.profiling.collect import Recorder
 from jaxlamina.ranks.group import Watch
 from jaxlamina.ranks.layout import Layout, layout_of
-from jaxlamina.ranks.model_side import ModelSide, receive_parameters
+from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
+from jaxlamina.ranks.shards import shard_axes, shard_like
 from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.model_worker import ModelWorker
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
+
+_INPUTS = ("tokens", "positions", "logits_at")
 
 
 class ModelRank:
@@ -67,12 +70,15 @@ class ModelRank:
         self._programs, self._side, self._last = {}, None, None  # another model's weights go first
         self._epoch += 1
         config = ModelConfig.from_hf(setup.config)
-        like = abstract_params(config, jnp.dtype(setup.dtype))
-        params = receive_parameters(self._transport, like, 0)
+        function, like = partial(apply, config), abstract_params(config, jnp.dtype(setup.dtype))
+        n, shards = self._cluster.tensor_parallel, shards_of(self._cluster)
+        own = shard_like(like, shard_axes(traces(function, like), like, n), n) if shards else like
+        params = receive_parameters(self._transport, own, 0)
         jax.block_until_ready(params)
-        model = ModelWorker(partial(apply, config), params, self._transport.device, Programs())
+        model = ModelWorker(function, params, self._transport.device, Programs(), like)
         specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
-        self._side = ModelSide(self._transport, model, self._layout, specs, self._rank)
+        replica = 0 if shards else self._rank
+        self._side = ModelSide(self._transport, model, self._layout, specs, replica, shards)
         self._client.send(m.ModelReady())
 
     def _on_prepare(self, message: m.Prepare) -> None:
@@ -98,14 +104,13 @@ class ModelRank:
 
 
 def told_replica(inputs: tuple[np.ndarray, ...], at: PlacedIndices | None) -> dict[str, m.Array]:
-    """A staggered step's arrays as a message to a model rank."""
-    tokens, positions = inputs
-    arrays = {"tokens": tokens, "positions": positions} | ({} if at is None else at._asdict())
+    """A step's arrays as a message to a model rank."""
+    arrays = dict(zip(_INPUTS, inputs, strict=False)) | ({} if at is None else at._asdict())
     return {name: m.Array.of(np.asarray(x, np.int32)) for name, x in arrays.items()}
 
 
 def inputs_from(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    return arrays["tokens"], arrays["positions"]
+    return tuple(arrays[name] for name in _INPUTS if name in arrays)
 
 
 def indices_from(arrays: dict[str, np.ndarray]) -> PlacedIndices | None:

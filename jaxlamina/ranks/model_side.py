@@ -6,21 +6,23 @@ what the transport sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxlamina.cluster import Cluster
 from jaxlamina.control.messages import StepShape
 from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
+from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, needing, with_shards
 from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.transports import Program, Transport, zero_after
-from jaxlamina.workers.model_worker import ModelWorker
+from jaxlamina.workers.model_worker import ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.streamed import with_streamed_products
-from splitter import SplitModel
+from splitter import SplitModel, Traced
 
 
 class ModelSide:
@@ -33,7 +35,9 @@ class ModelSide:
         layout: Layout,
         specs: Sequence[AttentionSpec],
         replica: int,
+        shards: Sequence[int] = (),
     ) -> None:
+        """``shards``: the ranks that share out this replica's weights, if several do."""
         self.transport, self.model, self.layout, self.specs, self.replica = (
             transport,
             model,
@@ -41,16 +45,38 @@ class ModelSide:
             specs,
             replica,
         )
+        self.shards = tuple(shards)
         self._weights: dict[int, Any] = {}  # by id, as programs take them
 
     def compile(self, shape: StepShape) -> tuple[Program, Any]:
         """The program of a bucket on this replica: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
         split = self.model.split(shape.batch_each, shape.tokens)
         weights = tuple(self._bound(split, i) for i in range(split.n + 1))
-        traced = ModelProgram(self.transport, self.layout, split, self.specs, shape, self.replica)
+        traced = ModelProgram(self._end(), self.layout, split, self.specs, shape, self.replica)
         args = _lifted(weights), inputs_of(shape), indices_of(self.layout, shape)
-        step = with_streamed_products(_with_lifted(traced.step, weights), self.transport.device)
-        return self.transport.compile(step, *args), args[0]
+        step = _with_lifted(traced.step, weights)
+        if self.shards:
+            step = self._of_shards(step, split)
+        return self.transport.compile(with_streamed_products(step, self.transport.device), *args), args[0]
+
+    def _end(self) -> Any:
+        if not self.shards:
+            return self.transport
+        leader, *followers = self.shards
+        if self.transport.rank == leader:
+            return LeaderEnd(self.transport, followers)
+        return FollowerEnd(self.transport, leader)
+
+    def _of_shards(self, step: Callable[..., jax.Array], split: SplitModel) -> Callable[..., jax.Array]:
+        """The step on this rank's share of the weights; on others than the leader it gives no logits."""
+        slices = (split.slice_params(i, dict(self.model.like)) for i in range(split.n + 1))
+        whole = tuple(
+            tuple(jax.ShapeDtypeStruct(x.shape or (1,), x.dtype) for x in of_slice) for of_slice in slices
+        )
+        run = with_shards(step, whole, self.transport, self.shards)
+        if self.transport.rank == self.shards[0]:
+            return run
+        return lambda *args: needing([run(*args)]).reshape(1)
 
     def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked ones."""
@@ -88,14 +114,21 @@ def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[.
     return run
 
 
-def send_parameters(transport: Transport, params: dict[str, jax.Array], to: Sequence[int]) -> jax.Array:
-    """Every parameter to every one of those ranks, who run `receive_parameters`. An array that is there when it is done."""
+def send_parameters(
+    transport: Transport,
+    params: dict[str, jax.Array],
+    part_of: Callable[[dict[str, jax.Array], int], Any],
+    to: Sequence[int],
+) -> jax.Array:
+    """``part_of(params, rank)`` to each of those ranks, who run `receive_parameters`. An array that is there when all is
+    sent."""
 
     def program(params: dict[str, jax.Array]) -> jax.Array:
         tie: jax.Array | None = None
         for rank in to:
-            for name in sorted(params):
-                tie = transport.send(params[name], rank, tie)
+            part = part_of(params, rank)
+            for name in sorted(part):
+                tie = transport.send(part[name], rank, tie)
         assert tie is not None
         return tie.reshape(1)
 
@@ -118,3 +151,13 @@ def receive_parameters(
     start = jax.device_put(jnp.zeros(1, jnp.int32), transport.device)
     found: dict[str, jax.Array] = transport.unbind(transport.compile(program, start)(transport.bind(start)))
     return found
+
+
+def shards_of(cluster: Cluster) -> tuple[int, ...]:
+    """The model ranks that share out the weights; none if each has them all."""
+    return tuple(range(cluster.n_model)) if cluster.tensor_parallel > 1 else ()
+
+
+def traces(model: ModelFn, like: Mapping[str, Any]) -> list[Traced]:
+    """The model as a decode step and as a prefill: what both read only by products can be shared out."""
+    return [trace_step(model, like, 1, n_tokens) for n_tokens in (1, 2)]

@@ -73,9 +73,18 @@ class BoundModel(Generic[SliceT]):
 class ModelWorker:
     """Weights on one device and the programs that use them."""
 
-    def __init__(self, model: ModelFn, params: Params, device: jax.Device, programs: Programs) -> None:
+    def __init__(
+        self,
+        model: ModelFn,
+        params: Params,
+        device: jax.Device,
+        programs: Programs,
+        like: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``like``: the parameters' shapes as the model has them, where ``params`` are this rank's shares of them."""
         self.device = device
         self.params = jax.device_put(dict(params), device)
+        self.like: Mapping[str, Any] = self.params if like is None else dict(like)
         self._model = model
         self._programs = programs
         self._decode: dict[int, BoundModel[DecodeSlice]] = {}
@@ -83,7 +92,7 @@ class ModelWorker:
 
     def split(self, batch: int, n_tokens: int = 1) -> SplitModel:
         """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits."""
-        return split(trace_step(self._model, self.params, batch, n_tokens))
+        return split(trace_step(self._model, self.like, batch, n_tokens))
 
     def decode(self, batch: int) -> BoundModel[DecodeSlice]:
         """The model's slices for a decode step of ``batch`` rows, made on first use."""
