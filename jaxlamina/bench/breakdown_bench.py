@@ -65,21 +65,20 @@ class Breakdown:
 
 def check(cluster: Cluster, cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
     """``UserError`` for a number of staggered batches that a case cannot be cut into, or that the job cannot run."""
+    a = cluster.n_replicas
     for n in staggered:
         for case in cases:
             if case.batch % n:
                 raise UserError(
                     f"{case.batch} requests cannot be cut into {n} staggered batches of equal size"
                 )
-        if cluster.pipelining_mode == "rotational" and n != cluster.n_model + 1:
+        if cluster.pipelining_mode == "rotational" and n != a + 1:
             raise UserError(
-                f"--staggered {n}: these ranks rotate {cluster.n_model + 1} batches over {cluster.n_model} model workers; "
-                f'take --staggered {cluster.n_model + 1}, or pipelining = "fixed" in the cluster\'s file'
+                f"--staggered {n}: these ranks rotate {a + 1} batches over {a} model workers; "
+                f'take --staggered {a + 1}, or pipelining = "fixed" in the cluster\'s file'
             )
-        if n < cluster.n_model:
-            raise UserError(
-                f"--staggered {n}: of {cluster.n_model} model workers some would idle; take at least {cluster.n_model}"
-            )
+        if n < a:
+            raise UserError(f"--staggered {n}: of {a} model workers some would idle; take at least {a}")
 
 
 def measure(

@@ -35,8 +35,7 @@ class RecordingExecutor(RanksExecutor):
         before them: one that compiles, and one in which ranks begin to record. ``UserError`` if a rank cannot."""
         self.decode(batch).block_until_ready()
         shape, program = self._latest
-        # With one batch there is work for rank 0's replica alone.
-        others = (*(self.group.replicas if shape.n_batches > 1 else ()), *self.group.workers)
+        others = (*self.group.model_ranks_in(shape), *self.group.workers)
         for rank in others:
             self.group.send(rank, m.Record(n_steps + 1))
         recorder = Recorder(self.group.transport)
