@@ -11,9 +11,10 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,10 @@ class Recorder:
         assert self._folder is not None and self.is_full
         with self._folder as folder:
             jax.profiler.stop_trace()
-            known = {id(p): _Known.of(p, self._transport) for p in self._programs}
+            known = {id(p): Known.of(p, self._transport) for p in self._programs}
             (path,) = Path(folder).rglob("*.xplane.pb")
-            steps, events = _read(path, self._transport.device.platform == "cpu", list(known.values()))
+            on_cpu = self._transport.device.platform == "cpu"
+            steps, events = read(profile_events(str(path)), on_cpu, list(known.values()))
         self._folder = None
         if len(steps) != len(self._programs):
             raise UserError(f"the profiler's trace has {len(steps)} of the {len(self._programs)} steps")
@@ -100,8 +102,11 @@ class Recorder:
                 spans += [
                     (stream, KINDS.index(s.scope.kind), *s.scope[1:], s.start_ns, s.end_ns) for s in line
                 ]
-            for e in inside:
-                meetings += [(k, peer, e.start_ns, e.end_ns) for peer in of.peers.get(e.name, ())]
+            # An exchange may be several kernels and copies.
+            for name, parts in groupby((e for e in inside if e.name in of.peers), key=lambda e: e.name):
+                of_name = list(parts)
+                whole = of_name[0].start_ns, max(e.end_ns for e in of_name)
+                meetings += [(k, peer, *whole) for peer in of.peers[name]]
         # The clock is read just after an annotation has begun.
         clocks = zip(self._clock_ns, steps, strict=True)
         clock_ns = round(statistics.median(read - begun for read, (begun, _) in clocks))
@@ -117,7 +122,7 @@ def _table(rows: Sequence[tuple[int, ...]], n: int, clock_ns: int) -> m.Array:
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     """A program, by the names of its events: what they are for, and whom they meet."""
 
     module: str
@@ -125,7 +130,7 @@ class _Known:
     peers: dict[str, list[int]]
 
     @classmethod
-    def of(cls, program: Program, transport: Transport) -> _Known:
+    def of(cls, program: Program, transport: Transport) -> Known:
         hlo = program.hlo()
         exchanges = by_instruction(hlo, transport.rank if transport.name == "xla" else None)
         peers = {name: sorted({e.peer for e in found}) for name, found in exchanges.items()}
@@ -142,15 +147,23 @@ def _as_kernel(name: str) -> str:
     return re.sub(r"[.\-]", "_", name)
 
 
-def _read(path: Path, on_cpu: bool, known: Sequence[_Known]) -> tuple[list[tuple[int, int]], list[Event]]:
-    """The annotated steps in order, and the events of these programs, in nanoseconds since the trace began."""
+def read(
+    rows: Iterable[tuple[str, str, str, int, int, dict[str, Any]]], on_cpu: bool, known: Sequence[Known]
+) -> tuple[list[tuple[int, int]], list[Event]]:
+    """Of a trace (`profile_events`), the annotated steps in order and these programs' events, whose times are nanoseconds
+    since the trace began.
+
+    A CPU's operators are on lines of the threads that run them, with their names as ``hlo_op``. A GPU's kernels and copies
+    are on a line a stream, with ``hlo_op`` where XLA launched them one by one; those of a CUDA graph may have the graph's
+    name there, or none, and are then known by the kernel's own.
+    """
     modules = {program.module for program in known}
     names = set().union(*(program.scopes for program in known))
     steps, events = [], []
     ends: dict[int, int] = {}
     begun: list[tuple[int, Event]] = []
     streams: dict[tuple[str, str], int] = {}
-    for plane, line, name, start, duration, stats in profile_events(str(path)):
+    for plane, line, name, start, duration, stats in rows:
         is_own = stats.get("hlo_module") in modules
         if name == _STEP:
             steps.append((start, start + duration))
