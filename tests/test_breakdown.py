@@ -33,13 +33,20 @@ N_STEPS, CASE = 3, "6x16"
 KINDS = {"model", "attention", "exchange", "other", "bubble"}
 
 
-def breakdown(tmp_path: Path, transport: str, dop: tuple[int, int], n_batches: int, **options: str) -> Any:
+def breakdown(
+    tmp_path: Path,
+    transport: str,
+    dop: tuple[int, int],
+    n_batches: int,
+    tensor_parallel: int = 1,
+    **options: str,
+) -> Any:
     """The command's stdout, its last line as JSON, and the events of the timeline."""
     shape, timeline = tmp_path / "config.json", tmp_path / "timeline.json.gz"
     shape.write_text(json.dumps(SHAPE))
     control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
     keys: dict[str, Any] = {
-        "control": control, "coordinator": coordinator, "n_batches": n_batches, "model_platform": "cpu",
+        "control": control, "coordinator": coordinator, "n_batches": n_batches, "tensor_parallel": tensor_parallel, "model_platform": "cpu",
         "attention_platform": "cpu",
     }  # fmt: skip
     command = [
@@ -64,13 +71,19 @@ def breakdown(tmp_path: Path, transport: str, dop: tuple[int, int], n_batches: i
 
 
 @pytest.mark.parametrize(
-    ("transport", "dop", "n_batches"),
-    [("xla", (1, 1), 2), ("xla", (2, 1), 3), mpi((1, 1), 2), mpi((2, 1), 3)],
+    ("transport", "dop", "n_batches", "tensor_parallel"),
+    [
+        ("xla", (1, 1), 2, 1),
+        ("xla", (2, 1), 3, 1),
+        ("xla", (2, 1), 2, 2),
+        mpi((1, 1), 2, 1),
+        mpi((2, 1), 3, 1),
+    ],
 )
 def test_every_rank_is_on_the_timeline_with_its_own_work(
-    tmp_path: Path, transport: str, dop: tuple[int, int], n_batches: int
+    tmp_path: Path, transport: str, dop: tuple[int, int], n_batches: int, tensor_parallel: int
 ) -> None:
-    _, record, events = breakdown(tmp_path, transport, dop, n_batches)
+    _, record, events = breakdown(tmp_path, transport, dop, n_batches, tensor_parallel)
     a, b = dop
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(names) == list(range(a + b + 1)) and names[a + b] == "steps"
@@ -92,7 +105,7 @@ def test_every_rank_is_on_the_timeline_with_its_own_work(
             assert of_step[(*of, "model")] == {(i, j) for i in range(n_layers + 1) for j in range(n)}
             assert of_step[(*of, "attention")] == {(i, j) for i in range(n_layers) for j in range(n)}
             for rank in range(a + b):
-                takes_part = n > 1 or rank == 0 or rank >= a
+                takes_part = n > 1 or tensor_parallel > 1 or rank == 0 or rank >= a
                 own = {"model" if rank < a else "attention", "exchange"}
                 found = of_step[(*of, "by rank", rank)]
                 assert own <= found if takes_part else found == {"bubble"}

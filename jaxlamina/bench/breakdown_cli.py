@@ -16,6 +16,7 @@ from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
     from jaxlamina.bench.breakdown_bench import Breakdown
+    from jaxlamina.bench.step_bench import StepCase
 
 
 def breakdown_command(
@@ -43,23 +44,15 @@ def breakdown_command(
 ) -> None:
     """Record where a step's time goes on each rank: `jaxlamina launch --dop 1,1 -- bench breakdown --staggered 2`."""
     from jaxlamina import ranks
-    from jaxlamina.bench import breakdown_bench, breakdown_figure, exchange_figure, machine, split_bench
-    from jaxlamina.bench.step_bench import StepCase
+    from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, split_bench
     from jaxlamina.configs import model_config
     from jaxlamina.llm import DTYPES
     from jaxlamina.profiling import perfetto
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-    try:
-        cases = [StepCase.parse(text) for text in case.split(",")]
-    except ValueError:
-        raise UserError(f"--case {case!r} must be like 16x2048,64x4096: requests x stored tokens") from None
-    n_batches = _numbers(staggered)
-    if timeline is not None:
-        _check_timeline(timeline)
-    if figure is not None:
-        exchange_figure.check(figure)
+    cases, n_batches = _cases(case), _numbers(staggered)
+    _check_files(timeline, figure)
     shape = model_config(config)
     if layers is not None:
         shape = split_bench.with_layers(shape, layers)
@@ -70,27 +63,11 @@ def breakdown_command(
         )
     here = machine.describe(["mpi4jax", "mpi4py"])
     with Console(stderr=True).status("starting") as status:
-        found = breakdown_bench.measure(
-            shape,
-            cases,
-            group=group,
-            dtype=DTYPES[dtype],
-            n_steps=steps,
-            staggered=n_batches,
-            on_progress=status.update,
-        )
+        options = {"group": group, "dtype": DTYPES[dtype], "n_steps": steps, "staggered": n_batches}
+        found = breakdown_bench.measure(shape, cases, **options, on_progress=status.update)
     job = f"DOP {group.cluster.pools}, {group.cluster.transport}, {group.cluster.partition}"
-    title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; {group.device.device_kind}"
-    record = {
-        "bench": "breakdown",
-        "model": config,
-        "n_layers": shape.num_hidden_layers,
-        "dtype": dtype,
-        "job": job,
-        "accelerator": group.device.device_kind,
-        "results": [x.to_dict() for x in found],
-        **asdict(here),
-    }
+    accelerator = group.device.device_kind
+    title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; {accelerator}"
     if timeline is not None:
         perfetto.write({str(x): x.timeline for x in found}, timeline)
     if figure is not None:
@@ -100,7 +77,13 @@ def breakdown_command(
         out.print(here.line(), soft_wrap=True)
         out.print(title, soft_wrap=True)
         _show(out, found)
-    print(json.dumps(record))
+    what = {"model": config, "n_layers": shape.num_hidden_layers, "dtype": dtype, "job": job}
+    results = [x.to_dict() for x in found]
+    print(
+        json.dumps(
+            {"bench": "breakdown", **what, "accelerator": accelerator, "results": results, **asdict(here)}
+        )
+    )
 
 
 def _show(out: Console, found: list[Breakdown]) -> None:
@@ -155,8 +138,23 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _check_timeline(path: Path) -> None:
-    if not path.name.endswith((".json", ".json.gz")):
-        raise UserError(f"--timeline {str(path)!r} must end in .json or .json.gz")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--timeline {str(path)!r}: there is no such folder; make it first")
+def _cases(text: str) -> list[StepCase]:
+    from jaxlamina.bench.step_bench import StepCase
+
+    try:
+        return [StepCase.parse(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--case {text!r} must be like 16x2048,64x4096: requests x stored tokens") from None
+
+
+def _check_files(timeline: Path | None, figure: Path | None) -> None:
+    from jaxlamina.bench import exchange_figure
+
+    if figure is not None:
+        exchange_figure.check(figure)
+    if timeline is None:
+        return
+    if not timeline.name.endswith((".json", ".json.gz")):
+        raise UserError(f"--timeline {str(timeline)!r} must end in .json or .json.gz")
+    if not timeline.absolute().parent.is_dir():
+        raise UserError(f"--timeline {str(timeline)!r}: there is no such folder; make it first")
