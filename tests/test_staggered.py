@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rank_jobs import TRANSPORTS, check_greedy, mpi, run_job
+from rank_jobs import check_greedy, mpi, run_job
 
 # (model workers, attention workers), batches, mode, partition
 CASES: list[tuple[tuple[int, int], int, str, str]] = [
@@ -21,8 +21,8 @@ CASES: list[tuple[tuple[int, int], int, str, str]] = [
 ONE_TRANSPORT = [
     ("xla", (1, 1), 3, "fixed", "heads"),
     ("xla", (2, 1), 2, "fixed", "heads"),
-    ("xla", (2, 2), 3, "rotational", "heads"),
-    mpi((2, 2), 3, "fixed", "requests"),
+    pytest.param("xla", (2, 2), 3, "rotational", "heads", marks=pytest.mark.slow),
+    pytest.param("mpi", (2, 2), 3, "fixed", "requests", marks=[pytest.mark.mpi, pytest.mark.slow]),
 ]
 
 
@@ -46,7 +46,7 @@ def test_auto_tries_both_and_gives_the_same_tokens() -> None:
     assert {"staggered" in name for name in decodes} == {True, False}, decodes
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["xla", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
 def test_windows_samples_and_beams(transport: str) -> None:
     """Contexts of another model, rows that come and go, and a second model on the same ranks."""
     scenarios = [("greedy", {"model": "mistral-window", "n_tokens": 24}), ("branches", {"model": "llama"})]
