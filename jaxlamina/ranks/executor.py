@@ -20,7 +20,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.choice import Choice
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
-from jaxlamina.ranks.layout import layout_of
+from jaxlamina.ranks.layout import layout_of, schedule_of
 from jaxlamina.ranks.memory_pool import RemotePool
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, send_parameters, shards_of, traces
@@ -191,6 +191,8 @@ class RanksExecutor:
         """A bucket's program, compiled on all ranks and found to match before anyone runs it."""
         if shape in self._programs:
             return self._programs[shape]
+        if shape.n_batches > 1:  # what cannot be is said before anybody else hears of it
+            schedule_of(self.layout, shape, len(self.specs))
         began = time.perf_counter()
         others = (*self.group.model_ranks_in(shape), *self.group.workers)
         for rank in others:

@@ -13,6 +13,7 @@ import jax
 
 from jaxlamina.cluster import Cluster
 from jaxlamina.control.messages import StepShape
+from jaxlamina.errors import UserError
 from jaxlamina.ranks.wires import HeadsOf, Sizes
 from jaxlamina.schedules import Schedule, make_schedule
 from jaxlamina.workers.spec import AttentionSpec
@@ -57,6 +58,13 @@ def span(what: str, index: int, batch: int = 0) -> Any:
 
 @cache
 def schedule_of(layout: Layout, shape: StepShape, n_layers: int) -> Schedule:
-    """The order of a step of several staggered batches, of which all ranks make their programs."""
+    """The order of a step of several staggered batches, of which all ranks make their programs. ``UserError`` if there can
+    be none of so many over the model workers."""
+    n, most = shape.n_batches, layout.n_replicas
+    if n < most or (layout.mode == "rotational" and n != most + 1):
+        raise UserError(
+            f"{n} staggered batches do not go over {most} replicas of the model with pipelining={layout.mode!r}: take "
+            f"{most + 1}"
+        )
     n_replicas = layout.n_replicas if layout.mode == "fixed" else None
     return make_schedule(layout.mode, shape.n_batches, n_layers, n_replicas=n_replicas)
