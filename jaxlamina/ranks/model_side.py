@@ -38,14 +38,9 @@ class ModelSide:
         shards: Sequence[int] = (),
     ) -> None:
         """``shards``: the ranks that share out this replica's weights, if several do."""
-        self.transport, self.model, self.layout, self.specs, self.replica = (
-            transport,
-            model,
-            layout,
-            specs,
-            replica,
-        )
-        self.shards = tuple(shards)
+        self.transport, self.model = transport, model
+        self.layout, self.specs = layout, specs
+        self.replica, self.shards = replica, tuple(shards)
         self._weights: dict[int, Any] = {}  # by id, as programs take them
 
     def compile(self, shape: StepShape) -> tuple[Program, Any]:
