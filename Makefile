@@ -117,7 +117,7 @@ demo: $(STAMPS)/model
 mpi: $(STAMPS)/mpi
 
 test: $(STAMPS)/dev mpi
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-all: $(STAMPS)/dev mpi
 	@$(BIN)/python -m pytest -m 'not gpu and not multi_gpu' $(TESTS)

@@ -43,6 +43,31 @@ def why_no_gpus(wanted: int) -> str | None:
     return None if n >= wanted else f"JAX sees {n} GPU(s), this test needs {wanted}"
 
 
+# Files of minutes, the longest first: begun last, one of them would keep one process at work while the others are done.
+LONG_FILES = (
+    "test_ranks",
+    "test_perplexity",
+    "test_staggered",
+    "test_launch_ranks",
+    "test_prefix_caching",
+    "test_llm",
+    "test_partition",
+    "test_tensor_parallel",
+    "test_workers",
+    "test_kv_machine",
+    "test_breakdown",
+    "test_demo_model",
+    "test_cli",
+    "test_exchange_bench",
+    "test_transports",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: i for i, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = None
     if item.get_closest_marker("mpi"):

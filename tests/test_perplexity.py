@@ -21,24 +21,30 @@ from jaxlamina.workers import LocalExecutor
 
 TEXT = Path(__file__).parent / "data" / "wiki.test.raw.head"
 TEXT_SHA256 = "a692944c927f5db1be61ee0430f073ad0da33699f7d25eb54aa1317c2fe93a49"
-# Of the first 20,480 tokens of the whole file (303,415 tokens, sha256 173c87a5…9e7dd08), as little-endian int32.
-TOKENS_SHA256 = "9432f86c0d3d46ca12954e346761c4bd256f66fe6a78b0531a86ebdb98f0bc39"
+# 20 windows of so many tokens from the beginning of the text (303,415 tokens, sha256 173c87a5…9e7dd08): what their tokens
+# hash to, as little-endian int32, and their perplexity by transformers in float32, no BOS.
+WINDOWS = {
+    256: ("4b1374b004e4fc40c45c3826330945c79430de6700209e98e6dc89bb71ce1a7c", 42.909),
+    1024: ("9432f86c0d3d46ca12954e346761c4bd256f66fe6a78b0531a86ebdb98f0bc39", 23.229),
+}
 
 
-@pytest.mark.timeout(1800)  # 1,023 steps of 20 rows: two minutes on two idle cores, more on busy ones
-def test_smollm2_on_wikitext_by_decode():
-    """23.229 by transformers in float32 over the same 20 windows of 1,024 tokens, no BOS."""
+@pytest.mark.timeout(1800)  # a step of 20 rows is a tenth of a second and more
+@pytest.mark.parametrize("length", [256, pytest.param(1024, marks=pytest.mark.slow)])
+def test_smollm2_on_wikitext_by_decode(length: int):
+    """As transformers, over 20 windows as one batch."""
+    tokens_sha256, expected = WINDOWS[length]
     assert hashlib.sha256(TEXT.read_bytes()).hexdigest() == TEXT_SHA256
-    llm = LLM("smollm2-135m-instruct", max_num_seqs=20, max_model_len=1024, kv_slots=20 * 1023)
+    llm = LLM("smollm2-135m-instruct", max_num_seqs=20, max_model_len=length, kv_slots=20 * (length - 1))
     tokens = llm.tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
-    windows = windows_of(tokens, 20, 1024)
-    assert hashlib.sha256(windows.astype("<i4").tobytes()).hexdigest() == TOKENS_SHA256
+    windows = windows_of(tokens, 20, length)
+    assert hashlib.sha256(windows.astype("<i4").tobytes()).hexdigest() == tokens_sha256
     result = perplexity(llm.executor, windows, buckets=llm.buckets)
-    assert result.n_scored_tokens == 20_460
-    assert result.value == pytest.approx(23.23, abs=0.02)
+    assert result.n_scored_tokens == 20 * (length - 1)
+    assert result.value == pytest.approx(expected, abs=0.02)
 
 
-FLOAT = 23.229  # transformers, float32
+FLOAT = WINDOWS[1024][1]
 
 
 @pytest.mark.slow

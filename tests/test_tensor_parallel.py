@@ -18,7 +18,7 @@ CASES = [
     ("xla", (2, 1), 2, "heads"),
     ("xla", (2, 2), 1, "requests"),
     mpi((2, 1), 1, "heads"),
-    mpi((3, 1), 1, "heads"),
+    pytest.param("mpi", (3, 1), 1, "heads", marks=[pytest.mark.mpi, pytest.mark.slow]),
 ]
 
 
