@@ -75,9 +75,9 @@ def breakdown(
     [
         ("xla", (1, 1), 2, 1),
         ("xla", (2, 1), 3, 1),
-        ("xla", (2, 1), 2, 2),
+        pytest.param("xla", (2, 1), 2, 2, marks=pytest.mark.slow),
         mpi((1, 1), 2, 1),
-        mpi((2, 1), 3, 1),
+        pytest.param("mpi", (2, 1), 3, 1, marks=[pytest.mark.mpi, pytest.mark.slow]),
     ],
 )
 def test_every_rank_is_on_the_timeline_with_its_own_work(

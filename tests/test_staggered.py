@@ -18,8 +18,8 @@ CASES: list[tuple[tuple[int, int], int, str, str]] = [
     ((2, 2), 3, "rotational", "tokens"),
     ((3, 1), 4, "rotational", "heads"),
 ]
+USUAL_OVER_MPI = ((1, 1), (2, 1))  # the others over MPI are slow tests
 ONE_TRANSPORT = [
-    pytest.param("mpi", (1, 3), 2, "fixed", "requests", marks=[pytest.mark.mpi, pytest.mark.slow]),
     pytest.param("xla", (1, 1), 3, "fixed", "heads", marks=pytest.mark.slow),
     ("xla", (2, 1), 2, "fixed", "heads"),
     pytest.param("xla", (2, 2), 3, "rotational", "heads", marks=pytest.mark.slow),
@@ -31,7 +31,12 @@ ONE_TRANSPORT = [
     ("transport", "dop", "n_batches", "mode", "partition"),
     [
         *(("xla", *case) for case in CASES),
-        *(mpi(*case) for case in CASES if case[0] != (1, 3)),
+        *(mpi(*case) for case in CASES if case[0] in USUAL_OVER_MPI),
+        *(
+            pytest.param("mpi", *case, marks=[pytest.mark.mpi, pytest.mark.slow])
+            for case in CASES
+            if case[0] not in USUAL_OVER_MPI
+        ),
         *ONE_TRANSPORT,
     ],
 )

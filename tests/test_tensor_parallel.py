@@ -16,7 +16,7 @@ from jaxlamina.ranks.shards import shard_axes, shard_like, shard_of
 
 CASES = [
     ("xla", (2, 1), 2, "heads"),
-    ("xla", (2, 2), 1, "requests"),
+    pytest.param("xla", (2, 2), 1, "requests", marks=pytest.mark.slow),
     mpi((2, 1), 1, "heads"),
     pytest.param("mpi", (3, 1), 1, "heads", marks=[pytest.mark.mpi, pytest.mark.slow]),
 ]
