@@ -5,9 +5,9 @@ where they are given, a prefix cache and a host tier; what the tokens mean, and 
 business.
 
 Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in
-the order they came as long as they fit. A prompt longer than ``prefill_chunk`` is computed in several steps, between which
-the others decode; until it is done nobody else is admitted. A newcomer starts from the longest prefix whose KV is cached. When slots run
-out, cached prefixes that nobody uses go first; then the youngest running request gives all of its slots back and
+the order they came as long as they fit. A prompt longer than ``prefill_chunk`` is computed in several steps, between
+which the others decode; until it is done nobody else is admitted. A newcomer starts from the longest prefix whose KV is
+cached. When slots run out, cached prefixes that nobody uses go first; then the youngest running request gives all of its slots back and
 waits again at the head of the queue: its KV moves to the host if there is room ("swap"), else its tokens are kept and
 prefilled again later ("recompute"). So the oldest requests are always served first and always finish.
 

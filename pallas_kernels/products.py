@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import compat
-from pallas_kernels.dispatch import default_device
+from pallas_kernels.mosaic_gpu import multiprocessors
 
 FEWEST_ROWS, MOST_ROWS = 32, 128  # where this beats XLA's choice on an H200; it does for none below and above
 _ROWS = 64  # of one tensor-core instruction
@@ -111,12 +111,6 @@ def stream_products(
     outs = _call(known, stored.name, padded, tuple(weights))
     summed = (out[0] if known.parts == 1 else out.sum(0).astype(out_type) for out in outs)
     return tuple(out[:n_rows] for out in summed)
-
-
-def multiprocessors() -> int:
-    """Of the GPU that is traced for, or an H200's where there is none."""
-    device = default_device()
-    return int(getattr(device, "core_count", 132)) if device.platform == "gpu" else 132
 
 
 @partial(jax.jit, static_argnums=(0, 1))

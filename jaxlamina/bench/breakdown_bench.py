@@ -8,21 +8,18 @@ Source: Lamina 2025 §6.2.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxlamina.bench.step_bench import StepCase, random_weights, shuffled_batch
+from jaxlamina.bench.step_bench import StepCase, alone, check_cut, random_weights, shuffled_batch
 from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.profiling.job import RecordingExecutor
 from jaxlamina.profiling.timeline import POOLS, Timeline
 from jaxlamina.ranks import Group
-from jaxlamina.workers import DecodeBatch
 from jaxlamina.workers.workspace import LargestStep
 
 
@@ -65,13 +62,9 @@ class Breakdown:
 
 def check(cluster: Cluster, cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
     """``UserError`` for a number of staggered batches that a case cannot be cut into, or that the job cannot run."""
+    check_cut(cases, staggered)
     a = cluster.n_replicas
     for n in staggered:
-        for case in cases:
-            if case.batch % n:
-                raise UserError(
-                    f"{case.batch} requests cannot be cut into {n} staggered batches of equal size"
-                )
         if cluster.pipelining_mode == "rotational" and n != a + 1:
             raise UserError(
                 f"--staggered {n}: these ranks rotate {a + 1} batches over {a} model workers; "
@@ -110,15 +103,6 @@ def measure(
             on_progress(f"{case}, n {n}: compiling")
             executor.decode(batch).block_until_ready()
             on_progress(f"{case}, n {n}: recording {n_steps} steps")
-            alone_ms = _alone_ms(executor, batch, n_steps)
+            alone_ms = alone(partial(executor.decode, batch), n_steps) * 1e3
             found.append(Breakdown(case, n, executor.record(batch, n_steps), alone_ms))
     return found
-
-
-def _alone_ms(executor: RecordingExecutor, batch: DecodeBatch, n_steps: int) -> float:
-    times = []
-    for _ in range(n_steps):
-        began = time.perf_counter()
-        executor.decode(batch).block_until_ready()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3

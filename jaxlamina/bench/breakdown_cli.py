@@ -16,7 +16,6 @@ from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
     from jaxlamina.bench.breakdown_bench import Breakdown
-    from jaxlamina.bench.step_bench import StepCase
 
 
 def breakdown_command(
@@ -44,14 +43,14 @@ def breakdown_command(
 ) -> None:
     """Record where a step's time goes on each rank: `jaxlamina launch --dop 1,1 -- bench breakdown --staggered 2`."""
     from jaxlamina import ranks
-    from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, split_bench
+    from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, split_bench, step_bench
     from jaxlamina.configs import model_config
     from jaxlamina.llm import DTYPES
     from jaxlamina.profiling import perfetto
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-    cases, n_batches = _cases(case), _numbers(staggered)
+    cases, n_batches = step_bench.cases_of(case), step_bench.staggered_of(staggered)
     _check_files(timeline, figure)
     shape = model_config(config)
     if layers is not None:
@@ -126,25 +125,6 @@ def _show(out: Console, found: list[Breakdown]) -> None:
         out.print(
             f"{alone} exchanges were found on one end only: their waiting counts as exchange", style="yellow"
         )
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",") if part]
-    except ValueError:
-        numbers = [0]
-    if any(n < 2 for n in numbers):
-        raise UserError(f"--staggered {text!r} must be numbers of at least 2, such as 2,4")
-    return numbers
-
-
-def _cases(text: str) -> list[StepCase]:
-    from jaxlamina.bench.step_bench import StepCase
-
-    try:
-        return [StepCase.parse(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--case {text!r} must be like 16x2048,64x4096: requests x stored tokens") from None
 
 
 def _check_files(timeline: Path | None, figure: Path | None) -> None:

@@ -48,6 +48,35 @@ class StepCase:
         return f"B {self.batch}, {self.context} tokens"
 
 
+def cases_of(text: str) -> list[StepCase]:
+    """From "16x2048,64x4096", as ``--case`` has it; ``UserError`` for other text."""
+    try:
+        return [StepCase.parse(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--case {text!r} must be like 16x2048,64x4096: requests x stored tokens") from None
+
+
+def staggered_of(text: str) -> list[int]:
+    """Numbers of staggered batches from "2,4", as ``--staggered`` has it; ``UserError`` for other text."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        numbers = [0]
+    if any(n < 2 for n in numbers):
+        raise UserError(f"--staggered {text!r} must be numbers of at least 2, such as 2,4")
+    return numbers
+
+
+def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
+    """``UserError`` for a number of staggered batches that a case cannot be cut into."""
+    for n in staggered:
+        for case in cases:
+            if case.batch % n:
+                raise UserError(
+                    f"{case.batch} requests cannot be cut into {n} staggered batches of equal size"
+                )
+
+
 @dataclass
 class StepResult:
     """One way of running one case. Times in ms a step, a round each."""
@@ -85,12 +114,7 @@ def measure(
     """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
     ``local``: also the slices called one by one from Python in this process. ``staggered``: also split into so many
     staggered batches. ``UserError`` for one that no case can be cut into."""
-    for n in staggered:
-        for case in cases:
-            if case.batch % n:
-                raise UserError(
-                    f"{case.batch} requests cannot be cut into {n} staggered batches of equal size"
-                )
+    check_cut(cases, staggered)
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
     on_progress("weights")
@@ -155,7 +179,7 @@ def _case(
         on_progress(f"{case}: round {i + 1} of {n_rounds}")
         for way, step in ways.items():
             results[way].ahead_ms.append(timed(step, turns[way]) * 1e3)
-            results[way].alone_ms.append(_alone(step, max(3, turns[way] // 2)) * 1e3)
+            results[way].alone_ms.append(alone(step, max(3, turns[way] // 2)) * 1e3)
     return list(results.values())
 
 
@@ -187,7 +211,7 @@ def timed(step: Callable[[], jax.Array], n: int) -> float:
     return (time.perf_counter() - began) / n
 
 
-def _alone(step: Callable[[], jax.Array], n: int) -> float:
+def alone(step: Callable[[], jax.Array], n: int) -> float:
     """Median seconds of n steps, each waited for."""
     times = []
     for _ in range(n):

@@ -48,16 +48,7 @@ def step_command(
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-    try:
-        cases = [step_bench.StepCase.parse(text) for text in case.split(",")]
-    except ValueError:
-        raise UserError(f"--case {case!r} must be like 16x2048,64x4096: requests x stored tokens") from None
-    try:
-        n_batches = [int(text) for text in staggered.split(",") if text]
-    except ValueError:
-        n_batches = [0]
-    if any(n < 2 for n in n_batches):
-        raise UserError(f"--staggered {staggered!r} must be numbers of at least 2, such as 2,4")
+    cases, n_batches = step_bench.cases_of(case), step_bench.staggered_of(staggered)
     shape = model_config(config)
     if layers is not None:
         shape = split_bench.with_layers(shape, layers)

@@ -7,7 +7,6 @@ else: no weight, no token, no request. Which slots are whose is rank 0's affair.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +19,11 @@ from jaxlamina.cluster import Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient, hello_of
 from jaxlamina.errors import UserError
-from jaxlamina.profiling.collect import Recorder
 from jaxlamina.ranks.attention_programs import AttentionProgram, StepInputs, step_inputs_of
 from jaxlamina.ranks.group import FAILED, Failing, Watch, first_line, leave, start_jax, versions
 from jaxlamina.ranks.layout import Layout, layout_of
 from jaxlamina.ranks.model_rank import ModelRank
+from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.transports import Program, Transport, open_transport
 from jaxlamina.workers.attention_worker import attention_workspace_bytes
 from jaxlamina.workers.capacity import is_accelerator, slots_that_fit
@@ -88,24 +87,22 @@ class _Layers:
         return cls(specs, heads, layout)
 
 
-class AttentionRank:
-    """One worker of the memory pool as a process. ``run`` returns when rank 0 is done."""
+class AttentionRank(ServedRank):
+    """One worker of the memory pool as a process."""
+
+    kind = "an attention rank"
 
     def __init__(
         self, cluster: Cluster, rank: int, transport: Transport, client: ControlClient, watch: Watch
     ) -> None:
-        self._cluster, self._rank = cluster, rank
-        self._transport, self._client, self._watch = transport, client, watch
-        self._workers = tuple(range(cluster.n_model, cluster.n_ranks))
+        super().__init__(cluster, rank, transport, client, watch)
+        self._workers = tuple(cluster.pools.attention_ranks)
         self._programs: dict[m.StepShape, Program] = {}
         self._layers: _Layers | None = None
         self._setup: m.Setup | None = None
         self._kv: KVPools | None = None
         self._bound = False  # whether the pools are as programs take them
-        self._epoch = 0  # how many models there have been
-        self._last: Any = None  # what the last step leaves when it is done
-        self._recorder = Recorder(transport)
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers |= {
             m.Setup: self._on_setup,
             m.Allocate: self._on_allocate,
             m.Prepare: self._on_prepare,
@@ -116,20 +113,7 @@ class AttentionRank:
             m.ForgetHost: lambda x: self._pools().host.forget(_slots(x.host_slots)),
             m.TakeRows: self._on_take,
             m.PutRows: self._on_put,
-            m.Record: lambda x: self._recorder.start(x.steps),
         }
-
-    def run(self) -> None:
-        while True:
-            message = self._client.receive(None)
-            if isinstance(message, m.Bye):
-                if self._last is not None:  # the watch is still on
-                    self._last.block_until_ready()
-                return
-            handle = self._handlers.get(type(message))
-            if handle is None:
-                raise UserError(f"rank 0 sent a {type(message).__name__}, which is not for an attention rank")
-            handle(message)
 
     # --- memory ---
     def _on_setup(self, setup: m.Setup) -> None:
@@ -191,18 +175,12 @@ class AttentionRank:
 
     def _on_step(self, step: m.Step) -> None:
         assert self._kv is not None
-        if step.epoch != self._epoch:
-            raise UserError(f"step {step.step} is of model {step.epoch}, and there have been {self._epoch}")
-        peer = self._cluster.describe(0)
-        ticket = self._watch.begin(f"step {step.step} ({step.shape}) with {peer}")
+        ticket = self._begin(step)
         self._bind()
         inputs = self._transport.bind(_inputs(step.arrays))
         kv = self._kv
         kv.k, kv.v, done = self._recorder.run(self._programs[step.shape], kv.k, kv.v, inputs)
-        self._last = done
-        self._watch.until(ticket, done)
-        if self._recorder.is_full:
-            self._client.send(self._recorder.take())
+        self._launched(ticket, done)
 
     def _bind(self) -> None:
         if not self._bound:

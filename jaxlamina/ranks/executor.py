@@ -172,9 +172,10 @@ class RanksExecutor:
         self.group.owed = f"step {self.group.n_steps} ({shape})"
         for rank, of_worker in zip(self.group.workers, arrays, strict=True):
             self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, of_worker))
-        for rank in self.group.model_ranks_in(shape):
-            told = told_replica(inputs, at)
-            self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, told))
+        if replicas := self.group.model_ranks_in(shape):
+            told = m.Step(self.group.n_steps, self._epoch, shape, told_replica(inputs, at))
+            for rank in replicas:
+                self.group.send(rank, told)
         own = self.group.transport.bind(jax.device_put((inputs, at), self.device))
         logits: jax.Array = self.group.transport.unbind(program(weights, *own))
         self.group.owed = None

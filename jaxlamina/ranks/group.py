@@ -84,7 +84,7 @@ class Group:
 
     def __init__(self, cluster: Cluster, transport: Transport, device: jax.Device) -> None:
         self.cluster, self.transport, self.device = cluster, transport, device
-        self.workers = tuple(range(cluster.n_model, cluster.n_ranks))
+        self.workers = tuple(cluster.pools.attention_ranks)
         self.replicas = tuple(range(1, cluster.n_model))  # model ranks but this one
         self.epoch = 0
         self.n_steps = 0

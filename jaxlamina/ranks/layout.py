@@ -47,7 +47,7 @@ class Layout:
 
 
 def layout_of(cluster: Cluster) -> Layout:
-    workers = tuple(range(cluster.n_model, cluster.n_ranks))
+    workers = tuple(cluster.pools.attention_ranks)
     return Layout(workers, cluster.partition, cluster.n_replicas, cluster.pipelining_mode)
 
 

@@ -6,7 +6,6 @@ Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,11 @@ import numpy as np
 from jaxlamina.cluster import Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient
-from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply
-from jaxlamina.profiling.collect import Recorder
 from jaxlamina.ranks.group import Watch
 from jaxlamina.ranks.layout import Layout, layout_of
 from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
+from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.shards import shard_axes, shard_like
 from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.transports import Program, Transport
@@ -33,38 +31,23 @@ from jaxlamina.workers.spec import AttentionSpec
 _INPUTS = ("tokens", "positions", "logits_at")
 
 
-class ModelRank:
-    """One replica of the model as a process. ``run`` returns when rank 0 is done."""
+class ModelRank(ServedRank):
+    """One replica of the model as a process."""
+
+    kind = "a model rank"
 
     def __init__(
         self, cluster: Cluster, rank: int, transport: Transport, client: ControlClient, watch: Watch
     ) -> None:
-        self._cluster, self._rank = cluster, rank
-        self._transport, self._client, self._watch = transport, client, watch
+        super().__init__(cluster, rank, transport, client, watch)
         self._layout: Layout = layout_of(cluster)
         self._side: ModelSide | None = None
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
-        self._epoch = 0
-        self._last: Any = None
-        self._recorder = Recorder(transport)
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers |= {
             m.SetupModel: self._on_setup,
             m.Prepare: self._on_prepare,
             m.Step: self._on_step,
-            m.Record: lambda x: self._recorder.start(x.steps),
         }
-
-    def run(self) -> None:
-        while True:
-            message = self._client.receive(None)
-            if isinstance(message, m.Bye):
-                if self._last is not None:  # the watch is still on
-                    self._last.block_until_ready()
-                return
-            handle = self._handlers.get(type(message))
-            if handle is None:
-                raise UserError(f"rank 0 sent a {type(message).__name__}, which is not for a model rank")
-            handle(message)
 
     def _on_setup(self, setup: m.SetupModel) -> None:
         self._programs, self._side, self._last = {}, None, None  # another model's weights go first
@@ -90,17 +73,12 @@ class ModelRank:
         self._client.send(m.Prepared(message.shape, program.exchanges(), took))
 
     def _on_step(self, step: m.Step) -> None:
-        if step.epoch != self._epoch:
-            raise UserError(f"step {step.step} is of model {step.epoch}, and there have been {self._epoch}")
-        ticket = self._watch.begin(f"step {step.step} ({step.shape}) with {self._cluster.describe(0)}")
+        ticket = self._begin(step)
         program, weights = self._programs[step.shape]
         arrays = {name: array.numpy() for name, array in step.arrays.items()}
         given = jax.device_put((inputs_from(arrays), indices_from(arrays)), self._transport.device)
         run = self._recorder.run(program, weights, *self._transport.bind(given))
-        self._last = self._transport.unbind(run)
-        self._watch.until(ticket, self._last)
-        if self._recorder.is_full:
-            self._client.send(self._recorder.take())
+        self._launched(ticket, self._transport.unbind(run))
 
 
 def told_replica(inputs: tuple[np.ndarray, ...], at: PlacedIndices | None) -> dict[str, m.Array]:

@@ -150,7 +150,7 @@ def receive_parameters(
 
 def shards_of(cluster: Cluster) -> tuple[int, ...]:
     """The model ranks that share out the weights; none if each has them all."""
-    return tuple(range(cluster.n_model)) if cluster.tensor_parallel > 1 else ()
+    return tuple(cluster.pools.model_ranks) if cluster.tensor_parallel > 1 else ()
 
 
 def traces(model: ModelFn, like: Mapping[str, Any]) -> list[Traced]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.errors import UserError
-from jaxlamina.transports import Program, Transport, tied, zero_after
+from jaxlamina.transports import Transport, tied, zero_after
 from pallas_kernels import compat
 from splitter import Traced
 
@@ -193,11 +193,10 @@ def _gathered(
 
 
 class LeaderEnd:
-    """The leader's transport: what attention workers send is passed on to the other shards."""
+    """What the leader's programs send and receive by: what attention workers send is passed on to the other shards."""
 
     def __init__(self, inner: Transport, followers: Sequence[int]) -> None:
         self.inner, self.followers = inner, tuple(followers)
-        self.name, self.rank, self.n_ranks, self.device = inner.name, inner.rank, inner.n_ranks, inner.device
 
     def recv_each(
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
@@ -225,18 +224,12 @@ class LeaderEnd:
     ) -> jax.Array:
         return self.inner.send_each(xs, to, after)
 
-    def compile(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
-    ) -> Program:
-        return self.inner.compile(function, *args, donate_argnums=donate_argnums)
-
 
 class FollowerEnd:
-    """Another shard's transport: it sends nothing to attention workers, and has their answers from the leader."""
+    """What another shard's programs send and receive by: it sends nothing to attention workers, and has their answers from the leader."""
 
     def __init__(self, inner: Transport, leader: int) -> None:
         self.inner, self.leader = inner, leader
-        self.name, self.rank, self.n_ranks, self.device = inner.name, inner.rank, inner.n_ranks, inner.device
 
     def recv_each(
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
@@ -262,8 +255,3 @@ class FollowerEnd:
         """Sends nothing; needs what would be sent, or XLA would take away the exchanges that it came by on this side."""
         del to
         return needing([*xs, *([] if after is None else [after])])
-
-    def compile(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
-    ) -> Program:
-        return self.inner.compile(function, *args, donate_argnums=donate_argnums)

@@ -79,10 +79,7 @@ class XlaTransport:
                 after = self.send(x, rank, after)
             assert after is not None
             return after
-        rows = dict(zip(to, xs, strict=True))
-        nothing = jnp.zeros_like(xs[0])
-        all_rows = jnp.stack([rows.get(rank, nothing) for rank in range(self.n_ranks)])
-        return self._tie(self._all_to_all(tied(all_rows, after)))
+        return self._tie(self._all_to_all(tied(self._rows(xs, to), after)))
 
     def recv_part(
         self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
@@ -95,9 +92,7 @@ class XlaTransport:
     def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
         if not self._are_all(of):
             return self.send(x, to, after)
-        x = tied(x, after)
-        all_rows = jnp.stack([x if rank == to else jnp.zeros_like(x) for rank in range(self.n_ranks)])
-        return self._tie(self._all_to_all(all_rows))
+        return self._tie(self._all_to_all(self._rows([tied(x, after)], [to])))
 
     def recv_each(
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
@@ -119,8 +114,7 @@ class XlaTransport:
             known = dict(zip(with_, xs, strict=True))
             return _in_turn(lambda rank, after: self._swap(known[rank], like, rank, after), with_, after)
         rows = [self._as_sent(tied(x, after), like) for x in xs]
-        row_of, nothing = dict(zip(with_, rows, strict=True)), jnp.zeros_like(rows[0])
-        got = self._all_to_all(jnp.stack([row_of.get(rank, nothing) for rank in range(self.n_ranks)]))
+        got = self._all_to_all(self._rows(rows, with_))
         return [self._as_got(got[rank], xs[0].dtype, like) for rank in with_]
 
     def swap_part(
@@ -128,10 +122,13 @@ class XlaTransport:
     ) -> jax.Array:
         if not self._are_all(of):
             return self._swap(x, like, with_, after)
-        row = self._as_sent(tied(x, after), like)
-        nothing = jnp.zeros_like(row)
-        got = self._all_to_all(jnp.stack([row if rank == with_ else nothing for rank in range(self.n_ranks)]))
+        got = self._all_to_all(self._rows([self._as_sent(tied(x, after), like)], [with_]))
         return self._as_got(got[with_], x.dtype, like)
+
+    def _rows(self, xs: Sequence[jax.Array], to: Sequence[int]) -> jax.Array:
+        """``xs[i]`` as row ``to[i]`` of an all-to-all, zeros to the other ranks."""
+        row_of, nothing = dict(zip(to, xs, strict=True)), jnp.zeros_like(xs[0])
+        return jnp.stack([row_of.get(rank, nothing) for rank in range(self.n_ranks)])
 
     def _are_all(self, n_workers: int) -> bool:
         """Whether one all-to-all of all ranks serves an exchange with so many workers: if there are several, and no model

@@ -1,0 +1,60 @@
+"""What ranks other than rank 0 have in common: messages taken in one after another, and steps that are watched.
+
+Knows the control messages' order; what a rank holds and runs is `model_rank`'s and `attention_rank`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxlamina.cluster import Cluster
+from jaxlamina.control import messages as m
+from jaxlamina.control.channel import ControlClient
+from jaxlamina.errors import UserError
+from jaxlamina.profiling.collect import Recorder
+from jaxlamina.ranks.group import Watch
+from jaxlamina.transports import Transport
+
+
+class ServedRank:
+    """``run`` returns when rank 0 is done. A kind of rank adds to ``_handlers`` what it does at which message."""
+
+    kind: str
+
+    def __init__(
+        self, cluster: Cluster, rank: int, transport: Transport, client: ControlClient, watch: Watch
+    ) -> None:
+        self._cluster, self._rank = cluster, rank
+        self._transport, self._client, self._watch = transport, client, watch
+        self._epoch = 0  # how many models there have been
+        self._last: Any = None  # what the last step leaves when it is done
+        self._recorder = Recorder(transport)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            m.Record: lambda x: self._recorder.start(x.steps),
+        }
+
+    def run(self) -> None:
+        while True:
+            message = self._client.receive(None)
+            if isinstance(message, m.Bye):
+                if self._last is not None:  # the watch is still on
+                    self._last.block_until_ready()
+                return
+            handle = self._handlers.get(type(message))
+            if handle is None:
+                raise UserError(f"rank 0 sent a {type(message).__name__}, which is not for {self.kind}")
+            handle(message)
+
+    def _begin(self, step: m.Step) -> int:
+        """The watch's ticket for a step, which must be of the model that is set up."""
+        if step.epoch != self._epoch:
+            raise UserError(f"step {step.step} is of model {step.epoch}, and there have been {self._epoch}")
+        return self._watch.begin(f"step {step.step} ({step.shape}) with {self._cluster.describe(0)}")
+
+    def _launched(self, ticket: int, last: Any) -> None:
+        """The step's program is launched; ``last`` is there when it is done."""
+        self._last = last
+        self._watch.until(ticket, last)
+        if self._recorder.is_full:
+            self._client.send(self._recorder.take())
