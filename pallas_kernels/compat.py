@@ -6,6 +6,7 @@ functions below and never looks at the version itself. Knows nothing of attentio
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -64,11 +65,18 @@ def bind_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     The equation's own context (compute type, partitioning) and source position are kept.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
+    with context_of(eqn):
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def context_of(eqn: JaxprEqn) -> Iterator[None]:
+    """What is traced inside counts as the equation's: its names, its source position, its context."""
     info = eqn.source_info
     name_stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
-        out = eqn.primitive.bind(*args, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
+        yield
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

@@ -22,6 +22,8 @@ from jaxlamina.profiling.scopes import (
     KINDS,
     OTHER,
     Scope,
+    by_stretch,
+    entry_of,
     module_name,
     scope_in,
     scopes_of,
@@ -131,6 +133,24 @@ def test_scopes_through_what_an_instruction_calls():
     assert "called" not in scopes and "x" not in scopes  # a call's own events have their own scopes
     with pytest.raises(ValueError, match="compiled program"):
         scopes_of("module @jit_step {}")
+
+
+def test_instructions_of_a_function_that_was_lowered_once():
+    entry = entry_of(HLO)
+    assert entry == ["x", "plain", "own", "started", "done", "sent", "called"]
+    # One function's instruction in every stretch has the name of the first; what else is there says whose it is.
+    first, shared = [Scope("attention", i, 0) for i in range(6)], Scope("attention", 0, 0)
+    names = [name for i in range(6) for name in (f"shared{i}", f"own{i}", f"sent{i}")]
+    scopes = {f"own{i}": x for i, x in enumerate(first)} | {f"shared{i}": shared for i in range(6)}
+    scopes |= {"own2": SLICE, "own3": Scope("attention", 3, 1)}
+    found = by_stretch(names, scopes, {f"sent{i}" for i in range(6)})
+    assert [found[f"shared{i}"] for i in range(6)] == [shared, first[1], shared, scopes["own3"], *first[4:]]
+    assert {name: found[name] for name in scopes if name.startswith("own")} == {
+        name: scope for name, scope in scopes.items() if name.startswith("own")
+    }
+    # A slice may go over several stretches, and two may share one.
+    two = {"a": Scope("model", 0, 0), "b": Scope("model", 0, 1), "c": Scope("model", 0, 1)}
+    assert by_stretch(["a", "b", "sent", "c"], two, {"sent"}) == two
 
 
 def test_who_meets_whom_by_instruction():
@@ -258,13 +278,18 @@ def test_a_gpus_kernels_by_stream_and_name():
         ("/device:GPU:0", "Stream #13(Compute)", "loop_add", 500, 9, of_step | {"hlo_module": "jit_other"}),
         ("/device:GPU:0", "XLA Ops", "fusion.3", 200, 50, of_step),
     ]
-    known = Known("jit_step", {"fusion.3": SLICE, "fusion_4": ATTENTION, "permute-start": EXCHANGE}, {})
+    scopes = {"fusion.3": SLICE, "fusion_4": ATTENTION, "permute-start": EXCHANGE, "nccl": EXCHANGE}
+    known = Known("jit_step", scopes, {"permute-start": [1]}, ("permute-start",))
     steps, events = read(rows, False, [known])
     assert steps == [(100, 1000)]
     assert s.spans_of(events, known.scopes, launch_ns=0) == {
         0: [Span(OTHER, 150, 160), Span(SLICE, 200, 250), Span(ATTENTION, 260, 300)],
         1: [Span(EXCHANGE, 300, 399)],
     }
+    # NCCL's kernels are told apart by their order alone, if all of them are there.
+    one = Event("nccl", 1, 300, 399)
+    assert one in events and one._replace(name="permute-start") in known.exchanges_named(events)
+    assert known.exchanges_named([one, one]) == [one, one]
 
 
 def test_a_cpus_operator_that_another_thread_ends():
@@ -276,7 +301,7 @@ def test_a_cpus_operator_that_another_thread_ends():
         ("/host:CPU", "two", "end: dot.1", 119, 1, {"_c": 8}),
         ("/host:CPU", "two", "dot.1", 200, 20, own | {"hlo_module": "jit_other", "_p": 9}),
     ]
-    _, events = read(rows, True, [Known("jit_step", {"dot.1": SLICE}, {})])
+    _, events = read(rows, True, [Known("jit_step", {"dot.1": SLICE}, {}, ())])
     assert [(e.start_ns, e.end_ns) for e in events] == [(10, 90), (100, 120)]
 
 

@@ -200,9 +200,10 @@ class Allocated(_Message, frozen=True):
 
 
 class Prepare(_Message, frozen=True):
-    """Compile the program of a bucket, do not run it."""
+    """Compile the program of a bucket, do not run it. ``traceable``: so that a trace names each of its kernels."""
 
     shape: StepShape
+    traceable: bool = False
 
 
 class Prepared(_Message, frozen=True):

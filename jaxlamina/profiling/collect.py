@@ -23,7 +23,16 @@ import numpy as np
 
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
-from jaxlamina.profiling.scopes import KINDS, Scope, module_name, scopes_of, started_by
+from jaxlamina.profiling.scopes import (
+    EXCHANGE,
+    KINDS,
+    Scope,
+    by_stretch,
+    entry_of,
+    module_name,
+    scopes_of,
+    started_by,
+)
 from jaxlamina.profiling.spans import Event, spans_of
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import by_instruction
@@ -31,6 +40,7 @@ from pallas_kernels.compat import profile_events
 
 _STEP = "jaxlamina.step"
 _END = "end: "
+_NCCL = "nccl"  # what every kernel of NCCL's is called here: whose it is, is seen from their order
 
 
 class Recorder:
@@ -98,6 +108,7 @@ class Recorder:
                     "the profiler's trace has no operator of this rank's program, so nothing can be said of it"
                 )
             of = known[id(program)]
+            inside = of.exchanges_named(inside)
             for stream, line in spans_of(inside, of.scopes).items():
                 spans += [
                     (stream, KINDS.index(s.scope.kind), *s.scope[1:], s.start_ns, s.end_ns) for s in line
@@ -128,6 +139,7 @@ class Known:
     module: str
     scopes: dict[str, Scope]
     peers: dict[str, list[int]]
+    exchanges: tuple[str, ...]  # of the entry, in order
 
     @classmethod
     def of(cls, program: Program, transport: Transport) -> Known:
@@ -136,10 +148,19 @@ class Known:
         peers = {name: sorted({e.peer for e in found}) for name, found in exchanges.items()}
         for name, started in started_by(hlo).items():
             peers[name] = sorted({peer for x in (name, *started) for peer in peers.get(x, ())})
-        scopes = scopes_of(hlo)
-        return cls(
-            module_name(hlo), {_as_kernel(name): scope for name, scope in scopes.items()} | scopes, peers
-        )
+        entry = entry_of(hlo)
+        scopes = by_stretch(entry, scopes_of(hlo), peers)
+        by_kernel = {_as_kernel(name): scope for name, scope in scopes.items()} | {_NCCL: EXCHANGE}
+        in_order = tuple(name for name in entry if name in peers)
+        return cls(module_name(hlo), by_kernel | scopes, peers, in_order)
+
+    def exchanges_named(self, events: Sequence[Event]) -> list[Event]:
+        """A step's events, in order, with NCCL's kernels named after the exchanges, if there are as many."""
+        n_kernels = sum(e.name == _NCCL for e in events)
+        if n_kernels != len(self.exchanges):
+            return list(events)
+        names = iter(self.exchanges)
+        return [e._replace(name=next(names)) if e.name == _NCCL else e for e in events]
 
 
 def _as_kernel(name: str) -> str:
@@ -177,9 +198,10 @@ def read(
             and (is_own or "hlo_module" not in stats)
         ):
             stream = streams.setdefault((plane, line), len(streams))
-            # A kernel in a CUDA graph may be known by its own name alone.
+            # A kernel in a CUDA graph may be known by its own name alone, and NCCL's by none that the program has.
             op = str(stats.get("hlo_op", name))
-            events.append(Event(op if op in names else name, stream, start, start + duration))
+            called = _NCCL if name.startswith(_NCCL) else op if op in names else name
+            events.append(Event(called, stream, start, start + duration))
     # A CPU operator that another thread goes on with has an event of its own where it ends.
     events += [e._replace(end_ns=max(e.end_ns, ends.get(flow, 0))) for flow, e in begun]
     return sorted(steps), events

@@ -25,6 +25,10 @@ class RecordingExecutor(RanksExecutor):
 
     _latest: tuple[m.StepShape, Program]
 
+    def __init__(self, *args: Any, group: Group, **options: Any) -> None:
+        group.transport.traceable = True
+        super().__init__(*args, group=group, **options)
+
     def _prepared(self, shape: m.StepShape) -> tuple[Program, Any]:
         found = super()._prepared(shape)
         self._latest = shape, found[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["model", "attention", "exchange", "other", "bubble"]
@@ -23,6 +23,9 @@ _CALLED = re.compile(
     r"[,\s](?:calls|to_apply|body|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _FUSION = re.compile(r"\sfusion\(")
+# Instructions of one slice or layer are within so many stretches between exchanges, or it is one of a function that was
+# lowered once: it then has the names of its first call, whoever calls it.
+_MOST_STRETCHES = 3
 
 
 class Scope(NamedTuple):
@@ -79,6 +82,36 @@ def scopes_of(hlo: str) -> dict[str, Scope]:
             if scope is not None:
                 scopes[name] = scope
     return scopes
+
+
+def entry_of(hlo: str) -> list[str]:
+    """The entry computation's instructions in the order in which they are run."""
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
+    assert entry is not None, "no entry computation"
+    found = (_INSTRUCTION.match(line) for computation, line in _lines(hlo) if computation == entry[1])
+    return [x[1] for x in found if x]
+
+
+def by_stretch(
+    entry: Sequence[str], scopes: Mapping[str, Scope], exchanges: Container[str]
+) -> dict[str, Scope]:
+    """``scopes`` with those instructions put right that have the name of another slice or layer, since their function was
+    lowered once for all: they are of what else is computed between the same two exchanges."""
+    stretches: list[list[str]] = [[]]
+    for name in entry:
+        if name in exchanges:
+            stretches.append([])
+        elif name in scopes:
+            stretches[-1].append(name)
+    spread = Counter(scope for names in stretches for scope in {scopes[n] for n in names})
+    found = dict(scopes)
+    for names in stretches:
+        here = {scopes[n] for n in names}
+        for n in names:
+            if spread[scopes[n]] > _MOST_STRETCHES:
+                alike = (scope for scope in here if scope.kind == scopes[n].kind)
+                found[n] = min(alike, key=lambda scope: (spread[scope], scope))
+    return found
 
 
 def started_by(hlo: str) -> dict[str, list[str]]:

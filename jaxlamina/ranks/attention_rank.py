@@ -161,6 +161,7 @@ class AttentionRank(ServedRank):
     # --- programs ---
     def _on_prepare(self, message: m.Prepare) -> None:
         began = time.perf_counter()
+        self._transport.traceable = message.traceable
         program = self._programs[message.shape] = self._compile(message.shape)
         took = time.perf_counter() - began
         self._client.send(m.Prepared(message.shape, program.exchanges(), took))

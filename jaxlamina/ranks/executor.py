@@ -197,7 +197,7 @@ class RanksExecutor:
         began = time.perf_counter()
         others = (*self.group.model_ranks_in(shape), *self.group.workers)
         for rank in others:
-            self.group.send(rank, m.Prepare(shape))
+            self.group.send(rank, m.Prepare(shape, self.group.transport.traceable))
         self.programs.compiled(str(shape))
         try:
             program, weights = self._side.compile(shape)

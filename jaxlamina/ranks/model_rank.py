@@ -67,6 +67,7 @@ class ModelRank(ServedRank):
     def _on_prepare(self, message: m.Prepare) -> None:
         assert self._side is not None
         began = time.perf_counter()
+        self._transport.traceable = message.traceable
         self._programs[message.shape] = self._side.compile(message.shape)
         took = time.perf_counter() - began
         program, _ = self._programs[message.shape]

@@ -46,6 +46,8 @@ class Transport(Protocol):
     rank: int
     n_ranks: int
     device: jax.Device
+    # Whether a trace shall name every kernel of programs compiled from now on: see `compiler_options`.
+    traceable: bool
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
         """Sends ``x`` once ``after`` is there. Returns a float32 0 that is there only once the send has begun."""
@@ -121,6 +123,12 @@ def open_transport(name: str, rank: int, n_ranks: int, device: jax.Device) -> Tr
 
         return XlaTransport(rank, n_ranks, device)
     raise UserError(f"transport={name!r} must be one of {', '.join(TRANSPORTS)}")
+
+
+def compiler_options(device: jax.Device, traceable: bool) -> dict[str, Any] | None:
+    """XLA's options for a rank's program. Kernels within a CUDA graph are in a trace without the instruction that they are
+    of, so a program that is to be traced has no such graphs."""
+    return {"xla_gpu_enable_command_buffer": ""} if traceable and device.platform == "gpu" else None
 
 
 def zero_after(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
-from jaxlamina.transports import SPAN, tied
+from jaxlamina.transports import SPAN, compiler_options, tied
 from jaxlamina.transports.exchanges import mpi_exchanges
 
 # MPI has no such types: their bits travel.
@@ -35,6 +35,7 @@ class MpiTransport:
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
+        self.traceable = False
         try:
             import mpi4jax
             from mpi4py import MPI
@@ -114,7 +115,9 @@ class MpiTransport:
     ) -> MpiProgram:
         here = jax.sharding.SingleDeviceSharding(self.device)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
-        return MpiProgram(jax.jit(function, donate_argnums=tuple(donate_argnums)), shapes)
+        options = compiler_options(self.device, self.traceable)
+        jitted = jax.jit(function, donate_argnums=tuple(donate_argnums), compiler_options=options)
+        return MpiProgram(jitted, shapes)
 
     def bind(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)

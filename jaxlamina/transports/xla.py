@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
-from jaxlamina.transports import SPAN, tied, zero_after
+from jaxlamina.transports import SPAN, compiler_options, tied, zero_after
 from jaxlamina.transports.exchanges import xla_exchanges
 
 AXIS = "ranks"
@@ -34,6 +34,7 @@ class XlaTransport:
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
+        self.traceable = False
         firsts = {d.process_index: d for d in reversed(jax.devices(device.platform))}
         if len(firsts) != n_ranks or jax.process_index() != rank:
             raise UserError(
@@ -195,7 +196,8 @@ class XlaTransport:
         )
         shapes = jax.tree.map(self._shape, args)
         jitted = jax.jit(mapped, donate_argnums=tuple(donate_argnums))
-        return XlaProgram(jitted.lower(*shapes).compile(), self)
+        options = compiler_options(self.device, self.traceable)
+        return XlaProgram(jitted.lower(*shapes).compile(compiler_options=options), self)
 
     def bind(self, tree: Any) -> Any:
         return jax.tree.map(self._bound, tree)

@@ -107,11 +107,12 @@ def _evaluate(jaxpr: Any, values: dict[Any, Any]) -> list[Any]:
         if position in at:
             group = at[position]
             x = read(group[0].rows)
-            outs = stream_products(
-                x.reshape(-1, x.shape[-1]),
-                [read(p.weight) for p in group],
-                dtype=group[0].result.aval.dtype,
-            )
+            with compat.context_of(eqn):
+                outs = stream_products(
+                    x.reshape(-1, x.shape[-1]),
+                    [read(p.weight) for p in group],
+                    dtype=group[0].result.aval.dtype,
+                )
             for product, out in zip(group, outs, strict=True):
                 values[product.result] = out.reshape(product.result.aval.shape)
         elif position not in taken:
