@@ -5,7 +5,14 @@ This room knows arrays only: nothing of models, requests or who owns a slot.
 
 from __future__ import annotations
 
-from pallas_kernels.attention import append, combine, decode_attention, partial_attention, token_partial
+from pallas_kernels.attention import (
+    append,
+    attention_with_own,
+    combine,
+    decode_attention,
+    partial_attention,
+    token_partial,
+)
 from pallas_kernels.causal import causal_attention, causal_partial
 from pallas_kernels.dispatch import BACKENDS, use_backend
 from pallas_kernels.precision import exact
@@ -23,6 +30,7 @@ __all__ = [
     "Pool",
     "QuantizedPool",
     "append",
+    "attention_with_own",
     "causal_attention",
     "causal_partial",
     "channel_scales_of",

@@ -12,6 +12,7 @@ Softmax is computed in float32 whatever the storage dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -114,12 +115,44 @@ def decode_attention(
     # The gather reads the pools *after* the append: reading them before would keep two versions alive and
     # cost a copy.
     k_pool, v_pool = append(k_pool, v_pool, k_new[:, 0], v_new[:, 0], new_slots)
-    earlier = partial_attention(
-        q, k_pool, v_pool, slot_table, lengths, scale=scale, window=window, softcap=softcap, backend=backend
+    stored = k_pool, v_pool, slot_table, lengths
+    scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
+    return k_pool, v_pool, attention_with_own(q, k_new, v_new, *stored, **scoring, backend=backend)
+
+
+def attention_with_own(
+    q: Array,
+    k: Array,
+    v: Array,
+    k_pool: Pool,
+    v_pool: Pool,
+    slot_table: Array,
+    lengths: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_positions: Array | None = None,
+    backend: str | None = None,
+) -> Array:
+    """Attention of one query a request over its stored tokens and its own, which is not stored or not looked for there.
+
+    q `[B, 1, N, H]`; k, v `[B, 1, K, H]`; the rest as for `partial_attention`. Returns `[B, 1, N, H]` in q's dtype.
+    Nothing of a backend's work on stored tokens waits for k and v.
+    """
+    check_heads(q, k, v)
+    module = pick(q, k_pool, return_mass=False, backend=backend)
+    scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
+    stored = k_pool, v_pool, slot_table, lengths
+    if q_positions is None and hasattr(module, "attention_with_own") and module.supports_own_token(q, k_pool):
+        out: Array = module.attention_with_own(q, k, v, *stored, **scoring)
+        return out
+    outs, lses = zip(
+        partial_attention(q, *stored, **scoring, q_positions=q_positions, backend=backend),
+        token_partial(q, k, v, scale=scale, softcap=softcap),
+        strict=True,
     )
-    own = token_partial(q, k_new, v_new, scale=scale, softcap=softcap)
-    out, _ = combine([earlier[0], own[0]], [earlier[1], own[1]])
-    return k_pool, v_pool, out.astype(q.dtype)
+    return combine(outs, lses)[0].astype(q.dtype)
 
 
 def token_partial(

@@ -1,6 +1,7 @@
 """The Mosaic GPU backend of partial attention, for Hopper and later: `gpu.partial` as Pallas kernels.
 
-Two kernels: partials of equal stretches of the batch's tokens, then their combination. Knows arrays; who picks this
+Two kernels: partials of equal stretches of the batch's tokens, then their combination, in a decode step with the token that
+is not stored yet. Knows arrays; who picks this
 backend is `dispatch`. With `interpret=True` the same warp programs run in numpy, for tests without a GPU.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.dispatch import default_device
-from pallas_kernels.gpu.combine import combine_partials
+from pallas_kernels.gpu.combine import Combination, OwnToken
 from pallas_kernels.gpu.partial import PartialAttention
 from pallas_kernels.gpu.plan import make_plan
 from pallas_kernels.gpu.spec import LINE, Memory, Spec, Tuning
@@ -27,6 +28,7 @@ from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, 
 
 _KINDS = {"bfloat16": "bf16", "float16": "f16", "int8": "int8"}
 _COMBINE_WARPS = 8
+Own = tuple[Array, Array, Array]  # q [B, 1, N, H], k and v [B, 1, K, H] of each request's own token, bfloat16
 _INPUTS = ("q", "k", "v", "k_lines", "v_lines", "k_scales", "v_scales", "table", "plan", "q_positions")
 
 
@@ -67,6 +69,57 @@ def partial_attention(
         raise ValueError(
             f"the mosaic_gpu backend does not do this case ({reason}): use backend triton or xla"
         )
+    given = _given(q, k_pool, v_pool, slot_table, lengths, q_positions, scale, window, softcap, tuning, plan)
+    out, lse = (_interpreted if interpret else _compiled)(*given)
+    if isinstance(v_pool, ChannelQuantizedPool):
+        out = out * jnp.repeat(v_pool.scales, given[0].G, axis=0)
+    return out, lse
+
+
+def supports_own_token(q: Any, k_pool: Pool) -> bool:
+    """Whether `attention_with_own` does the case."""
+    by_channel = isinstance(k_pool, ChannelQuantizedPool)
+    return q.dtype == jnp.bfloat16 and q.shape[1] == 1 and not by_channel and supports(q, k_pool) is None
+
+
+def attention_with_own(
+    q: Array,
+    k: Array,
+    v: Array,
+    k_pool: Pool,
+    v_pool: Pool,
+    slot_table: Array,
+    lengths: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
+    tuning: Tuning | None = None,
+) -> Array:
+    """As `pallas_kernels.attention_with_own`, where `supports_own_token`: the second kernel attends the own token."""
+    if slot_table.shape[1] == 0:
+        slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
+    given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
+    own = tuple(x.astype(jnp.bfloat16) for x in (q, k, v))
+    out: Array = (_interpreted if interpret else _compiled)(*given, own)
+    return out
+
+
+def _given(
+    q: Array,
+    k_pool: Pool,
+    v_pool: Pool,
+    slot_table: Array,
+    lengths: Array,
+    q_positions: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    tuning: Tuning | None,
+    plan: Array | None,
+) -> tuple[Spec, tuple[str, ...], tuple[Array, ...]]:
+    """The kernel, and its arrays by name."""
     spec = spec_for(q, k_pool, slot_table, q_positions, scale, window, softcap, tuning)
     if plan is None:
         plan = plan_for(spec, lengths, q_positions)
@@ -81,11 +134,7 @@ def partial_attention(
     arrays |= {"table": slot_table.astype(jnp.int32), "plan": plan}
     if spec.positions or spec.window is not None:
         arrays["q_positions"] = _positions(spec, lengths, q_positions)
-    run = _interpreted if interpret else _compiled
-    out, lse = run(spec, tuple(arrays), tuple(arrays.values()))
-    if isinstance(v_pool, ChannelQuantizedPool):
-        out = out * jnp.repeat(v_pool.scales, spec.G, axis=0)
-    return out, lse
+    return spec, tuple(arrays), tuple(arrays.values())
 
 
 def spec_for(
@@ -145,8 +194,11 @@ def _memory(given: dict[str, Any], out: Any, lse: Any) -> Memory:
     return Memory(**(dict.fromkeys(_INPUTS) | given), out=out, lse=lse)
 
 
-def _results(spec: Spec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (spec.B, spec.Tq, spec.N, spec.H), (spec.B, spec.Tq, spec.N)
+def _results(spec: Spec, own: Own | None) -> Any:
+    shape = (spec.B, spec.Tq, spec.N, spec.H)
+    if own is not None:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
 
 
 def _combine_ctas(spec: Spec) -> int:
@@ -154,7 +206,7 @@ def _combine_ctas(spec: Spec) -> int:
     return min(8 * spec.tuning.n_ctas, -(-rows // _COMBINE_WARPS))
 
 
-def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own | None = None) -> Any:
     """The two programs as Mosaic GPU kernels."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -194,37 +246,50 @@ def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...]) -> 
     def combine(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def program(_ctx: Any, *refs: Any) -> None:
-            plan, part_out, part_lse, out, lse = [global_pointer(r) for r in refs]
-            memory = _memory({"plan": plan}, part_out, part_lse)
-            combine_partials(MosaicWarp(), spec, memory, out, lse, _COMBINE_WARPS, _combine_ctas(spec))
+            plan, *pointers = [global_pointer(r) for r in refs]
+            _combine(MosaicWarp(), spec, plan, pointers)
 
         program(*refs)
 
-    out_shape, lse_shape = _results(spec)
     return kernel(
         combine,
-        out_type=(jax.ShapeDtypeStruct(out_shape, jnp.float32), jax.ShapeDtypeStruct(lse_shape, jnp.float32)),
+        out_type=_results(spec, own),
         grid=(_combine_ctas(spec),),
         num_threads=_COMBINE_WARPS // 4,
-    )(arrays[names.index("plan")], *parts)
+    )(arrays[names.index("plan")], *parts, *(own or ()))
 
 
-def _interpreted(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...]) -> tuple[Array, Array]:
-    out_shape, lse_shape = _results(spec)
-    types = (jax.ShapeDtypeStruct(out_shape, jnp.float32), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
-    out, lse = jax.pure_callback(partial(_interpret, spec, names), types, *arrays)
-    return out, lse
+def _combine(w: Any, spec: Spec, plan: Any, pointers: list[Any]) -> None:
+    """The second program. After the plan: partials, and then an own token or nothing, and the results."""
+    part_out, part_lse, *rest = pointers
+    program = Combination(
+        w, spec, _memory({"plan": plan}, part_out, part_lse), _COMBINE_WARPS, _combine_ctas(spec)
+    )
+    if len(rest) == 2:
+        program.run_partials(*rest)
+    else:
+        program.run_with_own(OwnToken(*rest))
 
 
-def _interpret(spec: Spec, names: tuple[str, ...], *arrays: Any) -> tuple[np.ndarray, np.ndarray]:
+def _interpreted(
+    spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own | None = None
+) -> Any:
+    types = _results(spec, own)
+    run = partial(_interpret, spec, names, types)
+    return jax.pure_callback(run, types, *arrays, *(own or ()))
+
+
+def _interpret(spec: Spec, names: tuple[str, ...], types: Any, *arrays: Any) -> Any:
     """Every warp of both programs in numpy, CTA by CTA. Unwritten results stay NaN."""
+    own = ("own q", "own k", "own v")[: len(arrays) - len(names)]
     memory = {
         name: np.ascontiguousarray(a).view(np.uint8).reshape(-1)
-        for name, a in zip(names, arrays, strict=True)
+        for name, a in zip((*names, *own), arrays, strict=True)
     }
-    out_shape, lse_shape = _results(spec)
-    sizes = {"out": (*spec.partial_shape, spec.H), "lse": spec.partial_shape, "o": out_shape, "l": lse_shape}
-    memory |= {n: np.full(4 * math.prod(shape), 0xFF, np.uint8) for n, shape in sizes.items()}
+    results = {f"result {i}": t for i, t in enumerate(jax.tree.leaves(types))}
+    sizes = {"out": 4 * math.prod((*spec.partial_shape, spec.H)), "lse": 4 * math.prod(spec.partial_shape)}
+    sizes |= {name: math.prod(t.shape) * t.dtype.itemsize for name, t in results.items()}
+    memory |= {name: np.full(size, 0xFF, np.uint8) for name, size in sizes.items()}
     given: dict[str, Any] = {name: name for name in names}
     if spec.swizzled:
         given |= {f"{n}_lines": (n, spec.K * spec.row_bytes // LINE) for n in ("k", "v")}
@@ -238,5 +303,6 @@ def _interpret(spec: Spec, names: tuple[str, ...], *arrays: Any) -> tuple[np.nda
         cta = Cta(0, _COMBINE_WARPS)
         for warp in range(_COMBINE_WARPS):
             w = WarpMachine(memory, cta, index, warp)
-            combine_partials(w, spec, pointers, "o", "l", _COMBINE_WARPS, _combine_ctas(spec))
-    return memory["o"].view(np.float32).reshape(out_shape), memory["l"].view(np.float32).reshape(lse_shape)
+            _combine(w, spec, "plan", ["out", "lse", *own, *results])
+    found = [memory[name].view(t.dtype).reshape(t.shape) for name, t in results.items()]
+    return jax.tree.unflatten(jax.tree.structure(types), found)

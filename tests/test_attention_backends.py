@@ -223,6 +223,55 @@ def test_on_a_gpu(backend: str, shape: Shape, rng: np.random.Generator) -> None:
     serve(backend, shape, rng, compiled=True)
 
 
+OWN = [
+    Shape(8, 2, 64, "bfloat16", (37, 0, 1, 20)),
+    Shape(6, 6, 80, "bfloat16", (3, 0)),
+    Shape(16, 2, 128, "bfloat16", (0, 0)),
+    Shape(6, 2, 256, "bfloat16", (17, 5), window=9),
+    Shape(8, 1, 96, "bfloat16", (130, 5), softcap=4.0),
+    Shape(6, 2, 64, "int8", (20, 33), window=7),
+]
+
+
+def check_own(shape: Shape, rng: np.random.Generator, *, compiled: bool) -> None:
+    """The kernel's output over stored tokens and each request's own, within what bfloat16 can say."""
+    module = dispatch._module("mosaic_gpu")
+    case = Case(shape, rng)
+    k, v = (
+        jnp.asarray(rng.normal(size=(len(shape.lengths), 1, shape.k, shape.h)), shape.dtype) for _ in "kv"
+    )
+    assert module.supports_own_token(case.q, case.k)
+    attend = functools.partial(module.attention_with_own, interpret=not compiled, **case.options)
+    got = jax.jit(attend)(case.q, k, v, *case.args()[1:])
+    assert got.dtype == case.q.dtype and got.shape == case.q.shape
+    own = reference.causal_partial(case.q, k, v, scale=case.options["scale"], softcap=shape.softcap)
+    want = reference.combine(*zip(case.want(), own, strict=True))[0]
+    error = np.linalg.norm(np.asarray(got, np.float64) - want, axis=-1) / np.linalg.norm(want, axis=-1)
+    assert error.max() <= 1.5 * TOLERANCE["bfloat16"], f"{error.max()=:.2e}"
+
+
+@pytest.mark.parametrize("shape", OWN, ids=lambda s: s.name)
+def test_own_token_interpreted(shape: Shape, rng: np.random.Generator) -> None:
+    check_own(shape, rng, compiled=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", OWN, ids=lambda s: s.name)
+def test_own_token_on_a_gpu(shape: Shape, rng: np.random.Generator) -> None:
+    check_own(shape, rng, compiled=True)
+
+
+def test_own_token_is_the_kernels_only_where_it_can() -> None:
+    module = dispatch._module("mosaic_gpu")
+    q = jnp.zeros((1, 1, 4, 64), jnp.bfloat16)
+    pool = jnp.zeros((4, 2, 64), jnp.bfloat16)
+    assert module.supports_own_token(q, pool)
+    assert not module.supports_own_token(q.astype(jnp.float32), pool)
+    assert not module.supports_own_token(jnp.zeros((1, 2, 4, 64), jnp.bfloat16), pool)
+    by_channel = pk.ChannelQuantizedPool(pool.astype(jnp.int8), jnp.ones((2, 64)))
+    assert not module.supports_own_token(q, by_channel)
+
+
 def check_mass(backend: str, shape: Shape, rng: np.random.Generator, *, compiled: bool) -> None:
     """Each entry's probability; together as much as there are queries and heads that see anything."""
     case = Case(shape, rng)

@@ -21,7 +21,7 @@ from jaxlamina.ranks.wires import HeadsOf, Sizes, pack_partial, packed_like, unp
 from jaxlamina.schedules import AttentionRun, Operator
 from jaxlamina.transports import Transport, zero_after
 from jaxlamina.workers.spec import AttentionSpec
-from pallas_kernels import Pool, append, combine, partial_attention, token_partial
+from pallas_kernels import Pool, append, attention_with_own, partial_attention
 
 MODEL_RANK = 0
 
@@ -99,8 +99,14 @@ class AttentionProgram:
         n, b = self.shape.n_batches, len(self.layout.workers)
         parts = [inputs.part(j, n) for j in range(n)]
         messages: dict[Operator, jax.Array] = {}
-        answers: dict[Operator, jax.Array] = {}
+        # Each with what it must wait for, if that is not what it was made of: a tie is a kernel of its own.
+        answers: dict[Operator, tuple[jax.Array, jax.Array]] = {}
         last: jax.Array | None = None
+
+        def answer_of(operator: Operator) -> tuple[jax.Array, jax.Array | None]:
+            answer, made_of = answers.pop(operator)
+            return answer, None if made_of is last else last
+
         for item in schedule_of(self.layout, self.shape, len(self.specs)).pool_program():
             if isinstance(item, AttentionRun):
                 i, heads = item.layer, self._heads(item.layer)
@@ -108,16 +114,19 @@ class AttentionProgram:
                 q, kv = unpack(message, heads.q_like(self.sizes), heads.kv_like(self.sizes))
                 given = k_pools[i], v_pools[i], q, kv if self.sizes.new else None, parts[item.batch]
                 with span("attention", i, item.batch):
-                    k_pools[i], v_pools[i], answers[item.operator], _ = self._attend(i, *given, last)
+                    k_pools[i], v_pools[i], answer, _ = self._attend(i, *given, last)
+                answers[item.operator] = answer, message
             elif item.send is None:
                 assert item.receive is not None
-                last = self.t.send_part(answers.pop(item.receive), item.replica, b, after=last)
+                answer, after = answer_of(item.receive)
+                last = self.t.send_part(answer, item.replica, b, after=after)
             else:
                 like = self._message_like(item.send.layer)
                 if item.receive is None:
                     last = self.t.recv_part(like, item.replica, b, after=last)
                 else:
-                    last = self.t.swap_part(answers.pop(item.receive), like, item.replica, b, after=last)
+                    answer, after = answer_of(item.receive)
+                    last = self.t.swap_part(answer, like, item.replica, b, after=after)
                 messages[item.send] = last
         assert last is not None, "a model without attention"
         return k_pools, v_pools, zero_after(last).reshape(1)
@@ -146,18 +155,17 @@ class AttentionProgram:
         table = inputs.slot_table
         if last is not None and self._gathers:
             table = table + zero_after(last).astype(jnp.int32)
-        stored = table, inputs.lengths, q_positions
-        out, lse = _stored_of(spec)(q, k_pool, v_pool, *stored)
-        if kv is not None:
-            slots = inputs.new_slots + zero_after(out).astype(jnp.int32)
-            k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
+        stored = k_pool, v_pool, table, inputs.lengths, q_positions
         if self.shape.kind == "decode" and self.layout.by_heads:
             assert kv is not None
-            k, v = jnp.split(kv[:, None], 2, axis=2)
-            own = token_partial(q, k, v, scale=spec.scale, softcap=spec.softcap)
-            answer, after = combine([out, own[0]], [lse, own[1]])[0].astype(q.dtype), None
+            answer = read = _with_own_of(spec)(q, *jnp.split(kv[:, None], 2, axis=2), *stored)
+            after = None
         else:
-            answer, after = pack_partial(out, lse), kv
+            read, lse = _stored_of(spec)(q, *stored)
+            answer, after = pack_partial(read, lse), kv
+        if kv is not None:
+            slots = inputs.new_slots + zero_after(read).astype(jnp.int32)
+            k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
         return k_pool, v_pool, answer, after
 
     def _receive(self, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -182,6 +190,19 @@ def _stored_of(spec: AttentionSpec) -> Any:
 
     def attend(q: Any, k_pool: Pool, v_pool: Pool, table: Any, lengths: Any, q_positions: Any) -> Any:
         return partial_attention(q, k_pool, v_pool, table, lengths, q_positions=q_positions, **spec.scoring)
+
+    return jax.jit(attend)
+
+
+@cache
+def _with_own_of(spec: AttentionSpec) -> Any:
+    """A decode step's attention for layers of one kind, as `_stored_of`."""
+
+    def attend(
+        q: Any, k: Any, v: Any, k_pool: Pool, v_pool: Pool, table: Any, lengths: Any, q_positions: Any
+    ) -> Any:
+        stored = k_pool, v_pool, table, lengths
+        return attention_with_own(q, k, v, *stored, q_positions=q_positions, **spec.scoring)
 
     return jax.jit(attend)
 

@@ -1,60 +1,166 @@
-"""The second program: the partials of a query to its output. A warp takes a query; knows nothing of keys or values."""
+"""The second program: the partials of a query to its output. A warp takes a query; knows nothing of stored keys or values.
+
+In a decode step a query's own token, which is not stored yet, is one partial more: attended here, from the key and value as
+they came, and the output then is in the queries' type. Without it both results are float32, to be combined further.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from pallas_kernels.gpu.spec import LOG2E, LOWEST, QUERIES, Memory, Spec
 
 
-def combine_partials(w: Any, s: Spec, m: Memory, out: Any, lse: Any, n_warps: int, n_ctas: int) -> None:
-    """The second program: every query's partials to one output `[B, Tq, N, H]` and natural log-sum-exp `[B, Tq, N]`."""
+@dataclass(frozen=True)
+class OwnToken:
+    """Addresses of each request's own token, bfloat16, and of the output in that type."""
 
-    def plan(field: str, index: Any = 0) -> Any:
-        return w.load(m.plan, (w.i32(index) + s.layout.at(field)) * 4, "i32")
+    q: Any  # [B, 1, N, H]
+    k: Any  # [B, 1, K, H]
+    v: Any
+    out: Any  # [B, 1, N, H]
 
-    n_rows = s.B * s.Tq * s.N
-    n_words = -(-s.H // 32)
-    group = QUERIES * s.blocks
 
-    def row(i: Any, _: list[Any]) -> list[Any]:
-        number = (i * n_ctas + w.cta) * n_warps + w.warp
-        kept = number < n_rows
-        number = w.minimum(number, n_rows - 1)
+@dataclass
+class _Sum:
+    """What a warp has of a query so far: registers. A lane has two dims in a row of each 64."""
+
+    top: Any
+    mass: Any
+    acc: list[Any]
+
+    def flat(self) -> list[Any]:
+        return [self.top, self.mass, *self.acc]
+
+
+class Combination:
+    """The program of one warp of ``n_warps``, in one CTA of ``n_ctas``."""
+
+    def __init__(self, w: Any, spec: Spec, memory: Memory, n_warps: int, n_ctas: int) -> None:
+        self.w, self.s, self.m = w, spec, memory
+        self.n_warps, self.n_ctas = n_warps, n_ctas
+        self.group = QUERIES * spec.blocks
+        self.pairs = range(-(-spec.H // 64))
+
+    def run_partials(self, out: Any, lse: Any) -> None:
+        """Output `[B, Tq, N, H]` and natural log-sum-exp `[B, Tq, N]`, float32, of the stored tokens."""
+        w = self.w
+
+        def row(number: Any, kept: Any) -> None:
+            total = self.stored(number)
+            for pair, at in zip(self.of_pairs(self.normalised(total)), self.dims(), strict=True):
+                to = w.i64(number) * (4 * self.s.H) + w.i64(at * 4)
+                w.store_f32(out, to, pair, kept & (at < self.s.H))
+            natural = (total.top + w.log2(total.mass)) * (1 / LOG2E)
+            w.store_f32(lse, w.i64(number) * 4, [natural], kept & (w.lane == 0))
+
+        self.rows(row)
+
+    def run_with_own(self, own: OwnToken) -> None:
+        """Output of the stored tokens and the query's own one."""
+        w, s = self.w, self.s
+
+        def row(number: Any, kept: Any) -> None:
+            b, n = number // s.N, number % s.N
+            kv_row = b * s.K + n // s.G
+            q, k, v = (self.load(x, at) for x, at in ((own.q, number), (own.k, kv_row), (own.v, kv_row)))
+            score = w.f32(0.0)
+            for x, y, inside in zip(q, k, self.inside(), strict=True):
+                score = score + w.select(inside, x * y, 0.0)
+            for mask in (1, 2, 4, 8, 16):
+                score = score + w.shuffle_xor(score, mask)
+            total = self.add(self.stored(number), scaled(w, s, score), v)
+            for (low, high), at in zip(self.of_pairs(self.normalised(total)), self.dims(), strict=True):
+                to = w.i64(number) * (2 * s.H) + w.i64(at * 2)
+                w.store_b32(own.out, to, w.pack(low, high, "bf16"), kept & (at < s.H))
+
+        self.rows(row)
+
+    def rows(self, work: Any) -> None:
+        n_rows = self.s.B * self.s.Tq * self.s.N
+
+        def row(i: Any, _: list[Any]) -> list[Any]:
+            number = (i * self.n_ctas + self.w.cta) * self.n_warps + self.w.warp
+            work(self.w.minimum(number, n_rows - 1), number < n_rows)
+            return []
+
+        self.w.loop(-(-n_rows // (self.n_ctas * self.n_warps)), row, [])
+
+    # --- a lane's dims ---
+    def dims(self) -> list[Any]:
+        """The first of each of this lane's pairs; H or more for none."""
+        return [2 * self.w.lane + 64 * e for e in self.pairs]
+
+    def inside(self) -> list[Any]:
+        return [at < self.s.H for at in self.dims() for _ in range(2)]
+
+    def clamped(self) -> list[Any]:
+        return [self.w.minimum(at, self.s.H - 2) for at in self.dims()]
+
+    def of_pairs(self, values: list[Any]) -> list[list[Any]]:
+        return [values[2 * e : 2 * e + 2] for e in self.pairs]
+
+    def load(self, pointer: Any, row: Any) -> list[Any]:
+        """A row's dims of a bfloat16 array."""
+        w = self.w
+        out = []
+        for at in self.clamped():
+            both = w.load(pointer, w.i64(row) * (2 * self.s.H) + w.i64(at * 2), "b32")
+            out += [w.bf16_bits_to_f32(both), w.bf16_bits_to_f32(both // (1 << 16))]
+        return out
+
+    # --- sums ---
+    def stored(self, number: Any) -> _Sum:
+        """All partials of query ``number`` of `[B, Tq, N]`."""
+        w, s = self.w, self.s
         bt, n = number // s.N, number % s.N
         b, t = bt // s.Tq, bt % s.Tq
         k, query = n // s.G, t * s.G + n % s.G
-        item = (query // group) * s.head_groups + k // s.heads_at_once
-        n_tiles, share = plan("n_tiles", b), plan("tiles_per_cta")
-        start = plan("tile_start", b) + item * n_tiles
+        item = (query // self.group) * s.head_groups + k // s.heads_at_once
+        n_tiles, share = self.plan("n_tiles", b), self.plan("tiles_per_cta")
+        start = self.plan("tile_start", b) + item * n_tiles
         first_cta = start // share
         n_stretches = w.maximum(start + n_tiles - 1, 0) // share - first_cta + 1
         n_stretches = w.select(n_tiles > 0, n_stretches, 0)
 
         def gather(j: Any, carry: list[Any]) -> list[Any]:
-            top, mass, *acc = carry
             part = b * s.items_per_request + item + first_cta + j // s.ways
             at = (w.i64(part) * s.ways + w.i64(j % s.ways)) * s.heads_at_once + w.i64(k % s.heads_at_once)
-            at = at * s.rows + w.i64(query % group)
-            part_lse = w.load(m.lse, at * 4, "f32")
+            at = at * s.rows + w.i64(query % self.group)
+            lse = w.load(self.m.lse, at * 4, "f32")
             values = []
-            for e in range(n_words):
-                dim = w.minimum(w.lane + 32 * e, s.H - 1)
-                values.append(w.load(m.out, at * (4 * s.H) + w.i64(dim * 4), "f32"))
-            higher = w.maximum(w.maximum(top, part_lse), LOWEST)
-            keep, weight = w.exp2(top - higher), w.exp2(part_lse - higher)
-            acc = [w.fma(a, keep, v * weight) for a, v in zip(acc, values, strict=True)]
-            return [higher, w.fma(mass, keep, weight), *acc]
+            for dim in self.clamped():
+                first = at * (4 * s.H) + w.i64(dim * 4)
+                values += [w.load(self.m.out, first + 4 * i, "f32") for i in range(2)]
+            return self.add(_Sum(carry[0], carry[1], carry[2:]), lse, values).flat()
 
-        empty = [w.f32(-math.inf), *([w.f32(0.0)] * (1 + n_words))]
-        top, mass, *acc = w.loop(n_stretches * s.ways, gather, empty)
-        share_of = w.select(mass > 0.0, w.reciprocal(mass), 0.0)
-        for e, x in enumerate(acc):
-            dim = w.lane + 32 * e
-            w.store_f32(out, w.i64(number) * (4 * s.H) + w.i64(dim * 4), [x * share_of], kept & (dim < s.H))
-        natural = (top + w.log2(mass)) * (1 / LOG2E)
-        w.store_f32(lse, w.i64(number) * 4, [natural], kept & (w.lane == 0))
-        return []
+        empty = _Sum(w.f32(-math.inf), w.f32(0.0), [w.f32(0.0)] * (2 * len(self.pairs)))
+        top, mass, *acc = w.loop(n_stretches * s.ways, gather, empty.flat())
+        return _Sum(top, mass, acc)
 
-    w.loop(-(-n_rows // (n_ctas * n_warps)), row, [])
+    def add(self, total: _Sum, lse: Any, values: list[Any]) -> _Sum:
+        """One partial more: normalised, with log2 of its softmax mass."""
+        w = self.w
+        higher = w.maximum(w.maximum(total.top, lse), LOWEST)
+        keep, weight = w.exp2(total.top - higher), w.exp2(lse - higher)
+        acc = [w.fma(a, keep, v * weight) for a, v in zip(total.acc, values, strict=True)]
+        return _Sum(higher, w.fma(total.mass, keep, weight), acc)
+
+    def normalised(self, total: _Sum) -> list[Any]:
+        w = self.w
+        share = w.select(total.mass > 0.0, w.reciprocal(total.mass), 0.0)
+        return [x * share for x in total.acc]
+
+    def plan(self, field: str, index: Any = 0) -> Any:
+        return self.w.load(self.m.plan, (self.w.i32(index) + self.s.layout.at(field)) * 4, "i32")
+
+
+def scaled(w: Any, s: Spec, score: Any) -> Any:
+    """A product of query and key as a score in log2 units."""
+    if s.softcap is None:
+        return score * (s.scale * LOG2E)
+    # tanh(x) = 1 - 2 / (1 + exp(2x)), which is right at both ends
+    grown = w.exp2(score * (2 * s.scale / s.softcap * LOG2E)) + 1.0
+    return w.fma(w.reciprocal(grown), w.f32(-2 * s.softcap * LOG2E), w.f32(s.softcap * LOG2E))

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pallas_kernels.gpu.combine import scaled
 from pallas_kernels.gpu.orders import FIRST, KEYS, LAST, STOP, VALUES, Order, Orders
-from pallas_kernels.gpu.spec import LINE, LOG2E, LOWEST, ORDER_WORDS, ORDERS, QUERIES, TOKENS, Memory, Spec
+from pallas_kernels.gpu.spec import LINE, LOWEST, ORDER_WORDS, ORDERS, QUERIES, TOKENS, Memory, Spec
 
 # Registers of a thread, by warps that compute: (of the other 4, of these). Together no more than the launch gave the CTA
 # (168, 128 or 96 a thread), or warps wait for ever for registers that nobody gives back.
@@ -231,7 +232,7 @@ class PartialAttention(Orders):
             for i, value in enumerate(score):  # token octet + 8 (i // 2), query 2 quad + i % 2
                 value = value * k_scale[i // 2] if k_scale else value
                 seen = self.seen(order, first + 8 * (i // 2), state.positions[block][i % 2])
-                x.append(w.select(seen, self.scaled(value), -math.inf))
+                x.append(w.select(seen, scaled(w, s, value), -math.inf))
             top = [w.maximum(state.top[block][e], w.maximum(x[e], x[e + 2])) for e in range(2)]
             for mask in (4, 8, 16):
                 top = [w.maximum(t, w.shuffle_xor(t, mask)) for t in top]
@@ -296,15 +297,6 @@ class PartialAttention(Orders):
                 tokens = regs[2 * j : 2 * j + 2]
                 out.append((2 * i + j, [w.bytes_to_f16(r, odd, 2 + odd) for r in tokens for odd in range(2)]))
         return out
-
-    def scaled(self, score: Any) -> Any:
-        """In log2 units."""
-        w, s = self.w, self.s
-        if s.softcap is None:
-            return score * (s.scale * LOG2E)
-        # tanh(x) = 1 - 2 / (1 + exp(2x)), which is right at both ends
-        grown = w.exp2(score * (2 * s.scale / s.softcap * LOG2E)) + 1.0
-        return w.fma(w.reciprocal(grown), w.f32(-2 * s.softcap * LOG2E), w.f32(s.softcap * LOG2E))
 
     def seen(self, order: Order, position: Any, query_at: Any) -> Any:
         ok = position < order.end

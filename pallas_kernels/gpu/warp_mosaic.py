@@ -275,6 +275,10 @@ class MosaicWarp:
         ptx = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global{vector}.f32 [$0], {slots}; }}"
         _asm(ptx, [], [address.value, flag, *(v.value for v in values)], memory=True)
 
+    def store_b32(self, pointer: ir.Value, offset: Any, value: Reg, where: Reg) -> None:
+        address = Reg(pointer) + self.i64(offset)
+        self._predicated("st.global.b32 [$1], $2;", where, address, value)
+
     def prefetch(self, pointer: ir.Value, offset: Any) -> None:
         _asm("prefetch.global.L2 [$0];", [], [(Reg(pointer) + self.i64(offset)).value], effects=True)
 

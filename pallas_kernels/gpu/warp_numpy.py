@@ -186,6 +186,10 @@ class WarpMachine:
             assert at[lane] % data.nbytes == 0, f"misaligned store to {pointer}"
             memory[at[lane] : at[lane] + data.nbytes] = data.view(np.uint8)
 
+    def store_b32(self, pointer: str, offset: Any, value: np.ndarray, where: Any) -> None:
+        """32 bits a lane, where `where`."""
+        self.store_f32(pointer, offset, [np.ascontiguousarray(value, np.uint32).view(np.float32)], where)
+
     def prefetch(self, pointer: str, offset: Any) -> None:
         """A hint; the address must be valid all the same."""
         at = np.asarray(offset, np.int64)
