@@ -19,6 +19,7 @@ from jax import Array
 
 from pallas_kernels.causal import check_heads
 from pallas_kernels.dispatch import pick
+from pallas_kernels.order import zero_after
 from pallas_kernels.quantized import Pool, store, values_of
 from pallas_kernels.xla import scores_of, weigh
 
@@ -100,6 +101,8 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    q_positions: Array | None = None,
+    read_first: bool = False,
     backend: str | None = None,
 ) -> tuple[Pool, Pool, Array]:
     """One decode step of one layer: stores each request's new token and attends over its earlier tokens and
@@ -109,15 +112,28 @@ def decode_attention(
     with lengths `[B]` int32 earlier tokens (the new one not counted, nor looked for in the table); new_slots
     `[B]` int32, >= S for a padding row, which is not stored. The new token itself is attended as it came, not as
     an int8 pool stores it. Returns (k_pool, v_pool, out `[B, 1, N, H]` in q's dtype). Jit it with both pools
-    donated and the append is in place. backend and errors as for `partial_attention`.
+    donated and the append is in place. q_positions, backend and errors as for `partial_attention`.
+
+    read_first: earlier tokens are attended before the new ones are stored, so that no work on them waits for k_new and
+    v_new. Otherwise XLA is left to store them first, which is the faster order for what gathers the earlier ones.
     """
     check_heads(q, k_new, v_new)
-    # The gather reads the pools *after* the append: reading them before would keep two versions alive and
-    # cost a copy.
-    k_pool, v_pool = append(k_pool, v_pool, k_new[:, 0], v_new[:, 0], new_slots)
-    stored = k_pool, v_pool, slot_table, lengths
     scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
-    return k_pool, v_pool, attention_with_own(q, k_new, v_new, *stored, **scoring, backend=backend)
+    module = pick(q, k_pool, return_mass=False, backend=backend)
+    if q_positions is None and hasattr(module, "decode_attention") and module.supports_decode(q, k_pool):
+        given = q, k_new, v_new, k_pool, v_pool, slot_table, lengths, new_slots
+        found: tuple[Pool, Pool, Array] = module.decode_attention(*given, **scoring)
+        return found
+    scoring |= {"q_positions": q_positions, "backend": backend}
+    if read_first:
+        out = attention_with_own(q, k_new, v_new, k_pool, v_pool, slot_table, lengths, **scoring)
+        # What was read is not written to before: a pool of which two versions lived would be copied.
+        new_slots = new_slots + zero_after(out).astype(jnp.int32)
+        k_pool, v_pool = append(k_pool, v_pool, k_new[:, 0], v_new[:, 0], new_slots)
+        return k_pool, v_pool, out
+    k_pool, v_pool = append(k_pool, v_pool, k_new[:, 0], v_new[:, 0], new_slots)
+    out = attention_with_own(q, k_new, v_new, k_pool, v_pool, slot_table, lengths, **scoring)
+    return k_pool, v_pool, out
 
 
 def attention_with_own(

@@ -34,6 +34,9 @@ arith: Any = mlir_arith
 llvm: Any = mlir_llvm
 scf: Any = mlir_scf
 
+# Whether a Mosaic GPU kernel may write to what it is given (`jax.new_ref`): JAX 0.10 loses the write on the way.
+KERNELS_WRITE_ARGUMENTS = jax.__version_info__ >= (0, 11)
+
 _JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
 
 

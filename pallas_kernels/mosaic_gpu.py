@@ -8,6 +8,7 @@ backend is `dispatch`. With `interpret=True` the same warp programs run in numpy
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels import compat
 from pallas_kernels.dispatch import default_device
 from pallas_kernels.gpu.combine import Combination, OwnToken
 from pallas_kernels.gpu.partial import PartialAttention
@@ -28,7 +30,10 @@ from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, 
 
 _KINDS = {"bfloat16": "bf16", "float16": "f16", "int8": "int8"}
 _COMBINE_WARPS = 8
-Own = tuple[Array, Array, Array]  # q [B, 1, N, H], k and v [B, 1, K, H] of each request's own token, bfloat16
+# Each request's own token, bfloat16: q [B, 1, N, H], k and v [B, 1, K, H]; and if it is to be stored: slots [B], k_pool
+# and v_pool [S, K, H].
+Own = dict[str, Any]
+_POOLS = ("k_pool", "v_pool")
 _INPUTS = ("q", "k", "v", "k_lines", "v_lines", "k_scales", "v_scales", "table", "plan", "q_positions")
 
 
@@ -101,9 +106,42 @@ def attention_with_own(
     if slot_table.shape[1] == 0:
         slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
     given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
-    own = tuple(x.astype(jnp.bfloat16) for x in (q, k, v))
-    out: Array = (_interpreted if interpret else _compiled)(*given, own)
-    return out
+    return (_interpreted if interpret else _compiled)(*given, _own(q, k, v))[0]
+
+
+def supports_decode(q: Any, k_pool: Pool) -> bool:
+    """Whether `decode_attention` does the case."""
+    plain = not isinstance(k_pool, QuantizedPool) and values_of(k_pool).dtype == jnp.bfloat16
+    return plain and compat.KERNELS_WRITE_ARGUMENTS and supports_own_token(q, k_pool)
+
+
+def decode_attention(
+    q: Array,
+    k_new: Array,
+    v_new: Array,
+    k_pool: Array,
+    v_pool: Array,
+    slot_table: Array,
+    lengths: Array,
+    new_slots: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
+    tuning: Tuning | None = None,
+) -> tuple[Array, Array, Array]:
+    """As `pallas_kernels.decode_attention`, where `supports_decode`: the second kernel stores the new tokens, too."""
+    if slot_table.shape[1] == 0:
+        slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
+    given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
+    own = _own(q, k_new, v_new) | {"slots": new_slots.astype(jnp.int32), "k_pool": k_pool, "v_pool": v_pool}
+    out, *pools = (_interpreted if interpret else _compiled)(*given, own)
+    return pools[0], pools[1], out
+
+
+def _own(q: Array, k: Array, v: Array) -> Own:
+    return {name: x.astype(jnp.bfloat16) for name, x in (("q", q), ("k", k), ("v", v))}
 
 
 def _given(
@@ -194,10 +232,11 @@ def _memory(given: dict[str, Any], out: Any, lse: Any) -> Memory:
     return Memory(**(dict.fromkeys(_INPUTS) | given), out=out, lse=lse)
 
 
-def _results(spec: Spec, own: Own | None) -> Any:
+def _results(spec: Spec, own: Own | None) -> tuple[Any, ...]:
+    """What the second program makes; not the pools, which it writes to."""
     shape = (spec.B, spec.Tq, spec.N, spec.H)
     if own is not None:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        return (jax.ShapeDtypeStruct(shape, jnp.bfloat16),)
     return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
 
 
@@ -206,8 +245,10 @@ def _combine_ctas(spec: Spec) -> int:
     return min(8 * spec.tuning.n_ctas, -(-rows // _COMBINE_WARPS))
 
 
-def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own | None = None) -> Any:
-    """The two programs as Mosaic GPU kernels."""
+def _compiled(
+    spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own | None = None
+) -> tuple[Any, ...]:
+    """The two programs as Mosaic GPU kernels: the second one's results, and the pools if it stored something."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.gpu.warp_mosaic import MosaicWarp, global_pointer, lines_of, shared_pointer
@@ -243,50 +284,61 @@ def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own
         num_threads=spec.tuning.n_warps // 4 + 1,
     )(*arrays)
 
+    known = dict(own or {})
+    pools = {name: jax.new_ref(known[name]) for name in _POOLS if name in known}
+
     def combine(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def program(_ctx: Any, *refs: Any) -> None:
             plan, *pointers = [global_pointer(r) for r in refs]
-            _combine(MosaicWarp(), spec, plan, pointers)
+            _combine(MosaicWarp(), spec, plan, pointers, known)
 
         program(*refs)
 
-    return kernel(
+    results = kernel(
         combine,
         out_type=_results(spec, own),
         grid=(_combine_ctas(spec),),
         num_threads=_COMBINE_WARPS // 4,
-    )(arrays[names.index("plan")], *parts, *(own or ()))
+    )(arrays[names.index("plan")], *parts, *(known | pools).values())
+    return (*results, *(jax.freeze(pool) for pool in pools.values()))
 
 
-def _combine(w: Any, spec: Spec, plan: Any, pointers: list[Any]) -> None:
-    """The second program. After the plan: partials, and then an own token or nothing, and the results."""
+def _combine(w: Any, spec: Spec, plan: Any, pointers: Sequence[Any], own: Own) -> None:
+    """The second program. After the plan: partials, what there is of own tokens, and the results."""
     part_out, part_lse, *rest = pointers
-    program = Combination(
-        w, spec, _memory({"plan": plan}, part_out, part_lse), _COMBINE_WARPS, _combine_ctas(spec)
-    )
-    if len(rest) == 2:
-        program.run_partials(*rest)
-    else:
-        program.run_with_own(OwnToken(*rest))
+    memory = _memory({"plan": plan}, part_out, part_lse)
+    program = Combination(w, spec, memory, _COMBINE_WARPS, _combine_ctas(spec))
+    given, results = dict(zip(own, rest, strict=False)), rest[len(own) :]
+    if not own:
+        program.run_partials(*results)
+        return
+    n_slots = own["k_pool"].shape[0] if "k_pool" in own else 0
+    program.run_with_own(OwnToken(**given, out=results[0], n_slots=n_slots))
 
 
 def _interpreted(
     spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own | None = None
-) -> Any:
+) -> tuple[Any, ...]:
+    known = dict(own or {})
     types = _results(spec, own)
-    run = partial(_interpret, spec, names, types)
-    return jax.pure_callback(run, types, *arrays, *(own or ()))
+    pools = tuple(jax.ShapeDtypeStruct(known[n].shape, known[n].dtype) for n in _POOLS if n in known)
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in known.items()}
+    run = partial(_interpret, spec, names, shapes, types)
+    found: tuple[Any, ...] = jax.pure_callback(run, (*types, *pools), *arrays, *known.values())
+    return found
 
 
-def _interpret(spec: Spec, names: tuple[str, ...], types: Any, *arrays: Any) -> Any:
+def _interpret(
+    spec: Spec, names: tuple[str, ...], own: Own, types: Sequence[Any], *arrays: Any
+) -> tuple[np.ndarray, ...]:
     """Every warp of both programs in numpy, CTA by CTA. Unwritten results stay NaN."""
-    own = ("own q", "own k", "own v")[: len(arrays) - len(names)]
+    own_names = [f"own {name}" for name in own]
     memory = {
-        name: np.ascontiguousarray(a).view(np.uint8).reshape(-1)
-        for name, a in zip((*names, *own), arrays, strict=True)
+        name: np.array(a).view(np.uint8).reshape(-1)
+        for name, a in zip((*names, *own_names), arrays, strict=True)
     }
-    results = {f"result {i}": t for i, t in enumerate(jax.tree.leaves(types))}
+    results = {f"result {i}": t for i, t in enumerate(types)}
     sizes = {"out": 4 * math.prod((*spec.partial_shape, spec.H)), "lse": 4 * math.prod(spec.partial_shape)}
     sizes |= {name: math.prod(t.shape) * t.dtype.itemsize for name, t in results.items()}
     memory |= {name: np.full(size, 0xFF, np.uint8) for name, size in sizes.items()}
@@ -303,6 +355,6 @@ def _interpret(spec: Spec, names: tuple[str, ...], types: Any, *arrays: Any) -> 
         cta = Cta(0, _COMBINE_WARPS)
         for warp in range(_COMBINE_WARPS):
             w = WarpMachine(memory, cta, index, warp)
-            _combine(w, spec, "plan", ["out", "lse", *own, *results])
-    found = [memory[name].view(t.dtype).reshape(t.shape) for name, t in results.items()]
-    return jax.tree.unflatten(jax.tree.structure(types), found)
+            _combine(w, spec, "plan", ["out", "lse", *own_names, *results], own)
+    pools = {f"own {name}": own[name] for name in _POOLS if name in own}
+    return tuple(memory[name].view(t.dtype).reshape(t.shape) for name, t in (results | pools).items())

@@ -19,9 +19,10 @@ from jaxlamina.control.messages import StepShape
 from jaxlamina.ranks.layout import Layout, schedule_of, span
 from jaxlamina.ranks.wires import HeadsOf, Sizes, pack_partial, packed_like, unpack
 from jaxlamina.schedules import AttentionRun, Operator
-from jaxlamina.transports import Transport, zero_after
+from jaxlamina.transports import Transport
 from jaxlamina.workers.spec import AttentionSpec
-from pallas_kernels import Pool, append, attention_with_own, partial_attention
+from pallas_kernels import Pool, append, decode_attention, partial_attention
+from pallas_kernels.order import zero_after
 
 MODEL_RANK = 0
 
@@ -155,18 +156,16 @@ class AttentionProgram:
         table = inputs.slot_table
         if last is not None and self._gathers:
             table = table + zero_after(last).astype(jnp.int32)
-        stored = k_pool, v_pool, table, inputs.lengths, q_positions
+        stored = k_pool, v_pool, table, inputs.lengths
         if self.shape.kind == "decode" and self.layout.by_heads:
             assert kv is not None
-            answer = read = _with_own_of(spec)(q, *jnp.split(kv[:, None], 2, axis=2), *stored)
-            after = None
-        else:
-            read, lse = _stored_of(spec)(q, *stored)
-            answer, after = pack_partial(read, lse), kv
+            new = jnp.split(kv[:, None], 2, axis=2)
+            return *_decode_of(spec)(q, *new, *stored, inputs.new_slots, q_positions), None
+        out, lse = _stored_of(spec)(q, *stored, q_positions)
         if kv is not None:
-            slots = inputs.new_slots + zero_after(read).astype(jnp.int32)
+            slots = inputs.new_slots + zero_after(out).astype(jnp.int32)
             k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
-        return k_pool, v_pool, answer, after
+        return k_pool, v_pool, pack_partial(out, lse), kv
 
     def _receive(self, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         q_like, kv_like = heads.q_like(self.sizes), heads.kv_like(self.sizes)
@@ -195,14 +194,12 @@ def _stored_of(spec: AttentionSpec) -> Any:
 
 
 @cache
-def _with_own_of(spec: AttentionSpec) -> Any:
+def _decode_of(spec: AttentionSpec) -> Any:
     """A decode step's attention for layers of one kind, as `_stored_of`."""
 
-    def attend(
-        q: Any, k: Any, v: Any, k_pool: Pool, v_pool: Pool, table: Any, lengths: Any, q_positions: Any
-    ) -> Any:
-        stored = k_pool, v_pool, table, lengths
-        return attention_with_own(q, k, v, *stored, q_positions=q_positions, **spec.scoring)
+    def attend(*given: Any) -> Any:
+        *arrays, q_positions = given
+        return decode_attention(*arrays, q_positions=q_positions, read_first=True, **spec.scoring)
 
     return jax.jit(attend)
 

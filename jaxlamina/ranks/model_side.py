@@ -18,10 +18,11 @@ from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
 from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, needing, with_shards
 from jaxlamina.ranks.wires import PlacedIndices
-from jaxlamina.transports import Program, Transport, zero_after
+from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.streamed import with_streamed_products
+from pallas_kernels.order import zero_after
 from splitter import SplitModel, Traced
 
 

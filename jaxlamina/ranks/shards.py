@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.errors import UserError
-from jaxlamina.transports import Transport, tied, zero_after
+from jaxlamina.transports import Transport, tied
 from pallas_kernels import compat
+from pallas_kernels.order import zero_after
 from splitter import Traced
 
 _Axes = dict[str, int]

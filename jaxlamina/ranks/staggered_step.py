@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxlamina.ranks.layout import Tie, schedule_of, span
 from jaxlamina.ranks.wires import HeadsWire, PlacedIndices, PlacedWire, pack, packed_like, unpack, with_own
 from jaxlamina.schedules import Exchange, Migration, Operator, SliceRun
-from jaxlamina.transports import zero_after
+from pallas_kernels.order import zero_after
 
 if TYPE_CHECKING:
     from jaxlamina.ranks.model_programs import ModelProgram

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
+from pallas_kernels.order import zero_after
 
 TRANSPORTS = ("mpi", "xla")
 # The scope that operators of an exchange are traced in, for timelines.
@@ -129,16 +128,6 @@ def compiler_options(device: jax.Device, traceable: bool) -> dict[str, Any] | No
     """XLA's options for a rank's program. Kernels within a CUDA graph are in a trace without the instruction that they are
     of, so a program that is to be traced has no such graphs."""
     return {"xla_gpu_enable_command_buffer": ""} if traceable and device.platform == "gpu" else None
-
-
-def zero_after(x: jax.Array) -> jax.Array:
-    """A float32 0 that depends on ``x``, whatever is in it; XLA cannot tell that it is 0.
-
-    (``x * 0`` would be NaN for NaN, and a choice between two zeros is folded into 0.)
-    """
-    element = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
-    bits = lax.bitcast_convert_type(element.astype(jnp.float32), jnp.uint32)
-    return lax.shift_right_logical(lax.population_count(bits), jnp.uint32(6)).astype(jnp.float32)
 
 
 def tied(x: jax.Array, after: jax.Array | None) -> jax.Array:

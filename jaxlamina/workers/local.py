@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from jaxlamina.errors import UserError
-from jaxlamina.transports import zero_after
 from jaxlamina.workers import capacity
 from jaxlamina.workers.attention_pool import attention_pool
 from jaxlamina.workers.attention_worker import Partial, attention_workspace_bytes
@@ -36,6 +35,7 @@ from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.workspace import LargestStep
+from pallas_kernels.order import zero_after
 from splitter import SplitReport
 
 

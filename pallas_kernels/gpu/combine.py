@@ -1,7 +1,8 @@
 """The second program: the partials of a query to its output. A warp takes a query; knows nothing of stored keys or values.
 
 In a decode step a query's own token, which is not stored yet, is one partial more: attended here, from the key and value as
-they came, and the output then is in the queries' type. Without it both results are float32, to be combined further.
+they came, and stored if there is a place for it; the output then is in the queries' type. Without it both results are
+float32, to be combined further.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from pallas_kernels.gpu.spec import LOG2E, LOWEST, QUERIES, Memory, Spec
 
 @dataclass(frozen=True)
 class OwnToken:
-    """Addresses of each request's own token, bfloat16, and of the output in that type."""
+    """Addresses: each request's own token and the output, bfloat16, and where the token is to be stored, or `None`."""
 
     q: Any  # [B, 1, N, H]
     k: Any  # [B, 1, K, H]
     v: Any
     out: Any  # [B, 1, N, H]
+    slots: Any = None  # [B] i32; not one of the pool's: nowhere
+    k_pool: Any = None  # [S, K, H]
+    v_pool: Any = None
+    n_slots: int = 0
 
 
 @dataclass
@@ -65,7 +70,8 @@ class Combination:
         def row(number: Any, kept: Any) -> None:
             b, n = number // s.N, number % s.N
             kv_row = b * s.K + n // s.G
-            q, k, v = (self.load(x, at) for x, at in ((own.q, number), (own.k, kv_row), (own.v, kv_row)))
+            words = [self.load(x, at) for x, at in ((own.q, number), (own.k, kv_row), (own.v, kv_row))]
+            q, k, v = map(self.floats, words)
             score = w.f32(0.0)
             for x, y, inside in zip(q, k, self.inside(), strict=True):
                 score = score + w.select(inside, x * y, 0.0)
@@ -75,6 +81,13 @@ class Combination:
             for (low, high), at in zip(self.of_pairs(self.normalised(total)), self.dims(), strict=True):
                 to = w.i64(number) * (2 * s.H) + w.i64(at * 2)
                 w.store_b32(own.out, to, w.pack(low, high, "bf16"), kept & (at < s.H))
+            if own.slots is not None:  # by the first of a KV head's queries
+                slot = w.load(own.slots, b * 4, "i32")
+                stored = kept & (n % s.G == 0) & (slot >= 0) & (slot < own.n_slots)
+                for pool, of_row in ((own.k_pool, words[1]), (own.v_pool, words[2])):
+                    to = (w.i64(slot) * s.K + w.i64(n // s.G)) * (2 * s.H)
+                    for word, at in zip(of_row, self.dims(), strict=True):
+                        w.store_b32(pool, to + w.i64(at * 2), word, stored & (at < s.H))
 
         self.rows(row)
 
@@ -103,13 +116,13 @@ class Combination:
         return [values[2 * e : 2 * e + 2] for e in self.pairs]
 
     def load(self, pointer: Any, row: Any) -> list[Any]:
-        """A row's dims of a bfloat16 array."""
-        w = self.w
-        out = []
-        for at in self.clamped():
-            both = w.load(pointer, w.i64(row) * (2 * self.s.H) + w.i64(at * 2), "b32")
-            out += [w.bf16_bits_to_f32(both), w.bf16_bits_to_f32(both // (1 << 16))]
-        return out
+        """This lane's pairs of a row of a bfloat16 array."""
+        w, start = self.w, self.w.i64(row) * (2 * self.s.H)
+        return [w.load(pointer, start + w.i64(at * 2), "b32") for at in self.clamped()]
+
+    def floats(self, words: list[Any]) -> list[Any]:
+        bits = [x for word in words for x in (word, word // (1 << 16))]
+        return [self.w.bf16_bits_to_f32(x) for x in bits]
 
     # --- sums ---
     def stored(self, number: Any) -> _Sum:
