@@ -153,6 +153,11 @@ class Schedule:
             return self.stages[slice_]
         return (batch + slice_ if self.mode == "rotational" else batch) % self.n_replicas
 
+    @property
+    def kind(self) -> str:
+        """What a replica is called: "replica" of the model, or "stage" of it."""
+        return "stage" if self.mode == "stages" else "replica"
+
     def turn(self, batch: int, slice_: int) -> tuple[int, ...]:
         """What a step's slots are sorted by.
 
