@@ -28,6 +28,7 @@ _AT_LEAST = {
     "token_block": 1,
     "n_batches": 1,
     "tensor_parallel": 1,
+    "pipeline_parallel": 1,
     "max_num_seqs": 1,
     "max_model_len": 2,
     "kv_slots": 1,
@@ -43,14 +44,15 @@ class Cluster:
     """One job's ranks. Each field is a key of the TOML file; a key left out has the default.
 
     - ``dop``: (model workers, attention workers); ranks 0 … a - 1, then b more. Every model worker has the whole model,
-      unless ``tensor_parallel`` is a: then each has a share of every large weight.
+      unless ``tensor_parallel`` is a: then each has a share of every large weight; or ``pipeline_parallel`` is a: then
+      each has the weights of some slices in a row and runs those, one stage of a pipeline.
     - ``transport``: "mpi" (mpi4jax; any host, mixed platforms) or "xla" (jax.distributed; one platform).
     - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; ``token_block``: tokens in a row
       that one worker keeps under "tokens".
     - ``n_batches``: staggered batches of a decode step: while attention is computed for one, the model worker runs
-      slices of the others. 1: none. At least as many as model workers. "auto": one, or one more than model workers,
-      whichever is measured to be faster.
-    - ``pipelining``: "rotational" (n batches on n - 1 model workers, a batch's slices on each in turn), "fixed" (a batch
+      slices of the others. 1: none. At least as many as there are copies of the model. "auto": one, or one more than
+      copies (of a pipeline two for each stage), whichever is measured to be faster.
+    - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on each in turn), "fixed" (a batch
       stays on its model worker), or "auto": rotational where the numbers allow it.
     - ``q_first``: send q before k and v are computed; None lets the executor choose.
     - ``control``: host:port where rank 0 listens for control messages; ``coordinator``: host:port of jax.distributed,
@@ -69,6 +71,7 @@ class Cluster:
     token_block: int = 16
     n_batches: int | Literal["auto"] = 1
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     pipelining: Literal["auto", "rotational", "fixed"] = "auto"
     q_first: bool | None = None
     control: str = "127.0.0.1:29400"
@@ -116,17 +119,28 @@ class Cluster:
                 raise UserError(f"control and coordinator are both {self.control!r}: take two ports")
 
     def _check_pipelining(self) -> None:
-        a, n = self.n_replicas, self.n_batches
-        if self.tensor_parallel not in (1, self.n_model):
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if (value := getattr(self, name)) not in (1, self.n_model):
+                raise UserError(
+                    f"{name}={value} must be 1, or {self.n_model}: all model workers of dop={self.dop}"
+                )
+        if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
             raise UserError(
-                f"tensor_parallel={self.tensor_parallel} must be 1, or {self.n_model}: all model workers of dop={self.dop}"
+                f"tensor_parallel={self.tensor_parallel} and pipeline_parallel={self.pipeline_parallel} are two ways for "
+                "the same model workers to share out the weights: take one of them"
             )
+        if self.pipeline_parallel > 1 and self.pipelining != "auto":
+            raise UserError(
+                f"pipelining={self.pipelining!r} is about several copies of the model, of which there is one with "
+                f"pipeline_parallel={self.pipeline_parallel}: leave it out"
+            )
+        a, n = self.n_replicas, self.n_batches
         if n == "auto":
             return
         if n < a:
             raise UserError(
                 f"dop={self.dop} has {a} model workers for n_batches={n} staggered batches, so some would idle: take "
-                f"n_batches={a + 1}, or tensor_parallel={a}"
+                f"n_batches={a + 1}, tensor_parallel={a} or pipeline_parallel={a}"
             )
         if self.pipelining == "rotational" and n != a + 1:
             raise UserError(
@@ -135,10 +149,17 @@ class Cluster:
             )
 
     @property
-    def pipelining_mode(self) -> Literal["rotational", "fixed"]:
-        """Which replica runs a slice of a staggered batch: see ``pipelining``."""
+    def pipelining_mode(self) -> Literal["rotational", "fixed", "stages"]:
+        """Which model worker runs a slice of a staggered batch: see ``pipelining``; "stages": who has its weights."""
+        if self.pipeline_parallel > 1:
+            return "stages"
         rotates = self.n_batches in ("auto", self.n_replicas + 1) and self.pipelining != "fixed"
         return "rotational" if rotates else "fixed"
+
+    @property
+    def usual_n_batches(self) -> int:
+        """Staggered batches by which no model worker idles, which "auto" compares with one batch."""
+        return 2 * self.n_model if self.pipeline_parallel > 1 else self.n_replicas + 1
 
     @classmethod
     def load(cls, path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Cluster:
@@ -163,7 +184,12 @@ class Cluster:
     @property
     def n_replicas(self) -> int:
         """How many times the model's weights are there."""
-        return self.n_model // self.tensor_parallel
+        return self.n_model // (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether no model worker has all weights, if there are several."""
+        return self.n_replicas < self.n_model
 
     @property
     def n_model(self) -> int:

@@ -154,7 +154,9 @@ class LLM:
         most = max_num_seqs * length
         n_slots = kv_slots or partial(slots_that_fit, most=most, least=least)
         self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
-        params = source.load(DTYPES[dtype], self.model_device, on_load)
+        params = source.load(
+            DTYPES[dtype], self.model_device if group is None else group.load_device, on_load
+        )
         fn = partial(apply, self.config)
         kv: dict[str, Any] = {
             "n_slots": n_slots,

@@ -103,19 +103,26 @@ class SplitModel:
     def slice_params(self, i: int, params: Any) -> Arrays:
         """Slice i's parameters in the order its program takes them; once, at load time.
 
-        `params` is the model's pytree, of arrays or of `jax.ShapeDtypeStruct` (then so is the result). Views of
-        stacked weights are taken here; constants of the trace are among the result.
+        `params` is the model's pytree, of arrays or of `jax.ShapeDtypeStruct` (then so is the result); leaves that the
+        slice does not read may be either. Views of stacked weights are taken here; constants of the trace are among
+        the result.
         """
         flat, tree = tree_util.tree_flatten(params)
         if tree != self.traced.params_tree:
             raise SplitError(
                 f"params have another structure than those traced: {tree} for {self.traced.params_tree}"
             )
-        abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in flat)
+        abstract = any(isinstance(flat[n], jax.ShapeDtypeStruct) for n in self.params_read(i))
         prologue = self._views(self.slices[i].param_vars)
         if abstract:
             return tuple(jax.eval_shape(lambda *xs: prologue(self._with_consts(xs, prologue)), *flat))
         return tuple(prologue(self._with_consts(flat, prologue)))
+
+    def params_read(self, i: int) -> tuple[int, ...]:
+        """Which of the model's parameters slice i reads: their places among the flattened pytree's leaves."""
+        block = self._views(self.slices[i].param_vars)
+        read = set(first_use(block.eqns, block.outvars))
+        return tuple(n for n, v in enumerate(self.traced.jaxpr.invars[: self.traced.n_params]) if v in read)
 
     def first_context(self, *inputs: Any) -> Arrays:
         """Slice 0's context: those of the model's inputs that the slices read. Raises SplitError on other trees."""

@@ -52,6 +52,17 @@ def test_one_batch_alone(capsys):
     assert rows == {"replica 0": [82.4, 0, 17.6, 0], "attention pool": [17.6, 0, 23.5, 58.8]}
 
 
+def test_a_pipeline_is_balanced_by_the_time_of_slices(capsys):
+    # 9 slices, the last of 4 ms: the first 6 and the others take as long.
+    rows, last = plan(capsys, "--mode", "stages", "--head-ms", "4")
+    assert list(rows) == ["stage 0", "stage 1", "attention pool"]
+    assert rows["stage 0"][0] == rows["stage 1"][0] > 50
+    as_given = ["--batches", "4", "--replicas", "2"]
+    assert plan(capsys, "--mode", "stages", "--head-ms", "4", *as_given) == (rows, last)
+    alone, _ = plan(capsys, "--mode", "stages", "--batches", "1", "--replicas", "3", "--layers", "2")
+    assert {name: row[0] for name, row in alone.items()} == dict.fromkeys([*rows, "stage 2"], 25)
+
+
 def test_every_duration_counts(capsys):
     base = ["--batches", "2", "--attention-ms", "1"]
     times = [plan(capsys, *base, *more)[1].split()[4] for more in (
@@ -109,10 +120,11 @@ def test_the_figure_shows_every_run_in_its_place(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "striped"], "mode='striped' must be one of none, fixed, rotational"),
+        (["--mode", "striped"], "mode='striped' must be one of none, fixed, rotational, stages"),
         (["--batches", "1"], "n_batches=1 must be at least 2 with mode='rotational'"),
         (["--mode", "none", "--batches", "3"], "n_batches=3 must be 1 with mode='none'"),
         (["--replicas", "5"], "n_replicas=5 must be 2 with mode='rotational'"),
+        (["--mode", "stages", "--replicas", "10"], "n_stages=10 must be within 1 … 9, the slices"),
         (["--slice-ms", "0"], "--slice-ms 0 must be a finite time above 0"),
         (["--attention-ms", "nan"], "--attention-ms nan must be a finite time above 0"),
         (["--head-ms", "-1"], "--head-ms -1 must be a finite time above 0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from jaxlamina.schedules import (
     Migration,
     Operator,
     SliceRun,
+    balanced,
     bubbles,
     check,
     make_schedule,
@@ -39,12 +40,16 @@ durations = st.builds(
 @st.composite
 def shapes(draw, max_steps=3):
     """Arguments of `make_schedule` but for durations."""
-    mode = draw(st.sampled_from(["none", "fixed", "rotational"]))
-    n = 1 if mode == "none" else draw(st.integers(2, 8))
+    mode = draw(st.sampled_from(["none", "fixed", "rotational", "stages"]))
+    n = 1 if mode == "none" else draw(st.integers(1 if mode == "stages" else 2, 8))
+    n_layers = draw(st.integers(1, 9))
     options = {"n_steps": draw(st.integers(1, max_steps))}
     if mode == "fixed":
         options["n_replicas"] = draw(st.none() | st.integers(1, n))
-    return (mode, n, draw(st.integers(1, 9))), options
+    if mode == "stages":
+        begins = draw(st.sets(st.integers(1, n_layers), max_size=4))
+        options["stages"] = [sum(begin <= k for begin in begins) for k in range(n_layers + 1)]
+    return (mode, n, n_layers), options
 
 
 def ideal(n, n_layers, n_steps=1):
@@ -150,6 +155,8 @@ def test_nothing_waits_for_nothing(shape, times):
         next(r for r in runs if r.step == k) for runs in schedule.replicas for k in range(schedule.n_steps)
     ]
     assert all(item.start_s in ends or item in firsts for item in items)
+    if schedule.mode == "stages":
+        return  # all but the first wait for a context
     begun = [runs[0].start_s for runs in schedule.replicas]
     stagger = min(times.t_slice_s / schedule.n_replicas, times.t_attention_s)
     assert begun == pytest.approx([r * stagger for r in range(schedule.n_replicas)])
@@ -164,6 +171,57 @@ def test_a_rotations_sends_and_receipts_fall_together(n, n_layers):
     assert first.receive is None and last.send is None
     attended = [run.operator for run in schedule.attention]
     assert [(e.receive, e.send) for e in between] == list(pairwise(attended))
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
+def test_pairs_keep_all_stages_at_work(n_stages, n_slices_each, n_pairs, part):
+    # As any pipeline: a pair's slices on a stage, as often as there are pairs and stages less one. Attention that has its
+    # turn within a slice costs no more than itself, for all batches under way, each time a pair goes on to a stage.
+    n_slices, t_attention_s = n_stages * n_slices_each, 1 / (2 * n_stages * part)
+    stages = [k // n_slices_each for k in range(n_slices)]
+    if n_slices == 1:
+        return
+    schedule = make_schedule("stages", 2 * n_pairs, n_slices - 1, Durations(1, t_attention_s), stages=stages)
+    check(schedule)
+    n_turns = n_pairs + n_stages - 1
+    least_s = n_turns * 2 * n_slices_each
+    assert least_s <= bubbles(schedule).step_s <= least_s + n_turns * 2 * n_stages * t_attention_s + 1e-9
+
+
+@given(st.integers(1, 9), st.integers(1, 8), durations)
+def test_one_stage_is_a_replica(n_layers, n_batches, times):
+    # Two batches in turn are the rotation over one replica; one batch alone waits for its own attention.
+    stages = [0] * (n_layers + 1)
+    schedule = make_schedule("stages", n_batches, n_layers, times, stages=stages)
+    check(schedule)
+    if n_batches < 3:
+        mode = "none" if n_batches == 1 else "rotational"
+        assert replace(schedule, mode=mode, stages=()) == make_schedule(mode, n_batches, n_layers, times)
+
+
+# -- shared out ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
+def test_no_other_stages_have_less_on_the_largest(costs, data):
+    n_stages = data.draw(st.integers(1, len(costs)))
+
+    def sizes(begins):
+        ends = (*begins, len(costs))
+        return sorted((sum(costs[a:b]) for a, b in pairwise((0, *ends))), reverse=True)
+
+    found = balanced(costs, n_stages)
+    assert sorted(set(found)) == list(range(n_stages)) and list(found) == sorted(found)
+    every = (sizes(begins) for begins in combinations(range(1, len(costs)), n_stages - 1))
+    assert sizes([found.index(k) for k in range(1, n_stages)]) == min(every)
+
+
+def test_stages_by_hand():
+    assert balanced([5, 1, 1, 1, 4], 2) == (0, 0, 1, 1, 1)
+    assert balanced([1] * 9, 4) == (0, 0, 1, 1, 2, 2, 3, 3, 3)
+    for n in (0, 4):
+        with pytest.raises(ValueError, match=f"n_stages={n} must be within 1 … 3, the slices"):
+            balanced([1, 1, 1], n)
 
 
 # -- by hand ------------------------------------------------------------------------------------------------------
@@ -212,6 +270,47 @@ def test_programs_of_three_batches_over_two_replicas():
         "slice 2.1",
     ]  # fmt: skip
     assert [(r.start_s, r.end_s) for r in schedule.replicas[1]] == [(1, 3), (3, 5), (5, 7)]
+
+
+def test_programs_of_two_pairs_over_two_stages():
+    schedule = make_schedule("stages", 4, 3, Durations(2, 1), stages=[0, 0, 1, 1])
+    check(schedule)
+    assert [short(i) for i in schedule.replica_program(0)] == [
+        "slice 0.0", "send 0.0",
+        "slice 1.0", "send 1.0 receive 0.0",
+        "slice 0.1", "send 0.1 receive 1.0",
+        "slice 1.1", "send 1.1", "0.2 from 0 to 1",
+        "slice 2.0", "send 2.0", "1.2 from 0 to 1",
+        "slice 3.0", "send 3.0 receive 2.0",
+        "slice 2.1", "send 2.1 receive 3.0",
+        "slice 3.1", "send 3.1", "2.2 from 0 to 1", "3.2 from 0 to 1",
+    ]  # fmt: skip
+    assert [short(i) for i in schedule.replica_program(1)] == [
+        "receive 0.1", "0.2 from 0 to 1",
+        "slice 0.2", "send 0.2 receive 1.1", "1.2 from 0 to 1",
+        "slice 1.2", "send 1.2 receive 0.2",
+        "slice 0.3", "receive 1.2",
+        "slice 1.3", "receive 2.1", "2.2 from 0 to 1",
+        "slice 2.2", "send 2.2 receive 3.1", "3.2 from 0 to 1",
+        "slice 3.2", "send 3.2 receive 2.2",
+        "slice 2.3", "receive 3.2",
+        "slice 3.3",
+    ]  # fmt: skip
+    # The pool serves both stages' first batches, then both stages' second ones.
+    attended = [(r.batch, r.layer) for r in schedule.attention]
+    assert attended[4:8] == [(0, 2), (2, 0), (1, 2), (3, 0)]
+
+
+def test_one_batch_goes_from_stage_to_stage():
+    schedule = make_schedule("stages", 1, 2, Durations(2, 1), stages=[0, 1, 1])
+    check(schedule)
+    assert [short(i) for i in schedule.replica_program(0)] == ["slice 0.0", "send 0.0", "0.1 from 0 to 1"]
+    assert [short(i) for i in schedule.replica_program(1)] == [
+        "receive 0.0", "0.1 from 0 to 1",
+        "slice 0.1", "send 0.1", "receive 0.1",
+        "slice 0.2",
+    ]  # fmt: skip
+    assert [(r.start_s, r.end_s) for r in schedule.replicas[1]] == [(3, 5), (6, 8)]
 
 
 def test_one_batch_waits_for_its_own_attention():
@@ -291,7 +390,10 @@ def mended(schedule, row, index, **changes):
 def test_two_runs_swapped_are_a_conflict(shape, times, data):
     arguments, options = shape
     schedule = make_schedule(*arguments, times, **options)
-    replica = data.draw(st.integers(0, schedule.n_replicas - 1))
+    several = [r for r, runs in enumerate(schedule.replicas) if len(runs) > 1]
+    if not several:
+        return
+    replica = data.draw(st.sampled_from(several))
     runs = schedule.replicas[replica]
     i, j = data.draw(st.lists(st.integers(0, len(runs) - 1), min_size=2, max_size=2, unique=True))
     swapped = schedule
@@ -432,7 +534,7 @@ def test_an_order_that_locks_up_is_found_without_the_clock():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("striped", 2, 2), {}, "mode='striped' must be one of none, fixed, rotational"),
+        (("striped", 2, 2), {}, "mode='striped' must be one of none, fixed, rotational, stages"),
         (("none", 2, 2), {}, "n_batches=2 must be 1 with mode='none'"),
         (("rotational", 1, 2), {}, "n_batches=1 must be at least 2"),
         (("fixed", 0, 2), {}, "n_batches=0 must be at least 2"),
@@ -440,6 +542,18 @@ def test_an_order_that_locks_up_is_found_without_the_clock():
         (("rotational", 3, 2), {"n_steps": 0}, "n_steps=0 must be at least 1"),
         (("rotational", 3, 2), {"n_replicas": 3}, "n_replicas=3 must be 2 with mode='rotational'"),
         (("fixed", 3, 2), {"n_replicas": 4}, "n_replicas=4 must be within 1 … 3"),
+        (("fixed", 3, 2), {"stages": [0, 0, 0]}, "are of mode 'stages', not of mode='fixed'"),
+        (("stages", 3, 2), {}, "stages=None must be 3 with mode='stages': each slice's"),
+        (("stages", 3, 2), {"stages": [0, 1]}, "must be 3 with mode='stages'"),
+        (("stages", 3, 2), {"stages": [1, 1, 1]}, "must begin with 0 and go up by one at a time"),
+        (("stages", 3, 2), {"stages": [0, 2, 2]}, "must begin with 0 and go up by one at a time"),
+        (("stages", 3, 2), {"stages": [0, 1, 0]}, "must begin with 0 and go up by one at a time"),
+        (("stages", 0, 2), {"stages": [0, 1, 1]}, "n_batches=0 must be at least 1"),
+        (
+            ("stages", 3, 2),
+            {"stages": [0, 1, 1], "n_replicas": 3},
+            "n_replicas=3 must be 2 with mode='stages'",
+        ),
     ],
 )
 def test_what_cannot_be_scheduled(arguments, options, message):

@@ -1,4 +1,4 @@
-"""`jaxlamina plan`: how decode steps are scheduled over model replicas and the attention pool, and what waits for what.
+"""`jaxlamina plan`: how decode steps are scheduled over model workers and the attention pool, and what waits for what.
 
 Knows how a schedule's figures look; `jaxlamina.schedules` makes, checks and draws it.
 """
@@ -21,12 +21,16 @@ _STEPS_UNTIL_STEADY = 5
 
 def plan(
     batches: Annotated[
-        int | None, typer.Option(min=1, max=32, help="Batches in flight: 3, or 1 with --mode none.")
+        int | None,
+        typer.Option(
+            min=1, max=32, help="Batches in flight: 3; 1 with --mode none; two a stage with stages."
+        ),
     ] = None,
     layers: Annotated[int, typer.Option(min=1, max=256, help="Attention operators of the model.")] = 8,
-    mode: Annotated[str, typer.Option(help="rotational, fixed or none.")] = "rotational",
+    mode: Annotated[str, typer.Option(help="rotational, fixed, stages or none.")] = "rotational",
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Model replicas with --mode fixed, if not batches - 1.")
+        int | None,
+        typer.Option(min=1, help="Model replicas with --mode fixed, if not batches - 1; stages, if not 2."),
     ] = None,
     slice_ms: Annotated[float, typer.Option(help="A slice.")] = 1.0,
     attention_ms: Annotated[float, typer.Option(help="One batch's attention in one layer.")] = 0.5,
@@ -40,15 +44,21 @@ def plan(
         Path | None, typer.Option(help="Draw the schedule into this file (.svg, .png, .pdf).")
     ] = None,
 ) -> None:
-    """Schedule decode steps of several batches over model replicas, and report (and draw) who waits how long."""
-    from jaxlamina.schedules import Durations, bubbles, check, make_schedule
+    """Schedule decode steps of several batches over model replicas or stages, and report (and draw) who waits how long."""
+    from jaxlamina.schedules import Durations, balanced, bubbles, check, make_schedule
 
     def schedule(n_steps: int) -> Schedule:
-        made = make_schedule(mode, n_batches, layers, durations, n_steps=n_steps, n_replicas=replicas)
+        options: dict[str, Any] = {"n_replicas": replicas}
+        if mode == "stages":
+            times_s = [durations.of_slice(k, layers) for k in range(layers + 1)]
+            options["stages"] = balanced(times_s, n_stages)
+        made = make_schedule(mode, n_batches, layers, durations, n_steps=n_steps, **options)
         check(made)
         return made
 
-    n_batches = batches if batches is not None else 1 if mode == "none" else 3
+    n_stages = replicas or 2
+    usual = {"none": 1, "stages": 2 * n_stages}.get(mode, 3)
+    n_batches = usual if batches is None else batches
     _check_times(slice=slice_ms, attention=attention_ms, first=first_ms, head=head_ms, exchange=exchange_ms)
     durations = Durations(
         t_slice_s=slice_ms / 1e3,
@@ -61,9 +71,8 @@ def plan(
         drawn = schedule(steps)
     except ValueError as error:
         raise UserError(str(error)) from None
-    title = (
-        f"{mode}: {_count(n_batches, 'batch', 'batches')} over {_count(drawn.n_replicas, 'model replica')}"
-    )
+    places = _count(drawn.n_replicas, "stage" if mode == "stages" else "model replica")
+    title = f"{mode}: {_count(n_batches, 'batch', 'batches')} over {places}"
     if gantt is not None:
         from jaxlamina.schedules import gantt as figure
 
@@ -103,7 +112,7 @@ def _show(title: str, schedule: Schedule, waits: Bubbles) -> None:
     table.add_column("")
     for name in ("busy", "exchanging", "idle within a step", "idle between steps"):
         table.add_column(name, justify="right")
-    rows = [(f"replica {r}", shares) for r, shares in enumerate(waits.replicas)]
+    rows = [(f"{schedule.kind} {r}", shares) for r, shares in enumerate(waits.replicas)]
     for name, s in (*rows, ("attention pool", waits.attention)):
         shares = (s.busy, s.exchange, s.idle_within, s.idle_boundary)
         table.add_row(name, *(f"{100 * share:.1f} %" for share in shares))

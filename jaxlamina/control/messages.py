@@ -12,7 +12,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
 
 _DTYPES = {
@@ -159,8 +159,9 @@ class Setup(_Message, frozen=True):
     """What an attention rank needs to know of the model and of its KV slots.
 
     ``kv_slots``: as many as the user asked for, or None to fill the memory with at most ``most_slots`` and at least
-    ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``channel_scales``: a layer's
-    scales of keys and values for KV that is scaled by channel.
+    ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``stages``: the model rank that runs
+    each slice, where model ranks are stages of a pipeline. ``channel_scales``: a layer's scales of keys and values for KV
+    that is scaled by channel.
     """
 
     layers: tuple[Layer, ...]
@@ -171,16 +172,20 @@ class Setup(_Message, frozen=True):
     least_slots: int
     largest: tuple[int, int, int]
     n_host_slots: int
+    stages: tuple[int, ...]
     channel_scales: tuple[tuple[Array | None, Array | None], ...] | None = None
 
 
 class SetupModel(_Message, frozen=True):
     """To a model rank other than rank 0, whose weights rank 0 then sends by the transport: the model (`config`, as of
-    Hugging Face), the dtype of weights, and how KV is kept. It answers ModelReady."""
+    Hugging Face), the dtype of weights, and how KV is kept; which parameters it gets, and ``stages``, as of Setup. It
+    answers ModelReady."""
 
     config: dict[str, Any]
     dtype: str
     kv_dtype: str
+    params: tuple[str, ...]
+    stages: tuple[int, ...]
 
 
 class ModelReady(_Message, frozen=True):

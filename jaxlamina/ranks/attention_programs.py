@@ -24,8 +24,6 @@ from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import Pool, append, decode_attention, partial_attention
 from pallas_kernels.order import zero_after
 
-MODEL_RANK = 0
-
 
 class StepInputs(NamedTuple):
     """A step's slots on this worker, int32: R rows with up to C stored tokens, M new tokens."""
@@ -74,7 +72,7 @@ class AttentionProgram:
         for i in range(len(self.specs)):
             heads = self._heads(i)
             if self.shape.kind == "prefill":
-                kv = self._recv(heads.kv_like(self.sizes), last)
+                kv = self._recv(i, heads.kv_like(self.sizes), last)
                 k_pools[i], v_pools[i] = self._append(k_pools[i], v_pools[i], kv, inputs.new_slots)
                 last = kv
             else:
@@ -87,11 +85,11 @@ class AttentionProgram:
     ) -> tuple[Pool, Pool, jax.Array]:
         """One layer: stored tokens are attended as soon as q is there, and only then are k and v stored: the pools are
         read and written in this order or XLA would keep two of each."""
-        q, kv = self._receive(heads, last)
+        q, kv = self._receive(i, heads, last)
         with span("attention", i):
             k_pool, v_pool, answer, after = self._attend(i, k_pool, v_pool, q, kv, inputs, last)
         b = len(self.layout.workers)
-        return k_pool, v_pool, self.t.send_part(answer, MODEL_RANK, b, after)
+        return k_pool, v_pool, self.t.send_part(answer, self.layout.model_rank(i), b, after)
 
     def _staggered(
         self, k_pools: list[Pool], v_pools: list[Pool], inputs: StepInputs
@@ -167,16 +165,16 @@ class AttentionProgram:
             k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
         return k_pool, v_pool, pack_partial(out, lse), kv
 
-    def _receive(self, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def _receive(self, i: int, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         q_like, kv_like = heads.q_like(self.sizes), heads.kv_like(self.sizes)
         if not self.shape.q_first:
-            q, kv = unpack(self._recv(packed_like(q_like, kv_like), last), q_like, kv_like)
+            q, kv = unpack(self._recv(i, packed_like(q_like, kv_like), last), q_like, kv_like)
             return q, kv if self.sizes.new else None
-        q = self._recv(q_like, last)
-        return q, self._recv(kv_like, q) if self.sizes.new else None
+        q = self._recv(i, q_like, last)
+        return q, self._recv(i, kv_like, q) if self.sizes.new else None
 
-    def _recv(self, like: jax.ShapeDtypeStruct, after: jax.Array | None) -> jax.Array:
-        return self.t.recv_part(like, MODEL_RANK, len(self.layout.workers), after)
+    def _recv(self, i: int, like: jax.ShapeDtypeStruct, after: jax.Array | None) -> jax.Array:
+        return self.t.recv_part(like, self.layout.model_rank(i), len(self.layout.workers), after)
 
     def _append(self, k_pool: Pool, v_pool: Pool, kv: jax.Array, slots: jax.Array) -> tuple[Pool, Pool]:
         k, v = jnp.split(kv, 2, axis=1)

@@ -120,7 +120,7 @@ class AttentionRank(ServedRank):
         # What there was of a model before this one goes before this one's KV comes.
         self._programs, self._kv, self._bound, self._last = {}, None, False, None
         self._epoch += 1
-        self._setup, self._layers = setup, _Layers.of(setup, layout_of(self._cluster))
+        self._setup, self._layers = setup, _Layers.of(setup, layout_of(self._cluster, setup.stages))
         self._client.send(m.SlotsFound(self._find_slots(setup, self._layers)))
 
     def _find_slots(self, setup: m.Setup, layers: _Layers) -> int:

@@ -25,6 +25,7 @@ from jaxlamina.ranks.memory_pool import RemotePool
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, send_parameters, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
+from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
@@ -72,24 +73,21 @@ class RanksExecutor:
         self.programs = Programs()
         cluster = group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
-        shards = shards_of(cluster)
-        axes = shard_axes(traces(model, like), like, len(shards)) if shards else {}
-        if group.replicas:
-            self._give_replicas(config, params, kv_dtype, axes)
-        own = shard_of(dict(params), axes, len(shards), 0) if shards else params
+        own, stages = self._share_out(model, params, like, config, kv_dtype)
+        self.layout = layout_of(cluster, stages)
         self.model = ModelWorker(model, own, group.device, self.programs, like)
         one_row = self.model.split(1)
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
-        self.layout = layout_of(cluster)
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches: int | Literal["auto"] = cluster.n_batches
-        self.choice = Choice((1, cluster.n_replicas + 1))
+        self.choice = Choice((1, cluster.usual_n_batches))
         scales = None
         if kv_dtype == "int8-channel":
             known = model, params, self.specs, calibration_tokens
-            scales = channel_scales(*known, n_positions=largest.context)
+            with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
+                scales = channel_scales(*known, n_positions=largest.context)
         setup = m.Setup(
             layers=tuple(
                 _layer(spec, site.q.shape[2]) for spec, site in zip(self.specs, one_row.sites, strict=True)
@@ -101,13 +99,14 @@ class RanksExecutor:
             least_slots=least_slots,
             largest=(largest.batch, largest.context, largest.prompt),
             n_host_slots=n_host_slots,
+            stages=self.layout.stages,
             channel_scales=None if scales is None else tuple(tuple(map(_array, pair)) for pair in scales),  # type: ignore[misc]
         )
         self.n_slots = self._allocate(setup)
         self.pool = RemotePool(
             group, self.layout, self.specs, self.n_slots, n_host_slots, cluster.token_block
         )
-        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards)
+        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards_of(cluster))
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
 
@@ -212,25 +211,38 @@ class RanksExecutor:
         self.prepare_s += time.perf_counter() - began
         return self._programs[shape]
 
-    def _give_replicas(
-        self, config: ModelConfig | None, params: Params, kv_dtype: str, axes: dict[str, int]
-    ) -> None:
-        """The other model ranks' weights, from this one's: all, or their shares."""
+    def _share_out(
+        self, model: ModelFn, params: Params, like: dict[str, Any], config: ModelConfig | None, kv_dtype: str
+    ) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
+        """Sends the other model ranks their weights: all, or what each is to hold. Gives this rank's, and each slice's rank
+        if they are stages of a pipeline."""
+        cluster, group, n = self.group.cluster, self.group, self.group.cluster.n_model
+        axes = shard_axes(traces(model, like), like, n) if cluster.tensor_parallel > 1 else {}
+        stages = Stages((), (frozenset(params),) * n)
+        if cluster.pipeline_parallel > 1:
+            stages = stages_of(traces(model, like), like, n)
+
+        def share(rank: int) -> dict[str, jax.Array]:
+            return shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
+
+        if not group.replicas:
+            return share(0), stages.ranks
         if config is None:
             raise UserError(
                 "several model workers need a model that they can make themselves: give RanksExecutor its config"
             )
+        ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
         dtype = str(next(iter(params.values())).dtype)
-        n = self.group.cluster.tensor_parallel
-        ticket = self.group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
-        for rank in self.group.replicas:
-            self.group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype))
-        given = jax.device_put(dict(params), self.device)
-        part = (lambda params, rank: shard_of(params, axes, n, rank)) if n > 1 else (lambda params, _: params)
-        done = send_parameters(self.group.transport, given, part, self.group.replicas)
-        self.group.watch.until(ticket, done)
-        for rank in self.group.replicas:
-            self.group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
+        for rank in group.replicas:
+            names = tuple(sorted(stages.params[rank]))
+            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, stages.ranks))
+        for rank in group.replicas:  # one after another: this device may have no room for all at once
+            done = send_parameters(group.transport, jax.device_put(share(rank), self.device), rank)
+            done.block_until_ready()
+        group.watch.until(ticket, done)
+        for rank in group.replicas:
+            group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
+        return share(0), stages.ranks
 
     def _allocate(self, setup: m.Setup) -> int:
         """Slots that all attention ranks have room for. What they held for a model before this one is gone."""

@@ -103,6 +103,11 @@ class Group:
         self._failing.tell = lambda line: self.control.close(fault=line, wait_s=1)
         self.watch = Watch(cluster.step_deadline_s, self._failing.of_own)
 
+    @property
+    def load_device(self) -> jax.Device:
+        """Where a model is loaded: this rank's device, but the host's memory where no rank is to have all of it."""
+        return jax.local_devices(backend="cpu")[0] if self.cluster.shares_weights else self.device
+
     def gather(self) -> None:
         """Waits for all ranks. ``UserError`` that says which did not come, or came with another configuration."""
         self.control.gather(self.cluster.start_deadline_s)
@@ -125,7 +130,7 @@ class Group:
 
     def model_ranks_in(self, shape: StepShape) -> tuple[int, ...]:
         """Model ranks but this one that take part in a step."""
-        return self.replicas if shape.n_batches > 1 or self.cluster.tensor_parallel > 1 else ()
+        return self.replicas if shape.n_batches > 1 or self.cluster.shares_weights else ()
 
     def leave_because(self, line: str) -> None:
         """Ends this rank's part with a reason, which the others get as bad news."""

@@ -1,4 +1,5 @@
-"""How a job's pools are laid out, as all ranks' programs need it: workers, partition, replicas, and staggered steps' order.
+"""How a job's pools are laid out, as all ranks' programs need it: workers, partition, replicas or
+stages, and staggered steps' order.
 
 Knows ranks and sizes; no array, and no model but its heads.
 """
@@ -29,10 +30,22 @@ class Layout:
     partition: str
     n_replicas: int = 1  # of the model: ranks 0 … n - 1, or one that several ranks share out
     mode: str = "fixed"  # of staggered batches: which replica runs a slice
+    stages: tuple[int, ...] = ()  # of a pipeline: the model rank that runs each slice
 
     @property
     def by_heads(self) -> bool:
         return self.partition == "heads" or len(self.workers) == 1
+
+    def model_rank(self, slice_: int) -> int:
+        """Who runs a slice of a step that is one batch, and has its attention: the first replica, or the slice's stage."""
+        return self.stages[slice_] if self.stages else 0
+
+    def slices_on(self, rank: int, n_slices: int) -> range:
+        """The slices whose weights a model rank has."""
+        if not self.stages:
+            return range(n_slices)
+        begin = self.stages.index(rank)
+        return range(begin, begin + self.stages.count(rank))
 
     def sizes(self, shape: StepShape) -> Sizes:
         """Of one staggered batch, which a step of one batch is too."""
@@ -46,9 +59,9 @@ class Layout:
         return HeadsOf(n_query_heads // b, spec.n_kv_heads // b, spec.head_dim, spec.dtype)
 
 
-def layout_of(cluster: Cluster) -> Layout:
+def layout_of(cluster: Cluster, stages: tuple[int, ...] = ()) -> Layout:
     workers = tuple(cluster.pools.attention_ranks)
-    return Layout(workers, cluster.partition, cluster.n_replicas, cluster.pipelining_mode)
+    return Layout(workers, cluster.partition, cluster.n_replicas, cluster.pipelining_mode, stages)
 
 
 def span(what: str, index: int, batch: int = 0) -> Any:
@@ -67,4 +80,5 @@ def schedule_of(layout: Layout, shape: StepShape, n_layers: int) -> Schedule:
             f"{most + 1}"
         )
     n_replicas = layout.n_replicas if layout.mode == "fixed" else None
-    return make_schedule(layout.mode, shape.n_batches, n_layers, n_replicas=n_replicas)
+    stages = layout.stages or None
+    return make_schedule(layout.mode, shape.n_batches, n_layers, n_replicas=n_replicas, stages=stages)

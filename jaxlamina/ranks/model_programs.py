@@ -1,7 +1,8 @@
-"""The model rank's programs: a whole step each, all slices and all exchanges, no Python between layers.
+"""The model rank's programs: a whole step each, all its slices and all exchanges, no Python between layers.
 
-Made of the splitter's parts; what is sent where is the transport's and the wire's. Holds no weights: they are arguments.
-Knows no KV and no slot. What a step of a bucket is called is `StepShape`'s affair.
+A rank that is one stage of a pipeline takes a step over from the stage before and hands it on to the next. Made of the
+splitter's parts; what is sent where is the transport's and the wire's. Holds no weights: they are arguments. Knows no KV
+and no slot. What a step of a bucket is called is `StepShape`'s affair.
 
 Source: Lamina 2025 §4.2.2 (q first, then k and v; partial attention meanwhile).
 """
@@ -16,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.control.messages import StepShape
+from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, send_arrays
 from jaxlamina.ranks.layout import Layout, Tie, span
-from jaxlamina.ranks.staggered_step import StaggeredStep
+from jaxlamina.ranks.staggered_step import FRONT, StaggeredStep
 from jaxlamina.ranks.wires import (
     HeadsOf,
     HeadsWire,
@@ -26,7 +28,7 @@ from jaxlamina.ranks.wires import (
     pack,
     with_own,
 )
-from jaxlamina.transports import Transport
+from jaxlamina.transports import Transport, tied, zero_after
 from jaxlamina.workers.model_worker import Context, combined
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import causal_attention, causal_partial
@@ -34,8 +36,8 @@ from splitter import SplitModel
 
 
 class ModelProgram:
-    """Traces one bucket's step on one replica. ``step`` is the function to compile; ``model`` is cut for one staggered
-    batch."""
+    """Traces one bucket's step on one replica or stage. ``step`` is the function to compile; ``model`` is cut for one
+    staggered batch."""
 
     def __init__(
         self,
@@ -58,21 +60,60 @@ class ModelProgram:
         inputs: tuple[jax.Array, ...],
         at: PlacedIndices | None,
     ) -> jax.Array:
-        """Logits ``[B, V]`` after each row's last token; on a replica that is not rank 0 a ``[1]`` that is there when all
-        is sent. ``inputs``: tokens and positions ``[B, T]``, and for more than one token a row ``logits_at [B]``."""
+        """Logits ``[B, V]`` after each row's last token; on a rank that is not rank 0 a ``[1]`` that is there when all
+        is sent. ``weights``: each slice's, of other ranks' slices none. ``inputs``: tokens and positions ``[B, T]``, and
+        for more than one token a row ``logits_at [B]``."""
         if self.shape.n_batches > 1:
             return StaggeredStep(self, weights, inputs, at).run()
         wire = HeadsWire(len(self.layout.workers)) if at is None else PlacedWire(at)
-        context = self.model.first_context(*inputs)
-        out, context, tie = self._run(wire, weights, context)
-        with span("slice", self.model.n):
-            logits = self.model.slices[self.model.n].final(weights[-1], context, out)[:, -1]
-        return logits if tie is None else logits + tie.astype(logits.dtype)
+        n = self.model.n
+        own = self.layout.slices_on(self.replica, n + 1)
+        context, out, tie = self._begun(own.start, inputs)
+        out, context, tie = self._run(wire, weights, range(own.start, min(own.stop, n)), context, out, tie)
+        if own.stop <= n:
+            return self._handed_on(own.stop, context, out, tie)
+        with span("slice", n):
+            logits = self.model.slices[n].final(weights[n], context, out)[:, -1]
+        if self.replica == FRONT:
+            return tied(logits, tie)
+        return zero_after(self.t.send(logits.astype(jnp.float32), FRONT, after=tie)).reshape(1)
 
-    def _decode(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
-        out: Any = None
-        answers: list[Any] = [None]
-        for i, spec in enumerate(self.specs):
+    @property
+    def logits_like(self) -> jax.ShapeDtypeStruct:
+        """One staggered batch's logits, as a rank gets them that did not run the last slice."""
+        n_words = self.model.traced.jaxpr.outvars[0].aval.shape[-1]
+        return jax.ShapeDtypeStruct((self.shape.batch_each, n_words), jnp.float32)
+
+    # --- from stage to stage ---
+    def _begun(self, i: int, inputs: tuple[jax.Array, ...]) -> tuple[Context, Any, Tie]:
+        """Slice i's context and the attention output before it: the model's inputs, or what the stage before hands on."""
+        first = self.model.first_context(*inputs)
+        if i == 0:
+            return first, None, None
+        known = dict(zip(self.model.slices[0].context_vars, first, strict=True))
+        wanted = not_had(self.model.slices, i, ())
+        likes = [*likes_of(wanted), self.model.sites[i - 1].out]
+        (*values, out), tie = recv_arrays(self.t, likes, self.layout.model_rank(i - 1), None)
+        known.update(zip(wanted, values, strict=True))
+        return tuple(known[v] for v in self.model.slices[i].context_vars), tied(out, tie), tie
+
+    def _handed_on(self, i: int, context: Context, out: jax.Array, tie: Tie) -> jax.Array:
+        """The next stage gets slice i's context and the attention output before it; rank 0 waits for the last one's logits."""
+        known = dict(zip(self.model.slices[i].context_vars, context, strict=True))
+        arrays = [known[v] for v in not_had(self.model.slices, i, ())]
+        arrays.append(out.astype(self.model.sites[i - 1].out.dtype))
+        tie = send_arrays(self.t, arrays, self.layout.model_rank(i), tie)
+        assert tie is not None
+        if self.replica != FRONT:
+            return zero_after(tie).reshape(1)
+        return self.t.recv(self.logits_like, self.layout.model_rank(self.model.n), after=tie)
+
+    # --- the slices of one rank: layers, and what came before them ---
+    def _decode(
+        self, wire: Any, weights: Any, layers: range, context: Context, out: Any, tie: Tie
+    ) -> tuple[Any, Context, Tie]:
+        answers: list[Any] = [tie]
+        for i in layers:
             q, k, v, context, tie = self._send(wire, i, weights[i], context, out, answers[-1])
             if isinstance(wire, HeadsWire):
                 like = self.heads(i).out_like(self.sizes)
@@ -80,29 +121,31 @@ class ModelProgram:
                 out = wire.whole_out(answers)
             else:
                 answers = self._partials(i, tie)
-                out = with_own(wire.partial(answers), q, k, v, spec)
+                out = with_own(wire.partial(answers), q, k, v, self.specs[i])
         return out, context, None
 
-    def _prefill(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
+    def _prefill(
+        self, wire: Any, weights: Any, layers: range, context: Context, out: Any, tie: Tie
+    ) -> tuple[Any, Context, Tie]:
         """Whole prompts: their attention needs nothing that is stored, so k and v go and nothing comes."""
-        out, tie = None, None
-        for i, spec in enumerate(self.specs):
+        for i in layers:
             part = self.model.slices[i]
             q, rest = part.q_part(weights[i], context, out)
             k, v, context = part.kv_part(weights[i], rest)
             tie = self.t.send_each(wire.kv_parts(k, v), self.layout.workers, after=tie)
-            out = causal_attention(q, k, v, **spec.scoring)
+            out = causal_attention(q, k, v, **self.specs[i].scoring)
         return out, context, tie
 
-    def _chunk(self, wire: Any, weights: Any, context: Context) -> tuple[Any, Context, Tie]:
+    def _chunk(
+        self, wire: Any, weights: Any, layers: range, context: Context, out: Any, tie: Tie
+    ) -> tuple[Any, Context, Tie]:
         """What follows stored tokens: each layer's attention is its own partial and the stored tokens'."""
-        out: Any = None
-        answers: list[Any] = [None]
-        for i, spec in enumerate(self.specs):
+        answers: list[Any] = [tie]
+        for i in layers:
             q, k, v, context, tie = self._send(wire, i, weights[i], context, out, answers[-1])
-            own = causal_partial(q, k, v, **spec.scoring)
+            own = causal_partial(q, k, v, **self.specs[i].scoring)
             answers = self._partials(i, tie)
-            out = combined((own, wire.partial(answers)), spec)
+            out = combined((own, wire.partial(answers)), self.specs[i])
         return out, context, None
 
     def _send(

@@ -1,4 +1,5 @@
-"""A model rank other than rank 0: it gets the model's weights from rank 0, and runs its replica's part of staggered steps.
+"""A model rank other than rank 0: it gets its weights from rank 0, and runs its part of steps: its replica's of staggered
+ones, or its shard's or stage's of all.
 
 Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 inside its programs.
 """
@@ -18,7 +19,7 @@ from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.ranks.group import Watch
-from jaxlamina.ranks.layout import Layout, layout_of
+from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.shards import shard_axes, shard_like
@@ -32,7 +33,7 @@ _INPUTS = ("tokens", "positions", "logits_at")
 
 
 class ModelRank(ServedRank):
-    """One replica of the model as a process."""
+    """One replica, shard or stage of the model as a process."""
 
     kind = "a model rank"
 
@@ -40,7 +41,6 @@ class ModelRank(ServedRank):
         self, cluster: Cluster, rank: int, transport: Transport, client: ControlClient, watch: Watch
     ) -> None:
         super().__init__(cluster, rank, transport, client, watch)
-        self._layout: Layout = layout_of(cluster)
         self._side: ModelSide | None = None
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self._handlers |= {
@@ -56,12 +56,13 @@ class ModelRank(ServedRank):
         function, like = partial(apply, config), abstract_params(config, jnp.dtype(setup.dtype))
         n, shards = self._cluster.tensor_parallel, shards_of(self._cluster)
         own = shard_like(like, shard_axes(traces(function, like), like, n), n) if shards else like
-        params = receive_parameters(self._transport, own, 0)
+        params = receive_parameters(self._transport, {name: own[name] for name in setup.params}, 0)
         jax.block_until_ready(params)
         model = ModelWorker(function, params, self._transport.device, Programs(), like)
         specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
         replica = 0 if shards else self._rank
-        self._side = ModelSide(self._transport, model, self._layout, specs, replica, shards)
+        layout = layout_of(self._cluster, setup.stages)
+        self._side = ModelSide(self._transport, model, layout, specs, replica, shards)
         self._client.send(m.ModelReady())
 
     def _on_prepare(self, message: m.Prepare) -> None:

@@ -38,16 +38,18 @@ class ModelSide:
         replica: int,
         shards: Sequence[int] = (),
     ) -> None:
-        """``shards``: the ranks that share out this replica's weights, if several do."""
+        """``replica``: which one this is, or which stage of a pipeline; ``shards``: the ranks that share out this replica's
+        weights, if several do."""
         self.transport, self.model = transport, model
         self.layout, self.specs = layout, specs
         self.replica, self.shards = replica, tuple(shards)
         self._weights: dict[int, Any] = {}  # by id, as programs take them
 
     def compile(self, shape: StepShape) -> tuple[Program, Any]:
-        """The program of a bucket on this replica: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
+        """The program of a bucket on this rank: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
         split = self.model.split(shape.batch_each, shape.tokens)
-        weights = tuple(self._bound(split, i) for i in range(split.n + 1))
+        own = self.layout.slices_on(self.replica, split.n + 1)
+        weights = tuple(self._bound(split, i) if i in own else () for i in range(split.n + 1))
         traced = ModelProgram(self._end(), self.layout, split, self.specs, shape, self.replica)
         args = _lifted(weights), inputs_of(shape), indices_of(self.layout, shape)
         step = _with_lifted(traced.step, weights)
@@ -77,7 +79,7 @@ class ModelSide:
     def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked ones."""
         found = []
-        for x in split.slice_params(i, self.model.params):
+        for x in split.slice_params(i, {**self.model.like, **self.model.params}):
             key = id(x)
             if key not in self._weights:
                 array = x if x.ndim else x.reshape(1)
@@ -110,21 +112,14 @@ def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[.
     return run
 
 
-def send_parameters(
-    transport: Transport,
-    params: dict[str, jax.Array],
-    part_of: Callable[[dict[str, jax.Array], int], Any],
-    to: Sequence[int],
-) -> jax.Array:
-    """``part_of(params, rank)`` to each of those ranks, who run `receive_parameters`. An array that is there when all is
+def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int) -> jax.Array:
+    """``params``, of this rank's device, to rank ``to``, who runs `receive_parameters`. An array that is there when all is
     sent."""
 
     def program(params: dict[str, jax.Array]) -> jax.Array:
         tie: jax.Array | None = None
-        for rank in to:
-            part = part_of(params, rank)
-            for name in sorted(part):
-                tie = transport.send(part[name], rank, tie)
+        for name in sorted(params):
+            tie = transport.send(params[name], to, tie)
         assert tie is not None
         return tie.reshape(1)
 

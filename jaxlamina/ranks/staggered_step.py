@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, send_arrays
 from jaxlamina.ranks.layout import Tie, schedule_of, span
-from jaxlamina.ranks.wires import HeadsWire, PlacedIndices, PlacedWire, pack, packed_like, unpack, with_own
+from jaxlamina.ranks.wires import HeadsWire, PlacedIndices, PlacedWire, pack, with_own
 from jaxlamina.schedules import Exchange, Migration, Operator, SliceRun
 from pallas_kernels.order import zero_after
 
@@ -116,37 +117,20 @@ class StaggeredStep:
         """A batch's context, of which the next replica is sent what it has not had: not the inputs, nor what was in the
         contexts of slices that it ran. With it go q, k and v where their attention over themselves is the model ranks'."""
         j, i = item.batch, item.slice
-        wanted = self._not_had(j, i, item.target)
-        of = Operator(j, i - 1)
+        slices, of = self.model.slices, Operator(j, i - 1)
+        wanted = not_had(slices, i, (k for k in range(i) if self.schedule.replica_of(j, k) == item.target))
+        by_heads = self.p.layout.by_heads
         if self.p.replica == item.source:
-            arrays = [self.known[j][v] for v in wanted]
-            if not self.p.layout.by_heads:
-                arrays += self.sent.pop(of)
-            for line in _by_dtype(arrays):
-                self.tie = self.t.send(pack(*line), item.target, after=self.tie)
+            arrays = [self.known[j][v] for v in wanted] + ([] if by_heads else [*self.sent.pop(of)])
+            self.tie = send_arrays(self.t, arrays, item.target, self.tie)
             return
-        likes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in wanted]
-        if not self.p.layout.by_heads:
-            site = self.model.sites[of.layer]
-            likes += [site.q, site.k, site.v]
-        found: dict[int, Any] = {}
-        for line in _by_dtype(list(enumerate(likes)), of=lambda pair: pair[1]):
-            got = self.t.recv(packed_like(*(like for _, like in line)), item.source, after=self.tie)
-            self.tie = got
-            arrays = unpack(got, *(like for _, like in line))
-            found.update(zip((index for index, _ in line), arrays, strict=True))
-        self.known[j].update((v, found[index]) for index, v in enumerate(wanted))
-        if not self.p.layout.by_heads:
-            self.sent[of] = tuple(found[len(wanted) + n] for n in range(3))  # type: ignore[assignment]
-
-    def _not_had(self, j: int, i: int, replica: int) -> list[Any]:
-        """Variables of slice i's context that a replica does not have of batch j."""
-        slices = self.model.slices
-        had = set(slices[0].context_vars)
-        for before in range(i):
-            if self.schedule.replica_of(j, before) == replica:
-                had |= {*slices[before].context_vars, *slices[before + 1].context_vars}
-        return [v for v in slices[i].context_vars if v not in had]
+        site = self.model.sites[of.layer]
+        likes = likes_of(wanted) + ([] if by_heads else [site.q, site.k, site.v])
+        arrays, self.tie = recv_arrays(self.t, likes, item.source, self.tie)
+        self.known[j].update(zip(wanted, arrays[: len(wanted)], strict=True))
+        if not by_heads:
+            q, k, v = arrays[len(wanted) :]
+            self.sent[of] = q, k, v
 
     def _collected(self) -> jax.Array:
         """All batches' logits as the step's rows: a batch has every n-th. Those of other replicas' batches come last."""
@@ -154,8 +138,7 @@ class StaggeredStep:
         for j in range(n):
             owner = self.schedule.replica_of(j, last)
             if owner != FRONT:
-                like = jax.ShapeDtypeStruct((self.p.shape.batch_each, self._n_words()), jnp.float32)
-                self.logits[j] = self.tie = self.t.recv(like, owner, after=self.tie)
+                self.logits[j] = self.tie = self.t.recv(self.p.logits_like, owner, after=self.tie)
         found = jnp.stack([self.logits[j] for j in range(n)], axis=1).reshape(self.p.shape.batch, -1)
         return found if self.tie is None else found + zero_after(self.tie).astype(found.dtype)
 
@@ -165,19 +148,7 @@ class StaggeredStep:
         assert self.tie is not None
         return zero_after(self.tie).reshape(1)
 
-    def _n_words(self) -> int:
-        traced = self.model.traced
-        return int(traced.jaxpr.outvars[0].aval.shape[-1])
-
 
 def _rows(arrays: Sequence[jax.Array], j: int, n: int) -> list[jax.Array]:
     """The j-th of n staggered batches' rows: every n-th, so that padding, which comes last, is shared out."""
     return [x[j::n] for x in arrays]
-
-
-def _by_dtype(xs: Sequence[Any], of: Any = lambda x: x) -> list[list[Any]]:
-    """Those of one dtype together, in the order of their first: a message is of one dtype."""
-    groups: dict[Any, list[Any]] = {}
-    for x in xs:
-        groups.setdefault(jnp.dtype(of(x).dtype), []).append(x)
-    return list(groups.values())

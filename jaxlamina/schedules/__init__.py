@@ -1,6 +1,10 @@
-"""Who runs what when in a decode step, as data: `make_schedule` makes it, `check` proves it, `bubbles` weighs it."""
+"""Who runs what when in a decode step, as data: `make_schedule` makes it, `check` proves it, `bubbles` weighs it.
+
+`balanced` shares slices out among a pipeline's stages.
+"""
 
 from jaxlamina.schedules.check import Bubbles, Shares, bubbles, check
+from jaxlamina.schedules.stages import balanced
 from jaxlamina.schedules.staggered import (
     MODES,
     AttentionRun,
@@ -24,6 +28,7 @@ __all__ = [
     "Schedule",
     "Shares",
     "SliceRun",
+    "balanced",
     "bubbles",
     "check",
     "make_schedule",

@@ -1,4 +1,4 @@
-"""A schedule drawn as Lamina 2025, Figure 8: a row a replica and one for the attention pool, a colour a batch.
+"""A schedule drawn as Lamina 2025, Figure 8: a row a replica or stage and one for the attention pool, a colour a batch.
 
 Knows a finished `Schedule` and nothing of how it came about. Needs matplotlib.
 """
@@ -70,7 +70,7 @@ def draw(schedule: Schedule, title: str, path: Path) -> None:
                 axes.axvline(1e3 * run.start_s, color=_INK, lw=0.9, ls=(0, (3, 2)), zorder=1)
         _exchanges(axes, schedule)
         _legend(axes, schedule)
-        names = [f"replica {r}" for r in range(schedule.n_replicas)]
+        names = [f"{schedule.kind} {r}" for r in range(schedule.n_replicas)]
         axes.set_yticks(range(len(rows)), [*names, "attention pool"])
         axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.set_xlabel("ms")

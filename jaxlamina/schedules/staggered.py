@@ -8,17 +8,22 @@ order is the same whatever they are; they decide the times alone.
 In the rotational mode slot s falls on replica ``s mod (n - 1)``. If every slice takes t and attention t / (n - 1), slot s
 starts at ``s * t / (n - 1)``, just when that replica is done with slot ``s - (n - 1)`` and the pool with ``s - n``.
 
+In the mode "stages" a replica is a stage of a pipeline: it has some slices in a row, and no other replica has them. Its
+slots are in another order, in which pairs of batches follow each other from stage to stage (`Schedule.turn`).
+
 Knows neither models, devices nor transports: the programs read the order, drawings and simulators the times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-Mode: TypeAlias = Literal["none", "fixed", "rotational"]
+Mode: TypeAlias = Literal["none", "fixed", "rotational", "stages"]
 MODES: tuple[str, ...] = get_args(Mode)
 
 
@@ -108,6 +113,7 @@ class Migration:
     It may take from ``start_s``, when ``source`` has ended the slice before, until ``end_s``, when ``target`` begins
     this one: the time of the attention between. It must not hold up ``source``, which runs another slice by then: send
     it without waiting, or by way of the pool: inside source's exchange after the slice before, and target's before this.
+    From stage to stage it goes when ``source`` is done with both batches of a pair, and may hold it up.
     """
 
     step: int
@@ -125,7 +131,8 @@ class Schedule:
 
     ``replicas[r]`` are the slices of replica r; ``attention`` and ``exchanges`` are the pool's. A replica has its
     exchanges in the pool's order. A step is complete in itself: every step has the same order, and nothing but the
-    sampled tokens goes from one to the next, so one program a rank serves all steps.
+    sampled tokens goes from one to the next, so one program a rank serves all steps. ``stages``: each slice's replica,
+    in the mode "stages".
     """
 
     mode: str
@@ -138,36 +145,66 @@ class Schedule:
     attention: tuple[AttentionRun, ...]
     exchanges: tuple[Exchange, ...]
     migrations: tuple[Migration, ...]
+    stages: tuple[int, ...] = ()
 
     def replica_of(self, batch: int, slice_: int) -> int:
         """Where a slice runs. Rotational: ``(batch + slice) mod (n - 1)``; fixed: ``batch mod n_replicas``."""
-        return _replica_of(self.mode, self.n_replicas, batch, slice_)
+        if self.mode == "stages":
+            return self.stages[slice_]
+        return (batch + slice_ if self.mode == "rotational" else batch) % self.n_replicas
+
+    @property
+    def kind(self) -> str:
+        """What a replica is called: "replica" of the model, or "stage" of it."""
+        return "stage" if self.mode == "stages" else "replica"
+
+    def turn(self, batch: int, slice_: int) -> tuple[int, ...]:
+        """What a step's slots are sorted by.
+
+        Over stages a slot has a round. Two batches go through a stage side by side, so that slices run for one while
+        attention is computed for the other; when they are done, and the next stage with the two before them, they go
+        there. A stage has as many rounds for each pair as the longest stage has slices. Within a round first
+        batches come before second ones, whatever their stage: the pool need not wait for the second slice of one stage
+        while it could serve another.
+        """
+        if self.mode != "stages":
+            return slice_, batch
+        stage = self.stages[slice_]
+        longest = max(Counter(self.stages).values())
+        return (batch // 2 + stage) * longest + slice_ - self.stages.index(stage), batch % 2, batch
 
     def replica_program(self, replica: int, step: int = 0) -> tuple[SliceRun | Exchange | Migration, ...]:
         """All that one replica does in a step, in order.
 
         Between two slices: exchanges with the pool, the next slice's context if it comes from elsewhere, and this
         slice's context if it goes elsewhere. In this order nothing locks up even if every message blocks both ends
-        (`check` tries it), but sending a context must not block: its target runs a slice of its own for a while yet.
+        (`check` tries it), but sending a context must not block in a rotation: its target runs a slice of its own for a
+        while yet.
         """
         mine = [e for e in self.exchanges if e.replica == replica and e.step == step]
-        before = {_input_of(e.receive): e for e in mine if e.receive is not None}
-        after = {e.send: e for e in mine if e.send is not None and e.receive is None}
+        before = {_input_of(e.receive): e for e in mine if e.receive is not None and e.send is None}
+        after = {tuple(e.send): e for e in mine if e.send is not None}
         moves = [m for m in self.migrations if m.step == step]
         comes = {(m.batch, m.slice): m for m in moves if m.target == replica}
         goes = {(m.batch, m.slice - 1): m for m in moves if m.source == replica}
-        program: list[SliceRun | Exchange | Migration] = []
-        leaving: Migration | None = None
-        for run in (run for run in self.replicas[replica] if run.step == step):
-            key = (run.batch, run.slice)
-            for item in (before.get(key), comes.get(key), leaving):
-                if item is not None:
-                    program.append(item)
-            program.append(run)
-            leaving = goes.get(key)
-            if key in after:
-                program.append(after[key])
-        return (*program, leaving) if leaving is not None else tuple(program)
+        runs = {(run.batch, run.slice): run for run in self.replicas[replica] if run.step == step}
+        program: list[SliceRun | Exchange | Migration | None] = []
+        leaving: list[Migration] = []
+        last: tuple[int, int] | None = None
+        for key, run in runs.items():
+            if last == (key[0], key[1] - 1):  # it waits for what it has just sent
+                program.append(before.pop(key, None))
+            ready = leaving
+            if self.mode == "stages":
+                # In the step's order, of which every program is a part: so none waits for another in a circle.
+                ready = [m for m in leaving if self.turn(m.batch, m.slice) < self.turn(*key)]
+                program += [*ready, before.get(key), comes.get(key), run]
+            else:  # All send at once around a ring, so each takes first.
+                program += [before.get(key), comes.get(key), *ready, run]
+            leaving = [m for m in (*leaving, goes.get(key)) if m is not None and m not in ready]
+            program.append(after.get(key))
+            last = key
+        return tuple(item for item in (*program, *leaving) if item is not None)
 
     def pool_program(self, step: int = 0) -> tuple[AttentionRun | Exchange, ...]:
         """All that the pool does in a step, in order: an operator follows the exchange that brings its q, k and v."""
@@ -189,6 +226,7 @@ def make_schedule(
     *,
     n_steps: int = 1,
     n_replicas: int | None = None,
+    stages: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule of ``n_steps`` decode steps of a model with ``n_layers`` attention operators.
 
@@ -201,6 +239,9 @@ def make_schedule(
     - ``"fixed"``: batch j always on replica ``j mod n_replicas``, no migrations (Lamina 2024 §5.1.2). Replicas are
       n - 1 unless given, as many as the rotation has; then replica 0 has two batches if n is above 2, sets the pace and
       the others wait. ``n_replicas=n`` is the paper's Figure 8b. With n = 2 it is the rotation.
+    - ``"stages"``: slice k of every batch on replica ``stages[k]``: 0 for the first ones, then 1, and so on
+      (`jaxlamina.schedules.balanced`). Batches go from stage to stage in pairs, so 2 for each stage keep all at work
+      but for the filling and draining of the pipeline; fewer, and one alone, take turns on the stages.
 
     Times are those of list scheduling: everything starts as soon as the order, its resource and its input allow. Only
     a step's first slice on replica r keeps the stagger, ``r * t_slice_s / n_replicas`` behind replica 0: started sooner,
@@ -209,37 +250,52 @@ def make_schedule(
     With equal slices of t and attention of t / (n - 1), a rotation's replicas and pool never wait within a step. From a
     step to the next it takes ``n * (n_layers + 1) + (-(n_layers + 1)) mod (n - 1)`` times t / (n - 1).
     """
-    replicas = _n_replicas(mode, n_batches, n_replicas)
     for name, value in (("n_layers", n_layers), ("n_steps", n_steps)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    maker = _Maker(mode, n_batches, replicas, n_layers, durations)
+    _check_stages(mode, stages, n_layers)
+    of_slices = tuple(stages or ())
+    replicas = _n_replicas(mode, n_batches, n_replicas, of_slices)
+    maker = _Maker(
+        Schedule(mode, n_batches, replicas, n_layers, n_steps, durations, (), (), (), (), of_slices)
+    )
     for step in range(n_steps):
         maker.add(step)
-    return maker.schedule(n_steps)
+    return maker.schedule()
 
 
-def _n_replicas(mode: str, n_batches: int, n_replicas: int | None) -> int:
+def _check_stages(mode: str, stages: Sequence[int] | None, n_layers: int) -> None:
+    if mode != "stages":
+        if stages is not None:
+            raise ValueError(f"{stages=} are of mode 'stages', not of {mode=}")
+        return
+    if stages is None or len(stages) != n_layers + 1:
+        raise ValueError(f"{stages=} must be {n_layers + 1} with {mode=}: each slice's")
+    if stages[0] != 0 or any(b - a not in (0, 1) for a, b in pairwise(stages)):
+        raise ValueError(f"{stages=} must begin with 0 and go up by one at a time")
+
+
+def _n_replicas(mode: str, n_batches: int, n_replicas: int | None, stages: tuple[int, ...]) -> int:
     if mode not in MODES:
         raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
     if mode == "none":
         if n_batches != 1:
             raise ValueError(f"{n_batches=} must be 1 with {mode=}: one batch has the model to itself")
         allowed = range(1, 2)
+    elif mode == "stages":
+        if n_batches < 1:
+            raise ValueError(f"{n_batches=} must be at least 1")
+        allowed = range(stages[-1] + 1, stages[-1] + 2)
     else:
         if n_batches < 2:
             raise ValueError(f"{n_batches=} must be at least 2 with {mode=}; one batch alone is mode 'none'")
         allowed = range(1, n_batches + 1) if mode == "fixed" else range(n_batches - 1, n_batches)
     if n_replicas is None:
-        return max(1, n_batches - 1)
+        return allowed[0] if mode == "stages" else max(1, n_batches - 1)
     if n_replicas not in allowed:
         within = f"{allowed[0]}" if len(allowed) == 1 else f"within 1 … {allowed[-1]}"
         raise ValueError(f"{n_replicas=} must be {within} with {mode=} and {n_batches=}")
     return n_replicas
-
-
-def _replica_of(mode: str, n_replicas: int, batch: int, slice_: int) -> int:
-    return (batch + slice_ if mode == "rotational" else batch) % n_replicas
 
 
 def _input_of(operator: Operator) -> tuple[int, int]:
@@ -250,88 +306,75 @@ def _input_of(operator: Operator) -> tuple[int, int]:
 class _Maker:
     """Lays slots down one after the other, in the order of the module's first lines."""
 
-    def __init__(
-        self, mode: str, n_batches: int, n_replicas: int, n_layers: int, durations: Durations
-    ) -> None:
-        self.mode, self.n_batches, self.n_replicas = mode, n_batches, n_replicas
-        self.n_layers, self.durations = n_layers, durations
-        self.runs: list[list[SliceRun]] = [[] for _ in range(n_replicas)]
+    def __init__(self, plan: Schedule) -> None:
+        """``plan``: the schedule with nothing in it yet."""
+        self.plan, self.durations = plan, plan.durations
+        self.runs: list[list[SliceRun]] = [[] for _ in range(plan.n_replicas)]
         self.attention: list[AttentionRun] = []
         self.exchanges: list[Exchange] = []
         self.migrations: list[Migration] = []
-        self.free_s = [0.0] * n_replicas  # when each replica is next free
+        self.waiting: set[Operator] = set()  # attended to, and nobody has the output yet
+        self.free_s = [0.0] * plan.n_replicas  # when each replica is next free
         self.pool_free_s = 0.0
-        self.ended_s = [0.0] * n_batches  # when each batch's last slice has ended
+        self.ended_s = [0.0] * plan.n_batches  # when each batch's last slice has ended
         self.begun_s: list[float] = []  # when each replica began with this step
         # The paper's t / (n - 1), but where attention is shorter no replica need wait that long for its turn in the pool.
-        self.stagger_s = min(durations.t_slice_s / n_replicas, durations.t_attention_s)
+        self.stagger_s = min(self.durations.t_slice_s / plan.n_replicas, self.durations.t_attention_s)
 
     def add(self, step: int) -> None:
         """One step more, slot by slot. What the pool does comes in its order: slots never look ahead."""
         self.begun_s = []
         for batch, slice_, replica, following in self._slots():
+            if (own := Operator(batch, slice_ - 1)) in self.waiting:
+                self._exchange(step, replica, None, own)
             self._run(step, batch, slice_, replica)
-            send = Operator(batch, slice_) if slice_ < self.n_layers else None
-            receive = None
-            if following is not None and following[1] > 0:
-                receive = Operator(following[0], following[1] - 1)
-            if send is not None and send == receive:
-                # One batch to a replica: nothing to do while it is in attention.
-                self._exchange(step, replica, send, None)
-                self._attend(step, send)
-                self._exchange(step, replica, None, receive)
+            if slice_ == self.plan.n_layers:
                 continue
-            # `receive` has been attended to: its slot is earlier than this one. In a rotation it was the pool's last one,
-            # so nobody waits for the two to fall together.
-            if send is not None or receive is not None:
-                self._exchange(step, replica, send, receive)
-            if send is not None:
-                self._attend(step, send)
+            send = Operator(batch, slice_)
+            receive = None if following is None else Operator(following[0], following[1] - 1)
+            # In a rotation it was the pool's last one, so nobody waits for the two to fall together.
+            self._exchange(step, replica, send, receive if receive in self.waiting else None)
+            self._attend(step, send)
+            if send == receive:  # One batch to a replica: nothing to do while it is in attention.
+                self._exchange(step, replica, None, receive)
 
-    def schedule(self, n_steps: int) -> Schedule:
-        return Schedule(
-            self.mode,
-            self.n_batches,
-            self.n_replicas,
-            self.n_layers,
-            n_steps,
-            self.durations,
-            tuple(map(tuple, self.runs)),
-            tuple(self.attention),
-            tuple(self.exchanges),
-            tuple(self.migrations),
+    def schedule(self) -> Schedule:
+        return replace(
+            self.plan,
+            replicas=tuple(map(tuple, self.runs)),
+            attention=tuple(self.attention),
+            exchanges=tuple(self.exchanges),
+            migrations=tuple(self.migrations),
         )
 
     def _slots(self) -> Iterator[tuple[int, int, int, tuple[int, int] | None]]:
         """A step's slots: batch, slice, replica, and the batch and slice that this replica runs next in the step."""
-        order = [
-            (batch, slice_, _replica_of(self.mode, self.n_replicas, batch, slice_))
-            for slice_ in range(self.n_layers + 1)
-            for batch in range(self.n_batches)
-        ]
-        following: list[tuple[int, int] | None] = [None] * self.n_replicas
+        every = [(b, k) for k in range(self.plan.n_layers + 1) for b in range(self.plan.n_batches)]
+        following: list[tuple[int, int] | None] = [None] * self.plan.n_replicas
         rows = []
-        for batch, slice_, replica in reversed(order):
+        for batch, slice_ in sorted(every, key=lambda slot: self.plan.turn(*slot), reverse=True):
+            replica = self.plan.replica_of(batch, slice_)
             rows.append((batch, slice_, replica, following[replica]))
             following[replica] = (batch, slice_)
         return reversed(rows)
 
     def _run(self, step: int, batch: int, slice_: int, replica: int) -> None:
-        start_s = self.free_s[
-            replica
-        ]  # its attention output has come by then: an exchange frees its replica last
+        # Its attention output has come by then: an exchange frees its replica last.
+        start_s = self.free_s[replica]
         if slice_ == 0:
             start_s = max(start_s, self.ended_s[batch])
         if replica == len(self.begun_s):  # slots come to the replicas in turn
             if self.begun_s:
                 start_s = max(start_s, self.begun_s[0] + replica * self.stagger_s)
             self.begun_s.append(start_s)
-        source = _replica_of(self.mode, self.n_replicas, batch, slice_ - 1)
-        if slice_ > 0 and source != replica:
-            self.migrations.append(
-                Migration(step, batch, slice_, source, replica, self.ended_s[batch], start_s)
-            )
-        end_s = start_s + self.durations.of_slice(slice_, self.n_layers)
+        source = self.plan.replica_of(batch, slice_ - 1) if slice_ else replica
+        if source != replica:
+            leaves_s = self.ended_s[batch]
+            if self.plan.mode == "stages":
+                leaves_s = self.free_s[source]
+                start_s = max(start_s, leaves_s)
+            self.migrations.append(Migration(step, batch, slice_, source, replica, leaves_s, start_s))
+        end_s = start_s + self.durations.of_slice(slice_, self.plan.n_layers)
         self.runs[replica].append(SliceRun(step, batch, slice_, replica, start_s, end_s))
         self.free_s[replica] = self.ended_s[batch] = end_s
 
@@ -340,8 +383,10 @@ class _Maker:
         end_s = start_s + self.durations.t_exchange_s
         self.exchanges.append(Exchange(step, replica, send, receive, start_s, end_s))
         self.free_s[replica] = self.pool_free_s = end_s
+        self.waiting.discard(receive)  # type: ignore[arg-type]
 
     def _attend(self, step: int, operator: Operator) -> None:
         start_s = self.pool_free_s
         self.pool_free_s = start_s + self.durations.t_attention_s
         self.attention.append(AttentionRun(step, *operator, start_s, self.pool_free_s))
+        self.waiting.add(operator)
