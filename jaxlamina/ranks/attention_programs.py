@@ -3,7 +3,8 @@
 Pools are donated, one array a layer, so that each append is in place. The program is unrolled: in a loop over layers XLA
 copies the pools. Knows no weight, no token and no request.
 
-Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k and v are on their way.
+Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k and v are on their way. §5: prompts' k and v
+come between those of decode steps; here within them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import jax.numpy as jnp
 
 from jaxlamina.control.messages import StepShape
 from jaxlamina.ranks.layout import Layout, schedule_of, span
-from jaxlamina.ranks.wires import HeadsOf, Sizes, pack_partial, packed_like, unpack
+from jaxlamina.ranks.wires import HeadsOf, Sizes, pack, pack_partial, packed_like, unpack
 from jaxlamina.schedules import AttentionRun, Operator
 from jaxlamina.transports import Transport, zero_after
+from jaxlamina.workers.attention_worker import Partial
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import Pool, append, combine, partial_attention, token_partial
 
@@ -33,6 +35,7 @@ class StepInputs(NamedTuple):
     lengths: Any  # [R]
     new_slots: Any  # [M], ≥ S for none
     q_positions: dict[int, Any]  # window -> [R, T], for tables that lost their positions
+    chunk: StepInputs | None = None  # of the chunk alongside
 
     def part(self, j: int, n: int) -> StepInputs:
         """The j-th of n staggered batches' rows and new tokens."""
@@ -77,7 +80,8 @@ class AttentionProgram:
                 k_pools[i], v_pools[i] = self._append(k_pools[i], v_pools[i], kv, inputs.new_slots)
                 last = kv
             else:
-                k_pools[i], v_pools[i], last = self._answer(i, heads, k_pools[i], v_pools[i], inputs, last)
+                answer = self._answer if self.shape.chunk is None else self._answer_with_chunk
+                k_pools[i], v_pools[i], last = answer(i, heads, k_pools[i], v_pools[i], inputs, last)
         assert last is not None, "a model without attention"
         return k_pools, v_pools, zero_after(last).reshape(1)
 
@@ -86,11 +90,34 @@ class AttentionProgram:
     ) -> tuple[Pool, Pool, jax.Array]:
         """One layer: stored tokens are attended as soon as q is there, and only then are k and v stored: the pools are
         read and written in this order or XLA would keep two of each."""
-        q, kv = self._receive(heads, last)
+        q, kv = self._receive(heads.q_like(self.sizes), heads.kv_like(self.sizes), last)
         with span("attention", i):
             k_pool, v_pool, answer, after = self._attend(i, k_pool, v_pool, q, kv, inputs, last)
         b = len(self.layout.workers)
         return k_pool, v_pool, self.t.send_part(answer, MODEL_RANK, b, after)
+
+    def _answer_with_chunk(
+        self, i: int, heads: HeadsOf, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array | None
+    ) -> tuple[Pool, Pool, jax.Array]:
+        """One layer of a decode step and a chunk of a prompt: both are attended to, and then both are stored."""
+        assert inputs.chunk is not None
+        sizes, chunk = self.layout.mixed_sizes(self.shape), inputs.chunk
+        q_likes = sizes.q_likes(heads)
+        message, kv = self._receive(packed_like(*q_likes), sizes.kv_like(heads), last)
+        assert kv is not None, "a chunk without tokens"
+        q, *q_chunk = unpack(message, *q_likes)
+        with span("attention", i):
+            stored = [
+                self._stored(i, k_pool, v_pool, of_part, part, last)
+                for of_part, part in zip((q, *q_chunk), (inputs, chunk), strict=False)
+            ]
+            read = sum(zero_after(out).astype(jnp.int32) for out, _ in stored)
+            slots = jnp.concatenate([inputs.new_slots, chunk.new_slots]) + read
+            k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
+            answers = [self._answer_of(i, q, kv[: sizes.rows.new], stored[0])]
+            answers += [pack_partial(*of_chunk) for of_chunk in stored[1:]]
+        b = len(self.layout.workers)
+        return k_pool, v_pool, self.t.send_part(pack(*answers), MODEL_RANK, b, after=kv)
 
     def _staggered(
         self, k_pools: list[Pool], v_pools: list[Pool], inputs: StepInputs
@@ -141,32 +168,48 @@ class AttentionProgram:
         last: jax.Array | None,
     ) -> tuple[Pool, Pool, jax.Array, jax.Array | None]:
         """The pools with the new tokens, the answer, and what else must be there before it is sent."""
+        stored = self._stored(i, k_pool, v_pool, q, inputs, last)
+        if kv is not None:
+            slots = inputs.new_slots + zero_after(stored[0]).astype(jnp.int32)
+            k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
+        answer = self._answer_of(i, q, kv, stored)
+        return k_pool, v_pool, answer, None if self._adds_new else kv
+
+    def _stored(
+        self, i: int, k_pool: Pool, v_pool: Pool, q: jax.Array, inputs: StepInputs, last: jax.Array | None
+    ) -> Partial:
         spec = self.specs[i]
         q_positions = None if spec.window is None else inputs.q_positions.get(spec.window)
         table = inputs.slot_table
         if last is not None and self._gathers:
             table = table + zero_after(last).astype(jnp.int32)
-        stored = table, inputs.lengths, q_positions
-        out, lse = _stored_of(spec)(q, k_pool, v_pool, *stored)
-        if kv is not None:
-            slots = inputs.new_slots + zero_after(out).astype(jnp.int32)
-            k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
-        if self.shape.kind == "decode" and self.layout.by_heads:
-            assert kv is not None
-            k, v = jnp.split(kv[:, None], 2, axis=2)
-            own = token_partial(q, k, v, scale=spec.scale, softcap=spec.softcap)
-            answer, after = combine([out, own[0]], [lse, own[1]])[0].astype(q.dtype), None
-        else:
-            answer, after = pack_partial(out, lse), kv
-        return k_pool, v_pool, answer, after
+        found: Partial = _stored_of(spec)(q, k_pool, v_pool, table, inputs.lengths, q_positions)
+        return found
 
-    def _receive(self, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        q_like, kv_like = heads.q_like(self.sizes), heads.kv_like(self.sizes)
+    @property
+    def _adds_new(self) -> bool:
+        """Whether a decode step's new tokens are added here to what is attended, and not on the model rank."""
+        return self.shape.kind == "decode" and self.layout.by_heads
+
+    def _answer_of(self, i: int, q: jax.Array, kv: jax.Array | None, stored: Partial) -> jax.Array:
+        out, lse = stored
+        if not self._adds_new:
+            return pack_partial(out, lse)
+        assert kv is not None
+        spec = self.specs[i]
+        k, v = jnp.split(kv[:, None], 2, axis=2)
+        own = token_partial(q, k, v, scale=spec.scale, softcap=spec.softcap)
+        return combine([out, own[0]], [lse, own[1]])[0].astype(q.dtype)
+
+    def _receive(
+        self, q_like: jax.ShapeDtypeStruct, kv_like: jax.ShapeDtypeStruct, last: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        has_new = kv_like.shape[0] > 0
         if not self.shape.q_first:
             q, kv = unpack(self._recv(packed_like(q_like, kv_like), last), q_like, kv_like)
-            return q, kv if self.sizes.new else None
+            return q, kv if has_new else None
         q = self._recv(q_like, last)
-        return q, self._recv(kv_like, q) if self.sizes.new else None
+        return q, self._recv(kv_like, q) if has_new else None
 
     def _recv(self, like: jax.ShapeDtypeStruct, after: jax.Array | None) -> jax.Array:
         return self.t.recv_part(like, MODEL_RANK, len(self.layout.workers), after)
@@ -199,4 +242,5 @@ def step_inputs_of(layout: Layout, shape: StepShape, specs: Sequence[AttentionSp
         ints((n * sizes.rows,)),
         ints((n * sizes.new,)),
         queries,
+        None if shape.chunk is None else step_inputs_of(layout, shape.chunk, specs),
     )
