@@ -15,6 +15,9 @@ import numpy as np
 PROTOCOL = 3
 """Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
 
+CHUNK = "chunk."
+"""Before the names of a Step's arrays that are of the chunk alongside."""
+
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
     for kind in (
@@ -70,7 +73,8 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``batch`` requests with ``tokens`` new tokens each and room for ``context`` stored ones; ``rows`` and ``new`` are
     how many requests and new tokens an attention worker serves where it does not serve all. ``q_first``: q travels
     alone, before k and v are computed. ``n_batches``: the requests go as so many staggered batches of equal size, of
-    each of which ``rows`` and ``new`` are.
+    each of which ``rows`` and ``new`` are. ``chunk``: of a decode step, the part of a prompt that is computed alongside,
+    itself a step of one request.
     """
 
     kind: Literal["decode", "prefill", "chunk"]
@@ -81,11 +85,17 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     new: int = 0
     q_first: bool = True
     n_batches: int = 1
+    chunk: StepShape | None = None
 
     @property
     def batch_each(self) -> int:
         """Requests of one staggered batch."""
         return self.batch // self.n_batches
+
+    @property
+    def model_rows(self) -> int:
+        """Rows of ``tokens`` tokens that the model's slices are cut for: each token of a chunk is one."""
+        return self.batch_each + (0 if self.chunk is None else self.chunk.tokens)
 
     def __str__(self) -> str:
         parts = [self.kind, f"batch {self.batch}"]
@@ -94,6 +104,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts += [f"{name} {n}" for name, n in (("rows", self.rows), ("new", self.new)) if n]
         parts += [f"in {self.n_batches} staggered"] if self.n_batches > 1 else []
         parts += [] if self.q_first or self.n_batches > 1 else ["q with k and v"]
+        parts += [] if self.chunk is None else [f"with {self.chunk}"]
         return ", ".join(parts)
 
 

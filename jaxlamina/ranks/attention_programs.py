@@ -3,7 +3,8 @@
 Pools are donated, one array a layer, so that each append is in place. The program is unrolled: in a loop over layers XLA
 copies the pools. Knows no weight, no token and no request.
 
-Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k and v are on their way.
+Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k and v are on their way. §5: prompts' k and v
+come between those of decode steps; here within them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import jax.numpy as jnp
 
 from jaxlamina.control.messages import StepShape
 from jaxlamina.ranks.layout import Layout, schedule_of, span
-from jaxlamina.ranks.wires import HeadsOf, Sizes, pack_partial, packed_like, unpack
+from jaxlamina.ranks.wires import HeadsOf, Sizes, pack, pack_partial, packed_like, unpack
 from jaxlamina.schedules import AttentionRun, Operator
 from jaxlamina.transports import Transport
+from jaxlamina.workers.attention_worker import Partial
 from jaxlamina.workers.spec import AttentionSpec
-from pallas_kernels import Pool, append, decode_attention, partial_attention
+from pallas_kernels import Pool, append, attention_with_own, decode_attention, partial_attention
 from pallas_kernels.order import zero_after
 
 
@@ -32,6 +34,7 @@ class StepInputs(NamedTuple):
     lengths: Any  # [R]
     new_slots: Any  # [M], ≥ S for none
     q_positions: dict[int, Any]  # window -> [R, T], for tables that lost their positions
+    chunk: StepInputs | None = None  # of the chunk alongside
 
     def part(self, j: int, n: int) -> StepInputs:
         """The j-th of n staggered batches' rows and new tokens."""
@@ -76,7 +79,8 @@ class AttentionProgram:
                 k_pools[i], v_pools[i] = self._append(k_pools[i], v_pools[i], kv, inputs.new_slots)
                 last = kv
             else:
-                k_pools[i], v_pools[i], last = self._answer(i, heads, k_pools[i], v_pools[i], inputs, last)
+                answer = self._answer if self.shape.chunk is None else self._answer_with_chunk
+                k_pools[i], v_pools[i], last = answer(i, heads, k_pools[i], v_pools[i], inputs, last)
         assert last is not None, "a model without attention"
         return k_pools, v_pools, zero_after(last).reshape(1)
 
@@ -85,11 +89,39 @@ class AttentionProgram:
     ) -> tuple[Pool, Pool, jax.Array]:
         """One layer: stored tokens are attended as soon as q is there, and only then are k and v stored: the pools are
         read and written in this order or XLA would keep two of each."""
-        q, kv = self._receive(i, heads, last)
+        q, kv = self._receive(i, heads.q_like(self.sizes), heads.kv_like(self.sizes), last)
         with span("attention", i):
             k_pool, v_pool, answer, after = self._attend(i, k_pool, v_pool, q, kv, inputs, last)
         b = len(self.layout.workers)
         return k_pool, v_pool, self.t.send_part(answer, self.layout.model_rank(i), b, after)
+
+    def _answer_with_chunk(
+        self, i: int, heads: HeadsOf, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array | None
+    ) -> tuple[Pool, Pool, jax.Array]:
+        """One layer of a decode step and a chunk of a prompt: both are attended to, and then both are stored."""
+        assert inputs.chunk is not None
+        sizes, chunk = self.layout.mixed_sizes(self.shape), inputs.chunk
+        q_likes = sizes.q_likes(heads)
+        message, kv = self._receive(i, packed_like(*q_likes), sizes.kv_like(heads), last)
+        assert kv is not None, "a chunk without tokens"
+        q, *q_chunk = unpack(message, *q_likes)
+        with span("attention", i):
+            of_rows, of_chunk = (self._stored(i, k_pool, v_pool, part, last) for part in (inputs, chunk))
+            found: list[Partial] = [_partial_of(self.specs[i])(x, *of_chunk) for x in q_chunk]
+            read, answers = [out for out, _ in found], [pack_partial(*part) for part in found]
+            if self._adds_new:
+                k, v = jnp.split(kv[: sizes.rows.new, None], 2, axis=2)
+                read.append(_with_own_of(self.specs[i])(q, k, v, *of_rows))
+                answers.insert(0, read[-1])
+            else:
+                out, lse = _partial_of(self.specs[i])(q, *of_rows)
+                read.append(out)
+                answers.insert(0, pack_partial(out, lse))
+            slots = jnp.concatenate([inputs.new_slots, chunk.new_slots])
+            slots = slots + sum(zero_after(x).astype(jnp.int32) for x in read)
+            k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
+        b = len(self.layout.workers)
+        return k_pool, v_pool, self.t.send_part(pack(*answers), self.layout.model_rank(i), b, after=kv)
 
     def _staggered(
         self, k_pools: list[Pool], v_pools: list[Pool], inputs: StepInputs
@@ -149,29 +181,43 @@ class AttentionProgram:
         last: jax.Array | None,
     ) -> tuple[Pool, Pool, jax.Array, jax.Array | None]:
         """The pools with the new tokens, the answer, and what else must be there before it is sent."""
-        spec = self.specs[i]
-        q_positions = None if spec.window is None else inputs.q_positions.get(spec.window)
-        table = inputs.slot_table
-        if last is not None and self._gathers:
-            table = table + zero_after(last).astype(jnp.int32)
-        stored = k_pool, v_pool, table, inputs.lengths
-        if self.shape.kind == "decode" and self.layout.by_heads:
+        stored = self._stored(i, k_pool, v_pool, inputs, last)
+        if self._adds_new:
             assert kv is not None
-            new = jnp.split(kv[:, None], 2, axis=2)
-            return *_decode_of(spec)(q, *new, *stored, inputs.new_slots, q_positions), None
-        out, lse = _stored_of(spec)(q, *stored, q_positions)
+            *given, q_positions = stored
+            k, v = jnp.split(kv[:, None], 2, axis=2)
+            return *_decode_of(self.specs[i])(q, k, v, *given, inputs.new_slots, q_positions), None
+        out, lse = _partial_of(self.specs[i])(q, *stored)
         if kv is not None:
             slots = inputs.new_slots + zero_after(out).astype(jnp.int32)
             k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
         return k_pool, v_pool, pack_partial(out, lse), kv
 
-    def _receive(self, i: int, heads: HeadsOf, last: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        q_like, kv_like = heads.q_like(self.sizes), heads.kv_like(self.sizes)
+    def _stored(
+        self, i: int, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array | None
+    ) -> tuple[Any, ...]:
+        """What a layer's kernels are told of the stored tokens: pools, slots, lengths, and where queries are."""
+        spec = self.specs[i]
+        q_positions = None if spec.window is None else inputs.q_positions.get(spec.window)
+        table = inputs.slot_table
+        if last is not None and self._gathers:
+            table = table + zero_after(last).astype(jnp.int32)
+        return k_pool, v_pool, table, inputs.lengths, q_positions
+
+    @property
+    def _adds_new(self) -> bool:
+        """Whether a decode step's new tokens are added here to what is attended, and not on the model rank."""
+        return self.shape.kind == "decode" and self.layout.by_heads
+
+    def _receive(
+        self, i: int, q_like: jax.ShapeDtypeStruct, kv_like: jax.ShapeDtypeStruct, last: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        has_new = kv_like.shape[0] > 0
         if not self.shape.q_first:
             q, kv = unpack(self._recv(i, packed_like(q_like, kv_like), last), q_like, kv_like)
-            return q, kv if self.sizes.new else None
+            return q, kv if has_new else None
         q = self._recv(i, q_like, last)
-        return q, self._recv(i, kv_like, q) if self.sizes.new else None
+        return q, self._recv(i, kv_like, q) if has_new else None
 
     def _recv(self, i: int, like: jax.ShapeDtypeStruct, after: jax.Array | None) -> jax.Array:
         return self.t.recv_part(like, self.layout.model_rank(i), len(self.layout.workers), after)
@@ -182,7 +228,7 @@ class AttentionProgram:
 
 
 @cache
-def _stored_of(spec: AttentionSpec) -> Any:
+def _partial_of(spec: AttentionSpec) -> Any:
     """The stored tokens' partial for layers of one kind, jitted so that they are traced and lowered once."""
 
     def attend(q: Any, k_pool: Pool, v_pool: Pool, table: Any, lengths: Any, q_positions: Any) -> Any:
@@ -193,11 +239,22 @@ def _stored_of(spec: AttentionSpec) -> Any:
 
 @cache
 def _decode_of(spec: AttentionSpec) -> Any:
-    """A decode step's attention for layers of one kind, as `_stored_of`."""
+    """A decode step's attention for layers of one kind, as `_partial_of`."""
 
     def attend(*given: Any) -> Any:
         *arrays, q_positions = given
         return decode_attention(*arrays, q_positions=q_positions, read_first=True, **spec.scoring)
+
+    return jax.jit(attend)
+
+
+@cache
+def _with_own_of(spec: AttentionSpec) -> Any:
+    """`_decode_of` without storing."""
+
+    def attend(*given: Any) -> Any:
+        *arrays, q_positions = given
+        return attention_with_own(*arrays, q_positions=q_positions, **spec.scoring)
 
     return jax.jit(attend)
 
@@ -215,4 +272,5 @@ def step_inputs_of(layout: Layout, shape: StepShape, specs: Sequence[AttentionSp
         ints((n * sizes.rows,)),
         ints((n * sizes.new,)),
         queries,
+        None if shape.chunk is None else step_inputs_of(layout, shape.chunk, specs),
     )

@@ -225,6 +225,7 @@ def _slots(array: m.Array) -> np.ndarray:
 
 
 def _inputs(arrays: dict[str, m.Array]) -> StepInputs:
+    chunk = {name.removeprefix(m.CHUNK): x for name, x in arrays.items() if name.startswith(m.CHUNK)}
     queries = {
         int(name.removeprefix("q")): array.numpy() for name, array in arrays.items() if name.startswith("q")
     }
@@ -233,4 +234,5 @@ def _inputs(arrays: dict[str, m.Array]) -> StepInputs:
         arrays["lengths"].numpy(),
         arrays["new_slots"].numpy(),
         queries,
+        _inputs(chunk) if chunk else None,
     )

@@ -21,14 +21,14 @@ from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.choice import Choice
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.ranks.layout import layout_of, schedule_of
-from jaxlamina.ranks.memory_pool import RemotePool
+from jaxlamina.ranks.memory_pool import Arrays, RemotePool
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, send_parameters, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, with_chunk
 from jaxlamina.workers.calibration import channel_scales
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
@@ -130,8 +130,23 @@ class RanksExecutor:
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        kind = "chunk" if batch.has_earlier else "prefill"
-        return self._step(kind, batch, (batch.tokens, batch.positions, batch.logits_at))
+        return self._step(batch.kind, batch, (batch.tokens, batch.positions, batch.logits_at))
+
+    def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
+        """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program a rank, which
+        reads weights once for both (Lamina 2024 §5.6): logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s.
+
+        One step after the other where steps go as staggered batches or model workers share out the weights. Each token of
+        the chunk is a row of the model, so one that goes by a row's largest position (dynamic rope scaling) sees its own.
+        ``ValueError`` for a chunk of several requests.
+        """
+        tokens, positions = with_chunk(batch, chunk)
+        if self.n_batches != 1 or self.group.cluster.shares_weights:
+            return self.decode(batch), self.prefill(chunk)
+        self._check_current()
+        planned = self.pool.plan_with_chunk(batch, chunk, self.q_first)
+        logits = self._launch(*planned, (tokens, positions, chunk.logits_at))
+        return logits[:-1], logits[-1:]
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
@@ -165,7 +180,16 @@ class RanksExecutor:
         on_done: Callable[[float], None] = lambda _: None,
     ) -> jax.Array:
         self._check_current()
-        shape, arrays, at = self.pool.plan(kind, batch, self.q_first, n_batches)
+        return self._launch(*self.pool.plan(kind, batch, self.q_first, n_batches), inputs, on_done)
+
+    def _launch(
+        self,
+        shape: m.StepShape,
+        arrays: list[Arrays],
+        at: Any,
+        inputs: tuple[np.ndarray, ...],
+        on_done: Callable[[float], None] = lambda _: None,
+    ) -> jax.Array:
         program, weights = self._prepared(shape)
         ticket = self.group.begin_step(shape)
         self.group.owed = f"step {self.group.n_steps} ({shape})"

@@ -15,7 +15,7 @@ import jax
 from jaxlamina.cluster import Cluster
 from jaxlamina.control.messages import StepShape
 from jaxlamina.errors import UserError
-from jaxlamina.ranks.wires import HeadsOf, Sizes
+from jaxlamina.ranks.wires import HeadsOf, MixedSizes, Sizes
 from jaxlamina.schedules import Schedule, make_schedule
 from jaxlamina.workers.spec import AttentionSpec
 
@@ -52,6 +52,11 @@ class Layout:
         if self.by_heads:
             return Sizes(shape.batch_each, shape.batch_each * shape.tokens, shape.tokens)
         return Sizes(shape.rows, shape.new, shape.tokens)
+
+    def mixed_sizes(self, shape: StepShape) -> MixedSizes:
+        """Of a decode step with a chunk alongside."""
+        assert shape.chunk is not None
+        return MixedSizes(self.sizes(shape), self.sizes(shape.chunk), shape.chunk.kind == "chunk")
 
     def heads(self, spec: AttentionSpec, n_query_heads: int) -> HeadsOf:
         """One layer's heads on each worker."""

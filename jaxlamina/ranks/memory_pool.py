@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxlamina.control import messages as m
@@ -87,7 +88,18 @@ class RemotePool:
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in workers]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
         return shape, [_told(p.slot_table, p.lengths, p.new_slots, p.q_positions) for p in workers], at
 
-    def assume_stored(self, batch: DecodeBatch) -> None:
+    def plan_with_chunk(
+        self, batch: DecodeBatch, chunk: PrefillBatch, q_first: bool
+    ) -> tuple[m.StepShape, list[Arrays], tuple[PlacedIndices, PlacedIndices] | None]:
+        """``plan`` of a decode step and a chunk of a prompt alongside, one after the other and told together."""
+        rows, told, at = self.plan("decode", batch, q_first)
+        of_chunk, chunk_told, chunk_at = self.plan(chunk.kind, chunk, q_first)
+        shape = msgspec.structs.replace(rows, chunk=of_chunk)
+        pairs = zip(told, chunk_told, strict=True)
+        arrays = [own | {m.CHUNK + name: x for name, x in more.items()} for own, more in pairs]
+        return shape, arrays, None if at is None or chunk_at is None else (at, chunk_at)
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         """Takes it that a batch's earlier tokens were stored a row at a time: for measuring steps without a prefill."""
         if self.placement is None:
             return

@@ -4,7 +4,8 @@ A rank that is one stage of a pipeline takes a step over from the stage before a
 splitter's parts; what is sent where is the transport's and the wire's. Holds no weights: they are arguments. Knows no KV
 and no slot. What a step of a bucket is called is `StepShape`'s affair.
 
-Source: Lamina 2025 §4.2.2 (q first, then k and v; partial attention meanwhile).
+Source: Lamina 2025 §4.2.2 (q first, then k and v; partial attention meanwhile); Lamina 2024 §5.6 (a chunk of a prompt
+alongside a decode step).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from jaxlamina.control.messages import StepShape
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, send_arrays
@@ -23,9 +25,12 @@ from jaxlamina.ranks.staggered_step import FRONT, StaggeredStep
 from jaxlamina.ranks.wires import (
     HeadsOf,
     HeadsWire,
+    MixedWire,
     PlacedIndices,
     PlacedWire,
     pack,
+    packed_like,
+    unpack,
     with_own,
 )
 from jaxlamina.transports import Transport, tied, zero_after
@@ -37,7 +42,8 @@ from splitter import SplitModel
 
 class ModelProgram:
     """Traces one bucket's step on one replica or stage. ``step`` is the function to compile; ``model`` is cut for one
-    staggered batch."""
+    staggered batch, or for a step's rows and a chunk's tokens, and then ``ends`` is the model cut for those that logits are
+    of."""
 
     def __init__(
         self,
@@ -47,9 +53,10 @@ class ModelProgram:
         specs: Sequence[AttentionSpec],
         shape: StepShape,
         replica: int = 0,
+        ends: SplitModel | None = None,
     ) -> None:
         self.t, self.layout, self.model, self.specs, self.shape = transport, layout, model, specs, shape
-        self.replica = replica
+        self.replica, self.ends = replica, ends
         self.sizes = layout.sizes(shape)
         run = {"decode": self._decode, "prefill": self._prefill, "chunk": self._chunk}[shape.kind]
         self._run: Callable[..., tuple[Any, Context, Tie]] = run
@@ -58,14 +65,19 @@ class ModelProgram:
         self,
         weights: Sequence[tuple[jax.Array, ...]],
         inputs: tuple[jax.Array, ...],
-        at: PlacedIndices | None,
+        at: Any,
     ) -> jax.Array:
         """Logits ``[B, V]`` after each row's last token; on a rank that is not rank 0 a ``[1]`` that is there when all
         is sent. ``weights``: each slice's, of other ranks' slices none. ``inputs``: tokens and positions ``[B, T]``, and
-        for more than one token a row ``logits_at [B]``."""
+        for more than one token a row ``logits_at [B]``.
+
+        With a chunk of T tokens alongside: logits ``[B + 1, V]``, the chunk's last; tokens and positions ``[B + T, 1]``,
+        ``logits_at [1]`` within the chunk. ``at``: `PlacedIndices`, of the rows and of the chunk if there is one."""
         if self.shape.n_batches > 1:
             return StaggeredStep(self, weights, inputs, at).run()
-        wire = HeadsWire(len(self.layout.workers)) if at is None else PlacedWire(at)
+        if self.shape.chunk is not None:
+            return self._with_chunk(weights, inputs, at)
+        wire = self._wire(at)
         n = self.model.n
         own = self.layout.slices_on(self.replica, n + 1)
         context, out, tie = self._begun(own.start, inputs)
@@ -118,10 +130,9 @@ class ModelProgram:
             if isinstance(wire, HeadsWire):
                 like = self.heads(i).out_like(self.sizes)
                 answers = self.t.recv_each(like, self.layout.workers, after=tie)
-                out = wire.whole_out(answers)
             else:
                 answers = self._partials(i, tie)
-                out = with_own(wire.partial(answers), q, k, v, self.specs[i])
+            out = _rows_out(wire, answers, q, k, v, self.specs[i])
         return out, context, None
 
     def _prefill(
@@ -148,6 +159,41 @@ class ModelProgram:
             out = combined((own, wire.partial(answers)), self.specs[i])
         return out, context, None
 
+    def _with_chunk(self, weights: Any, inputs: tuple[jax.Array, ...], at: Any) -> jax.Array:
+        """A decode step and a chunk of a prompt. All but attention works row by row, so each of the chunk's tokens is a row
+        of the slices, beside the requests' new tokens; the last slice has the rows that logits are wanted of."""
+        assert self.ends is not None
+        tokens, positions, logits_at = inputs
+        n, sizes = self.shape.batch, self.layout.mixed_sizes(self.shape)
+        rows_at, chunk_at = (None, None) if at is None else at
+        wire = MixedWire(self._wire(rows_at), self._wire(chunk_at), n, sizes.asks)
+        context = self.model.first_context(tokens, positions)
+        out: Any = None
+        last: Tie = None
+        for i, spec in enumerate(self.specs):
+            q, k, v, context, tie = self._send(wire, i, weights[i], context, out, last)
+            likes = sizes.answer_likes(self.heads(i), self.layout.by_heads)
+            answers = self.t.recv_each(packed_like(*likes), self.layout.workers, after=tie)
+            last = answers[-1]
+            rows, *stored = zip(*(unpack(answer, *likes) for answer in answers), strict=True)
+            (q, q_chunk), (k, k_chunk), (v, v_chunk) = (wire.cut(x) for x in (q, k, v))
+            if sizes.asks:
+                own = causal_partial(q_chunk, k_chunk, v_chunk, **spec.scoring)
+                chunk: Any = combined((own, wire.chunk.partial(*stored)), spec)
+            else:
+                chunk = causal_attention(q_chunk, k_chunk, v_chunk, **spec.scoring)
+            out = wire.joined(_rows_out(wire.rows, rows, q, k, v, spec), chunk)
+        wanted = jnp.concatenate([jnp.arange(n), n + logits_at])
+        final = self.ends.slices[self.ends.n]
+        with span("slice", self.ends.n):
+            context = tuple(
+                _rows_at(x, v.aval, wanted) for x, v in zip(context, final.context_vars, strict=True)
+            )
+            return final.final(weights[-1], context, out[wanted])[:, -1]
+
+    def _wire(self, at: PlacedIndices | None) -> HeadsWire | PlacedWire:
+        return HeadsWire(len(self.layout.workers)) if at is None else PlacedWire(at)
+
     def _send(
         self, wire: Any, i: int, weights: Any, context: Context, out: Any, last: Tie
     ) -> tuple[Any, Any, Any, Context, Tie]:
@@ -166,9 +212,10 @@ class ModelProgram:
         tie = self.t.send_each(wire.q_parts(q), to, after)
         with span("slice", i):
             k, v, context = part.kv_part(weights, rest, tie)
-        if not self.sizes.new:
+        parts = wire.kv_parts(k, v)
+        if not len(parts[0]):
             return q, k, v, context, tie
-        return q, k, v, context, self.t.send_each(wire.kv_parts(k, v), to)
+        return q, k, v, context, self.t.send_each(parts, to)
 
     def _partials(self, i: int, tie: Tie) -> list[jax.Array]:
         return self.t.recv_each(self.heads(i).partial_like(self.sizes), self.layout.workers, after=tie)
@@ -178,17 +225,35 @@ class ModelProgram:
         return self.layout.heads(self.specs[i], self.model.sites[i].q.shape[2])
 
 
+def _rows_out(wire: Any, answers: Sequence[jax.Array], q: Any, k: Any, v: Any, spec: AttentionSpec) -> Any:
+    """Attention output of a decode step's rows."""
+    if isinstance(wire, HeadsWire):
+        return wire.whole_out(answers)
+    return with_own(wire.partial(answers), q, k, v, spec)
+
+
+def _rows_at(x: jax.Array, like: Any, rows: jax.Array) -> jax.Array:
+    """``rows`` of what a slice of more rows has in place of ``like``; what has no rows as it is."""
+    axes = [axis for axis, (n, m) in enumerate(zip(x.shape, like.shape, strict=True)) if n != m]
+    return jnp.take(x, rows, axis=axes[0], mode="clip") if axes else x
+
+
 def inputs_of(shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What ``ModelProgram.step`` takes as ``inputs``."""
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    if shape.chunk is not None:
+        return ints((shape.model_rows, 1)), ints((shape.model_rows, 1)), ints((1,))
     tokens = ints((shape.batch, shape.tokens))
     return (tokens, tokens) if shape.kind == "decode" else (tokens, tokens, ints((shape.batch,)))
 
 
-def indices_of(layout: Layout, shape: StepShape) -> PlacedIndices | None:
+def indices_of(layout: Layout, shape: StepShape) -> Any:
     """What ``ModelProgram.step`` takes as ``at``."""
     if layout.by_heads:
         return None
+    if shape.chunk is not None:
+        rows = msgspec.structs.replace(shape, chunk=None)
+        return indices_of(layout, rows), indices_of(layout, shape.chunk)
     b = len(layout.workers)
     n = shape.n_batches
     sizes = ((b, n * shape.rows), (b, shape.batch), (b, n * shape.new))

@@ -47,10 +47,11 @@ class ModelSide:
 
     def compile(self, shape: StepShape) -> tuple[Program, Any]:
         """The program of a bucket on this rank: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
-        split = self.model.split(shape.batch_each, shape.tokens)
+        split = self.model.split(shape.model_rows, shape.tokens)
+        ends = None if shape.chunk is None else self.model.split(shape.batch + 1)
         own = self.layout.slices_on(self.replica, split.n + 1)
         weights = tuple(self._bound(split, i) if i in own else () for i in range(split.n + 1))
-        traced = ModelProgram(self._end(), self.layout, split, self.specs, shape, self.replica)
+        traced = ModelProgram(self._end(), self.layout, split, self.specs, shape, self.replica, ends)
         args = _lifted(weights), inputs_of(shape), indices_of(self.layout, shape)
         step = _with_lifted(traced.step, weights)
         if self.shards:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxlamina.workers.attention_pool import spread_rows
 from jaxlamina.workers.attention_worker import Partial
@@ -62,21 +63,59 @@ def unpack_partial(packed: jax.Array) -> Partial:
 
 
 def pack(*xs: jax.Array) -> jax.Array:
-    """Arrays of one dtype as one message."""
-    return jnp.concatenate([x.reshape(-1) for x in xs])
+    """Arrays as one message: in their dtype, or as pieces of 16 bits if they have several."""
+    dtype = _packed_dtype(xs)
+    lines = (x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype) for x in xs)
+    return jnp.concatenate([line.reshape(-1) for line in lines])
 
 
 def packed_like(*likes: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((sum(math.prod(x.shape) for x in likes),), likes[0].dtype)
+    dtype = _packed_dtype(likes)
+    return jax.ShapeDtypeStruct((sum(math.prod(_in_pieces(x, dtype)) for x in likes),), dtype)
 
 
 def unpack(message: jax.Array, *likes: jax.ShapeDtypeStruct) -> list[jax.Array]:
     found, at = [], 0
     for like in likes:
-        size = math.prod(like.shape)
-        found.append(message[at : at + size].reshape(like.shape))
-        at += size
+        shape = _in_pieces(like, message.dtype)
+        line = message[at : at + math.prod(shape)].reshape(shape)
+        found.append(line if line.dtype == like.dtype else lax.bitcast_convert_type(line, like.dtype))
+        at += math.prod(shape)
     return found
+
+
+def _packed_dtype(xs: Sequence[Any]) -> Any:
+    dtypes = {jnp.dtype(x.dtype) for x in xs}
+    return dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.uint16)
+
+
+def _in_pieces(like: jax.ShapeDtypeStruct, dtype: Any) -> tuple[int, ...]:
+    """The shape of an array like ``like`` as bits of ``dtype``."""
+    n = jnp.dtype(like.dtype).itemsize // jnp.dtype(dtype).itemsize
+    return like.shape if n == 1 else (*like.shape, n)
+
+
+class MixedSizes(NamedTuple):
+    """What one worker gets of a decode step with a chunk of a prompt alongside: one message of q, one of k and v, and its
+    answer. ``asks``: whether tokens before the chunk are stored, so that its queries go too."""
+
+    rows: Sizes
+    chunk: Sizes
+    asks: bool
+
+    def q_likes(self, heads: HeadsOf) -> list[jax.ShapeDtypeStruct]:
+        return [heads.q_like(sizes) for sizes in self._asking]
+
+    def kv_like(self, heads: HeadsOf) -> jax.ShapeDtypeStruct:
+        return heads.kv_like(Sizes(0, self.rows.new + self.chunk.new, 1))
+
+    def answer_likes(self, heads: HeadsOf, by_heads: bool) -> list[jax.ShapeDtypeStruct]:
+        partials = [heads.partial_like(sizes) for sizes in self._asking]
+        return [heads.out_like(self.rows), *partials[1:]] if by_heads else partials
+
+    @property
+    def _asking(self) -> list[Sizes]:
+        return [self.rows, self.chunk] if self.asks else [self.rows]
 
 
 class Wire(Protocol):
@@ -145,6 +184,33 @@ class PlacedWire:
             spread_rows(*unpack_partial(p), spread) for p, spread in zip(packed, self.at.spread, strict=True)
         ]
         return combine(*zip(*parts, strict=True))
+
+
+class MixedWire:
+    """A decode step's B rows and after them, a row each, the T tokens of one request's chunk: each has its own wire, and
+    what they say to a worker goes as one message."""
+
+    def __init__(self, rows: Any, chunk: Any, n_rows: int, asks: bool) -> None:
+        self.rows, self.chunk = rows, chunk
+        self._n_rows, self._asks = n_rows, asks
+
+    def cut(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``[B + T, 1, …]`` -> the rows' ``[B, 1, …]`` and the chunk's ``[1, T, …]``."""
+        return x[: self._n_rows], x[self._n_rows :].swapaxes(0, 1)
+
+    def joined(self, rows: jax.Array, chunk: jax.Array) -> jax.Array:
+        """What ``cut`` has cut."""
+        return jnp.concatenate([rows, chunk.swapaxes(0, 1)])
+
+    def q_parts(self, q: jax.Array) -> list[jax.Array]:
+        rows, chunk = self.cut(q)
+        parts = [self.rows.q_parts(rows), *([self.chunk.q_parts(chunk)] if self._asks else [])]
+        return [pack(*of_worker) for of_worker in zip(*parts, strict=True)]
+
+    def kv_parts(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        (k, k_chunk), (v, v_chunk) = self.cut(k), self.cut(v)
+        parts = self.rows.kv_parts(k, v), self.chunk.kv_parts(k_chunk, v_chunk)
+        return [jnp.concatenate(of_worker) for of_worker in zip(*parts, strict=True)]
 
 
 def with_own(stored: Partial, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:

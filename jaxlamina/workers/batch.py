@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -78,6 +78,10 @@ class PrefillBatch(NamedTuple):
         """Whether any row follows tokens whose KV is stored."""
         return self.slot_table.shape[1] > 0
 
+    @property
+    def kind(self) -> Literal["prefill", "chunk"]:
+        return "chunk" if self.has_earlier else "prefill"
+
     @classmethod
     def build(
         cls,
@@ -113,3 +117,15 @@ class PrefillBatch(NamedTuple):
             batch.slots[b, : len(row)] = row_slots
             batch.slot_table[b, : len(row_earlier)] = row_earlier
         return batch
+
+
+def with_chunk(batch: DecodeBatch, chunk: PrefillBatch) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, positions) of a decode step's B rows and then of a chunk's T tokens, ``[B + T, 1]`` int32.
+
+    ``ValueError`` unless the chunk is one request's.
+    """
+    if len(chunk.tokens) != 1:
+        raise ValueError(f"a chunk of {len(chunk.tokens)} requests must be of one")
+    pairs = (batch.tokens, chunk.tokens), (batch.positions, chunk.positions)
+    tokens, positions = (np.concatenate([rows, of_chunk.T]) for rows, of_chunk in pairs)
+    return tokens, positions

@@ -137,6 +137,11 @@ class LocalExecutor:
             out, context = self._from_first(model, context)
         return model.final(model.final_weights, context, out)
 
+    def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
+        """One token more for each row, and a chunk of another request's prompt: logits ``[B, V]`` and ``[1, V]``. One after
+        the other: here every slice is a call of its own, and attention workers are told of one step at a time."""
+        return self.decode(batch), self.prefill(chunk)
+
     def _from_first(
         self, model: BoundModel[PrefillSlice], context: Context
     ) -> tuple[jax.Array | None, Context]:

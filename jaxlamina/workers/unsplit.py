@@ -5,13 +5,16 @@ Same kernels, same KV slots, same batches as split execution; what differs is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina.transports import tied
 from jaxlamina.workers import capacity
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, with_chunk
 from jaxlamina.workers.calibration import channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_slots
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
@@ -30,6 +33,8 @@ from pallas_kernels import (
     partial_attention,
 )
 from splitter import SplitReport, split
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class UnsplitExecutor:
@@ -57,6 +62,7 @@ class UnsplitExecutor:
         decode = with_streamed_products(self._traced_decode, device)
         self._decode = jax.jit(decode, donate_argnums=(1, 2))
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
+        self._mixed = jax.jit(with_streamed_products(self._traced_mixed, device), donate_argnums=(1, 2))
         workspace = 0
         if largest is not None and not isinstance(n_slots, int) and capacity.is_accelerator(device):
             workspace = self.workspace_bytes(largest)
@@ -76,6 +82,14 @@ class UnsplitExecutor:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
         self.kv.k, self.kv.v, logits = self._prefill(self.params, self.kv.k, self.kv.v, *batch)
         return logits
+
+    def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
+        """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program, which reads
+        weights once for both: logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s. Within it there are logits of each
+        of the chunk's tokens. ``ValueError`` for a chunk of several requests."""
+        rows = with_chunk(batch, chunk)
+        self.kv.k, self.kv.v, *logits = self._mixed(self.params, self.kv.k, self.kv.v, *rows, batch, chunk)
+        return logits[0], logits[1]
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
@@ -116,18 +130,7 @@ class UnsplitExecutor:
     ) -> tuple[list[Pool], list[Pool], jax.Array]:
         self.programs.compiled(f"whole step, batch {len(tokens)}, context {slot_table.shape[1]}")
         k_pools, v_pools = list(k_pools), list(v_pools)
-
-        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            layer = attends[self.specs[i]]
-            pools = k_pools[i], v_pools[i]
-            k_pools[i], v_pools[i], out = layer(q, k, v, *pools, slot_table, lengths, new_slots)
-            return out
-
-        # jitted, so that equal layers' attention is traced and lowered once
-        attends = {
-            spec: jax.jit(partial(decode_attention, **spec.scoring)) for spec in dict.fromkeys(self.specs)
-        }
-
+        attend = self._decode_attend(k_pools, v_pools, slot_table, lengths, new_slots)
         traced = trace_step(self._model, self.params, *tokens.shape)
         with jax.default_device(self.device):  # kernels are picked by it
             logits = traced.eval(params, tokens, positions, attend=attend)
@@ -149,6 +152,73 @@ class UnsplitExecutor:
         after = f" after {context}" if context else ""
         self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens{after}")
         k_pools, v_pools = list(k_pools), list(v_pools)
+        attend = self._prefill_attend(k_pools, v_pools, slots, slot_table, lengths)
+        traced = trace_step(self._model, self.params, *tokens.shape)
+        with jax.default_device(self.device):
+            logits = traced.eval(params, tokens, positions, logits_at, attend=attend)
+        return k_pools, v_pools, logits[:, -1]
+
+    def _traced_mixed(
+        self,
+        params: Params,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        tokens: jax.Array,
+        positions: jax.Array,
+        batch: DecodeBatch,
+        chunk: PrefillBatch,
+    ) -> tuple[list[Pool], list[Pool], jax.Array, jax.Array]:
+        """tokens, positions: as of `with_chunk`, a row each."""
+        n, n_tokens = len(batch.tokens), chunk.tokens.shape[1]
+        after = f" after {chunk.slot_table.shape[1]}" if chunk.has_earlier else ""
+        what = f"whole step, batch {n}, context {batch.slot_table.shape[1]}"
+        self.programs.compiled(f"{what}, with {n_tokens} tokens{after}")
+        pools = list(k_pools), list(v_pools)
+        of_rows = self._decode_attend(*pools, batch.slot_table, batch.lengths, batch.new_slots)  # type: ignore[arg-type]
+        of_chunk = self._prefill_attend(*pools, chunk.slots, chunk.slot_table, chunk.lengths)  # type: ignore[arg-type]
+
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            rows_out = of_rows(i, q[:n], k[:n], v[:n])
+            # only once the rows have read the pools is more written to them, or XLA would keep two of each
+            q, k, v = (tied(x[n:].swapaxes(0, 1), rows_out) for x in (q, k, v))
+            return jnp.concatenate([rows_out, of_chunk(i, q, k, v).swapaxes(0, 1)])
+
+        traced = trace_step(self._model, self.params, *tokens.shape)
+        with jax.default_device(self.device):
+            logits = traced.eval(params, tokens, positions, attend=attend)[:, -1]
+        return *pools, logits[:n], logits[n + chunk.logits_at]
+
+    def _decode_attend(
+        self,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        slot_table: jax.Array,
+        lengths: jax.Array,
+        new_slots: jax.Array,
+    ) -> Attend:
+        """Attention of a decode step's rows, which puts the pools with the new tokens in the old ones' place."""
+        # jitted, so that equal layers' attention is traced and lowered once
+        attends = {
+            spec: jax.jit(partial(decode_attention, **spec.scoring)) for spec in dict.fromkeys(self.specs)
+        }
+
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            layer = attends[self.specs[i]]
+            pools = k_pools[i], v_pools[i]
+            k_pools[i], v_pools[i], out = layer(q, k, v, *pools, slot_table, lengths, new_slots)
+            return out
+
+        return attend
+
+    def _prefill_attend(
+        self,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        slots: jax.Array,
+        slot_table: jax.Array,
+        lengths: jax.Array,
+    ) -> Attend:
+        """The same of prompts, or of what follows stored tokens."""
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             k_pools[i], v_pools[i] = append(
@@ -159,13 +229,10 @@ class UnsplitExecutor:
                 slots.reshape(-1),
             )
             scoring = self.specs[i].scoring
-            if not context:
+            if not slot_table.shape[1]:
                 return causal_attention(q, k, v, **scoring)
             own = causal_partial(q, k, v, **scoring)
             stored = partial_attention(q, k_pools[i], v_pools[i], slot_table, lengths, **scoring)
             return combine(*zip(own, stored, strict=True))[0].astype(q.dtype)
 
-        traced = trace_step(self._model, self.params, *tokens.shape)
-        with jax.default_device(self.device):
-            logits = traced.eval(params, tokens, positions, logits_at, attend=attend)
-        return k_pools, v_pools, logits[:, -1]
+        return attend
