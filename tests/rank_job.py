@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxlamina import LLM, SamplingParams, ranks
 from jaxlamina.cluster import Cluster
+from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
 from jaxlamina.llm import InMemoryModel
 from launch.roles import place
@@ -125,6 +126,97 @@ def moves(group: Any, model: str) -> dict[str, Any]:
     return {"same": exact, "differences": differences}
 
 
+def with_chunk(
+    group: Any, model: str, partition: str, dtype: str = "float32", second: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A long prompt in three chunks, each alongside a decode step of two requests, then a decode step of all three: beside
+    decode steps and prefills by themselves, unsplit in this process. Batch and chunks are padded, all but the second chunk,
+    for whose step ``second`` are the executor's attributes."""
+    from functools import partial
+
+    import jax.numpy as jnp
+
+    from jaxlamina.models import apply, random_params
+    from jaxlamina.ranks import RanksExecutor
+    from jaxlamina.workers import UnsplitExecutor
+    from jaxlamina.workers.workspace import LargestStep
+
+    config, n = source(model).config, 64
+    params = random_params(config, seed=3, dtype=jnp.dtype(dtype))
+    fn = partial(apply, config)
+    over_ranks = RanksExecutor(
+        fn, params, group=group, kv_slots=n, most_slots=n, least_slots=2, largest=LargestStep(4, 32, 16),
+    )  # fmt: skip
+    alone = UnsplitExecutor(fn, params, n_slots=n, device=group.device)
+    # Slots of three requests, by position.
+    slots = np.random.default_rng(5).permutation(n)[:60].reshape(3, 20).tolist()
+    differences, tokens, used = chunked_beside_decodes(over_ranks, alone, slots, second or {})
+    found = {"difference": max(differences), "finite": bool(np.isfinite(differences).all()), "tokens": tokens}
+    if partition == "heads":  # a slot is the same on every worker
+        found["stray"] = stray(group, sorted(set(range(n)) - used))
+    shapes = [shape for shape in over_ranks._programs if shape.kind == "decode" and shape.n_batches == 1]
+    counts = {str(shape): len(over_ranks.exchanges(shape)) for shape in shapes if shape.q_first}
+    return found | {"programs": sorted(over_ranks.programs.counts), "n_exchanges": counts}
+
+
+def chunked_beside_decodes(
+    over_ranks: Any, alone: Any, slots: list[list[int]], second: dict[str, Any]
+) -> tuple[list[float], tuple[list[Any], list[Any]], set[int]]:
+    """Logits' differences relative to the largest, both executors' greedy tokens, and the slots in use."""
+    from jaxlamina.buckets import Buckets
+    from jaxlamina.workers import DecodeBatch, PrefillBatch
+
+    n, buckets = alone.n_slots, Buckets(batch=(4,), prompt=(13,), context=(32,))
+    rows = [[*SHARED[:13]], [7, 8]]
+    for row, own in zip(rows, slots, strict=False):
+        batch = PrefillBatch.build([row], [own[: len(row)]], buckets, n)
+        first = [np.asarray(executor.prefill(batch), np.float32) for executor in (over_ranks, alone)]
+        row.append(int(first[1].argmax()))
+    long: list[int] = [(7 * i) % 50 + 3 for i in range(19)]
+    differences: list[float] = []
+    tokens: tuple[list[Any], list[Any]] = [], []
+
+    def compare(got: Any, want: Any, n_rows: int) -> list[int]:
+        got, want = (np.asarray(x, np.float32)[:n_rows] for x in (got, want))
+        differences.append(float(np.abs(got - want).max() / np.abs(want).max()))
+        for of, logits in zip(tokens, (got, want), strict=True):
+            of.append(logits.argmax(-1).tolist())
+        return want.argmax(-1).tolist()
+
+    def decode_batch(rows: list[list[int]]) -> Any:
+        own = [of_row[: len(row)] for row, of_row in zip(rows, slots, strict=False)]
+        return DecodeBatch.build([row[-1] for row in rows], own, buckets, n)
+
+    usual = {name: getattr(over_ranks, name) for name in second}
+    for start, stop in ((0, 3), (3, 16), (16, 19)):
+        batch = decode_batch(rows)
+        own = [long[start:stop]], [slots[2][start:stop]]
+        chunk = PrefillBatch.build(*own, buckets, n, [slots[2][:start]])
+        for name, value in (second if start == 3 else usual).items():
+            setattr(over_ranks, name, value)
+        got, want = over_ranks.decode_with_chunk(batch, chunk), (alone.decode(batch), alone.prefill(chunk))
+        for row, token in zip(rows, compare(got[0], want[0], 2), strict=True):
+            row.append(token)
+        following = compare(got[1], want[1], 1)
+    rows.append([*long, *following])
+    batch = decode_batch(rows)
+    compare(over_ranks.decode(batch), alone.decode(batch), 3)
+    return (
+        differences,
+        tokens,
+        {slot for row, own in zip(rows, slots, strict=True) for slot in own[: len(row)]},
+    )
+
+
+def stray(group: Any, unused: list[int]) -> float:
+    """The largest of what attention workers have in slots that nothing was stored in."""
+    found = [0.0]
+    for rank in group.workers:
+        group.send(rank, m.TakeRows(m.Array.of(np.asarray(unused, np.int32))))
+        found += [float(np.abs(x.numpy().astype(np.float32)).max()) for x in group.receive(rank, m.Rows).rows]
+    return max(found)
+
+
 def refused(group: Any, model: str) -> dict[str, Any]:
     try:
         LLM(source(model), group=group, max_model_len=32)
@@ -210,7 +302,7 @@ def hold(step: int, how: str, note: str) -> None:
     AttentionRank._on_step = held  # type: ignore[method-assign]
 
 
-SCENARIOS = {f.__name__: f for f in (greedy, branches, moves, refused, mismatch)}
+SCENARIOS = {f.__name__: f for f in (greedy, branches, moves, with_chunk, refused, mismatch)}
 
 
 def main() -> int:

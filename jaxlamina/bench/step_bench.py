@@ -1,8 +1,9 @@
 """A decode step of a model shape with random weights: unsplit on one device, and split over this job's ranks, in one run.
 
 Ways of running take turns on the same batches. Two times each: many steps launched ahead and waited for once, which is
-what the devices need, and steps waited for one by one, which a lone request feels. Knows executors and clocks; nothing of
-tables, nor of how ranks were started.
+what the devices need, and steps waited for one by one, which a lone request feels. If asked for, also with a chunk of a
+prompt: in the decode step, or as a step after it. Knows executors and clocks; nothing of tables, nor of how ranks were
+started.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.ranks import Group, RanksExecutor
-from jaxlamina.workers import DecodeBatch, LocalExecutor, UnsplitExecutor
+from jaxlamina.workers import DecodeBatch, LocalExecutor, PrefillBatch, UnsplitExecutor
 from jaxlamina.workers.workspace import LargestStep
 
 _ROUND_S = 0.4
@@ -77,6 +78,17 @@ def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class Way:
+    """How an executor is asked to run a step: with which of its attributes, and whether a chunk of a prompt is computed
+    alongside, or in a step after it."""
+
+    name: str
+    options: dict[str, Any]
+    chunk: Literal["alongside", "after"] | None = None
+    decode: str | None = None  # the way of the decode step by itself, where there is a chunk
+
+
 @dataclass
 class StepResult:
     """One way of running one case. Times in ms a step, a round each."""
@@ -92,10 +104,32 @@ class StepResult:
     pools_floor_ms: float | None = None
     prepare_s: float = 0.0  # tracing and compiling
     max_difference: float = 0.0  # of logits from the first way's, relative to the largest
+    n_prompt_tokens: int = 0  # of another request's prompt, computed alongside or after
+    n_stored_tokens: int = 0  # of that prompt, before them
+    decode_ms: list[float] = field(default_factory=list)  # then ahead_ms of the decode step by itself
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.ahead_ms)
+
+    @property
+    def ratio_to_decode(self) -> float | None:
+        """Of a step with prompt tokens to the decode step by itself, in the same rounds."""
+        if not self.decode_ms:
+            return None
+        return statistics.median(a / b for a, b in zip(self.ahead_ms, self.decode_ms, strict=True))
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        return self.n_prompt_tokens / self.ms * 1e3 if self.n_prompt_tokens else None
 
     def to_dict(self) -> dict[str, Any]:
-        medians = {"ms": statistics.median(self.ahead_ms), "blocked_ms": statistics.median(self.alone_ms)}
-        return asdict(self) | medians
+        return asdict(self) | {
+            "ms": self.ms,
+            "blocked_ms": statistics.median(self.alone_ms),
+            "ratio_to_decode": self.ratio_to_decode,
+            "prompt_tokens_per_s": self.prompt_tokens_per_s,
+        }
 
 
 def measure(
@@ -108,18 +142,20 @@ def measure(
     unsplit: bool,
     local: bool,
     staggered: Sequence[int] = (),
+    prefill: int = 0,
     device: jax.Device,
     on_progress: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[StepResult], float]:
     """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
     ``local``: also the slices called one by one from Python in this process. ``staggered``: also split into so many
-    staggered batches. ``UserError`` for one that no case can be cut into."""
+    staggered batches. ``prefill``: also with so many tokens of another prompt, of as many tokens as the case's requests
+    have, at its middle. ``UserError`` for a number of batches that no case can be cut into."""
     check_cut(cases, staggered)
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
     on_progress("weights")
     params = random_weights(config, dtype)
-    n_slots = max(case.batch * (case.context + 1) for case in cases)
+    n_slots = max(case.batch * (case.context + 1) + _before(case) + prefill for case in cases)
     most = max(case.batch for case in cases), max(case.context for case in cases)
     fn = partial(apply, config)
     executors: dict[str, Any] = {}
@@ -132,11 +168,13 @@ def measure(
     if group is not None:
         executors["split"] = RanksExecutor(
             fn, params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
-            largest=LargestStep(*most, 2), kv_dtype=group.cluster.kv_dtype, config=config,
+            largest=LargestStep(*most, max(2, prefill)), kv_dtype=group.cluster.kv_dtype, config=config,
         )  # fmt: skip
     found = []
     for case in cases:
-        found += _case(config, case, executors, staggered, params, limit, n_slots, n_rounds, on_progress)
+        batch = shuffled_batch(case, n_slots, config.vocab_size)
+        chunk = shuffled_chunk(case, prefill, n_slots, config.vocab_size) if prefill else None
+        found += _case(config, case, executors, staggered, batch, chunk, params, limit, n_rounds, on_progress)
     return found, limit
 
 
@@ -145,63 +183,85 @@ def _case(
     case: StepCase,
     executors: dict[str, Any],
     staggered: Sequence[int],
+    batch: DecodeBatch,
+    chunk: PrefillBatch | None,
     params: Any,
     limit: float,
-    n_slots: int,
     n_rounds: int,
     on_progress: Callable[[str], object],
 ) -> list[StepResult]:
-    batch = shuffled_batch(case, n_slots, config.vocab_size)
-    floor = (weight_bytes(params) + kv_bytes(config, case, params)) / limit * 1e3
-    ways: dict[str, Callable[[], jax.Array]] = {}
+    weights, kv = weight_bytes(params), kv_bytes(config, case, params)
+    steps: dict[str, Callable[[], Any]] = {}
     results: dict[str, StepResult] = {}
-    first: np.ndarray | None = None
+    first: list[np.ndarray] = []
     for name, executor in executors.items():
         if isinstance(executor, RanksExecutor):
             executor.pool.assume_stored(batch)
-        for way, options in _ways(name, staggered).items():
-            on_progress(f"{case}: compiling {way}")
-            ways[way] = partial(_decode, executor, batch, options)
+            if chunk is not None:
+                executor.pool.assume_stored(chunk)
+        for way in _ways(name, staggered, 0 if chunk is None else chunk.tokens.shape[1]):
+            on_progress(f"{case}: compiling {way.name}")
+            steps[way.name] = partial(_run, executor, way, batch, chunk)
             began = time.perf_counter()
-            logits = np.asarray(ways[way]().block_until_ready(), np.float32)
-            results[way] = StepResult(str(case), way, floor_ms=floor, prepare_s=time.perf_counter() - began)
-            n = options.get("n_batches", 1)
+            logits = [np.asarray(x, np.float32) for x in steps[way.name]()]
+            took, floor = time.perf_counter() - began, (weights + kv) / limit * 1e3
+            result = results[way.name] = StepResult(str(case), way.name, floor_ms=floor, prepare_s=took)
+            n = way.options.get("n_batches", 1)
             if n > 1:
-                of_pools = (
-                    n * weight_bytes(params),
-                    kv_bytes(config, case, params) / len(executor.group.workers),
-                )
-                results[way].pools_floor_ms = max(of_pools) / limit * 1e3
-            first = logits if first is None else first
-            results[way].max_difference = float(np.abs(logits - first).max() / np.abs(first).max())
-    turns = {way: max(3, int(_ROUND_S / timed(step, 3))) for way, step in ways.items()}
+                result.pools_floor_ms = max(n * weights, kv / len(executor.group.workers)) / limit * 1e3
+            if way.decode is not None and chunk is not None:
+                result.n_prompt_tokens, result.n_stored_tokens = chunk.tokens.shape[1], int(chunk.lengths[0])
+                stored = kv_bytes(config, StepCase(1, result.n_stored_tokens), params)
+                result.floor_ms += stored / limit * 1e3
+                result.decode_ms = results[way.decode].ahead_ms
+            first += logits[len(first) :]
+            result.max_difference = max(map(_difference, logits, first))
+    turns = {way: max(3, int(_ROUND_S / timed(step, 3))) for way, step in steps.items()}
     for i in range(n_rounds):
         on_progress(f"{case}: round {i + 1} of {n_rounds}")
-        for way, step in ways.items():
-            results[way].ahead_ms.append(timed(step, turns[way]) * 1e3)
-            results[way].alone_ms.append(alone(step, max(3, turns[way] // 2)) * 1e3)
+        for name, step in steps.items():
+            results[name].ahead_ms.append(timed(step, turns[name]) * 1e3)
+            results[name].alone_ms.append(alone(step, max(3, turns[name] // 2)) * 1e3)
     return list(results.values())
 
 
-def _ways(name: str, staggered: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """How an executor is asked to run a step: its attributes by the way's name."""
-    if name != "split":
-        return {name: {}}
-    whole = {
-        "split, q first": {"q_first": True, "n_batches": 1},
-        "split, q with k, v": {"q_first": False, "n_batches": 1},
-    }
-    return whole | {f"split, {n} staggered": {"n_batches": n} for n in staggered}
+def _ways(name: str, staggered: Sequence[int], prefill: int) -> list[Way]:
+    """How an executor is asked to run a step."""
+    whole = [Way(name, {})]
+    if name == "split":
+        whole = [
+            Way("split, q first", {"q_first": True, "n_batches": 1}),
+            Way("split, q with k, v", {"q_first": False, "n_batches": 1}),
+        ]
+    chunks: list[Way] = []
+    for way in whole if prefill and name != "slice by slice" else []:  # which has a step for a chunk anyhow
+        words = (
+            f"{way.name}, with {prefill} prompt tokens alongside",
+            f"{way.name}, then {prefill} prompt tokens",
+        )
+        chunks.append(Way(words[0], way.options, "alongside", way.name))
+        chunks.append(Way(words[1], way.options, "after", way.name))
+    n_batches = staggered if name == "split" else ()
+    return [*whole, *(Way(f"split, {n} staggered", {"n_batches": n}) for n in n_batches), *chunks]
 
 
-def _decode(executor: Any, batch: DecodeBatch, options: dict[str, Any]) -> jax.Array:
-    for name, value in options.items():
+def _run(executor: Any, way: Way, batch: DecodeBatch, chunk: PrefillBatch | None) -> tuple[jax.Array, ...]:
+    """Logits of the batch, and of the chunk if there is one."""
+    for name, value in way.options.items():
         setattr(executor, name, value)
-    logits: jax.Array = executor.decode(batch)
-    return logits
+    if way.chunk is None:
+        return (executor.decode(batch),)
+    if way.chunk == "alongside":
+        rows, of_chunk = executor.decode_with_chunk(batch, chunk)
+        return rows, of_chunk
+    return executor.decode(batch), executor.prefill(chunk)
 
 
-def timed(step: Callable[[], jax.Array], n: int) -> float:
+def _difference(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def timed(step: Callable[[], Any], n: int) -> float:
     """Seconds a step, over n steps launched one after another and waited for once."""
     began = time.perf_counter()
     out = None
@@ -211,12 +271,12 @@ def timed(step: Callable[[], jax.Array], n: int) -> float:
     return (time.perf_counter() - began) / n
 
 
-def alone(step: Callable[[], jax.Array], n: int) -> float:
+def alone(step: Callable[[], Any], n: int) -> float:
     """Median seconds of n steps, each waited for."""
     times = []
     for _ in range(n):
         began = time.perf_counter()
-        step().block_until_ready()
+        jax.block_until_ready(step())
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
@@ -227,6 +287,20 @@ def shuffled_batch(case: StepCase, n_slots: int, vocab_size: int) -> DecodeBatch
     slots = rng.permutation(n_slots)[: case.batch * (case.context + 1)].reshape(case.batch, -1)
     buckets = Buckets(batch=(case.batch,), prompt=(2,), context=(case.context,))
     return DecodeBatch.build(rng.integers(0, vocab_size, case.batch), list(slots), buckets, n_slots)
+
+
+def shuffled_chunk(case: StepCase, n_tokens: int, n_slots: int, vocab_size: int) -> PrefillBatch:
+    """So many tokens of another request, of whose prompt half a case's context is stored; its slots are those that
+    `shuffled_batch` leaves, and the bucket one that fits exactly."""
+    rng, before = np.random.default_rng(0), _before(case)
+    slots = rng.permutation(n_slots)[case.batch * (case.context + 1) :][: before + n_tokens]
+    buckets = Buckets(batch=(1,), prompt=(n_tokens,), context=(max(1, before),))
+    tokens = rng.integers(0, vocab_size, n_tokens)
+    return PrefillBatch.build([tokens], [slots[before:]], buckets, n_slots, [slots[:before]])
+
+
+def _before(case: StepCase) -> int:
+    return case.context // 2
 
 
 def random_weights(config: ModelConfig, dtype: Any) -> dict[str, jax.Array]:

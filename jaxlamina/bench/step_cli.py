@@ -34,6 +34,13 @@ def step_command(
     staggered: Annotated[
         str, typer.Option(help="Also split into so many staggered batches: numbers, separated by commas.")
     ] = "",
+    prefill: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Also with so many tokens of another prompt, in the decode step or in a step after it.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")
     ] = False,
@@ -68,6 +75,7 @@ def step_command(
             unsplit=unsplit,
             local=local,
             staggered=n_batches,
+            prefill=prefill or 0,
             device=device,
             on_progress=status.update,
         )
@@ -93,25 +101,44 @@ def step_command(
         out.print(
             f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; read at {limit / 1e12:.3f} TB/s"
         )
-        out.print(_table(results, shape.num_hidden_layers))
+        out.print(_table([r for r in results if not r.n_prompt_tokens], shape.num_hidden_layers))
+        if prefill is not None:
+            out.print(_prefill_table([r for r in results if r.n_prompt_tokens]))
     print(json.dumps(record))
 
 
-def _table(results: list, n_layers: int) -> Table:
-    table = Table(box=box.SIMPLE)
-    for name in (
+def _prefill_table(results: list) -> Table:
+    """Steps with prompt tokens, beside the same way's decode step by itself."""
+    names = (
         "case",
         "way",
         "ms",
         "of floor",
-        "/ first",
-        "/ pools' floor",
-        "µs a layer more",
+        "/ decode step",
+        "prompt tokens/s",
         "one by one, ms",
         "compiled in s",
-        "difference",
-    ):
+    )
+    table = _empty_table(*names, "difference")
+    for r in results:
+        table.add_row(
+            f"{r.case}; {r.n_stored_tokens} of the prompt", r.way, f"{r.ms:.2f}", f"{r.floor_ms / r.ms:.0%}",
+            f"{r.ratio_to_decode:.3f}", f"{r.prompt_tokens_per_s:.0f}", f"{statistics.median(r.alone_ms):.2f}",
+            f"{r.prepare_s:.1f}", f"{r.max_difference:.1e}",
+        )  # fmt: skip
+    return table
+
+
+def _empty_table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE)
+    for name in names:
         table.add_column(name, justify="left" if name in ("case", "way") else "right")
+    return table
+
+
+def _table(results: list, n_layers: int) -> Table:
+    names = "case", "way", "ms", "of floor", "/ first", "/ pools' floor", "µs a layer more", "one by one, ms"
+    table = _empty_table(*names, "compiled in s", "difference")
     firsts: dict[str, list[float]] = {}
     for r in results:
         first = firsts.setdefault(r.case, r.ahead_ms)
