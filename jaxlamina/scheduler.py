@@ -254,10 +254,11 @@ class Scheduler:
     # -- room for those who run ---------------------------------------------------------------------------------
 
     def _preempt_for_room(self) -> tuple[list[Request], list[Move]]:
-        """Sees to it that everyone running can take a slot: by eviction, then by preemption."""
+        """Sees to it that everyone who decodes can take a slot: by eviction, then by preemption."""
         preempted: list[Request] = []
         moves: list[Move] = []
-        while not self._evict_for(len(self.running)):
+        # A prompt that is being computed has all of its slots.
+        while not self._evict_for(sum(request.n_computed is None for request in self.running)):
             unit = self._youngest()
             moves += self._move_out(unit)
             for request in reversed(unit):
