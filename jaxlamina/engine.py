@@ -1,5 +1,8 @@
 """The engine: ``step()`` schedules, runs and postprocesses one iteration over all requests.
 
+A step is launched and its tokens are read as two things, so that the next step can be launched in between: the device
+then has it when this one is done, and takes the tokens from its own memory.
+
 Knows requests, slots, sampling and text; the model is an executor that turns batches into logits, so the
 same engine runs split, unsplit or with an imaginary model in a test.
 """
@@ -18,6 +21,7 @@ import numpy as np
 
 from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.errors import UserError
+from jaxlamina.in_flight import HostTime, NewestTokens, Rows, Step
 from jaxlamina.jobs import Continuation, Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.outputs import FinishReason, Logprob, PositionLogprobs, RequestOutput
@@ -31,13 +35,15 @@ class Executor(Protocol):
     """Runs a model over batches, and keeps the KV of ``n_slots`` slots between them.
 
     One with a host store also has ``move_out(slots, host_slots)`` and ``move_in(host_slots, slots)``; one that places
-    tokens on several workers ``release(slots)``, which are nobody's now.
+    tokens on several workers ``release(slots)``, which are nobody's now. One that must know a step's tokens on the host
+    has a true ``needs_host_tokens``: no step is launched ahead of it then. One that launches a step as many programs has
+    a true ``launches_by_slice``.
     """
 
     n_slots: int
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
-        """Logits ``[B, V]`` float32 after each row's new token."""
+        """Logits ``[B, V]`` float32 after each row's new token; ``batch.tokens`` may be an array on the device."""
         ...
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
@@ -62,7 +68,11 @@ class TokenEvent:
 
 @dataclass
 class EngineStats:
-    """Counts and seconds since the engine was made."""
+    """Counts and seconds since the engine was made. What a step gave and nobody wanted is not counted.
+
+    ``prefill_s + decode_s`` is all time in which there was something to do: a batch's is from when the one before it was
+    read to when it was read itself.
+    """
 
     n_steps: int = 0
     n_prompt_tokens: int = 0  # of admitted sequences: those computed and those found in the prefix cache
@@ -73,6 +83,7 @@ class EngineStats:
     n_preemptions: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    exposed_s: float = 0.0  # of these at most, in which the device waited for the host
 
 
 class Engine:
@@ -82,6 +93,7 @@ class Engine:
     ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must have as
     many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
     chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
+    ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
     """
 
     def __init__(
@@ -99,6 +111,7 @@ class Engine:
         host_kv_slots: int = 0,
         kv_slot_bytes: int = 0,
         max_num_batched_tokens: int | None = None,
+        async_scheduling: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
@@ -117,17 +130,19 @@ class Engine:
         )
         self.sampler = Sampler()
         self.stats = EngineStats()
-        self._clock = clock
+        self.async_scheduling = async_scheduling and not getattr(executor, "needs_host_tokens", False)
+        self._ahead: Step | None = None  # launched, and not read
+        self._newest = NewestTokens(max_num_seqs, buckets.batch[-1])
+        self._host_time = HostTime(clock)
         self._seeds = np.random.default_rng(seed)
         self._ids = itertools.count()
         self._live: dict[str, tuple[Job, list[Request]]] = {}
-        # Of beams, since the step began: (likeliest tokens, their log-probabilities), by the request's index.
-        self._candidates: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
         self._rows_of = jax.jit(lambda logits, rows: logits[rows])
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle
+        """Nothing waits, runs or is to be read."""
+        return self.scheduler.idle and self._ahead is None
 
     def add_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
@@ -157,20 +172,20 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """One iteration: every running sequence gets one token, newly admitted ones their first once their prompt is
-        computed."""
-        plan = self.scheduler.schedule()
+        computed. With ``async_scheduling`` the iteration after it has been launched when it returns."""
         try:
-            self._move(plan)
-            events = self._decode(plan.decodes)
-            for request, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
-                events += self._prefill(request, start, stop)
-            if self._candidates:
-                events += self._advance_beams()
+            step = self._ahead or self._launch()
+            self._ahead = None
+            if step is None:
+                return []
+            if self.async_scheduling and not step.branches:
+                self._ahead = self._launch()
+            events = self._take_in(step)
         except BaseException:
-            self._candidates.clear()
+            self._ahead = None
             self.scheduler.forget_cached()  # it may name KV that this step was to compute
             raise
-        self._count(plan)
+        self._forget_unwanted()
         return events
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -179,10 +194,11 @@ class Engine:
             return None
         job, requests = self._live[request_id]
         for request in requests:
-            if request.state is not State.FINISHED:
+            if self._is_live(request):
                 self._finish(request, keep=False)
         job.abort()
         del self._live[request_id]
+        self._forget_unwanted()
         return job.output()
 
     def reset_prefix_cache(self) -> None:
@@ -209,7 +225,25 @@ class Engine:
             "moved_in_bytes": host.moved_in_bytes if host else 0,
         }
 
-    # -- running ------------------------------------------------------------------------------------------------
+    # -- launching ----------------------------------------------------------------------------------------------
+
+    def _launch(self) -> Step | None:
+        """Launches the next step; None if there is none. Of the one before it nothing need be known yet."""
+        if self.scheduler.idle:
+            return None
+        self._host_time.begin()
+        plan = self.scheduler.schedule()
+        if not plan.requests:  # the last tokens of all are in flight
+            return None
+        self.stats.n_preemptions += len(plan.preempted)
+        self._move(plan)
+        self._newest.begin()
+        step = Step()
+        if plan.decodes:
+            step.batches.append(self._decode(plan.decodes))
+        for request, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
+            step.batches.append(self._prefill(request, start, stop))
+        return step
 
     def _move(self, plan: StepPlan) -> None:
         executor: Any = self.executor
@@ -224,26 +258,21 @@ class Engine:
         if plan.prefills and hasattr(executor, "release"):  # newcomers choose a worker by what each one holds
             executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
 
-    def _decode(self, requests: Sequence[Request]) -> list[TokenEvent]:
-        if not requests:
-            return []
-        began = self._clock()
-        newest = [request.output_token_ids[-1] for request in requests]
+    def _decode(self, requests: Sequence[Request]) -> Rows:
+        known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
         slots = [request.slots.view() for request in requests]
-        batch = DecodeBatch.build(newest, slots, self.buckets, self.executor.n_slots)
-        events = self._take(requests, self.executor.decode(batch))
-        self.stats.decode_s += self._clock() - began
-        self.stats.n_decode_tokens += len(requests)
-        return events
+        batch = DecodeBatch.build(known, slots, self.buckets, self.executor.n_slots)
+        batch = batch._replace(tokens=self._newest.take(requests, batch.tokens))
+        logits = self._run(lambda: self.executor.decode(batch))
+        return self._draw(requests, logits, is_decode=True)
 
-    def _prefill(self, request: Request, start: int, stop: int) -> list[TokenEvent]:
-        began = self._clock()
+    def _prefill(self, request: Request, start: int, stop: int) -> Rows:
         tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
         earlier = [slots[:start]] if start else ()
         batch = PrefillBatch.build(
             [tokens], [slots[start:stop]], self.buckets, self.executor.n_slots, earlier=earlier
         )
-        logits = self.executor.prefill(batch)
+        logits = self._run(lambda: self.executor.prefill(batch))
         job: Job = request.payload
         if job.n_cached_tokens is None:
             job.n_cached_tokens = start
@@ -253,17 +282,19 @@ class Engine:
         self.stats.n_prompt_tokens += stop - start
         self.stats.n_prompt_tokens_computed += stop - start
         if stop < request.n_tokens:  # the rest comes in the next steps, and with it the first token
-            jax.block_until_ready(logits)
-            self.stats.prefill_s += self._clock() - began
-            return []
+            return self._launched(Rows([request], is_decode=False, logits=logits))
         requests = [request]
         if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
             requests = self._branch([request], [0] * request.width)
             rows = np.zeros(bucket(len(requests), self.buckets.batch), np.int32)
             logits = self._rows_of(logits, rows)
-        events = self._take(requests, logits)
-        self.stats.prefill_s += self._clock() - began
-        return events
+        return self._draw(requests, logits, is_decode=False)
+
+    def _run(self, run: Callable[[], jax.Array]) -> jax.Array:
+        by_slice = getattr(self.executor, "launches_by_slice", False)
+        logits, exposed_s = self._host_time.launch(run, by_slice=by_slice)
+        self.stats.exposed_s += exposed_s
+        return logits
 
     def _branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
         requests = self.scheduler.branch(members, parents)
@@ -271,24 +302,26 @@ class Engine:
         self._live[job.request_id] = job, requests
         return requests
 
-    def _take(self, requests: Sequence[Request], logits: jax.Array) -> list[TokenEvent]:
-        """A token for each row that is drawn; beams' rows only leave their candidates."""
-        self.stats.n_generated_tokens += len(requests)
-        beams = [row for row, request in enumerate(requests) if request.lockstep]
+    def _draw(self, requests: Sequence[Request], logits: jax.Array, *, is_decode: bool) -> Rows:
+        """A token for each row that is drawn; of beams' rows their candidates."""
+        beams: list[Job] = [request.payload for request in requests if request.lockstep]
+        candidates = sampled = None
         if beams:
-            self._note_candidates(requests, beams, logits)
-        if len(beams) == len(requests):
-            return []
-        sampled = self._sample(requests, logits)
-        events = []
-        for row, request in enumerate(requests):
-            if not request.lockstep:
-                events += self._accept(request, sampled, row)
-        return events
+            most = max(max(job.beams.n_candidates, job.params.logprobs or 0) for job in beams if job.beams)
+            candidates = self.sampler.likeliest(logits, most)
+        if len(beams) < len(requests):
+            sampled = self.sampler(logits, self._sampling_of(requests, logits.shape[0]))
+            self._newest.keep(requests, sampled.tokens)
+            for request in requests:
+                request.n_in_flight += not request.lockstep
+        return self._launched(Rows(requests, is_decode, sampled, candidates))
 
-    # -- drawing ------------------------------------------------------------------------------------------------
+    def _launched(self, rows: Rows) -> Rows:
+        rows.fetch()
+        self._host_time.launched(rows)
+        return rows
 
-    def _sample(self, requests: Sequence[Request], logits: jax.Array) -> Sampled:
+    def _sampling_of(self, requests: Sequence[Request], size: int) -> SamplingBatch:
         params, seeds, positions, banned = [], [], [], []
         for request in requests:
             job: Job = request.payload
@@ -296,16 +329,62 @@ class Engine:
             params.append(job.params if drawn else _NOT_DRAWN)
             seeds.append(job.continuations[request.index].seed if drawn else 0)
             positions.append(request.n_tokens)
-            too_early = len(request.output_token_ids) < job.params.min_tokens
+            too_early = request.n_generated < job.params.min_tokens
             banned.append(job.end_ids if drawn and too_early else ())
-        batch = SamplingBatch.build(params, seeds, positions, banned, logits.shape[0])
-        return Sampled(*jax.device_get(tuple(self.sampler(logits, batch))))
+        return SamplingBatch.build(params, seeds, positions, banned, size)
+
+    # -- taking in ----------------------------------------------------------------------------------------------
+
+    def _take_in(self, step: Step) -> list[TokenEvent]:
+        """Waits for a step's tokens. What is for sequences that have ended since it was launched is thrown away."""
+        events: list[TokenEvent] = []
+        # Of beams: (likeliest tokens, their log-probabilities), by the request's index.
+        of_beams: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+        n_wanted = 0
+        for rows in step.batches:
+            (sampled, candidates), seconds = self._host_time.read(rows)
+            wanted = [(row, r) for row, r in enumerate(rows.requests) if self._is_live(r)]
+            n_wanted += len(wanted)
+            if rows.is_decode:
+                self.stats.decode_s += seconds
+                self.stats.n_decode_tokens += len(wanted)
+            else:
+                self.stats.prefill_s += seconds
+            if rows.logits is not None:
+                continue
+            self.stats.n_generated_tokens += len(wanted)
+            for row, request in wanted:
+                if request.lockstep:
+                    tokens, logprobs = candidates
+                    of_request = of_beams.setdefault(request.request_id, {})
+                    of_request[request.index] = tokens[row], logprobs[row]
+                else:
+                    events += self._accept(request, sampled, row)
+        events += self._advance_beams(of_beams)
+        self.stats.n_steps += n_wanted > 0
+        return events
+
+    def _is_live(self, request: Request) -> bool:
+        """Whether what is drawn for a sequence is still wanted."""
+        job: Job = request.payload
+        if request.request_id not in self._live:
+            return False
+        return job.beams is not None or job.continuations[request.index].finished is None
+
+    def _forget_unwanted(self) -> None:
+        """A step that was launched for sequences which have all ended is not waited for."""
+        ahead = self._ahead
+        if ahead is not None and not any(self._is_live(r) for rows in ahead.batches for r in rows.requests):
+            self._ahead = None
+        if self.idle:
+            self._host_time.rest()
 
     def _accept(self, request: Request, sampled: Sampled, row: int) -> list[TokenEvent]:
         """Takes one chosen token into its request, and ends the request if that is to be."""
         job: Job = request.payload
         c = job.continuations[request.index]
         token = int(sampled.tokens[row])
+        request.n_in_flight -= 1
         request.output_token_ids.append(token)
         c.token_ids = request.output_token_ids
         if job.params.needed_logprobs is not None:
@@ -323,10 +402,10 @@ class Engine:
         return [TokenEvent(job.request_id, token, new_text, output, c.index)]
 
     def _finish(self, request: Request, *, keep: bool = True) -> None:
-        assert request.state is not State.FINISHED
         job: Job = request.payload
         job.n_preemptions += request.n_preemptions
-        self.scheduler.finish(request, keep=keep)
+        if request.state is not State.FINISHED:  # the scheduler ends one whose last token is in flight
+            self.scheduler.finish(request, keep=keep)
 
     def _close(self, job: Job) -> RequestOutput:
         del self._live[job.request_id]
@@ -357,17 +436,11 @@ class Engine:
 
     # -- beams --------------------------------------------------------------------------------------------------
 
-    def _note_candidates(self, requests: Sequence[Request], rows: Sequence[int], logits: jax.Array) -> None:
-        jobs: list[Job] = [requests[row].payload for row in rows]
-        most = max(max(job.beams.n_candidates, job.params.logprobs or 0) for job in jobs if job.beams)
-        tokens, logprobs = jax.device_get(self.sampler.likeliest(logits, most))
-        for row in rows:
-            of_request = self._candidates.setdefault(requests[row].request_id, {})
-            of_request[requests[row].index] = tokens[row], logprobs[row]
-
-    def _advance_beams(self) -> list[TokenEvent]:
+    def _advance_beams(
+        self, candidates: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]]
+    ) -> list[TokenEvent]:
         events: list[TokenEvent] = []
-        for request_id, of_request in self._candidates.items():
+        for request_id, of_request in candidates.items():
             job, members = self._live[request_id]
             assert job.beams is not None
             found = [of_request[member.index] for member in members]
@@ -385,7 +458,6 @@ class Engine:
             members = self._branch(members, [beam.parent for beam in job.beams.live])
             for member, beam in zip(members, job.beams.live, strict=True):
                 member.output_token_ids = beam.tokens
-        self._candidates.clear()
         return events
 
     def _beam_entry(
@@ -425,10 +497,6 @@ class Engine:
                 "one token is to be generated: shorten the prompt or raise max_model_len"
             )
         return tuple(int(token) for token in tokens)
-
-    def _count(self, plan: StepPlan) -> None:
-        self.stats.n_steps += 1
-        self.stats.n_preemptions += len(plan.preempted)
 
 
 _NOT_DRAWN = SamplingParams(temperature=0.0)  # for rows whose choice is thrown away

@@ -89,6 +89,8 @@ class LLM:
       must give way is computed again.
     - ``max_num_batched_tokens``: prompt tokens computed in one step; a longer prompt comes in chunks, between which running
       requests get their tokens. None: prompts are computed whole.
+    - ``async_scheduling``: launch each step before the tokens of the one before it are looked at, so that the device need
+      not wait for the host; the same tokens either way. Jobs of several model ranks go one step at a time regardless.
     - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
       ``split``, ``q_first``, ``devices``, ``attention_workers`` and ``partition`` say elsewhere, its cluster says.
     - ``seed``: requests without a seed of their own get theirs from it.
@@ -115,6 +117,7 @@ class LLM:
         partition: str = "heads",
         host_kv_slots: int = 0,
         max_num_batched_tokens: int | None = 2048,
+        async_scheduling: bool = True,
         group: Group | None = None,
         seed: int = 0,
         compilation_cache: bool = True,
@@ -202,6 +205,7 @@ class LLM:
             prefix_caching=prefix_caching,
             host_kv_slots=host_kv_slots,
             max_num_batched_tokens=max_num_batched_tokens,
+            async_scheduling=async_scheduling,
             kv_slot_bytes=sum(spec.slot_bytes for spec in specs),
         )
 

@@ -14,6 +14,11 @@ prefilled again later ("recompute"). So the oldest requests are always served fi
 A request of several sequences starts as one, and is branched once its prompt is computed (`Scheduler.branch`): its
 slots then have several owners. From there on each sequence is a request of its own, unless they run in lockstep, as
 beams do: then all of them run in a step, or none.
+
+A step may be scheduled while the tokens of the one before it are in flight, that is, drawn and not known yet. A request
+whose last token is in flight gives its slots back; one that turns out to have ended earlier ran a step too many, whose
+slot `Scheduler.finish` takes back. That a step which is still running writes to a slot that is free again does no harm:
+what is stored there next is stored after it.
 """
 
 from __future__ import annotations
@@ -42,7 +47,9 @@ class Request:
     """One sequence: tokens in, tokens out so far, and the slots of those whose KV is in the pool.
 
     ``slots[p]`` holds the KV of position p. A running request between steps has one token more than it
-    has slots: the newest, which the next decode step takes in. ``payload`` is the engine's own.
+    has slots: the newest, which the next decode step takes in. ``payload`` is the engine's own, and so is
+    ``n_in_flight``: tokens after ``output_token_ids`` that have been drawn and are not known yet, at most one when a
+    step is scheduled.
     """
 
     request_id: str
@@ -59,10 +66,17 @@ class Request:
     n_computed: int | None = None  # positions with KV, while its prefill goes on over several steps
     state: State = State.WAITING
     n_preemptions: int = 0
+    n_in_flight: int = 0
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens out, those in flight counted."""
+        return len(self.output_token_ids) + self.n_in_flight
 
     @property
     def n_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        """Tokens in and out, those in flight counted."""
+        return len(self.prompt_token_ids) + self.n_generated
 
     @property
     def most_slots(self) -> int:
@@ -161,6 +175,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted."""
+        for request in [r for r in self.running if r.n_in_flight and r.n_generated == r.max_tokens]:
+            self._end(request, keep=True)
         preempted, moves_out = self._preempt_for_room()
         decodes = [request for request in self.running if request.n_computed is None]
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
@@ -226,7 +242,17 @@ class Scheduler:
         return found
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
-        """Ends a waiting or running request: its slots are free again, or with ``keep`` the prefix cache's."""
+        """Ends a waiting or running request: its slots are free again, or with ``keep`` the prefix cache's.
+
+        A token of it that is in flight is not wanted, nor is the slot that was taken for the step which draws it.
+        """
+        if request.n_in_flight and request.state is State.RUNNING:
+            self.slots.free(request.slots.view()[-1:])
+            request.slots.truncate(len(request.slots) - 1)
+        request.n_in_flight = 0
+        self._end(request, keep=keep)
+
+    def _end(self, request: Request, *, keep: bool) -> None:
         if request.state is State.RUNNING:
             self.running.remove(request)
         elif request.state is State.WAITING:
@@ -254,10 +280,11 @@ class Scheduler:
     # -- room for those who run ---------------------------------------------------------------------------------
 
     def _preempt_for_room(self) -> tuple[list[Request], list[Move]]:
-        """Sees to it that everyone running can take a slot: by eviction, then by preemption."""
+        """Sees to it that everyone who decodes can take a slot: by eviction, then by preemption."""
         preempted: list[Request] = []
         moves: list[Move] = []
-        while not self._evict_for(len(self.running)):
+        # A prompt that is being computed has all of its slots.
+        while not self._evict_for(sum(request.n_computed is None for request in self.running)):
             unit = self._youngest()
             moves += self._move_out(unit)
             for request in reversed(unit):

@@ -39,15 +39,17 @@ def test_same_tokens_as_whole_prompts(name: str, where: dict):
     assert chunked.stats()["kv_slots_used"] == 0
 
 
-def test_others_get_their_tokens_while_a_long_prompt_is_computed():
-    model = llm("llama", max_num_batched_tokens=16)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_others_get_their_tokens_while_a_long_prompt_is_computed(ahead: int):
+    model = llm("llama", max_num_batched_tokens=16, async_scheduling=bool(ahead))
     engine = model.engine
     first = engine.add_request(PROMPTS[0]["prompt_token_ids"], SamplingParams(max_tokens=40, ignore_eos=True))
     assert [e.request_id for e in engine.step()] == [first]
     second = engine.add_request(LONG, GREEDY)
-    seen = [[e.request_id for e in engine.step()] for _ in range(6)]
-    # 90 tokens are six chunks; with the last comes the long prompt's first token.
-    assert seen == [[first]] * 5 + [[first, second]]
+    seen = [[e.request_id for e in engine.step()] for _ in range(6 + ahead)]
+    # 90 tokens are six chunks, of which the first comes after a step that was launched already; with the last comes the
+    # long prompt's first token.
+    assert seen == [[first]] * (5 + ahead) + [[first, second]]
 
 
 def test_samples_and_beams_of_a_long_prompt():

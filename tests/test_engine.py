@@ -63,8 +63,8 @@ class ImaginaryExecutor:
 
     def decode(self, batch: DecodeBatch):
         self.decode_shapes.add(batch.slot_table.shape)
-        histories = []
-        for b in range(len(batch.tokens)):
+        histories, newest = [], np.asarray(batch.tokens)
+        for b in range(len(newest)):
             if batch.new_slots[b] == self.n_slots:
                 histories.append([0])  # padding
                 continue
@@ -72,8 +72,8 @@ class ImaginaryExecutor:
             found = self.kv[batch.slot_table[b, :n]]
             assert found[:, 1].tolist() == list(range(n)), "a slot is in the wrong place"
             assert batch.positions[b, 0] == n
-            self.kv[batch.new_slots[b]] = batch.tokens[b, 0], n
-            histories.append([*found[:, 0].tolist(), int(batch.tokens[b, 0])])
+            self.kv[batch.new_slots[b]] = newest[b, 0], n
+            histories.append([*found[:, 0].tolist(), int(newest[b, 0])])
         return self._logits(histories)
 
     def _logits(self, histories: list[list[int]]):
@@ -113,6 +113,7 @@ def make(
     max_model_len: int = 64,
     host_kv_slots: int = 0,
     prefix_caching: bool = True,
+    async_scheduling: bool = True,
 ) -> Engine:
     buckets = Buckets(batch=(1, 2, 4, 8), prompt=(4, 16, 64), context=(8, 64))
     engine = Engine(
@@ -125,6 +126,7 @@ def make(
         eos_token_ids=eos,
         host_kv_slots=host_kv_slots,
         prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
     )
     engine.sampler = SAMPLER
     return engine

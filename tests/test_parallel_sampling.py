@@ -41,18 +41,20 @@ def sampled(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT):
     return outputs[request_id], [event for event in events if event.request_id == request_id]
 
 
-def test_eight_samples_of_one_prompt_hold_the_prompt_once():
-    engine = dice(prefix_caching=False)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_eight_samples_of_one_prompt_hold_the_prompt_once(ahead: int):
+    engine = dice(prefix_caching=False, async_scheduling=bool(ahead))
     engine.add_request(PROMPT, SamplingParams(n=8, seed=1, max_tokens=10))
     for n_steps in range(1, 10):
         engine.step()
         slots = engine.scheduler.slots
-        assert slots.n_used == len(PROMPT) + 8 * (n_steps - 1)
+        n_taken_in = n_steps - 1 + ahead  # a step that is launched has its slots
+        assert slots.n_used == len(PROMPT) + 8 * n_taken_in
         rows = [request.slots.view() for request in engine.scheduler.running]
         assert len(rows) == 8
         for row in rows:
             assert row[: len(PROMPT)].tolist() == rows[0][: len(PROMPT)].tolist()
-            assert slots.owners_of(row).tolist() == [8] * len(PROMPT) + [1] * (n_steps - 1)
+            assert slots.owners_of(row).tolist() == [8] * len(PROMPT) + [1] * n_taken_in
         engine.check_integrity()
     assert engine.executor.n_prefilled == [len(PROMPT)]
     [event] = [event for event in engine.step() if event.output]

@@ -524,7 +524,7 @@ def test_what_is_not_computed_yet_is_not_cached():
 
 
 def test_a_prompt_that_loses_its_slots_half_way_begins_again():
-    scheduler = make(13, prefill_chunk=2, caching=True)
+    scheduler = make(12, prefill_chunk=2, caching=True)
     old, long = request("old", 2, 8), request("long", 9, 2)
     scheduler.add(old)
     run_step(scheduler)
@@ -546,3 +546,9 @@ def test_a_prompt_that_loses_its_slots_half_way_begins_again():
             break
     assert seen == [(long, 0)]
     assert scheduler.idle and len(old.output_token_ids) == 8 and len(long.output_token_ids) == 2
+
+
+def test_a_long_prompt_that_takes_the_whole_pool_is_computed():
+    scheduler = make(6, prefill_chunk=2)
+    scheduler.add(request("long", 6, 1))
+    assert [scheduler.schedule().spans for _ in range(3)] == [((0, 2),), ((2, 4),), ((4, 6),)]

@@ -115,6 +115,11 @@ class RanksExecutor:
         """Where logits are."""
         return self.group.device
 
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Other model ranks are told a step's tokens in its control message."""
+        return bool(self.group.replicas)
+
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """One token more for each row: logits ``[B, V]`` float32."""
         n_rows = len(batch.tokens)

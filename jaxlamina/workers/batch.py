@@ -1,9 +1,9 @@
-"""One step's inputs as padded numpy arrays. Knows tokens, positions and slots; no model and no device."""
+"""One step's inputs as padded arrays. Knows tokens, positions and slots; no model and no device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ Ints = Sequence[int] | np.ndarray
 class DecodeBatch(NamedTuple):
     """One new token for each of B rows. Rows past the requests are padding, and store nothing."""
 
-    tokens: np.ndarray  # [B, 1] int32
+    tokens: Any  # [B, 1] int32: numpy's, or jax's where the step before this one draws them
     positions: np.ndarray  # [B, 1] int32
     slot_table: np.ndarray  # [B, C] int32: slots of the earlier tokens, by position
     lengths: np.ndarray  # [B] int32: how many earlier tokens
@@ -52,8 +52,9 @@ class DecodeBatch(NamedTuple):
             return self
         tokens, positions, table, lengths, new = self
 
-        def longer(x: np.ndarray, fill: int = 0) -> np.ndarray:
-            return np.concatenate([x, np.full((more, *x.shape[1:]), fill, x.dtype)])
+        def longer(x: Any, fill: int = 0) -> Any:
+            xp = x.__array_namespace__()
+            return xp.concat([x, xp.full((more, *x.shape[1:]), fill, dtype=x.dtype)])
 
         return DecodeBatch(
             longer(tokens), longer(positions), longer(table), longer(lengths), longer(new, n_slots)

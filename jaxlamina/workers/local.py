@@ -53,6 +53,8 @@ class LocalExecutor:
     - ``largest``: the largest step to come, whose workspace is left free where memory decides on ``n_slots``.
     """
 
+    launches_by_slice = True
+
     def __init__(
         self,
         model: ModelFn,

@@ -75,6 +75,7 @@ class UnsplitExecutor:
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """One token more for each row: logits ``[B, V]`` float32."""
+        batch = batch._replace(tokens=jax.device_put(batch.tokens, self.device))  # one program, from wherever
         self.kv.k, self.kv.v, logits = self._decode(self.params, self.kv.k, self.kv.v, *batch)
         return logits
 

@@ -1,0 +1,158 @@
+"""What is on the device while the host goes on: steps whose tokens nobody has looked at, and those tokens themselves.
+
+Knows requests as rows of a batch, device arrays and a clock; nothing of scheduling, text or how a model is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.sampling import Sampled
+from jaxlamina.scheduler import Request
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch of a step, launched: what comes of its first rows, one a request."""
+
+    requests: Sequence[Request]
+    is_decode: bool
+    sampled: Sampled | None = None  # of the rows that are drawn; what it has for others is thrown away
+    candidates: tuple[jax.Array, jax.Array] | None = (
+        None  # of beams: likeliest tokens, their log-probabilities
+    )
+    logits: jax.Array | None = None  # of a part of a prompt, which gives no token
+
+    @property
+    def is_done(self) -> bool:
+        results: list[Any] = jax.tree.leaves((self.sampled, self.candidates, self.logits))
+        return bool(results[-1].is_ready())
+
+    def fetch(self) -> None:
+        """Starts the copy to the host."""
+        for x in jax.tree.leaves((self.sampled, self.candidates)):
+            x.copy_to_host_async()
+
+    def read(self) -> tuple[Sampled | None, tuple[np.ndarray, np.ndarray] | None]:
+        """Waits for (``sampled``, ``candidates``) as numpy arrays."""
+        if self.logits is not None:
+            self.logits.block_until_ready()
+        found: Any = jax.device_get((self.sampled, self.candidates))
+        return found
+
+
+@dataclass
+class Step:
+    """A step that has been launched, batch by batch."""
+
+    batches: list[Rows] = field(default_factory=list)
+
+    @property
+    def branches(self) -> bool:
+        """Whether what it gives says which sequences there are in the next step."""
+        return any(rows.candidates is not None for rows in self.batches)
+
+
+class NewestTokens:
+    """The tokens that the latest step draws, kept on the device for the next one. ``begin`` once a step, then ``take``
+    once at most, then ``keep`` for each batch."""
+
+    def __init__(self, max_rows: int, largest_batch: int) -> None:
+        """``max_rows``: of a step, over its batches; ``largest_batch``: the rows of one, padding included."""
+        self._tokens = jnp.zeros(max_rows + largest_batch, jnp.int32)
+        self._places: dict[Request, int] = {}
+        self._before: dict[Request, int] = {}
+
+    def begin(self) -> None:
+        self._before, self._places = self._places, {}
+
+    def take(self, requests: Sequence[Request], known: np.ndarray) -> np.ndarray | jax.Array:
+        """Tokens ``[B, 1]`` int32 for a decode step of ``requests``: as ``known [B, 1]`` has them, but those in flight."""
+        if not any(request.n_in_flight for request in requests):
+            return known
+        places = np.full(len(known), -1, np.int32)
+        for row, request in enumerate(requests):
+            if request.n_in_flight:
+                places[row] = self._before[request]
+        return _picked(self._tokens, places, known)
+
+    def keep(self, requests: Sequence[Request], tokens: jax.Array) -> None:
+        """``tokens [B]`` int32 are what is drawn for ``requests``, and padding."""
+        first = len(self._places)
+        self._places |= {request: first + row for row, request in enumerate(requests)}
+        self._tokens = _placed(self._tokens, tokens, first)
+
+
+@jax.jit
+def _picked(tokens: jax.Array, places: jax.Array, known: jax.Array) -> jax.Array:
+    return jnp.where(places[:, None] < 0, known, tokens[places][:, None])
+
+
+@jax.jit
+def _placed(all_tokens: jax.Array, tokens: jax.Array, first: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(all_tokens, tokens, (first,))
+
+
+class HostTime:
+    """What the device loses to the host: how long it had nothing to do since the host was not ready.
+
+    It is looked at, not waited for: at a launch, whether it is still at work on what was launched before. If not, the
+    time since it was last seen at work is counted, which is that long at most. Times are seconds of ``clock``.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._latest: Rows | None = None
+        self._read_at = 0.0
+        self._seen_at_work = 0.0
+        self.rest()
+
+    def rest(self) -> None:
+        """There is nothing to be done."""
+        self._rests = True
+
+    def begin(self) -> None:
+        """A step is begun."""
+        if self._rests:
+            self._rests = False
+            self._read_at = self._seen_at_work = self._clock()
+        self._look()
+
+    def launch(self, run: Callable[[], jax.Array], *, by_slice: bool) -> tuple[jax.Array, float]:
+        """(What ``run`` launches, seconds at most that the device waited for it to do so.)
+
+        ``by_slice``: ``run`` launches many programs, of which the first is there soon after it begins."""
+        at_work = self._look()
+        launched = run()
+        if not by_slice:
+            at_work = self._look()
+        if at_work:
+            return launched, 0.0
+        before, self._seen_at_work = self._seen_at_work, self._clock()
+        return launched, self._seen_at_work - before
+
+    def launched(self, rows: Rows) -> None:
+        self._latest = rows
+
+    def read(self, rows: Rows) -> tuple[Any, float]:
+        """(`Rows.read`, seconds since those before were read or there was something to do.)"""
+        was_done = rows.is_done
+        found = rows.read()
+        now = self._clock()
+        took, self._read_at = now - self._read_at, now
+        if not was_done:
+            self._seen_at_work = now
+        self._look()
+        return found, took
+
+    def _look(self) -> bool:
+        if self._latest is None or self._latest.is_done:
+            return False
+        self._seen_at_work = self._clock()
+        return True
