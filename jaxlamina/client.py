@@ -9,7 +9,7 @@ import http.client
 import json
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -66,7 +66,7 @@ class Client:
         with self._answered("GET", path) as answer:
             return answer.read()
 
-    def stream(self, path: str, body: Any) -> Iterator[Any]:
+    def stream(self, path: str, body: Any) -> Generator[Any]:
         """The events of an answer. Left early, the connection is closed, and the server stops writing."""
         with self._answered("POST", path, json.dumps(body).encode(), "application/json") as answer:
             for line in answer:

@@ -62,7 +62,7 @@ class BatchJob:
         """A line for each request, in the order they were given; a request that was not run has none."""
         if self.state["errors"]:
             raise UserError(f"{self.id} failed: {self.state['errors']['data'][0]['message']}")
-        lines = {}
+        lines: dict[str, dict[str, Any]] = {}
         for kind in ("output_file_id", "error_file_id"):
             if self.state[kind] is not None:
                 content = client.content(f"/v1/files/{self.state[kind]}/content")

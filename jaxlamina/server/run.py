@@ -139,6 +139,8 @@ class App:
 
     async def _resume_batches(self) -> None:
         if await self.engine.started():
+            while not self._server.started:  # uvicorn listens once the lifespan has begun, and tells nobody
+                await asyncio.sleep(0.01)
             self._batches.resume()
             self._on_ready()
 
@@ -167,9 +169,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def in_process(
-    llm: LLM, settings: Settings, on_progress: Progress, deadline_s: float = 3600.0
-) -> Iterator[None]:
+def in_process(llm: LLM, settings: Settings) -> Iterator[None]:
     """A server in a thread of this process, ready to answer, for as long as the block lasts."""
     ready, over = threading.Event(), threading.Event()
     app = App(llm, settings, lambda n_done, n_all: None, ready.set)
