@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +29,8 @@ from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
 from jaxlamina.scheduler import Request, Scheduler, State, StepPlan
 from jaxlamina.text import GeneratedText, NoText
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+
+T = TypeVar("T")
 
 
 class Executor(Protocol):
@@ -93,6 +95,8 @@ class Engine:
     ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must have as
     many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
     chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
+    ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
+    for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``.
     ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
     """
 
@@ -111,6 +115,7 @@ class Engine:
         host_kv_slots: int = 0,
         kv_slot_bytes: int = 0,
         max_num_batched_tokens: int | None = None,
+        mixed_steps: bool = False,
         async_scheduling: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -131,6 +136,7 @@ class Engine:
         self.sampler = Sampler()
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling and not getattr(executor, "needs_host_tokens", False)
+        self.mixed_steps = mixed_steps
         self._ahead: Step | None = None  # launched, and not read
         self._newest = NewestTokens(max_num_seqs, buckets.batch[-1])
         self._host_time = HostTime(clock)
@@ -239,10 +245,12 @@ class Engine:
         self._move(plan)
         self._newest.begin()
         step = Step()
-        if plan.decodes:
+        prompts = list(zip(plan.prefills, plan.spans, strict=True))
+        if plan.decodes and prompts and self.mixed_steps:
+            step.batches += self._decode_and_prefill(plan.decodes, *prompts.pop(0))
+        elif plan.decodes:
             step.batches.append(self._decode(plan.decodes))
-        for request, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
-            step.batches.append(self._prefill(request, start, stop))
+        step.batches += [self._prefill(request, span) for request, span in prompts]
         return step
 
     def _move(self, plan: StepPlan) -> None:
@@ -259,20 +267,38 @@ class Engine:
             executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
 
     def _decode(self, requests: Sequence[Request]) -> Rows:
+        batch = self._decode_batch(requests)
+        return self._draw(requests, self._run(lambda: self.executor.decode(batch)), is_decode=True)
+
+    def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
+        batch = self._prefill_batch(request, span)
+        return self._prefilled(request, span, self._run(lambda: self.executor.prefill(batch)))
+
+    def _decode_and_prefill(
+        self, requests: Sequence[Request], request: Request, span: tuple[int, int]
+    ) -> list[Rows]:
+        executor: Any = self.executor
+        batches = self._decode_batch(requests), self._prefill_batch(request, span)
+        of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(*batches))
+        return [self._draw(requests, of_rows, is_decode=True), self._prefilled(request, span, of_prompt)]
+
+    def _decode_batch(self, requests: Sequence[Request]) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
         slots = [request.slots.view() for request in requests]
         batch = DecodeBatch.build(known, slots, self.buckets, self.executor.n_slots)
-        batch = batch._replace(tokens=self._newest.take(requests, batch.tokens))
-        logits = self._run(lambda: self.executor.decode(batch))
-        return self._draw(requests, logits, is_decode=True)
+        return batch._replace(tokens=self._newest.take(requests, batch.tokens))
 
-    def _prefill(self, request: Request, start: int, stop: int) -> Rows:
+    def _prefill_batch(self, request: Request, span: tuple[int, int]) -> PrefillBatch:
+        start, stop = span
         tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
         earlier = [slots[:start]] if start else ()
-        batch = PrefillBatch.build(
+        return PrefillBatch.build(
             [tokens], [slots[start:stop]], self.buckets, self.executor.n_slots, earlier=earlier
         )
-        logits = self._run(lambda: self.executor.prefill(batch))
+
+    def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> Rows:
+        """``logits`` after the last token of a prompt's ``span``."""
+        start, stop = span
         job: Job = request.payload
         if job.n_cached_tokens is None:
             job.n_cached_tokens = start
@@ -290,7 +316,7 @@ class Engine:
             logits = self._rows_of(logits, rows)
         return self._draw(requests, logits, is_decode=False)
 
-    def _run(self, run: Callable[[], jax.Array]) -> jax.Array:
+    def _run(self, run: Callable[[], T]) -> T:
         by_slice = getattr(self.executor, "launches_by_slice", False)
         logits, exposed_s = self._host_time.launch(run, by_slice=by_slice)
         self.stats.exposed_s += exposed_s

@@ -89,6 +89,8 @@ class LLM:
       must give way is computed again.
     - ``max_num_batched_tokens``: prompt tokens computed in one step; a longer prompt comes in chunks, between which running
       requests get their tokens. None: prompts are computed whole.
+    - ``mixed_steps``: compute a prompt, or a chunk of one, in the program of the running requests' decode step, which reads
+      weights once for both and holds them up less; there are more programs to compile.
     - ``async_scheduling``: launch each step before the tokens of the one before it are looked at, so that the device need
       not wait for the host; the same tokens either way. Jobs of several model ranks go one step at a time regardless.
     - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
@@ -117,6 +119,7 @@ class LLM:
         partition: str = "heads",
         host_kv_slots: int = 0,
         max_num_batched_tokens: int | None = 2048,
+        mixed_steps: bool = False,
         async_scheduling: bool = True,
         group: Group | None = None,
         seed: int = 0,
@@ -205,6 +208,7 @@ class LLM:
             prefix_caching=prefix_caching,
             host_kv_slots=host_kv_slots,
             max_num_batched_tokens=max_num_batched_tokens,
+            mixed_steps=mixed_steps,
             async_scheduling=async_scheduling,
             kv_slot_bytes=sum(spec.slot_bytes for spec in specs),
         )

@@ -7,9 +7,9 @@ are left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -29,36 +29,41 @@ _WAYS_TO_CHOOSE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """One program's sizes. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens, padded."""
+    """One program's sizes. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens, padded;
+    ``alongside``: the prompt or chunk that a decode step has with it."""
 
     kind: Literal["decode", "prefill", "chunk"]
     batch: int
     n_tokens: int
     context: int
+    alongside: Shape | None = None
 
     def __str__(self) -> str:
         if self.kind == "decode":
-            return f"decode, batch {self.batch}, context {self.context}"
+            text = f"decode, batch {self.batch}, context {self.context}"
+            return text if self.alongside is None else f"{text}; {self.alongside}"
         return f"{self.kind}, {self.n_tokens} tokens, context {self.context}"
 
 
 def shapes(
-    buckets: Buckets, *, max_model_len: int, max_chunk: int | None, chunks: bool = True
+    buckets: Buckets, *, max_model_len: int, max_chunk: int | None, chunks: bool = True, mixed: bool = False
 ) -> list[Shape]:
     """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
 
     ``max_chunk``: prompt tokens computed in one step, None: all. ``chunks``: whether a prompt may follow stored tokens.
+    ``mixed``: whether a decode step may have a prompt or chunk alongside.
     """
-    found = [Shape("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context]
+    decodes = [Shape("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context]
     longest = bucket(min(max_chunk or max_model_len, max_model_len), buckets.prompt)
     prompts = [size for size in buckets.prompt if size <= longest]
-    found += [Shape("prefill", 1, size, 0) for size in prompts]
+    found = [Shape("prefill", 1, size, 0) for size in prompts]
     if chunks:
         for fewest_tokens, size in _with_fewest(prompts):
             for fewest_earlier, context in _with_fewest(buckets.context):
                 if fewest_tokens + fewest_earlier <= max_model_len:
                     found.append(Shape("chunk", 1, size, context))
-    return found
+    both = [replace(decode, alongside=prompt) for decode in decodes for prompt in found if mixed]
+    return decodes + found + both
 
 
 def _with_fewest(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -78,21 +83,29 @@ def warm_up(
     for n, shape in enumerate(todo, start=1):
         if stopped():
             return
-        logits = _run(engine, shape)
-        if len(logits) not in sampled:
-            sampled.add(len(logits))
-            _sample(engine, logits)
-        jax.block_until_ready(logits)
+        of_rows = _run(engine, shape)
+        for logits in of_rows:
+            if len(logits) not in sampled:
+                sampled.add(len(logits))
+                _sample(engine, logits)
+        jax.block_until_ready(of_rows)
         on_done(n)
 
 
-def _run(engine: Engine, shape: Shape) -> jax.Array:
-    b, t, nowhere = shape.batch, shape.n_tokens, engine.executor.n_slots
+def _run(engine: Engine, shape: Shape) -> tuple[jax.Array, ...]:
+    executor: Any = engine.executor
+    batch = _batch(shape, executor.n_slots)
+    if shape.alongside is not None:
+        return tuple(executor.decode_with_chunk(batch, _batch(shape.alongside, executor.n_slots)))
+    return (executor.decode(batch) if shape.kind == "decode" else executor.prefill(batch),)
+
+
+def _batch(shape: Shape, nowhere: int) -> DecodeBatch | PrefillBatch:
+    b, t = shape.batch, shape.n_tokens
     tokens, table, lengths = _zeros(b, t), _zeros(b, shape.context), _zeros(b)
     if shape.kind == "decode":
-        return engine.executor.decode(DecodeBatch(tokens, _zeros(b, 1), table, lengths, _zeros(b) + nowhere))
-    batch = PrefillBatch(tokens, _zeros(b, t), _zeros(b), _zeros(b, t) + nowhere, table, lengths)
-    return engine.executor.prefill(batch)
+        return DecodeBatch(tokens, _zeros(b, 1), table, lengths, _zeros(b) + nowhere)
+    return PrefillBatch(tokens, _zeros(b, t), _zeros(b), _zeros(b, t) + nowhere, table, lengths)
 
 
 def _sample(engine: Engine, logits: jax.Array) -> None:

@@ -44,6 +44,12 @@ def serve(
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Prompt tokens computed in one step; longer prompts come in chunks.")
     ] = 2048,
+    mixed_steps: Annotated[
+        bool,
+        typer.Option(
+            "--mixed-steps", help="Compute prompts in the programs of decode steps; more programs to compile."
+        ),
+    ] = False,
     kv_slots: Annotated[
         int | None, typer.Option(min=1, help="Tokens whose KV is kept, of all requests together.")
     ] = None,
@@ -115,6 +121,7 @@ def serve(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            mixed_steps=mixed_steps,
             kv_slots=kv_slots,
             kv_dtype=kv_dtype,
             host_kv_slots=host_kv_slots,

@@ -63,6 +63,7 @@ class App:
                 max_chunk=settings.max_num_batched_tokens,
                 chunks=settings.prefix_caching
                 or llm.max_model_len > (settings.max_num_batched_tokens or 0) > 0,
+                mixed=llm.engine.mixed_steps,
             )
             if settings.warm_up
             else []
