@@ -50,7 +50,7 @@ def breakdown_command(
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-    cases, n_batches = step_bench.cases_of(case), step_bench.staggered_of(staggered)
+    cases, n_batches = step_bench.cases_of(case), step_bench.numbers_of(staggered)
     _check_files(timeline, figure)
     shape = model_config(config)
     if layers is not None:

@@ -34,6 +34,10 @@ def step_command(
     staggered: Annotated[
         str, typer.Option(help="Also split into so many staggered batches: numbers, separated by commas.")
     ] = "",
+    mini_batches: Annotated[
+        str,
+        typer.Option(help="Also with each layer's messages in so many parts: numbers, separated by commas."),
+    ] = "",
     prefill: Annotated[
         int | None,
         typer.Option(
@@ -55,7 +59,8 @@ def step_command(
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-    cases, n_batches = step_bench.cases_of(case), step_bench.staggered_of(staggered)
+    cases, n_batches = step_bench.cases_of(case), step_bench.numbers_of(staggered)
+    n_parts = step_bench.numbers_of(mini_batches, "--mini-batches")
     shape = model_config(config)
     if layers is not None:
         shape = split_bench.with_layers(shape, layers)
@@ -75,6 +80,7 @@ def step_command(
             unsplit=unsplit,
             local=local,
             staggered=n_batches,
+            mini_batches=n_parts,
             prefill=prefill or 0,
             device=device,
             on_progress=status.update,
