@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class Way:
 
     name: str
     options: dict[str, Any]
-    chunk: Literal["alongside", "after"] | None = None
+    chunk: str | None = None  # "alongside" or "after"
     decode: str | None = None  # the way of the decode step by itself, where there is a chunk
 
 
@@ -247,12 +247,8 @@ def _ways(name: str, staggered: Sequence[int], mini_batches: Sequence[int], pref
         ]
     chunks: list[Way] = []
     for way in whole if prefill and name != "slice by slice" else []:  # which has a step for a chunk anyhow
-        words = (
-            f"{way.name}, with {prefill} prompt tokens alongside",
-            f"{way.name}, then {prefill} prompt tokens",
-        )
-        chunks.append(Way(words[0], way.options, "alongside", way.name))
-        chunks.append(Way(words[1], way.options, "after", way.name))
+        also = {"alongside": f"with {prefill} alongside", "after": f"then {prefill}"}
+        chunks += [Way(f"{way.name}, {words}", way.options, chunk, way.name) for chunk, words in also.items()]
     if name != "split":
         return whole + chunks
     cut = [Way(f"split, {n} staggered", {"n_batches": n}) for n in staggered]
