@@ -3,7 +3,8 @@ model unsplit in its own process, and prints one line of JSON for each.
 
     python rank_job.py '{"cluster": {…}, "scenarios": [["greedy", {"model": "llama"}], …]}'
 
-With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever.
+With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever; with
+``"behind": [first, last]`` they run each of these steps only once they have been told of what comes after it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def greedy(group: Any, model: str, n_tokens: int = 64, **options: Any) -> dict[s
         "n_prefix_hit_tokens": stats["n_prefix_hit_tokens"],
         "programs": sorted(stats["compilations"]),
         "n_moved_in_tokens": stats["n_moved_in_tokens"],
+        "ahead": llms[0].engine.async_scheduling,
     }
 
 
@@ -210,6 +212,26 @@ def hold(step: int, how: str, note: str) -> None:
     AttentionRank._on_step = held  # type: ignore[method-assign]
 
 
+def stay_behind(first: int, last: int) -> None:
+    """Has this attention rank run each of these steps when the next message is there, which rank 0 can send only without
+    the step's tokens; else the job fails."""
+    from jaxlamina.ranks.attention_rank import AttentionRank
+
+    on_step = AttentionRank._on_step
+
+    def behind(self: AttentionRank, message: Any) -> None:
+        until = time.monotonic() + 60
+        while first <= message.step <= last and self._client._inbox.empty():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"nothing was told of step {message.step + 1} before step {message.step} was run"
+                )
+            time.sleep(1e-3)
+        on_step(self, message)
+
+    AttentionRank._on_step = behind  # type: ignore[method-assign]
+
+
 SCENARIOS = {f.__name__: f for f in (greedy, branches, moves, refused, mismatch)}
 
 
@@ -220,6 +242,8 @@ def main() -> int:
     if rank > 0:
         if "hold" in job:
             hold(**job["hold"])
+        if "behind" in job:
+            stay_behind(*job["behind"])
         return ranks.serve(cluster, rank)
     group = ranks.join(cluster, 0)
     for name, options in job["scenarios"]:
