@@ -24,7 +24,8 @@ from jaxlamina.errors import UserError
 from jaxlamina.in_flight import HostTime, NewestTokens, Rows, Step
 from jaxlamina.jobs import Continuation, Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
-from jaxlamina.outputs import FinishReason, Logprob, PositionLogprobs, RequestOutput
+from jaxlamina.logprobs import LogprobEntries
+from jaxlamina.outputs import FinishReason, RequestOutput
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
 from jaxlamina.scheduler import Request, Scheduler, State, StepPlan
 from jaxlamina.text import GeneratedText, NoText
@@ -134,6 +135,7 @@ class Engine:
             host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
         )
         self.sampler = Sampler()
+        self._entries = LogprobEntries(tokenizer)
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling and not getattr(executor, "needs_host_tokens", False)
         self.mixed_steps = mixed_steps
@@ -364,8 +366,7 @@ class Engine:
     def _take_in(self, step: Step) -> list[TokenEvent]:
         """Waits for a step's tokens. What is for sequences that have ended since it was launched is thrown away."""
         events: list[TokenEvent] = []
-        # Of beams: (likeliest tokens, their log-probabilities), by the request's index.
-        of_beams: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+        of_beams: dict[str, dict[int, Candidates]] = {}  # by the request's index
         n_wanted = 0
         for rows in step.batches:
             (sampled, candidates), seconds = self._host_time.read(rows)
@@ -414,7 +415,10 @@ class Engine:
         request.output_token_ids.append(token)
         c.token_ids = request.output_token_ids
         if job.params.needed_logprobs is not None:
-            self._record_logprobs(job.params, c, sampled, row)
+            assert sampled.logprobs is not None
+            c.cumulative_logprob += float(sampled.logprobs[row])
+        if job.params.logprobs is not None:
+            c.logprobs.append(self._entries.of_drawn(sampled, row, job.params.logprobs))
         reason, stop_reason = _why_stop(job, c, token)
         output = None
         if reason is not None:
@@ -437,45 +441,20 @@ class Engine:
         del self._live[job.request_id]
         return job.output()
 
-    def _record_logprobs(self, params: SamplingParams, c: Continuation, sampled: Sampled, row: int) -> None:
-        assert sampled.logprobs is not None and sampled.ranks is not None
-        assert sampled.top_tokens is not None and sampled.top_logprobs is not None
-        c.cumulative_logprob += float(sampled.logprobs[row])
-        if params.logprobs is not None:
-            chosen = int(sampled.tokens[row]), sampled.logprobs[row], sampled.ranks[row]
-            tops = sampled.top_tokens[row], sampled.top_logprobs[row]
-            c.logprobs.append(self._entry(chosen, *tops, params.logprobs))
-
-    def _entry(
-        self, chosen: tuple[int, Any, Any], top_tokens: Any, top_logprobs: Any, n_top: int
-    ) -> PositionLogprobs:
-        """The chosen (token, log-probability, rank) and the ``n_top`` likeliest ones."""
-        entry = {chosen[0]: self._logprob(*chosen)}
-        tops = zip(top_tokens[:n_top], top_logprobs[:n_top], strict=True)
-        for rank, (top, logprob) in enumerate(tops, start=1):
-            entry.setdefault(int(top), self._logprob(int(top), logprob, rank))
-        return entry
-
-    def _logprob(self, token: int, logprob: Any, rank: Any) -> Logprob:
-        decoded = "" if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
-        return Logprob(float(logprob), int(rank), decoded)
-
     # -- beams --------------------------------------------------------------------------------------------------
 
-    def _advance_beams(
-        self, candidates: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]]
-    ) -> list[TokenEvent]:
+    def _advance_beams(self, candidates: dict[str, dict[int, Candidates]]) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         for request_id, of_request in candidates.items():
             job, members = self._live[request_id]
             assert job.beams is not None
             found = [of_request[member.index] for member in members]
-            width = min(
-                len(row) for row, _ in found
-            )  # rows may come of batches with others that look at more
+            # Rows may come of batches with others that look at more.
+            width = min(len(row) for row, _ in found)
             tokens = np.stack([row[:width] for row, _ in found])
             logprobs = np.stack([row[:width] for _, row in found])
-            job.beams.step(tokens, logprobs, self._beam_entry(job.params, tokens, logprobs))
+            entry = self._entries.of_beams(tokens, logprobs, job.params.logprobs)
+            job.beams.step(tokens, logprobs, entry)
             if job.beams.done:
                 for member in members:
                     self._finish(member)
@@ -485,19 +464,6 @@ class Engine:
             for member, beam in zip(members, job.beams.live, strict=True):
                 member.output_token_ids = beam.tokens
         return events
-
-    def _beam_entry(
-        self, params: SamplingParams, tokens: np.ndarray, logprobs: np.ndarray
-    ) -> Callable[[int, int], PositionLogprobs] | None:
-        n_top = params.logprobs
-        if n_top is None:
-            return None
-
-        def entry(beam: int, column: int) -> PositionLogprobs:
-            chosen = int(tokens[beam, column]), logprobs[beam, column], column + 1
-            return self._entry(chosen, tokens[beam], logprobs[beam], n_top)
-
-        return entry
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -525,6 +491,7 @@ class Engine:
         return tuple(int(token) for token in tokens)
 
 
+Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities
 _NOT_DRAWN = SamplingParams(temperature=0.0)  # for rows whose choice is thrown away
 
 

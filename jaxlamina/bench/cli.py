@@ -153,6 +153,13 @@ def decode_command(
         str,
         typer.Option(help="auto (all that are installed), or some of split,unsplit,transformers,llama.cpp."),
     ] = "auto",
+    async_scheduling: Annotated[
+        bool,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Our engine launches each step before the last one's tokens are looked at; or after.",
+        ),
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Time greedy float32 decoding: this project split and unsplit, beside transformers and llama.cpp.
@@ -187,6 +194,7 @@ def decode_command(
             n_rounds=rounds,
             encode=_encoder(checkpoint),
             left_out=left_out,
+            async_scheduling=async_scheduling,
             on_progress=lambda what, done, total: progress.update(
                 task, description=what, completed=done, total=total
             ),
@@ -205,6 +213,7 @@ def _encoder(checkpoint: Any) -> Any:
 
 
 def _show_decode(out: Console, report: Any, where: Any) -> None:
+    from jaxlamina.bench import decode_bench
     from jaxlamina.bench.peers import TITLES
 
     def title(peer: str) -> str:
@@ -260,6 +269,14 @@ def _show_decode(out: Console, report: Any, where: Any) -> None:
             f"({ratio.lowest:.2f}–{ratio.highest:.2f} over the rounds)",
             soft_wrap=True,
         )
+    for r in report.results:
+        if r.host_exposed is not None:
+            out.print(
+                f"batch {r.batch}: {title(r.peer)} lets the device wait for the host {r.host_exposed:.1%} of a step at "
+                f"most ({_verdict(r.host_exposed <= decode_bench.HOST_EXPOSED_LIMIT)}: limit "
+                f"{decode_bench.HOST_EXPOSED_LIMIT:.0%})",
+                soft_wrap=True,
+            )
     for peer, note in report.notes.items():
         out.print(f"{title(peer)}: {note}", style="dim", soft_wrap=True)
     for peer, why in report.left_out.items():

@@ -19,6 +19,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params
 
 FLOAT32_BYTES = 4
+HOST_EXPOSED_LIMIT = 0.02
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class PeerResult:
 
     same_tokens: rows whose tokens all equal the first measured peer's; None for that peer itself.
     of_roofline: median speed over `DecodeReport.roofline`.
+    host_exposed: share of the steps' time, median over the rounds, in which the device waited for the host at most; None
+    for peers of whom it is not known.
     """
 
     peer: str
@@ -37,6 +40,7 @@ class PeerResult:
     prefill_s: float
     of_roofline: float
     same_tokens: int | None
+    host_exposed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,10 @@ def measure(
     n_rounds: int,
     encode: Callable[[str], Sequence[int]] | None,
     left_out: dict[str, str] | None = None,
+    async_scheduling: bool = True,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> DecodeReport:
-    """Times greedy decoding by every peer at every batch size, in interleaved rounds.
+    """Times greedy decoding by every peer at every batch size, in interleaved rounds. ``async_scheduling``: our engine's.
 
     A peer that fails is left out from then on, with its error as the reason. `on_progress(what, done, total)`.
 
@@ -151,7 +156,7 @@ def measure(
     missing = dict(left_out or {})
     runs: dict[tuple[str, int], list[Decoded]] = {}
     with ExitStack() as stack:
-        processes = _load(stack, peers, Job(model, max(batches), length), missing, progress)
+        processes = _load(stack, peers, Job(model, max(batches), length, async_scheduling), missing, progress)
         notes = {name: p.note for name, p in processes.items()}
         for batch in batches:
             # Round 0 warms up: compilation, page faults, threads.
@@ -228,6 +233,7 @@ def _results(
             found = runs[name, batch]
             speeds = tuple(batch * n_steps / run.decode_s for run in found)
             same = sum(a == b for a, b in zip(found[0].tokens, reference, strict=True))
+            exposed = [run.exposed_s / run.decode_s for run in found if run.exposed_s is not None]
             made.append(
                 PeerResult(
                     peer=name,
@@ -238,6 +244,7 @@ def _results(
                     prefill_s=median(run.prefill_s for run in found),
                     of_roofline=median(speeds) / roofline,
                     same_tokens=None if name == peers[0] else same,
+                    host_exposed=median(exposed) if exposed else None,
                 )
             )
     return made

@@ -28,15 +28,20 @@ class Job:
     model: str
     max_batch: int
     max_length: int  # tokens of a prompt and all its decode steps
+    async_scheduling: bool = True  # of our engine
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One run: `n_steps + 1` tokens a row, seconds of the prompts' pass and of the steps after it."""
+    """One run: `n_steps + 1` tokens a row, seconds of the prompts' pass and of the steps after it.
+
+    exposed_s: of the steps', in which the device waited for the host at most; None where that is not known.
+    """
 
     tokens: list[list[int]]
     prefill_s: float
     decode_s: float
+    exposed_s: float | None = None
 
 
 class Peer(Protocol):
@@ -66,9 +71,13 @@ class Ours:
             max_model_len=length,
             kv_slots=job.max_batch * length,
             prefix_caching=False,  # every round is to do the prompts' own pass
+            async_scheduling=job.async_scheduling,
         )
 
     def decode(self, prompts: Sequence[Sequence[int]], n_steps: int) -> Decoded:
+        import jax
+        import jax.numpy as jnp
+
         from jaxlamina.sampling import SamplingParams
 
         engine = self._llm.engine
@@ -84,16 +93,22 @@ class Ours:
             step()
         prefilled = time.perf_counter()
         before = sum(map(len, tokens.values()))
+        exposed_before_s = engine.stats.exposed_s
         for _ in range(n_steps):
             step()
         decode_s = time.perf_counter() - prefilled
+        exposed_s = engine.stats.exposed_s - exposed_before_s
         for request_id in tokens:
             engine.abort(request_id)
+        jax.block_until_ready(
+            jnp.zeros(()) + 1
+        )  # after a step that was launched ahead: the next peer is to be alone
         if sum(map(len, tokens.values())) - before != n_steps * len(prompts):
             raise UserError(
                 "the engine could not keep all rows running; use a smaller --batch, --prompt or --tokens"
             )
-        return Decoded([row[: n_steps + 1] for row in tokens.values()], prefilled - start, decode_s)
+        rows = [row[: n_steps + 1] for row in tokens.values()]
+        return Decoded(rows, prefilled - start, decode_s, exposed_s)
 
 
 class Transformers:
