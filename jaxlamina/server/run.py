@@ -29,12 +29,10 @@ from jaxlamina.server.files import Files, Folder
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
-from jaxlamina.server.settings import Settings
+from jaxlamina.server.settings import CONNECTIONS_END_S, THREAD_END_S, Settings
 from jaxlamina.warm_up import shapes, warm_up
 
-_CONNECTIONS_END_S = 5  # for answers that are complete to reach their clients
 _READY_S = 60.0  # of one that compiles nothing before
-_THREAD_END_S = 60.0  # for the step, or the program being compiled, in which the engine's thread is
 
 Progress = Callable[[int, int], None]
 
@@ -89,7 +87,7 @@ class App:
             make_app(parts, self._lifespan),
             uds=settings.uds,
             log_level=settings.log_level,
-            timeout_graceful_shutdown=_CONNECTIONS_END_S,
+            timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
         self._server = _Server(config, self.end)
@@ -135,7 +133,7 @@ class App:
         resuming.cancel()
         await self._batches.stop()
         await self.engine.drain(0.0)
-        self._ended_in_time = await self.engine.stop(_THREAD_END_S)
+        self._ended_in_time = await self.engine.stop(THREAD_END_S)
 
     async def _resume_batches(self) -> None:
         if await self.engine.started():
@@ -193,4 +191,4 @@ def in_process(llm: LLM, settings: Settings) -> Iterator[None]:
     finally:
         app.end()
         app.end()
-        thread.join(_THREAD_END_S + _CONNECTIONS_END_S)
+        thread.join(THREAD_END_S + CONNECTIONS_END_S)
