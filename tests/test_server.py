@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import openai
 import pytest
@@ -27,7 +28,10 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer i
 
 @pytest.fixture(scope="module")
 def server():
-    with serving("--max-model-len", "256", "--max-num-seqs", "4", "--no-warm-up") as found:
+    # The model's own template, with a place for tools.
+    template = str(Path(__file__).with_name("chat_with_tools.jinja"))
+    options = ("--max-model-len", "256", "--max-num-seqs", "4", "--no-warm-up", "--chat-template", template)
+    with serving(*options) as found:
         yield found
 
 
@@ -162,6 +166,37 @@ def test_logprobs_and_choices_of_a_chat(client):
     assert [c.index for c in several.choices] == [0, 1]
 
 
+def test_calls_of_tools(client, server):
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
+    messages = []
+    for city in ("Paris", "Rome"):  # a small model needs examples
+        function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
+        call = {"id": f"call_{city}", "type": "function", "function": function}
+        messages += [
+            {"role": "user", "content": f"Weather in {city}?"},
+            {"role": "assistant", "tool_calls": [call]},
+        ]
+    messages += [{"role": "user", "content": "Weather in Oslo?"}]
+    arguments = {"model": MODEL, "messages": messages, "tools": tools, "temperature": 0, "max_tokens": 40}
+    [choice] = client.chat.completions.create(**arguments).choices
+    [call] = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Oslo"}
+    chunks = list(client.chat.completions.create(**arguments, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    [streamed] = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert streamed.index == 0 and streamed.function.arguments == call.function.arguments
+    assert not any(delta.content for delta in deltas) and chunks[-1].choices[0].finish_reason == "tool_calls"
+    [plain] = client.chat.completions.create(**arguments, tool_choice="none").choices
+    assert plain.message.tool_calls is None
+    asked = {"messages": messages, "tools": tools}
+    text = server.post("/detokenize", {"tokens": server.post("/tokenize", asked)["tokens"]})["prompt"]
+    assert (
+        text.startswith("<|im_start|>system\nYou call tools: [{") and '{"city": "Rome"}</tool_call>' in text
+    )
+
+
 def test_what_is_not_supported_is_refused_by_name(client):
     cases = {
         "presence_penalty": 0.5,
@@ -173,8 +208,9 @@ def test_what_is_not_supported_is_refused_by_name(client):
         ],  # this model's template has no place for them
     }
     for name, value in cases.items():
+        tools = {"tools": [{"type": "function", "function": {"name": "f"}}]} if name == "tool_choice" else {}
         with pytest.raises(openai.BadRequestError) as error:
-            client.chat.completions.create(model=MODEL, messages=QUESTION, **{name: value})
+            client.chat.completions.create(model=MODEL, messages=QUESTION, **{name: value}, **tools)
         assert error.value.param == name and error.value.type == "invalid_request_error", name
     harmless = {"presence_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
     client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, **harmless)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -89,6 +90,7 @@ def test_it_is_ready_when_all_is_compiled(tiny):
         assert server.finish() == 0
 
 
+@pytest.mark.slow
 def test_a_start_that_is_interrupted_ends_well(tiny):
     options = ("--max-num-seqs", "16")  # hundreds of programs
     with serving("--model", str(tiny), *options, ready=False) as server:
@@ -204,8 +206,8 @@ def test_a_caller_that_leaves_frees_its_slots_and_the_others_go_on(tiny):
 def test_a_port_in_use_and_a_model_that_is_not_there_are_one_line(tiny, capsys):
     from jaxlamina.cli.main import main
 
-    with serving("--model", str(tiny), "--no-warm-up") as server:
-        assert main(["serve", "--model", str(tiny), "--port", str(server.port)]) == 2
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", "--model", str(tiny), "--port", str(other.getsockname()[1])]) == 2
     assert main(["serve", "--model", "no-such-model", "--port", "0"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: cannot serve at 127.0.0.1:") and "unknown model" in second

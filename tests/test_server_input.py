@@ -142,6 +142,7 @@ def test_what_is_wrong_is_said(server, raw, says):
         ({"messages": [{"role": "user", "content": "w1"}], "chat_template_kwargs": {"messages": 1}}, None),
         ({"messages": [{"role": "user", "content": "w1"}], "top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "w1"}], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "w1"}], "tools": [{"function": {"name": "f"}}]}, "tools"),
     ],
 )
 def test_a_chat_that_is_wrong(server, body, param):
