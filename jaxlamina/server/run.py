@@ -156,13 +156,15 @@ class App:
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket at host and port, 0 for any free one, that does not listen yet. `UserError` if it cannot be had."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot serve at {host}:{port}: {error}") from None
+    with contextlib.ExitStack() as undone:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            found = undone.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError as error:
+            raise UserError(f"cannot serve at {host}:{port}: {error}") from None
+        undone.pop_all()
     return found
 
 
