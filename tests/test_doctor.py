@@ -36,6 +36,7 @@ def test_this_machine_has_what_every_use_needs(here):
         "mpi4jax",
         "cache",
         "demo model",
+        "server",
     } <= set(here)
 
 
