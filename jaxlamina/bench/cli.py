@@ -25,6 +25,7 @@ from jaxlamina.bench.breakdown_cli import breakdown_command
 from jaxlamina.bench.exchange_cli import exchange_command
 from jaxlamina.bench.kernels_cli import kernels_command
 from jaxlamina.bench.prefix_cli import prefix_command
+from jaxlamina.bench.serve_cli import serve_command
 from jaxlamina.bench.step_cli import step_command
 from jaxlamina.errors import UserError
 
@@ -40,6 +41,7 @@ app.command("breakdown")(breakdown_command)
 app.command("exchange")(exchange_command)
 app.command("kernels")(kernels_command)
 app.command("prefix")(prefix_command)
+app.command("serve")(serve_command)
 app.command("step")(step_command)
 
 
