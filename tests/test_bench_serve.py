@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_examples import tiny_words_folder
-from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -217,12 +216,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def bench(server: str, *options: str) -> Result:
+def bench(server: str, *options: str) -> Any:
     words = ["serve", "--base-url", server + "/v1/", "--api-key", "secret", *options]
     return CliRunner().invoke(app, words)
 
 
-def record_of(result: Result) -> dict[str, Any]:
+def record_of(result: Any) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -39,8 +39,10 @@ def drawn(name: str, n: int, *, seed: int, most_tokens: int | None = None) -> li
     """``n`` sizes of one of `DRAWN`, of which none has more than ``most_tokens`` together.
 
     "azure-conversation" are real requests of the trace whose sizes come with the package; for the other two only the means
-    are published, and the shape is ours. ``UserError`` where hardly any is short enough.
+    are published, and the shape is ours. ``UserError`` for another name, and where hardly any is short enough.
     """
+    if name not in DRAWN:
+        raise UserError(f"--dataset-name {name!r} must be one of {', '.join(DRAWN)}")
     draw = _azure if name == "azure-conversation" else lambda n, rng: _log_normal(_MEDIANS[name], n, rng)
     return _short_enough(draw, n, np.random.default_rng(seed), most_tokens)
 

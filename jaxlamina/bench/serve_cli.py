@@ -17,18 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from jaxlamina.bench.loads import Size, arrivals, drawn, means, read_trace
-from jaxlamina.bench.serve_metrics import (
-    TITLES,
-    errors,
-    parse_goodput,
-    parse_names,
-    parse_percentiles,
-    summary,
-)
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
+    from jaxlamina.bench.loads import Size
     from jaxlamina.bench.serve_bench import Load, Measured
     from jaxlamina.bench.serve_client import Served, Target
 
@@ -90,13 +82,13 @@ def serve_command(
     as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout.")] = False,
 ) -> None:
     """Load an OpenAI-compatible server and time its streamed answers: TTFT, TPOT, ITL, throughput, goodput."""
-    from jaxlamina.bench import machine, serve_client
+    from jaxlamina.bench import loads, machine, serve_client, serve_metrics
 
-    names = parse_names("--percentile-metrics", percentile_metrics)
-    percentiles = parse_percentiles("--metric-percentiles", metric_percentiles)
+    names = serve_metrics.parse_names("--percentile-metrics", percentile_metrics)
+    percentiles = serve_metrics.parse_percentiles("--metric-percentiles", metric_percentiles)
     if more_goodput and not goodput:
         raise UserError(f"what is {more_goodput[0]!r}? this command takes options alone")
-    limits_ms = parse_goodput([*(goodput or []), *(more_goodput or [])])
+    limits_ms = serve_metrics.parse_goodput([*(goodput or []), *(more_goodput or [])])
     if endpoint not in serve_client.PATHS:
         raise UserError(f"--endpoint {endpoint!r} must be {' or '.join(serve_client.PATHS)}")
     _check_dataset(dataset_name, dataset_path, speedup, request_rate)
@@ -104,18 +96,18 @@ def serve_command(
     served = asyncio.run(serve_client.look(url, model, api_key))
     target = serve_client.Target(url, endpoint, served.model, api_key, ignore_eos, timeout)
     if dataset_path is not None:
-        sizes, arrive_s = read_trace(dataset_path)
+        sizes, arrive_s = loads.read_trace(dataset_path)
         arrive_s = [at_s / speedup for at_s in arrive_s]
     else:
         if dataset_name == "random":
-            sizes = [Size(random_input_len, random_output_len)] * num_prompts
+            sizes = [loads.Size(random_input_len, random_output_len)] * num_prompts
         else:
-            sizes = drawn(dataset_name, num_prompts, seed=seed, most_tokens=served.max_model_len)
-        arrive_s = arrivals(num_prompts, request_rate, burstiness, seed=seed)
+            sizes = loads.drawn(dataset_name, num_prompts, seed=seed, most_tokens=served.max_model_len)
+        arrive_s = loads.arrivals(num_prompts, request_rate, burstiness, seed=seed)
     load, n_too_long = _load(served, target, sizes, arrive_s, num_prompts, max_concurrency, seed)
     where = machine.describe(["aiohttp"])
     measured = _run(target, load)
-    result = summary(
+    result = serve_metrics.summary(
         measured.answers, measured.duration_s, names=names, percentiles=percentiles, limits_ms=limits_ms
     )
     record = {
@@ -134,7 +126,7 @@ def serve_command(
         "seed": seed,
         "latest_ms": 1e3 * measured.latest_s,
         **result,
-        "errors": dict(errors(measured.answers)),
+        "errors": dict(serve_metrics.errors(measured.answers)),
         **where.to_dict(),
     }
     if save_result is not None:
@@ -143,7 +135,7 @@ def serve_command(
         _show(Console(highlight=False), record, measured, load, names, percentiles, where)
     print(json.dumps(record))
     if not result["completed"]:
-        raise UserError(f"no request was answered: {errors(measured.answers)[0][0]}")
+        raise UserError(f"no request was answered: {serve_metrics.errors(measured.answers)[0][0]}")
 
 
 def _check_dataset(name: str, path: Path | None, speedup: float, rate: float) -> None:
@@ -247,7 +239,9 @@ def _show(
     percentiles: list[float],
     where: Any,
 ) -> None:
-    n_in, n_out = means(load.sizes)
+    from jaxlamina.bench import loads, serve_metrics
+
+    n_in, n_out = loads.means(load.sizes)
     out.print(where.line(), style="dim", soft_wrap=True)
     if where.busy():
         out.print(where.busy(), style="yellow", soft_wrap=True)
@@ -280,18 +274,20 @@ def _show(
         table.add_column(key, justify="right", no_wrap=True)
     for name in names:
         values = [_ms(record[f"{key}_{name}_ms"]) for key in keys]
-        table.add_row(f"{TITLES[name]} ({name.upper()})", *values)
+        table.add_row(f"{serve_metrics.TITLES[name]} ({name.upper()})", *values)
     out.print(table)
     _show_notes(out, record, measured)
 
 
 def _show_notes(out: Console, record: dict[str, Any], measured: Measured) -> None:
+    from jaxlamina.bench import serve_metrics
+
     if record["num_too_long"]:
         out.print(f"left out: {record['num_too_long']} requests longer than the server takes", style="yellow")
     if any(a.error is None and not a.usage for a in measured.answers):
         out.print("the server does not say how many tokens there were: pieces were counted", style="yellow")
     out.print(f"requests were begun at most {record['latest_ms']:.1f} ms late by this client", style="dim")
-    for text, n in errors(measured.answers)[:_SHOWN_ERRORS]:
+    for text, n in serve_metrics.errors(measured.answers)[:_SHOWN_ERRORS]:
         out.print(f"{n} failed: {text}", style="red", markup=False, soft_wrap=True)
 
 
