@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 from jaxlamina.bench.machine import MatmulRate, ReadBandwidth
-from jaxlamina.bench.peers import OURS, Decoded, Job
+from jaxlamina.bench.peers import OURS, Decoded, Job, load
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
@@ -166,7 +167,7 @@ def measure(
                 for name in list(processes):
                     progress.next(f"batch {batch}, {'warm-up' if not round_ else f'round {round_}'}: {name}")
                     try:
-                        run = processes[name].decode(texts[:batch], n_steps)
+                        run = processes[name].ask("decode", texts[:batch], n_steps)
                     except PeerError as e:
                         missing[name] = str(e)
                         del processes[name]
@@ -214,7 +215,7 @@ def _load(
     for name in peers:
         progress.next(f"loading {name}")
         try:
-            loaded[name] = stack.enter_context(PeerProcess(name, job))
+            loaded[name] = stack.enter_context(PeerProcess(name, partial(load, name, job)))
         except PeerError as e:
             missing[name] = str(e)
     return loaded

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxlamina.bench.machine import n_cores
 from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,26 @@ class Ours:
         return Decoded(rows, prefilled - start, decode_s, exposed_s)
 
 
+def transformers_model(
+    config: ModelConfig, dtype: Any, device: str, weights: Mapping[str, Any] | None
+) -> Any:
+    """transformers' own model of this shape, with these weights or random ones, for inference."""
+    import torch
+    import transformers
+
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config.to_hf()), dtype=dtype
+        )
+    if weights is not None:
+        tensors = {name: torch.from_numpy(np.array(x)) for name, x in weights.items()}
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise UserError(f"transformers does not take these weights: {missing=} {unexpected=}")
+        model.tie_weights()
+    return model.eval()
+
+
 class Transformers:
     """Hugging Face transformers on torch: a plain loop of forward passes with its KV cache.
 
@@ -121,21 +142,13 @@ class Transformers:
 
     def __init__(self, job: Job) -> None:
         import torch
-        import transformers
 
         from jaxlamina.weights import open_checkpoint
 
         torch.set_num_threads(n_cores())
         checkpoint = open_checkpoint(job.model)
-        hf = checkpoint.config.to_hf()
-        config = transformers.AutoConfig.for_model(**hf)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        weights = {name: torch.from_numpy(np.array(x)) for name, x in checkpoint.load().items()}
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        if unexpected or set(missing) - {"lm_head.weight"}:
-            raise UserError(f"transformers does not take these weights: {missing=} {unexpected=}")
-        model.tie_weights()
-        self._torch, self._model = torch, model.eval()
+        self._torch = torch
+        self._model = transformers_model(checkpoint.config, torch.float32, "cpu", checkpoint.load())
 
     def decode(self, prompts: Sequence[Sequence[int]], n_steps: int) -> Decoded:
         torch, model = self._torch, self._model
@@ -262,6 +275,10 @@ _NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "llama.cpp": (("llama_cpp", "llama-cpp-python"), ("gguf", "gguf")),
 }
 PACKAGES = ("torch", "transformers", "llama-cpp-python")
+
+
+def load(name: str, job: Job) -> Peer:
+    return LOADERS[name](job)
 
 
 def why_not(peer: str) -> str | None:
