@@ -105,6 +105,15 @@ def generate(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Prompt tokens computed in one step; longer prompts come in chunks.")
     ] = 2048,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            help="Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class."
+        ),
+    ] = "fifo",
+    kv_manager: Annotated[
+        str, typer.Option(help="KV: token, or padded as a contiguous KV cache is, to compare with.")
+    ] = "token",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout instead of text.")
     ] = False,
@@ -156,6 +165,8 @@ def generate(
         partition=partition,
         host_kv_slots=host_kv_slots,
         max_num_batched_tokens=max_num_batched_tokens,
+        scheduling_policy=scheduling_policy,
+        kv_manager=kv_manager,
     )
     load_s = time.perf_counter() - started
     ready = _prompts(llm, texts, chat, system)
