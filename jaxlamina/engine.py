@@ -26,8 +26,10 @@ from jaxlamina.jobs import Continuation, Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.logprobs import LogprobEntries
 from jaxlamina.outputs import FinishReason, RequestOutput
+from jaxlamina.policies import Policy
+from jaxlamina.request import Request, State
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
-from jaxlamina.scheduler import Request, Scheduler, State, StepPlan
+from jaxlamina.scheduler import Scheduler, StepPlan
 from jaxlamina.text import GeneratedText, NoText
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
@@ -88,6 +90,11 @@ class EngineStats:
     decode_s: float = 0.0
     exposed_s: float = 0.0  # of these at most, in which the device waited for the host
 
+    @property
+    def mean_batch_size(self) -> float:
+        """Sequences that got a token, a step (FineInfer §4, average batch size)."""
+        return self.n_generated_tokens / max(1, self.n_steps)
+
 
 class Engine:
     """Requests in, token events out, one ``step`` at a time.
@@ -99,6 +106,7 @@ class Engine:
     ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
     for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``.
     ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
+    ``policy`` (None: first come, first served) and ``padded`` are the scheduler's.
     """
 
     def __init__(
@@ -118,6 +126,8 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         mixed_steps: bool = False,
         async_scheduling: bool = True,
+        policy: Policy | None = None,
+        padded: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
@@ -133,6 +143,8 @@ class Engine:
             prefill_chunk=max_num_batched_tokens,
             prefix_cache=PrefixCache(slots) if prefix_caching else None,
             host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
+            policy=policy,
+            padded=padded,
         )
         self.sampler = Sampler()
         self._entries = LogprobEntries(tokenizer)
@@ -153,10 +165,20 @@ class Engine:
         return self.scheduler.idle and self._ahead is None
 
     def add_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        *,
+        priority: int = 0,
     ) -> str:
-        """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be served."""
+        """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be served.
+
+        ``priority``: lower goes first, where the scheduling policy looks at it.
+        """
         tokens = self._checked_prompt(prompt_token_ids)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise UserError(f"{priority=} must be a whole number; lower goes first")
         room = self.max_model_len - len(tokens)
         if params.stop and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
@@ -173,7 +195,9 @@ class Engine:
             new_text=partial(self._new_text, params),
         )
         width, lockstep = params.n_sequences, params.use_beam_search
-        request = Request(job.request_id, tokens, max_tokens, job, width=width, lockstep=lockstep)
+        request = Request(
+            job.request_id, tokens, max_tokens, job, width=width, lockstep=lockstep, priority=priority
+        )
         self.scheduler.add(request)
         self._live[job.request_id] = job, [request]
         return job.request_id

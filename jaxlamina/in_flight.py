@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina.request import Request
 from jaxlamina.sampling import Sampled
-from jaxlamina.scheduler import Request
 
 T = TypeVar("T")
 

@@ -102,6 +102,15 @@ def generate(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Prompt tokens computed in one step; longer prompts come in chunks.")
     ] = 2048,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            help="Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class."
+        ),
+    ] = "fifo",
+    kv_manager: Annotated[
+        str, typer.Option(help="KV: token, or padded as a contiguous KV cache is, to compare with.")
+    ] = "token",
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -162,6 +171,8 @@ def generate(
         partition=partition,
         host_kv_slots=host_kv_slots,
         max_num_batched_tokens=max_num_batched_tokens,
+        scheduling_policy=scheduling_policy,
+        kv_manager=kv_manager,
         recording=profile is not None,
     )
     load_s = time.perf_counter() - started
