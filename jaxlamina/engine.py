@@ -152,6 +152,7 @@ class Engine:
         room = self.max_model_len - len(tokens)
         if params.stop and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        self._checked_biases(params)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         dealt = int(self._seeds.integers(2**63))
         job = Job(
@@ -163,6 +164,7 @@ class Engine:
             max_tokens=max_tokens,
             end_ids=(() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ()),
             new_text=partial(self._new_text, params),
+            bad_words=self._bad_words(params),
         )
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(job.request_id, tokens, max_tokens, job, width=width, lockstep=lockstep)
@@ -264,7 +266,7 @@ class Engine:
         batch = DecodeBatch.build(known, slots, self.buckets, self.executor.n_slots)
         batch = batch._replace(tokens=self._newest.take(requests, batch.tokens))
         logits = self._run(lambda: self.executor.decode(batch))
-        return self._draw(requests, logits, is_decode=True)
+        return self._draw(requests, logits, newest=batch.tokens)
 
     def _prefill(self, request: Request, start: int, stop: int) -> Rows:
         tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
@@ -288,7 +290,7 @@ class Engine:
             requests = self._branch([request], [0] * request.width)
             rows = np.zeros(bucket(len(requests), self.buckets.batch), np.int32)
             logits = self._rows_of(logits, rows)
-        return self._draw(requests, logits, is_decode=False)
+        return self._draw(requests, logits)
 
     def _run(self, run: Callable[[], jax.Array]) -> jax.Array:
         by_slice = getattr(self.executor, "launches_by_slice", False)
@@ -302,36 +304,39 @@ class Engine:
         self._live[job.request_id] = job, requests
         return requests
 
-    def _draw(self, requests: Sequence[Request], logits: jax.Array, *, is_decode: bool) -> Rows:
-        """A token for each row that is drawn; of beams' rows their candidates."""
+    def _draw(self, requests: Sequence[Request], logits: jax.Array, newest: Any = None) -> Rows:
+        """A token for each row that is drawn; of beams' rows their candidates. ``newest`` [B, 1] int32: the tokens that
+        a decode step took in, maybe on the device."""
         beams: list[Job] = [request.payload for request in requests if request.lockstep]
         candidates = sampled = None
         if beams:
             most = max(max(job.beams.n_candidates, job.params.logprobs or 0) for job in beams if job.beams)
             candidates = self.sampler.likeliest(logits, most)
         if len(beams) < len(requests):
-            sampled = self.sampler(logits, self._sampling_of(requests, logits.shape[0]))
+            sampled = self.sampler(logits, self._sampling_of(requests, logits.shape[0], newest))
             self._newest.keep(requests, sampled.tokens)
             for request in requests:
                 request.n_in_flight += not request.lockstep
-        return self._launched(Rows(requests, is_decode, sampled, candidates))
+        return self._launched(Rows(requests, newest is not None, sampled, candidates))
 
     def _launched(self, rows: Rows) -> Rows:
         rows.fetch()
         self._host_time.launched(rows)
         return rows
 
-    def _sampling_of(self, requests: Sequence[Request], size: int) -> SamplingBatch:
-        params, seeds, positions, banned = [], [], [], []
+    def _sampling_of(self, requests: Sequence[Request], size: int, newest: Any) -> SamplingBatch:
+        rows = []
         for request in requests:
             job: Job = request.payload
-            drawn = job.beams is None
-            params.append(job.params if drawn else _NOT_DRAWN)
-            seeds.append(job.continuations[request.index].seed if drawn else 0)
-            positions.append(request.n_tokens)
-            too_early = request.n_generated < job.params.min_tokens
-            banned.append(job.end_ids if drawn and too_early else ())
-        return SamplingBatch.build(params, seeds, positions, banned, size)
+            row = job.row(
+                request.index,
+                position=request.n_tokens,
+                known=request.output_token_ids,
+                n_in_flight=request.n_in_flight,
+                newest_follows=newest is not None,
+            )
+            rows.append(row)
+        return SamplingBatch.build(rows, size, newest)
 
     # -- taking in ----------------------------------------------------------------------------------------------
 
@@ -479,6 +484,30 @@ class Engine:
         detokenizer = NoText() if self.tokenizer is None else self.tokenizer.detokenizer()
         return GeneratedText(detokenizer, params.stop or ())
 
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens at the beginning of a text, and inside one if that is another token for it."""
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise UserError("bad_words need a tokenizer, and this model has none: use logit_bias")
+        found = []
+        for word in params.bad_words:
+            bare, inside = (
+                tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+                for space in ("", " ")
+            )
+            found.append(bare)
+            if len(inside) == len(bare) and inside[0] != bare[0]:
+                found.append(inside)
+        return tuple(found)
+
+    def _checked_biases(self, params: SamplingParams) -> None:
+        outside = [token for token in params.logit_bias or () if token >= self.vocab_size]
+        if outside:
+            raise UserError(
+                f"logit_bias token {outside[0]} is not in the vocabulary (0 … {self.vocab_size - 1}): leave it out"
+            )
+
     def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
         tokens = tuple(prompt_token_ids)
         if not tokens:
@@ -497,9 +526,6 @@ class Engine:
                 "one token is to be generated: shorten the prompt or raise max_model_len"
             )
         return tuple(int(token) for token in tokens)
-
-
-_NOT_DRAWN = SamplingParams(temperature=0.0)  # for rows whose choice is thrown away
 
 
 def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | None, str | int | None]:
