@@ -25,6 +25,9 @@ class Adjusted:
     """What one row asks for. ``written``, without its newest token where that is given on the device, and ``prompt``
     are what the penalties count; they may be left out where nothing counts them."""
 
+    mask: np.ndarray | None = (
+        None  # [ceil(V/32)] uint32: bit t % 32 of word t // 32: token t is allowed; None: all are
+    )
     banned: Sequence[int] = ()
     banned_after: Sequence[tuple[int, int]] = ()  # (a token, one banned right after it)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -50,6 +53,7 @@ class Penalties(NamedTuple):
 class Adjustments(NamedTuple):
     """What all rows ask for, as arrays padded with ``NO_TOKEN``; None for what none of them does."""
 
+    masks: Any = None  # [B, ceil(V/32)] uint32
     banned: Any = None  # [B, E] int32
     banned_after: Any = None  # [B, E, 2] int32
     bias: Any = None  # ([B, E] int32, [B, E] float32)
@@ -93,12 +97,24 @@ def build(rows: Sequence[Adjusted], size: int, newest: Any = None) -> Adjustment
             values[b, : len(row.logit_bias)] = list(row.logit_bias.values())
         bias = biased, values
     return Adjustments(
+        masks=_masks([row.mask for row in rows], size),
         banned=_table([row.banned for row in rows], size),
         banned_after=None if banned_after is None else banned_after.reshape(size, -1, 2),
         bias=bias,
         penalties=penalties,
         newest=None if banned_after is None and penalties is None else newest,
     )
+
+
+def _masks(rows: Sequence[np.ndarray | None], size: int) -> np.ndarray | None:
+    width = max((len(row) for row in rows if row is not None), default=0)
+    if not width:
+        return None
+    masks = np.full((size, width), 0xFFFFFFFF, np.uint32)
+    for b, row in enumerate(rows):
+        if row is not None:
+            masks[b] = row
+    return masks
 
 
 def _penalties(rows: Sequence[Adjusted], size: int) -> Penalties:
@@ -127,9 +143,13 @@ def _table(rows: Sequence[Sequence[int] | np.ndarray], size: int, least: int = 1
 
 
 def adjust(logits: jax.Array, a: Adjustments) -> jax.Array:
-    """``logits`` [B, V] float32 as ``a`` asks: banned tokens are -inf; then biases are added; then penalties."""
+    """``logits`` [B, V] float32 as ``a`` asks: masked and banned tokens are -inf; then biases are added; then penalties."""
     rows = jnp.arange(logits.shape[0])[:, None]
     adjusted = logits
+    if a.masks is not None:
+        bits = (a.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        allowed = bits.reshape(len(bits), -1)[:, : logits.shape[1]] > 0
+        adjusted = jnp.where(allowed, adjusted, -jnp.inf)
     if a.banned is not None:
         adjusted = adjusted.at[rows, a.banned].set(-jnp.inf, mode="drop")
     if a.banned_after is not None and a.newest is not None:

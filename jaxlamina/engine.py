@@ -27,6 +27,7 @@ from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.outputs import FinishReason, Logprob, PositionLogprobs, RequestOutput
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
 from jaxlamina.scheduler import Request, Scheduler, State, StepPlan
+from jaxlamina.structured import Grammars, Matcher
 from jaxlamina.text import GeneratedText, NoText
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
@@ -134,6 +135,7 @@ class Engine:
         self._ahead: Step | None = None  # launched, and not read
         self._newest = NewestTokens(max_num_seqs, buckets.batch[-1])
         self._host_time = HostTime(clock)
+        self._grammars: Grammars | None = None
         self._seeds = np.random.default_rng(seed)
         self._ids = itertools.count()
         self._live: dict[str, tuple[Job, list[Request]]] = {}
@@ -165,6 +167,7 @@ class Engine:
             end_ids=(() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ()),
             new_text=partial(self._new_text, params),
             bad_words=self._bad_words(params),
+            matcher=self._matcher(params),
         )
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(job.request_id, tokens, max_tokens, job, width=width, lockstep=lockstep)
@@ -180,7 +183,7 @@ class Engine:
             self._ahead = None
             if step is None:
                 return []
-            if self.async_scheduling and not step.branches:
+            if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
             events = self._take_in(step)
         except BaseException:
@@ -317,7 +320,10 @@ class Engine:
             self._newest.keep(requests, sampled.tokens)
             for request in requests:
                 request.n_in_flight += not request.lockstep
-        return self._launched(Rows(requests, newest is not None, sampled, candidates))
+        # Beams branch; a grammar's next mask comes of the token before it.
+        shapes_next = any(r.lockstep or r.payload.params.structured_outputs for r in requests)
+        rows = Rows(requests, newest is not None, sampled, candidates, shapes_next=shapes_next)
+        return self._launched(rows)
 
     def _launched(self, rows: Rows) -> Rows:
         rows.fetch()
@@ -501,6 +507,15 @@ class Engine:
                 found.append(inside)
         return tuple(found)
 
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise UserError("structured_outputs need a tokenizer, and this model has none")
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return self._grammars.matcher(params.structured_outputs)
+
     def _checked_biases(self, params: SamplingParams) -> None:
         outside = [token for token in params.logit_bias or () if token >= self.vocab_size]
         if outside:
@@ -534,6 +549,9 @@ def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | Non
         return "stop", job.stop_of(token)
     if c.text.add(token, may_stop=n > job.params.min_tokens):
         return "stop", c.text.stopped_by
+    ended = None if c.matcher is None else c.matcher.accept(token)
+    if ended is not None:
+        return ended, None
     if n >= job.max_tokens:
         return "length", None
     return None, None

@@ -15,6 +15,7 @@ from jaxlamina.adjustments import Adjusted, bans_of
 from jaxlamina.beam import BeamSearch, Hypothesis
 from jaxlamina.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput
 from jaxlamina.sampling import Row, SamplingParams, seed_of
+from jaxlamina.structured import Matcher
 from jaxlamina.text import GeneratedText
 
 
@@ -25,6 +26,7 @@ class Continuation:
     index: int
     seed: int
     text: GeneratedText
+    matcher: Matcher | None = None  # where it is in its grammar
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -44,6 +46,7 @@ class Job:
     end_ids: tuple[int, ...]  # tokens that end it; not to be chosen before min_tokens
     new_text: Callable[[], GeneratedText]
     bad_words: tuple[tuple[int, ...], ...] = ()  # the tokens of each
+    matcher: Matcher | None = None  # at the beginning of its grammar
     continuations: list[Continuation] = field(default_factory=list)
     beams: BeamSearch | None = None
     n_cached_tokens: int | None = None  # of its prompt, when it was first computed
@@ -62,7 +65,8 @@ class Job:
             )
         else:
             self.continuations = [
-                Continuation(i, seed_of(self.seed, i), self.new_text()) for i in range(p.n_sequences)
+                Continuation(i, seed_of(self.seed, i), self.new_text(), self.matcher and self.matcher.copy())
+                for i in range(p.n_sequences)
             ]
 
     @cached_property
@@ -80,14 +84,15 @@ class Job:
         p = self.params
         if self.beams is not None:
             return _NOT_DRAWN
-        seed = self.continuations[index].seed
+        c = self.continuations[index]
         too_early = len(known) + n_in_flight < p.min_tokens
         ends = self.end_ids if too_early else ()
         if not p.adjusts:
-            return Row(p, seed, position, Adjusted(banned=ends))
+            return Row(p, c.seed, position, Adjusted(banned=ends))
         written = known[:-1] if newest_follows and not n_in_flight else known
         banned, banned_after = bans_of(self.bad_words, written, newest_follows=newest_follows)
         asked = Adjusted(
+            mask=None if c.matcher is None else c.matcher.mask(),
             banned=(*ends, *banned),
             banned_after=banned_after,
             logit_bias=p.logit_bias or {},
@@ -97,7 +102,7 @@ class Job:
             prompt=self._prompt,
             written=written,
         )
-        return Row(p, seed, position, asked)
+        return Row(p, c.seed, position, asked)
 
     def stop_of(self, token: int) -> int | None:
         """What ``stop_reason`` says of an end token: None for the model's own end of sequence."""

@@ -20,6 +20,7 @@ import numpy as np
 from jaxlamina import adjustments
 from jaxlamina.adjustments import NO_TOKEN, Adjusted, Adjustments
 from jaxlamina.errors import UserError
+from jaxlamina.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 300
@@ -41,6 +42,8 @@ class SamplingParams:
       are divided by it, negative ones multiplied. Logits are changed so before all else, greedy choice included.
     - ``logit_bias``: token id to what is added to its logit, -100 … 100, before penalties.
     - ``bad_words``: strings that are not written: the last of a word's tokens is not taken after the others.
+    - ``structured_outputs``: a `StructuredOutputs` that all of the output follows. It ends where nothing can follow, or at an
+      end-of-sequence token.
     - ``seed``: same seed, same prompt, same tokens; None: the engine deals one.
     - ``stop``: strings that end the text (left out of it); ``stop_token_ids``: tokens that do.
     - ``ignore_eos``: go on after the model's end-of-sequence token.
@@ -63,6 +66,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -124,6 +128,12 @@ class SamplingParams:
         if not given:
             raise UserError(f"bad_words={words!r:.80} must be a list of strings that are not blank")
         object.__setattr__(self, "bad_words", tuple(words or ()))
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise UserError(f"structured_outputs={self.structured_outputs!r:.80} must be a StructuredOutputs")
+        if self.structured_outputs is not None and (self.min_tokens or self.bad_words):
+            raise UserError(
+                "min_tokens and bad_words may leave no token that structured_outputs allow: leave them out"
+            )
 
     def _check_sequences(self) -> None:
         _require_int(self.n, "n", 1, None)
@@ -161,7 +171,7 @@ class SamplingParams:
         if self.adjusts:
             raise UserError(
                 "beam search takes the model's own probabilities: leave out presence_penalty, frequency_penalty, "
-                "repetition_penalty, logit_bias and bad_words"
+                "repetition_penalty, logit_bias, bad_words and structured_outputs"
             )
         if self.stop:
             raise UserError(f"stop={self.stop!r}: beam search ends at tokens only, use stop_token_ids")
@@ -192,7 +202,7 @@ class SamplingParams:
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before anything is done with them."""
-        return self.penalises or bool(self.logit_bias or self.bad_words)
+        return self.penalises or bool(self.logit_bias or self.bad_words or self.structured_outputs)
 
     @property
     def filters(self) -> bool:

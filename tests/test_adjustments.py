@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -18,12 +19,15 @@ from jaxlamina.adjustments import Adjusted, adjust, bans_of, build
 from jaxlamina.sampling import SamplingParams
 
 ADJUST = jax.jit(adjust)
+MASK = partial(np.asarray, dtype=np.uint32)
 TOKENS = st.lists(st.integers(0, V - 1), max_size=12)
 
 
 def reference(logits: np.ndarray, asked: Adjusted) -> np.ndarray:
     """float64, a token at a time, the newest token among ``asked.written``."""
     x = logits.astype(np.float64)
+    if asked.mask is not None:
+        x[[not asked.mask[t // 32] >> (t % 32) & 1 for t in range(V)]] = -np.inf
     for token in asked.banned:
         x[token] = -np.inf
     for before, token in asked.banned_after:
@@ -44,6 +48,7 @@ def reference(logits: np.ndarray, asked: Adjusted) -> np.ndarray:
 
 ASKED = st.builds(
     Adjusted,
+    mask=st.none() | st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4).map(MASK),
     banned=TOKENS,
     banned_after=st.lists(st.tuples(st.integers(0, 5), st.integers(0, V - 1)), max_size=5),
     logit_bias=st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32), max_size=9),
@@ -78,7 +83,7 @@ def test_logits_are_adjusted_as_the_reference_does(asked: list[Adjusted], seed: 
     got = np.asarray(ADJUST(jnp.asarray(rows), build(asked, 4, newest)))
     np.testing.assert_allclose(got[: len(asked)], expected, rtol=1e-5, atol=1e-5)
     for row, a, adjusted in zip(rows, asked, got, strict=False):
-        if a == Adjusted(prompt=a.prompt, written=a.written):  # asks for nothing
+        if a.mask is None and a == Adjusted(prompt=a.prompt, written=a.written):  # asks for nothing
             assert np.array_equal(adjusted, row)
     assert np.array_equal(got[len(asked) :], rows[len(asked) :])  # padding
 
@@ -117,9 +122,13 @@ def by_hand(prompt: list[int], p: SamplingParams) -> list[int]:
     written: list[int] = []
     while len(written) < (p.max_tokens or 0):
         asked = Adjusted(
-            (), (), p.logit_bias or {}, p.presence_penalty, p.frequency_penalty, p.repetition_penalty
+            logit_bias=p.logit_bias or {},
+            presence_penalty=p.presence_penalty,
+            frequency_penalty=p.frequency_penalty,
+            repetition_penalty=p.repetition_penalty,
+            prompt=prompt,
+            written=written,
         )
-        asked = replace(asked, prompt=prompt, written=written)
         written.append(int(reference(logits_after([*prompt, *written]), asked).argmax()))
     return written
 

@@ -21,6 +21,7 @@ from jaxlamina.errors import UserError
 if TYPE_CHECKING:
     from jaxlamina.llm import LLM
     from jaxlamina.outputs import RequestOutput
+    from jaxlamina.structured import StructuredOutputs
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -68,6 +69,13 @@ def generate(
     ] = None,
     bad_words: Annotated[
         list[str] | None, typer.Option(help="A string that is not to be written; may be repeated.")
+    ] = None,
+    structured_outputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='{"json": SCHEMA}, {"regex": …} or {"choice": […]}: what all of a text must be.',
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same prompt, same text.")] = None,
     stop: Annotated[
@@ -151,6 +159,7 @@ def generate(
             repetition_penalty=repetition_penalty,
             logit_bias=_biases(logit_bias or []),
             bad_words=bad_words,
+            structured_outputs=_structured(structured_outputs),
             seed=seed,
             stop=stop or None,
             stop_token_ids=stop_token_ids or None,
@@ -202,6 +211,19 @@ def _biases(given: list[str]) -> dict[int, float]:
         return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in given)}
     except ValueError:
         raise UserError(f"--logit-bias {' '.join(given)} must be TOKEN=BIAS each, as 198=-100") from None
+
+
+def _structured(given: str | None) -> StructuredOutputs | None:
+    from jaxlamina.structured import StructuredOutputs
+
+    if given is None:
+        return None
+    try:
+        return StructuredOutputs(**json.loads(given))
+    except (ValueError, TypeError):
+        raise UserError(
+            f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
+        ) from None
 
 
 def _write_several(outputs: list[RequestOutput], n: int) -> None:
