@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxlamina.llm import LLM
     from jaxlamina.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxlamina.sampling import SamplingParams
+    from jaxlamina.structured import StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "UserError",
     "__version__",
 ]
@@ -31,6 +33,7 @@ _HOMES = {
     "Logprob": "jaxlamina.outputs",
     "RequestOutput": "jaxlamina.outputs",
     "SamplingParams": "jaxlamina.sampling",
+    "StructuredOutputs": "jaxlamina.structured",
     "UserError": "jaxlamina.errors",
 }
 

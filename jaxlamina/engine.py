@@ -30,6 +30,7 @@ from jaxlamina.policies import Policy
 from jaxlamina.request import Request, State
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
 from jaxlamina.scheduler import Scheduler, StepPlan
+from jaxlamina.structured import Grammars, Matcher
 from jaxlamina.text import GeneratedText, NoText
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
@@ -154,6 +155,7 @@ class Engine:
         self._ahead: Step | None = None  # launched, and not read
         self._newest = NewestTokens(max_num_seqs, buckets.batch[-1])
         self._host_time = HostTime(clock)
+        self._grammars: Grammars | None = None
         self._seeds = np.random.default_rng(seed)
         self._ids = itertools.count()
         self._live: dict[str, tuple[Job, list[Request]]] = {}
@@ -182,6 +184,7 @@ class Engine:
         room = self.max_model_len - len(tokens)
         if params.stop and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+        self._checked_biases(params)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         dealt = int(self._seeds.integers(2**63))
         job = Job(
@@ -193,6 +196,8 @@ class Engine:
             max_tokens=max_tokens,
             end_ids=(() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ()),
             new_text=partial(self._new_text, params),
+            bad_words=self._bad_words(params),
+            matcher=self._matcher(params),
         )
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(
@@ -210,7 +215,7 @@ class Engine:
             self._ahead = None
             if step is None:
                 return []
-            if self.async_scheduling and not step.branches:
+            if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
             events = self._take_in(step)
         except BaseException:
@@ -294,7 +299,7 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Rows:
         batch = self._decode_batch(requests)
-        return self._draw(requests, self._run(lambda: self.executor.decode(batch)), is_decode=True)
+        return self._draw(requests, self._run(lambda: self.executor.decode(batch)), batch.tokens)
 
     def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
         batch = self._prefill_batch(request, span)
@@ -304,9 +309,9 @@ class Engine:
         self, requests: Sequence[Request], request: Request, span: tuple[int, int]
     ) -> list[Rows]:
         executor: Any = self.executor
-        batches = self._decode_batch(requests), self._prefill_batch(request, span)
-        of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(*batches))
-        return [self._draw(requests, of_rows, is_decode=True), self._prefilled(request, span, of_prompt)]
+        batch, prompt = self._decode_batch(requests), self._prefill_batch(request, span)
+        of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, prompt))
+        return [self._draw(requests, of_rows, batch.tokens), self._prefilled(request, span, of_prompt)]
 
     def _decode_batch(self, requests: Sequence[Request]) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
@@ -340,7 +345,7 @@ class Engine:
             requests = self._branch([request], [0] * request.width)
             rows = np.zeros(bucket(len(requests), self.buckets.batch), np.int32)
             logits = self._rows_of(logits, rows)
-        return self._draw(requests, logits, is_decode=False)
+        return self._draw(requests, logits)
 
     def _run(self, run: Callable[[], T]) -> T:
         by_slice = getattr(self.executor, "launches_by_slice", False)
@@ -354,36 +359,42 @@ class Engine:
         self._live[job.request_id] = job, requests
         return requests
 
-    def _draw(self, requests: Sequence[Request], logits: jax.Array, *, is_decode: bool) -> Rows:
-        """A token for each row that is drawn; of beams' rows their candidates."""
+    def _draw(self, requests: Sequence[Request], logits: jax.Array, newest: Any = None) -> Rows:
+        """A token for each row that is drawn; of beams' rows their candidates. ``newest`` [B, 1] int32: the tokens that
+        a decode step took in, maybe on the device."""
         beams: list[Job] = [request.payload for request in requests if request.lockstep]
         candidates = sampled = None
         if beams:
             most = max(max(job.beams.n_candidates, job.params.logprobs or 0) for job in beams if job.beams)
             candidates = self.sampler.likeliest(logits, most)
         if len(beams) < len(requests):
-            sampled = self.sampler(logits, self._sampling_of(requests, logits.shape[0]))
+            sampled = self.sampler(logits, self._sampling_of(requests, logits.shape[0], newest))
             self._newest.keep(requests, sampled.tokens)
             for request in requests:
                 request.n_in_flight += not request.lockstep
-        return self._launched(Rows(requests, is_decode, sampled, candidates))
+        # Beams branch; a grammar's next mask comes of the token before it.
+        shapes_next = any(r.lockstep or r.payload.params.structured_outputs for r in requests)
+        rows = Rows(requests, newest is not None, sampled, candidates, shapes_next=shapes_next)
+        return self._launched(rows)
 
     def _launched(self, rows: Rows) -> Rows:
         rows.fetch()
         self._host_time.launched(rows)
         return rows
 
-    def _sampling_of(self, requests: Sequence[Request], size: int) -> SamplingBatch:
-        params, seeds, positions, banned = [], [], [], []
+    def _sampling_of(self, requests: Sequence[Request], size: int, newest: Any) -> SamplingBatch:
+        rows = []
         for request in requests:
             job: Job = request.payload
-            drawn = job.beams is None
-            params.append(job.params if drawn else _NOT_DRAWN)
-            seeds.append(job.continuations[request.index].seed if drawn else 0)
-            positions.append(request.n_tokens)
-            too_early = request.n_generated < job.params.min_tokens
-            banned.append(job.end_ids if drawn and too_early else ())
-        return SamplingBatch.build(params, seeds, positions, banned, size)
+            row = job.row(
+                request.index,
+                position=request.n_tokens,
+                known=request.output_token_ids,
+                n_in_flight=request.n_in_flight,
+                newest_follows=newest is not None,
+            )
+            rows.append(row)
+        return SamplingBatch.build(rows, size, newest)
 
     # -- taking in ----------------------------------------------------------------------------------------------
 
@@ -495,6 +506,39 @@ class Engine:
         detokenizer = NoText() if self.tokenizer is None else self.tokenizer.detokenizer()
         return GeneratedText(detokenizer, params.stop or ())
 
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens at the beginning of a text, and inside one if that is another token for it."""
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise UserError("bad_words need a tokenizer, and this model has none: use logit_bias")
+        found = []
+        for word in params.bad_words:
+            bare, inside = (
+                tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+                for space in ("", " ")
+            )
+            found.append(bare)
+            if len(inside) == len(bare) and inside[0] != bare[0]:
+                found.append(inside)
+        return tuple(found)
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise UserError("structured_outputs need a tokenizer, and this model has none")
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return self._grammars.matcher(params.structured_outputs)
+
+    def _checked_biases(self, params: SamplingParams) -> None:
+        outside = [token for token in params.logit_bias or () if token >= self.vocab_size]
+        if outside:
+            raise UserError(
+                f"logit_bias token {outside[0]} is not in the vocabulary (0 … {self.vocab_size - 1}): leave it out"
+            )
+
     def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
         tokens = tuple(prompt_token_ids)
         if not tokens:
@@ -516,7 +560,6 @@ class Engine:
 
 
 Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities
-_NOT_DRAWN = SamplingParams(temperature=0.0)  # for rows whose choice is thrown away
 
 
 def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | None, str | int | None]:
@@ -525,6 +568,9 @@ def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | Non
         return "stop", job.stop_of(token)
     if c.text.add(token, may_stop=n > job.params.min_tokens):
         return "stop", c.text.stopped_by
+    ended = None if c.matcher is None else c.matcher.accept(token)
+    if ended is not None:
+        return ended, None
     if n >= job.max_tokens:
         return "length", None
     return None, None

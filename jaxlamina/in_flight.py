@@ -30,6 +30,7 @@ class Rows:
         None  # of beams: likeliest tokens, their log-probabilities
     )
     logits: jax.Array | None = None  # of a part of a prompt, which gives no token
+    shapes_next: bool = False  # what it gives must be known before the next step can be launched
 
     @property
     def is_done(self) -> bool:
@@ -56,9 +57,9 @@ class Step:
     batches: list[Rows] = field(default_factory=list)
 
     @property
-    def branches(self) -> bool:
-        """Whether what it gives says which sequences there are in the next step."""
-        return any(rows.candidates is not None for rows in self.batches)
+    def shapes_next(self) -> bool:
+        """Whether what it gives says which sequences there are in the next step, or what they may write."""
+        return any(rows.shapes_next for rows in self.batches)
 
 
 class NewestTokens:

@@ -5,12 +5,17 @@ Knows sampling parameters, text and outputs; nothing of slots, scheduling or dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import numpy as np
+
+from jaxlamina.adjustments import Adjusted, bans_of
 from jaxlamina.beam import BeamSearch, Hypothesis
 from jaxlamina.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput
-from jaxlamina.sampling import SamplingParams, seed_of
+from jaxlamina.sampling import Row, SamplingParams, seed_of
+from jaxlamina.structured import Matcher
 from jaxlamina.text import GeneratedText
 
 
@@ -21,6 +26,7 @@ class Continuation:
     index: int
     seed: int
     text: GeneratedText
+    matcher: Matcher | None = None  # where it is in its grammar
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -39,6 +45,8 @@ class Job:
     max_tokens: int
     end_ids: tuple[int, ...]  # tokens that end it; not to be chosen before min_tokens
     new_text: Callable[[], GeneratedText]
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the tokens of each
+    matcher: Matcher | None = None  # at the beginning of its grammar
     continuations: list[Continuation] = field(default_factory=list)
     beams: BeamSearch | None = None
     n_cached_tokens: int | None = None  # of its prompt, when it was first computed
@@ -57,8 +65,44 @@ class Job:
             )
         else:
             self.continuations = [
-                Continuation(i, seed_of(self.seed, i), self.new_text()) for i in range(p.n_sequences)
+                Continuation(i, seed_of(self.seed, i), self.new_text(), self.matcher and self.matcher.copy())
+                for i in range(p.n_sequences)
             ]
+
+    @cached_property
+    def _prompt(self) -> np.ndarray:
+        return np.asarray(self.prompt_token_ids, np.int32)
+
+    def row(
+        self, index: int, *, position: int, known: Sequence[int], n_in_flight: int, newest_follows: bool
+    ) -> Row:
+        """How the next token of continuation ``index``, for ``position``, is drawn.
+
+        ``known``: the tokens written, ``n_in_flight`` later ones not in it. ``newest_follows``: the newest of all,
+        known or not, is given on the device.
+        """
+        p = self.params
+        if self.beams is not None:
+            return _NOT_DRAWN
+        c = self.continuations[index]
+        too_early = len(known) + n_in_flight < p.min_tokens
+        ends = self.end_ids if too_early else ()
+        if not p.adjusts:
+            return Row(p, c.seed, position, Adjusted(banned=ends))
+        written = known[:-1] if newest_follows and not n_in_flight else known
+        banned, banned_after = bans_of(self.bad_words, written, newest_follows=newest_follows)
+        asked = Adjusted(
+            mask=None if c.matcher is None else c.matcher.mask(),
+            banned=(*ends, *banned),
+            banned_after=banned_after,
+            logit_bias=p.logit_bias or {},
+            presence_penalty=p.presence_penalty,
+            frequency_penalty=p.frequency_penalty,
+            repetition_penalty=p.repetition_penalty,
+            prompt=self._prompt,
+            written=written,
+        )
+        return Row(p, c.seed, position, asked)
 
     def stop_of(self, token: int) -> int | None:
         """What ``stop_reason`` says of an end token: None for the model's own end of sequence."""
@@ -135,3 +179,6 @@ class Job:
             reason,
             None if h.ended_by is None else self.stop_of(h.ended_by),
         )
+
+
+_NOT_DRAWN = Row(SamplingParams(temperature=0.0), 0, 0)  # for rows whose choice is thrown away

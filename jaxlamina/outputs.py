@@ -45,7 +45,7 @@ class RequestOutput:
     ``token_ids`` are all generated tokens, the one that stopped it included; ``text`` leaves out the stop
     string, the stop token and special tokens. ``logprobs`` (one entry a token) is None unless asked for.
     ``finish_reason``: "stop" (end-of-sequence or stop token, or stop string), "length" (``max_tokens`` or
-    the model's length), "abort" (the caller gave up). ``stop_reason`` says which stop string or stop token
+    the model's length), "abort" (the caller gave up, or a grammar outgrew its library's limits). ``stop_reason`` says which stop string or stop token
     it was, None for the model's own end-of-sequence token. ``cumulative_logprob``: of all its tokens; None unless
     logprobs were asked for or sequences were ranked by it. ``n_cached_tokens``: prompt tokens whose KV was there.
     """

@@ -9,7 +9,7 @@ what else is in the batch, and a step can be run again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina import adjustments
+from jaxlamina.adjustments import NO_TOKEN, Adjusted, Adjustments
 from jaxlamina.errors import UserError
+from jaxlamina.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 300
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ class SamplingParams:
       ``top_k``: keep the k likeliest (0 or -1: all); then
       ``top_p``: keep the fewest likeliest ones whose probabilities add up to it.
       Tokens exactly as likely as the last one kept are kept too.
+    - ``presence_penalty``: taken off the logits of tokens written before; ``frequency_penalty``: taken off as often as
+      they were written. Both -2 … 2. ``repetition_penalty``: positive logits of tokens in the prompt or written before
+      are divided by it, negative ones multiplied. Logits are changed so before all else, greedy choice included.
+    - ``logit_bias``: token id to what is added to its logit, -100 … 100, before penalties.
+    - ``bad_words``: strings that are not written: the last of a word's tokens is not taken after the others.
+    - ``structured_outputs``: a `StructuredOutputs` that all of the output follows. It ends where nothing can follow, or at an
+      end-of-sequence token.
     - ``seed``: same seed, same prompt, same tokens; None: the engine deals one.
     - ``stop``: strings that end the text (left out of it); ``stop_token_ids``: tokens that do.
     - ``ignore_eos``: go on after the model's end-of-sequence token.
@@ -50,6 +61,12 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -69,6 +86,7 @@ class SamplingParams:
         _require_number(self.top_p, "top_p", 0.0, 1.0, "; 1 keeps all tokens", above_low=True)
         _require_int(self.top_k, "top_k", -1, None, "; 0 and -1 keep all tokens")
         _require_number(self.min_p, "min_p", 0.0, 1.0, "; 0 keeps all tokens")
+        self._check_adjustments()
         if self.seed is not None:
             _require_int(self.seed, "seed", 0, 2**64 - 1, " or None")
         if self.logprobs is not None:
@@ -87,6 +105,35 @@ class SamplingParams:
         for token in self.stop_token_ids or ():
             _require_int(token, "stop_token_ids", 0, None)
         self._check_sequences()
+
+    def _check_adjustments(self) -> None:
+        _require_number(self.presence_penalty, "presence_penalty", -2.0, 2.0)
+        _require_number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+        _require_number(
+            self.repetition_penalty, "repetition_penalty", 0.0, None, "; 1 is none", above_low=True
+        )
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise UserError(f"logit_bias={self.logit_bias!r:.80} must map token ids to numbers")
+        biases = dict(self.logit_bias or {})
+        if len(biases) > MAX_LOGIT_BIASES:
+            raise UserError(f"logit_bias has {len(biases)} tokens: at most {MAX_LOGIT_BIASES} are taken")
+        for token, bias in biases.items():
+            _require_int(token, "logit_bias token", 0, None)
+            _require_number(bias, f"logit_bias[{token}]", -100.0, 100.0)
+        object.__setattr__(self, "logit_bias", biases or None)
+        words = self.bad_words
+        given = isinstance(words, list | tuple | None) and all(
+            isinstance(w, str) and w.strip() for w in words or ()
+        )
+        if not given:
+            raise UserError(f"bad_words={words!r:.80} must be a list of strings that are not blank")
+        object.__setattr__(self, "bad_words", tuple(words or ()))
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise UserError(f"structured_outputs={self.structured_outputs!r:.80} must be a StructuredOutputs")
+        if self.structured_outputs is not None and (self.min_tokens or self.bad_words):
+            raise UserError(
+                "min_tokens and bad_words may leave no token that structured_outputs allow: leave them out"
+            )
 
     def _check_sequences(self) -> None:
         _require_int(self.n, "n", 1, None)
@@ -121,6 +168,11 @@ class SamplingParams:
                 f"temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p}: beam "
                 "search draws nothing, so it takes temperature=0, and top_p, top_k and min_p left out"
             )
+        if self.adjusts:
+            raise UserError(
+                "beam search takes the model's own probabilities: leave out presence_penalty, frequency_penalty, "
+                "repetition_penalty, logit_bias, bad_words and structured_outputs"
+            )
         if self.stop:
             raise UserError(f"stop={self.stop!r}: beam search ends at tokens only, use stop_token_ids")
 
@@ -142,6 +194,15 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before anything is done with them."""
+        return self.penalises or bool(self.logit_bias or self.bad_words or self.structured_outputs)
 
     @property
     def filters(self) -> bool:
@@ -199,50 +260,46 @@ class Knobs(NamedTuple):
     positions: Any  # [B] int32: the position the chosen token will have
 
 
+class Row(NamedTuple):
+    """One request's part of a batch."""
+
+    params: SamplingParams
+    seed: int  # what it draws by, 0 … 2**64 - 1
+    position: int  # the one the chosen token will have
+    adjusted: Adjusted = Adjusted()
+
+
 class SamplingBatch(NamedTuple):
-    """The parameters of B requests as numpy arrays, and what of the sampler they need (static)."""
+    """B requests as arrays, and what of the sampler they need (static)."""
 
     knobs: Knobs
-    banned: np.ndarray  # [B, E] int32, padded with V or more
+    adjustments: Adjustments
     draws: bool  # some row is not greedy
     filters: bool  # some row that draws has top_k, top_p or min_p
     n_top: int | None  # logprobs of so many tokens, None: no logprobs at all
 
     @classmethod
-    def build(
-        cls,
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        positions: Sequence[int],
-        banned: Sequence[Sequence[int]],
-        size: int,
-    ) -> SamplingBatch:
-        """Rows for ``params``, padded with greedy rows to ``size``. ``seeds``: what each row draws by, 0 … 2**64 - 1.
-
-        ``banned``: tokens each row may not choose now (``min_tokens``).
-        """
-        no_token = np.iinfo(np.int32).max
-        widest = max((len(tokens) for tokens in banned), default=0)
+    def build(cls, rows: Sequence[Row], size: int, newest: Any = None) -> SamplingBatch:
+        """``rows``, padded with greedy ones to ``size``; ``newest`` [size, 1] int32 as `adjustments.build` has it."""
         knobs = Knobs(
             temperature=np.zeros(size, np.float32),
-            top_k=np.full(size, no_token, np.int32),
+            top_k=np.full(size, NO_TOKEN, np.int32),
             top_p=np.ones(size, np.float32),
             min_p=np.zeros(size, np.float32),
             seeds=np.zeros((size, 2), np.uint32),
             positions=np.zeros(size, np.int32),
         )
-        # a power of two wide, so that not every mix of stop tokens is a new program
-        banned_rows = np.full((size, 1 << (widest - 1).bit_length() if widest else 0), no_token, np.int32)
-        for b, p in enumerate(params):
+        for b, row in enumerate(rows):
+            p = row.params
             knobs.temperature[b] = p.temperature
-            knobs.top_k[b] = p.top_k if p.top_k > 0 else no_token
+            knobs.top_k[b] = p.top_k if p.top_k > 0 else NO_TOKEN
             knobs.top_p[b], knobs.min_p[b] = p.top_p, p.min_p
-            knobs.seeds[b] = seeds[b] & 0xFFFFFFFF, seeds[b] >> 32
-            knobs.positions[b] = positions[b]
-            banned_rows[b, : len(banned[b])] = banned[b]
+            knobs.seeds[b] = row.seed & 0xFFFFFFFF, row.seed >> 32
+            knobs.positions[b] = row.position
+        params = [row.params for row in rows]
         return cls(
             knobs,
-            banned_rows,
+            adjustments.build([row.adjusted for row in rows], size, newest),
             draws=any(not p.greedy for p in params),
             filters=any(p.filters and not p.greedy for p in params),
             n_top=_logprobs_width([p.needed_logprobs for p in params]),
@@ -266,7 +323,7 @@ class Sampler:
     def __call__(self, logits: jax.Array, batch: SamplingBatch) -> Sampled:
         """``logits`` [B, V] float32 → ``Sampled`` on the same device. Errors of shape are jax's."""
         knobs = batch.knobs if batch.draws else None  # a greedy step ships none of them
-        return self._choose(logits, knobs, batch.banned, filters=batch.filters, n_top=batch.n_top)
+        return self._choose(logits, knobs, batch.adjustments, filters=batch.filters, n_top=batch.n_top)
 
     def likeliest(self, logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         """``logits`` [B, V] float32 → the ``n`` or a few more likeliest tokens of each row [B, n'] int32, likeliest
@@ -279,23 +336,22 @@ class Sampler:
         return tokens.astype(jnp.int32), logprobs
 
     def _traced(
-        self, logits: jax.Array, knobs: Knobs | None, banned: jax.Array, *, filters: bool, n_top: int | None
+        self, logits: jax.Array, knobs: Knobs | None, asked: Adjustments, *, filters: bool, n_top: int | None
     ) -> Sampled:
         self.n_compiled += 1  # Python runs once a program
-        return choose(logits, knobs, banned, filters=filters, n_top=n_top)
+        return choose(logits, knobs, asked, filters=filters, n_top=n_top)
 
 
 def choose(
-    logits: jax.Array, knobs: Knobs | None, banned: jax.Array, *, filters: bool, n_top: int | None
+    logits: jax.Array, knobs: Knobs | None, asked: Adjustments, *, filters: bool, n_top: int | None
 ) -> Sampled:
-    """One token a row of ``logits`` [B, V] float32, the likeliest without ``knobs``; the rest as ``SamplingBatch``."""
-    allowed = logits
-    if banned.shape[1]:
-        rows = jnp.arange(logits.shape[0])[:, None]
-        allowed = logits.at[rows, banned].set(-jnp.inf, mode="drop")
-    tokens = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    """One token a row of ``logits`` [B, V] float32, the likeliest without ``knobs``; the rest as ``SamplingBatch``.
+
+    Log-probabilities and ranks are the model's own: of ``logits`` before they are adjusted."""
+    adjusted = adjustments.adjust(logits, asked)
+    tokens = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
     if knobs is not None:
-        scaled = allowed / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
+        scaled = adjusted / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
         if filters:
             scaled = filter_logits(scaled, knobs.top_k, knobs.top_p, knobs.min_p)
         drawn = jax.vmap(_draw)(scaled, knobs.seeds, knobs.positions)

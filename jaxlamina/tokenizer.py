@@ -109,6 +109,11 @@ class Tokenizer:
             self.chat_template, messages, given | {"add_generation_prompt": add_generation_prompt}
         )
 
+    def to_json(self) -> str:
+        """What a tokenizer.json holds."""
+        text: str = self._inner.to_str()
+        return text
+
     def save(self, folder: Path) -> None:
         """tokenizer.json and tokenizer_config.json, as transformers reads them."""
         self._inner.save(str(folder / "tokenizer.json"))

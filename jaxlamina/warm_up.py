@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.engine import Engine
-from jaxlamina.sampling import SamplingBatch, SamplingParams
+from jaxlamina.sampling import Row, SamplingBatch, SamplingParams
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
 # The sampler's programs: the likeliest token, a drawn one, and one drawn of those that a filter leaves.
@@ -110,9 +110,7 @@ def _batch(shape: Shape, nowhere: int) -> DecodeBatch | PrefillBatch:
 
 def _sample(engine: Engine, logits: jax.Array) -> None:
     for params in _WAYS_TO_CHOOSE:
-        jax.block_until_ready(
-            engine.sampler(logits, SamplingBatch.build([params], [0], [0], [()], len(logits)))
-        )
+        jax.block_until_ready(engine.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], len(logits))))
 
 
 def _zeros(*shape: int) -> np.ndarray:

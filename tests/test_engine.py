@@ -87,8 +87,8 @@ class LetterTokenizer:
 
     words = tuple(chr(ord("a") + t % 26) * (1 + t % 2) for t in range(V))
 
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) - ord("a") for c in text]
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) - ord("a") for c in text.strip()]
 
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return "".join(self.words[i] for i in ids)
@@ -363,6 +363,12 @@ def test_abort_frees_slots_and_keeps_what_was_written():
         (["a"], GREEDY, "prompt token id 'a' is not a whole number"),
         ([1.0], GREEDY, "prompt token id 1.0 is not a whole number"),
         ([1], SamplingParams(stop="x"), "stop strings need a tokenizer"),
+        ([1], SamplingParams(bad_words=["x"]), "bad_words need a tokenizer"),
+        (
+            [1],
+            SamplingParams(logit_bias={97: 1.0}),
+            r"logit_bias token 97 is not in the vocabulary \(0 … 96\)",
+        ),
         ([1] * 30, SamplingParams(max_tokens=20), "may need 49 KV slots .* the pool has 40"),
     ],
 )

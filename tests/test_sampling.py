@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlamina.adjustments import Adjusted
 from jaxlamina.errors import UserError
-from jaxlamina.sampling import Knobs, Sampler, SamplingBatch, SamplingParams, filter_logits, seed_of
+from jaxlamina.sampling import Knobs, Row, Sampler, SamplingBatch, SamplingParams, filter_logits, seed_of
 
 V = 50
 BEAMS = {"use_beam_search": True, "temperature": 0.0}
@@ -38,7 +39,13 @@ def reference_probabilities(logits: np.ndarray, p: SamplingParams) -> np.ndarray
 def sample(logits, params, seeds=None, positions=None, banned=None, size=None):
     n = len(params)
     seeds = seeds or [b if p.seed is None else p.seed for b, p in enumerate(params)]
-    batch = SamplingBatch.build(params, seeds, positions or [0] * n, banned or [()] * n, size or n)
+    rows = [
+        Row(p, seed, position, Adjusted(banned=ban))
+        for p, seed, position, ban in zip(
+            params, seeds, positions or [0] * n, banned or [()] * n, strict=True
+        )
+    ]
+    batch = SamplingBatch.build(rows, size or n)
     return SAMPLER(jnp.asarray(logits, jnp.float32), batch)
 
 
@@ -59,11 +66,9 @@ SETTINGS = [
 def test_draws_follow_the_reference_distribution(params: SamplingParams):
     n = 20_000
     row = np.random.default_rng(7).normal(0, 2, V).astype(np.float32)
-    batch = SamplingBatch.build([params], [5], [0], [()], 1)
+    batch = SamplingBatch.build([Row(params, 5, 0)], 1)
     repeated = Knobs(*(np.repeat(column, n, axis=0) for column in batch.knobs))
-    batch = batch._replace(
-        knobs=repeated._replace(positions=np.arange(n, dtype=np.int32)), banned=np.zeros((n, 0), np.int32)
-    )
+    batch = batch._replace(knobs=repeated._replace(positions=np.arange(n, dtype=np.int32)))
     tokens = np.asarray(SAMPLER(jnp.broadcast_to(row, (n, V)), batch).tokens)
     expected = reference_probabilities(row, params)
     counts = np.bincount(tokens, minlength=V)
@@ -82,7 +87,7 @@ def test_draws_follow_the_reference_distribution(params: SamplingParams):
 def test_filter_keeps_what_the_reference_keeps(seed: int, top_k: int, top_p: float, min_p: float):
     rows = np.random.default_rng(seed).normal(0, 3, (4, V)).astype(np.float32)
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
-    batch = SamplingBatch.build([params] * 4, [0] * 4, [0] * 4, [()] * 4, 4)
+    batch = SamplingBatch.build([Row(params, 0, 0)] * 4, 4)
     kept = np.asarray(FILTER(jnp.asarray(rows), *batch.knobs[1:4]))
     for row, got in zip(rows, kept, strict=True):
         expected = reference_probabilities(row, params)
@@ -174,7 +179,7 @@ def test_logprobs_are_the_raw_distribution(asked: int):
 def test_a_greedy_batch_is_one_program_whatever_its_parameters():
     sampler = Sampler()
     for position in range(5):
-        batch = SamplingBatch.build([SamplingParams(temperature=0.0)], [position], [position], [()], 1)
+        batch = SamplingBatch.build([Row(SamplingParams(temperature=0.0), position, position)], 1)
         sampler(jnp.zeros((1, V)), batch)
     assert sampler.n_compiled == 1
 
@@ -190,6 +195,24 @@ def test_a_greedy_batch_is_one_program_whatever_its_parameters():
         ({"top_k": -2}, "top_k=-2 must be a whole number at least -1"),
         ({"top_k": 2.5}, "top_k=2.5"),
         ({"min_p": 1.5}, "min_p=1.5"),
+        ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be a number at least -2.0 and at most 2.0"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty=-2.1"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty=inf"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a number above 0.0; 1 is none"),
+        ({"logit_bias": [3]}, "logit_bias=[3] must map token ids to numbers"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias token='3' must be a whole number at least 0"),
+        (
+            {"logit_bias": {3: 101.0}},
+            "logit_bias[3]=101.0 must be a number at least -100.0 and at most 100.0",
+        ),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias has 301 tokens: at most 300 are taken"),
+        ({"bad_words": "word"}, "bad_words='word' must be a list of strings that are not blank"),
+        ({"bad_words": ["word", " "]}, "bad_words=['word', ' '] must be"),
+        ({**BEAMS, "presence_penalty": 0.5}, "beam search takes the model's own probabilities"),
+        (
+            {**BEAMS, "bad_words": ["word"]},
+            "leave out presence_penalty, frequency_penalty, repetition_penalty",
+        ),
         ({"max_tokens": 0}, "max_tokens=0 must be a whole number at least 1"),
         ({"max_tokens": True}, "max_tokens=True"),
         ({"min_tokens": -1}, "min_tokens=-1"),
@@ -234,8 +257,8 @@ def test_bad_parameters_say_what_is_allowed(wrong: dict, message: str):
 
 
 def test_unknown_parameters_are_errors_and_params_are_frozen():
-    with pytest.raises(TypeError, match="repetition_penalty"):
-        SamplingParams(repetition_penalty=1.1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="typical_p"):
+        SamplingParams(typical_p=0.9)  # type: ignore[call-arg]
     with pytest.raises(FrozenInstanceError):
         SamplingParams().temperature = 0.0  # type: ignore[misc]
 

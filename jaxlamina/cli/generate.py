@@ -22,6 +22,7 @@ from jaxlamina.errors import UserError
 if TYPE_CHECKING:
     from jaxlamina.llm import LLM
     from jaxlamina.outputs import RequestOutput
+    from jaxlamina.structured import StructuredOutputs
 
 # The decode step that --profile records, by when all prompts are being continued, and how many times it is run.
 _PROFILE_AFTER, _PROFILED_STEPS = 2, 8
@@ -50,6 +51,29 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that add up to this much.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Keep tokens this likely, relative to the likeliest.")] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the logits of tokens that were written before, -2 to 2.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off as often as a token was written before, -2 to 2.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens of the prompt and those written before are less likely.")
+    ] = 1.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKEN=BIAS", help="Added to a token id's logit; may be repeated."),
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None, typer.Option(help="A string that is not to be written; may be repeated.")
+    ] = None,
+    structured_outputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='{"json": SCHEMA}, {"regex": …} or {"choice": […]}: what all of a text must be.',
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same prompt, same text.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")
@@ -145,6 +169,12 @@ def generate(
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=_biases(logit_bias or []),
+            bad_words=bad_words,
+            structured_outputs=_structured(structured_outputs),
             seed=seed,
             stop=stop or None,
             stop_token_ids=stop_token_ids or None,
@@ -226,6 +256,26 @@ def _write_profile(console: Console, llm: LLM, path: Path) -> None:
         found = timeline.shares(timeline.ranks_of(pool))
         shares = ", ".join(f"{kind} {found[kind]:.0%}" for kind in (pool, "exchange", "other", "bubble"))
         console.print(f"{pool} pool, of {timeline.step_ms:.2f} ms a step: {shares}", highlight=False)
+
+
+def _biases(given: list[str]) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in given)}
+    except ValueError:
+        raise UserError(f"--logit-bias {' '.join(given)} must be TOKEN=BIAS each, as 198=-100") from None
+
+
+def _structured(given: str | None) -> StructuredOutputs | None:
+    from jaxlamina.structured import StructuredOutputs
+
+    if given is None:
+        return None
+    try:
+        return StructuredOutputs(**json.loads(given))
+    except (ValueError, TypeError):
+        raise UserError(
+            f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
+        ) from None
 
 
 def _write_several(outputs: list[RequestOutput], n: int) -> None:
