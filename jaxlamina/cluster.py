@@ -22,7 +22,7 @@ from jaxlamina.roles import Pools, Role
 Platform = Literal["cpu", "cuda", "tpu"]
 
 # Commands that rank 0 can run with the other ranks behind it.
-COMMANDS = ("generate", "bench")
+COMMANDS = ("generate", "serve", "bench")
 
 _AT_LEAST = {
     "token_block": 1,

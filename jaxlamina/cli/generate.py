@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxlamina.cli.progress import bytes_bar
+from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
     from jaxlamina.llm import LLM
     from jaxlamina.outputs import RequestOutput
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 def generate(
@@ -30,12 +28,7 @@ def generate(
         list[str],
         typer.Argument(metavar="PROMPT...", help="Each is a prompt of its own; '-' reads one from stdin."),
     ],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf or an orbax folder."
-        ),
-    ] = DEFAULT_MODEL,
+    model: model_options.Model = model_options.DEFAULT_MODEL,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -80,8 +73,8 @@ def generate(
     length_penalty: Annotated[
         float, typer.Option(help="Beam search: above 0 favours longer texts, below 0 shorter ones.")
     ] = 1.0,
-    dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "float32",
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included.")] = None,
+    dtype: model_options.DType = "float32",
+    max_model_len: model_options.MaxModelLen = None,
     split: Annotated[
         bool,
         typer.Option("--split/--no-split", help="Two workers, or each step one program to compare with."),
@@ -188,14 +181,12 @@ def _write_several(outputs: list[RequestOutput], n: int) -> None:
 
 def _load(console: Console, model: str, **options: Any) -> LLM:
     from jaxlamina import ranks
-    from jaxlamina.llm import LLM
 
     group = ranks.current()
     if group is not None:
-        options |= {"group": group, "kv_slots": group.cluster.kv_slots}
+        options["kv_slots"] = group.cluster.kv_slots
         options["max_num_seqs"] = min(options["max_num_seqs"], group.cluster.max_num_seqs)
-    with bytes_bar(console, "reading weights") as on_load:
-        return LLM(model, on_load=on_load, **options)
+    return model_options.load(console, model, **options)
 
 
 def _prompts(llm: LLM, texts: list[str], chat: bool | None, system: str | None) -> list[Any]:

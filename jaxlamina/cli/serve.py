@@ -6,6 +6,7 @@ Everything it says is on stderr, but uvicorn's access log, which is on stdout.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,32 +104,35 @@ def serve(
     console = Console(stderr=True)
     with console.status("starting JAX"):
         from jaxlamina.server.run import App, bound
-    listener = bound(host, port)
-    llm = model_options.load(
-        console,
-        model,
-        chat_template=chat_template,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_slots=kv_slots,
-        kv_dtype=kv_dtype,
-        host_kv_slots=host_kv_slots,
-        attention_workers=attention_workers,
-        partition=partition,
-        prefix_caching=enable_prefix_caching,
-        seed=seed,
-    )
-    address = "http://{}:{}".format(*_shown(*listener.getsockname()[:2]))
+    with bound(host, port) as listener:
+        # Until there is something to bring to an end; jax.distributed would take the signal and go on.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        llm = model_options.load(
+            console,
+            model,
+            chat_template=chat_template,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_slots=kv_slots,
+            kv_dtype=kv_dtype,
+            host_kv_slots=host_kv_slots,
+            attention_workers=attention_workers,
+            partition=partition,
+            prefix_caching=enable_prefix_caching,
+            seed=seed,
+        )
+        address = "http://{}:{}".format(*_shown(*listener.getsockname()[:2]))
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        def say(text: str) -> None:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    with programs_bar(console) as on_progress:
-        app = App(llm, settings, on_progress, lambda: say(f"ready: {address}/v1"))
-        say(f"serving {settings.served_model_names[0]} at {address}")
-        ended = app.run(listener)
+        with programs_bar(console) as on_progress:
+            app = App(llm, settings, on_progress, lambda: say(f"ready: {address}/v1"))
+            listener.listen()
+            say(f"serving {settings.served_model_names[0]} at {address}")
+            ended = app.run(listener)
     if not ended:
         sys.stderr.flush()
         os._exit(1)  # a thread that compiles does not end by itself

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Form, Query, Request, Response, UploadFile
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -262,7 +262,7 @@ def _add_status(app: FastAPI, parts: Parts) -> None:
             found["compiled"], found["of"] = parts.progress()
         return JsonResponse(found, 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         try:
             numbers = await parts.engine.ask(snapshot, _METRICS_DEADLINE_S)

@@ -53,6 +53,7 @@ class Folder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self._lock.close()
             raise UserError(
                 f"{path} is in use by another server: give this one a folder of its own"
             ) from None

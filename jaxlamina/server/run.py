@@ -29,12 +29,10 @@ from jaxlamina.server.files import Files, Folder
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
-from jaxlamina.server.settings import Settings
-from jaxlamina.warm_up import shapes, warm_up
+from jaxlamina.server.settings import CONNECTIONS_END_S, THREAD_END_S, Settings
+from jaxlamina.warm_up import Shape, shapes, warm_up
 
-_CONNECTIONS_END_S = 5  # for answers that are complete to reach their clients
 _READY_S = 60.0  # of one that compiles nothing before
-_THREAD_END_S = 60.0  # for the step, or the program being compiled, in which the engine's thread is
 
 Progress = Callable[[int, int], None]
 
@@ -58,17 +56,7 @@ class App:
     ) -> None:
         self.settings = settings
         self._on_progress, self._on_ready = on_progress, on_ready
-        self._todo = (
-            shapes(
-                llm.buckets,
-                max_model_len=llm.max_model_len,
-                max_chunk=settings.max_num_batched_tokens,
-                chunks=settings.prefix_caching
-                or llm.max_model_len > (settings.max_num_batched_tokens or 0) > 0,
-            )
-            if settings.warm_up
-            else []
-        )
+        self._todo = _todo(llm, settings) if settings.warm_up else []
         self._n_done = 0
         self._engine = llm.engine
         metrics = Metrics(settings.served_model_names[0])
@@ -89,7 +77,7 @@ class App:
             make_app(parts, self._lifespan),
             uds=settings.uds,
             log_level=settings.log_level,
-            timeout_graceful_shutdown=_CONNECTIONS_END_S,
+            timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
         self._server = _Server(config, self.end)
@@ -135,7 +123,7 @@ class App:
         resuming.cancel()
         await self._batches.stop()
         await self.engine.drain(0.0)
-        self._ended_in_time = await self.engine.stop(_THREAD_END_S)
+        self._ended_in_time = await self.engine.stop(THREAD_END_S)
 
     async def _resume_batches(self) -> None:
         if await self.engine.started():
@@ -156,15 +144,32 @@ class App:
         return self._n_done, len(self._todo)
 
 
+def _todo(llm: LLM, settings: Settings) -> list[Shape]:
+    """What is to be compiled before requests are taken, as far as it can be known."""
+    if not llm.programs_by_bucket:
+        return []
+    in_chunks = (
+        settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < llm.max_model_len
+    )
+    return shapes(
+        llm.buckets,
+        max_model_len=llm.max_model_len,
+        max_chunk=settings.max_num_batched_tokens,
+        chunks=settings.prefix_caching or in_chunks,
+    )
+
+
 def bound(host: str, port: int) -> socket.socket:
     """A socket at host and port, 0 for any free one, that does not listen yet. `UserError` if it cannot be had."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot serve at {host}:{port}: {error}") from None
+    with contextlib.ExitStack() as undone:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            found = undone.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError as error:
+            raise UserError(f"cannot serve at {host}:{port}: {error}") from None
+        undone.pop_all()
     return found
 
 
@@ -193,4 +198,4 @@ def in_process(llm: LLM, settings: Settings) -> Iterator[None]:
     finally:
         app.end()
         app.end()
-        thread.join(_THREAD_END_S + _CONNECTIONS_END_S)
+        thread.join(THREAD_END_S + CONNECTIONS_END_S)
