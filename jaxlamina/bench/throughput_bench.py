@@ -24,7 +24,6 @@ from jaxlamina.llm import DTYPES, LLM, InMemoryModel
 from jaxlamina.models import ModelConfig, abstract_params
 from jaxlamina.ranks import Group
 from jaxlamina.sampling import SamplingParams
-from jaxlamina.warm_up import shapes, warm_up
 
 # Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32 ShareGPT-like requests.
 RATIO_LIMIT = 3.0
@@ -141,7 +140,7 @@ def measure(
         if theirs is not None:
             theirs.check_same_platform(ours.device.platform)
         on_progress("compiling")
-        report.warm_up_s = ours.warm_up()
+        report.warm_up_s = ours.warm_up(load, options.n_alone)
         for i in range(options.n_rounds):
             head = f"round {i + 1} of {options.n_rounds}"
             on_progress(f"{head}, {len(sizes)} requests")
@@ -200,12 +199,11 @@ class _Ours:
         )
         self.device = self._llm.model_device
 
-    def warm_up(self) -> float:
-        """Compiles every program that these requests can meet; seconds."""
+    def warm_up(self, load: _Load, n_alone: int) -> float:
+        """Serves the requests once, by which every program that they meet is compiled, and no other; seconds."""
         began_s = time.perf_counter()
-        length, chunk = self._llm.max_model_len, self._options.max_num_batched_tokens
-        todo = shapes(self._llm.buckets, max_model_len=length, max_chunk=chunk, chunks=length > chunk)
-        warm_up(self._llm.engine, todo, lambda n: None, lambda: False)
+        self.one_at_a_time(load.part(0, n_alone))
+        self._generate(load)
         return time.perf_counter() - began_s
 
     def run(self, load: _Load) -> Run:
