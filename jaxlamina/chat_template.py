@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -51,13 +52,30 @@ def _to_json(
 
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+    return environment
+
+
+def _broken(error: jinja2.exceptions.TemplateSyntaxError) -> UserError:
+    return UserError(f"the model's chat template is broken at line {error.lineno}: {error.message}")
+
+
+@lru_cache(maxsize=32)
+def variables_of(template: str) -> frozenset[str]:
+    """The names that a template expects to be given. `UserError` for one that is no Jinja."""
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
+    except jinja2.exceptions.TemplateSyntaxError as error:
+        raise _broken(error) from None
 
 
 def _plain(value: Any) -> Any:
@@ -94,9 +112,7 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables:
             messages=_plain(messages), **{k: _plain(v) for k, v in variables.items()}
         )
     except jinja2.exceptions.TemplateSyntaxError as error:
-        raise UserError(
-            f"the model's chat template is broken at line {error.lineno}: {error.message}"
-        ) from None
+        raise _broken(error) from None
     except jinja2.exceptions.TemplateError as error:
         raise UserError(f"the model's chat template refused the messages: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as error:

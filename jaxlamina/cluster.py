@@ -22,11 +22,12 @@ from jaxlamina.roles import Pools, Role
 Platform = Literal["cpu", "cuda", "tpu"]
 
 # Commands that rank 0 can run with the other ranks behind it.
-COMMANDS = ("generate", "bench")
+COMMANDS = ("generate", "serve", "bench")
 
 _AT_LEAST = {
     "token_block": 1,
     "n_batches": 1,
+    "mini_batches": 1,
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
     "max_num_seqs": 1,
@@ -52,6 +53,9 @@ class Cluster:
     - ``n_batches``: staggered batches of a decode step: while attention is computed for one, the model worker runs
       slices of the others. 1: none. At least as many as there are copies of the model. "auto": one, or one more than
       copies (of a pipeline two for each stage), whichever is measured to be faster.
+    - ``mini_batches``: parts of a batch's requests whose messages go one by one, so that the next part is on its way, and
+      the last part's answer, while attention is computed for one (Lamina 2024 §5.2.1, "streaming"). 1: none. Of one batch
+      at a time, each of whose tokens is on all attention workers (partition "heads").
     - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on each in turn), "fixed" (a batch
       stays on its model worker), or "auto": rotational where the numbers allow it.
     - ``q_first``: send q before k and v are computed; None lets the executor choose.
@@ -70,6 +74,7 @@ class Cluster:
     partition: Literal["heads", "requests", "tokens"] = "heads"
     token_block: int = 16
     n_batches: int | Literal["auto"] = 1
+    mini_batches: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     pipelining: Literal["auto", "rotational", "fixed"] = "auto"
@@ -135,6 +140,8 @@ class Cluster:
                 f"pipeline_parallel={self.pipeline_parallel}: leave it out"
             )
         a, n = self.n_replicas, self.n_batches
+        if self.mini_batches > 1:
+            self._check_mini_batches()
         if n == "auto":
             return
         if n < a:
@@ -146,6 +153,17 @@ class Cluster:
             raise UserError(
                 f"pipelining='rotational' runs one batch more than there are model workers, {a + 1} for dop={self.dop}, "
                 f"not n_batches={n}"
+            )
+
+    def _check_mini_batches(self) -> None:
+        said = f"mini_batches={self.mini_batches} cuts up the messages of one batch"
+        if self.n_batches != 1 or self.shares_weights:
+            raise UserError(
+                f"{said}, on a model worker with all weights: take n_batches=1, or mini_batches=1"
+            )
+        if self.n_attention > 1 and self.partition != "heads":
+            raise UserError(
+                f"{said} of which each worker has all tokens: take partition='heads', or mini_batches=1"
             )
 
     @property

@@ -9,27 +9,25 @@ same engine runs split, unsplit or with an imaginary model in a test.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 
+from jaxlamina.admission import Admission
 from jaxlamina.buckets import Buckets, bucket
-from jaxlamina.errors import UserError
 from jaxlamina.in_flight import HostTime, NewestTokens, Rows, Step
 from jaxlamina.jobs import Continuation, Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.outputs import FinishReason, Logprob, PositionLogprobs, RequestOutput
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
 from jaxlamina.scheduler import Request, Scheduler, State, StepPlan
-from jaxlamina.structured import Grammars, Matcher
-from jaxlamina.text import GeneratedText, NoText
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+
+T = TypeVar("T")
 
 
 class Executor(Protocol):
@@ -94,6 +92,8 @@ class Engine:
     ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must have as
     many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
     chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
+    ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
+    for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``.
     ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
     """
 
@@ -112,15 +112,13 @@ class Engine:
         host_kv_slots: int = 0,
         kv_slot_bytes: int = 0,
         max_num_batched_tokens: int | None = None,
+        mixed_steps: bool = False,
         async_scheduling: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
         self.buckets = buckets
-        self.max_model_len = max_model_len
-        self.eos_token_ids = tuple(eos_token_ids)
         slots = SlotAllocator(executor.n_slots)
         self.scheduler = Scheduler(
             slots,
@@ -132,12 +130,17 @@ class Engine:
         self.sampler = Sampler()
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling and not getattr(executor, "needs_host_tokens", False)
+        self.mixed_steps = mixed_steps
         self._ahead: Step | None = None  # launched, and not read
         self._newest = NewestTokens(max_num_seqs, buckets.batch[-1])
         self._host_time = HostTime(clock)
-        self._grammars: Grammars | None = None
-        self._seeds = np.random.default_rng(seed)
-        self._ids = itertools.count()
+        self.admission = Admission(
+            tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            seed=seed,
+        )
         self._live: dict[str, tuple[Job, list[Request]]] = {}
         self._rows_of = jax.jit(lambda logits, rows: logits[rows])
 
@@ -150,27 +153,11 @@ class Engine:
         self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
     ) -> str:
         """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be served."""
-        tokens = self._checked_prompt(prompt_token_ids)
-        room = self.max_model_len - len(tokens)
-        if params.stop and self.tokenizer is None:
-            raise UserError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        self._checked_biases(params)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        dealt = int(self._seeds.integers(2**63))
-        job = Job(
-            request_id=str(next(self._ids)),
-            prompt=prompt,
-            prompt_token_ids=tokens,
-            params=params,
-            seed=dealt if params.seed is None else int(params.seed),
-            max_tokens=max_tokens,
-            end_ids=(() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ()),
-            new_text=partial(self._new_text, params),
-            bad_words=self._bad_words(params),
-            matcher=self._matcher(params),
-        )
+        job = self.admission.job(prompt_token_ids, params, prompt)
         width, lockstep = params.n_sequences, params.use_beam_search
-        request = Request(job.request_id, tokens, max_tokens, job, width=width, lockstep=lockstep)
+        request = Request(
+            job.request_id, job.prompt_token_ids, job.max_tokens, job, width=width, lockstep=lockstep
+        )
         self.scheduler.add(request)
         self._live[job.request_id] = job, [request]
         return job.request_id
@@ -244,10 +231,12 @@ class Engine:
         self._move(plan)
         self._newest.begin()
         step = Step()
-        if plan.decodes:
+        prompts = list(zip(plan.prefills, plan.spans, strict=True))
+        if plan.decodes and prompts and self.mixed_steps:
+            step.batches += self._decode_and_prefill(plan.decodes, *prompts.pop(0))
+        elif plan.decodes:
             step.batches.append(self._decode(plan.decodes))
-        for request, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
-            step.batches.append(self._prefill(request, start, stop))
+        step.batches += [self._prefill(request, span) for request, span in prompts]
         return step
 
     def _move(self, plan: StepPlan) -> None:
@@ -264,20 +253,38 @@ class Engine:
             executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
 
     def _decode(self, requests: Sequence[Request]) -> Rows:
+        batch = self._decode_batch(requests)
+        return self._draw(requests, self._run(lambda: self.executor.decode(batch)), newest=batch.tokens)
+
+    def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
+        batch = self._prefill_batch(request, span)
+        return self._prefilled(request, span, self._run(lambda: self.executor.prefill(batch)))
+
+    def _decode_and_prefill(
+        self, requests: Sequence[Request], request: Request, span: tuple[int, int]
+    ) -> list[Rows]:
+        executor: Any = self.executor
+        batch, chunk = self._decode_batch(requests), self._prefill_batch(request, span)
+        of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, chunk))
+        return [self._draw(requests, of_rows, newest=batch.tokens), self._prefilled(request, span, of_prompt)]
+
+    def _decode_batch(self, requests: Sequence[Request]) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
         slots = [request.slots.view() for request in requests]
         batch = DecodeBatch.build(known, slots, self.buckets, self.executor.n_slots)
-        batch = batch._replace(tokens=self._newest.take(requests, batch.tokens))
-        logits = self._run(lambda: self.executor.decode(batch))
-        return self._draw(requests, logits, newest=batch.tokens)
+        return batch._replace(tokens=self._newest.take(requests, batch.tokens))
 
-    def _prefill(self, request: Request, start: int, stop: int) -> Rows:
+    def _prefill_batch(self, request: Request, span: tuple[int, int]) -> PrefillBatch:
+        start, stop = span
         tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
         earlier = [slots[:start]] if start else ()
-        batch = PrefillBatch.build(
+        return PrefillBatch.build(
             [tokens], [slots[start:stop]], self.buckets, self.executor.n_slots, earlier=earlier
         )
-        logits = self._run(lambda: self.executor.prefill(batch))
+
+    def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> Rows:
+        """``logits`` after the last token of a prompt's ``span``."""
+        start, stop = span
         job: Job = request.payload
         if job.n_cached_tokens is None:
             job.n_cached_tokens = start
@@ -295,7 +302,7 @@ class Engine:
             logits = self._rows_of(logits, rows)
         return self._draw(requests, logits)
 
-    def _run(self, run: Callable[[], jax.Array]) -> jax.Array:
+    def _run(self, run: Callable[[], T]) -> T:
         by_slice = getattr(self.executor, "launches_by_slice", False)
         logits, exposed_s = self._host_time.launch(run, by_slice=by_slice)
         self.stats.exposed_s += exposed_s
@@ -483,64 +490,6 @@ class Engine:
             return self._entry(chosen, tokens[beam], logprobs[beam], n_top)
 
         return entry
-
-    # -- requests -----------------------------------------------------------------------------------------------
-
-    def _new_text(self, params: SamplingParams) -> GeneratedText:
-        detokenizer = NoText() if self.tokenizer is None else self.tokenizer.detokenizer()
-        return GeneratedText(detokenizer, params.stop or ())
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word's tokens at the beginning of a text, and inside one if that is another token for it."""
-        if not params.bad_words:
-            return ()
-        if self.tokenizer is None:
-            raise UserError("bad_words need a tokenizer, and this model has none: use logit_bias")
-        found = []
-        for word in params.bad_words:
-            bare, inside = (
-                tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
-                for space in ("", " ")
-            )
-            found.append(bare)
-            if len(inside) == len(bare) and inside[0] != bare[0]:
-                found.append(inside)
-        return tuple(found)
-
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        if params.structured_outputs is None:
-            return None
-        if self.tokenizer is None:
-            raise UserError("structured_outputs need a tokenizer, and this model has none")
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        return self._grammars.matcher(params.structured_outputs)
-
-    def _checked_biases(self, params: SamplingParams) -> None:
-        outside = [token for token in params.logit_bias or () if token >= self.vocab_size]
-        if outside:
-            raise UserError(
-                f"logit_bias token {outside[0]} is not in the vocabulary (0 … {self.vocab_size - 1}): leave it out"
-            )
-
-    def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
-        tokens = tuple(prompt_token_ids)
-        if not tokens:
-            raise UserError("the prompt is empty: give at least one token")
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise UserError(f"prompt token id {token!r} is not a whole number")
-            if not 0 <= token < self.vocab_size:
-                raise UserError(
-                    f"prompt token id {token} is not in the vocabulary (0 … {self.vocab_size - 1}): "
-                    "was the prompt tokenised for another model?"
-                )
-        if len(tokens) >= self.max_model_len:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens, the model's length is {self.max_model_len} and at least "
-                "one token is to be generated: shorten the prompt or raise max_model_len"
-            )
-        return tuple(int(token) for token in tokens)
 
 
 def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | None, str | int | None]:

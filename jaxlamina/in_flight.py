@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxlamina.sampling import Sampled
 from jaxlamina.scheduler import Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class HostTime:
             self._read_at = self._seen_at_work = self._clock()
         self._look()
 
-    def launch(self, run: Callable[[], jax.Array], *, by_slice: bool) -> tuple[jax.Array, float]:
+    def launch(self, run: Callable[[], T], *, by_slice: bool) -> tuple[T, float]:
         """(What ``run`` launches, seconds at most that the device waited for it to do so.)
 
         ``by_slice``: ``run`` launches many programs, of which the first is there soon after it begins."""

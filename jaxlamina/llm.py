@@ -89,10 +89,14 @@ class LLM:
       must give way is computed again.
     - ``max_num_batched_tokens``: prompt tokens computed in one step; a longer prompt comes in chunks, between which running
       requests get their tokens. None: prompts are computed whole.
+    - ``mixed_steps``: compute a prompt, or a chunk of one, in the program of the running requests' decode step, which reads
+      weights once for both and holds them up less; there are more programs to compile.
     - ``async_scheduling``: launch each step before the tokens of the one before it are looked at, so that the device need
       not wait for the host; the same tokens either way. Jobs of several model ranks go one step at a time regardless.
     - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
       ``split``, ``q_first``, ``devices``, ``attention_workers`` and ``partition`` say elsewhere, its cluster says.
+    - ``recording``: with a ``group``, decode steps can be recorded on all ranks: ``executor`` is a
+      `jaxlamina.profiling.job.RecordingExecutor`.
     - ``seed``: requests without a seed of their own get theirs from it.
     - ``compilation_cache``: keep compiled programs on disk for the next process.
     - ``on_load(done_bytes, total_bytes)``: progress of loading.
@@ -117,8 +121,10 @@ class LLM:
         partition: str = "heads",
         host_kv_slots: int = 0,
         max_num_batched_tokens: int | None = 2048,
+        mixed_steps: bool = False,
         async_scheduling: bool = True,
         group: Group | None = None,
+        recording: bool = False,
         seed: int = 0,
         compilation_cache: bool = True,
         on_load: Callable[[int, int], None] | None = None,
@@ -169,11 +175,10 @@ class LLM:
         }
         self.executor: LocalExecutor | UnsplitExecutor | RanksExecutor
         if group is not None:
-            from jaxlamina.ranks import RanksExecutor
-
+            kind = _recording_executor() if recording else _ranks_executor()
             del kv["n_slots"]
             bounds: dict[str, Any] = {"kv_slots": kv_slots, "most_slots": most, "least_slots": least}
-            self.executor = RanksExecutor(fn, params, group=group, config=self.config, **bounds, **kv)
+            self.executor = kind(fn, params, group=group, config=self.config, **bounds, **kv)
             specs = self.executor.specs
         elif split:
             self.executor = LocalExecutor(
@@ -205,6 +210,7 @@ class LLM:
             prefix_caching=prefix_caching,
             host_kv_slots=host_kv_slots,
             max_num_batched_tokens=max_num_batched_tokens,
+            mixed_steps=mixed_steps,
             async_scheduling=async_scheduling,
             kv_slot_bytes=sum(spec.slot_bytes for spec in specs),
         )
@@ -386,3 +392,15 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) 
     if len(params) != n:
         raise UserError(f"{len(params)} sampling parameters for {n} prompts: give one for all or one each")
     return params
+
+
+def _ranks_executor() -> type[RanksExecutor]:
+    from jaxlamina.ranks import RanksExecutor
+
+    return RanksExecutor
+
+
+def _recording_executor() -> type[RanksExecutor]:
+    from jaxlamina.profiling.job import RecordingExecutor
+
+    return RecordingExecutor

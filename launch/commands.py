@@ -35,7 +35,11 @@ def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:
 def mpi_child(mpirun: Sequence[str], options: Options, environment: Mapping[str, str], pipes: str) -> Child:
     """The one mpirun that starts all ranks. ``pipes``: the folder where each rank finds a pipe for its lines."""
     return Child(
-        (*mpirun, *rank_argv(options)), None, {**environment, LAUNCHED: pipes}, stdout=True, stdin=True
+        (*mpirun, *rank_argv(options)),
+        None,
+        {**environment, LAUNCHED: pipes},
+        stdout=True,
+        stdin=options.reads_stdin,
     )
 
 
@@ -55,7 +59,7 @@ def plain_children(
                 "JAXLAMINA_LOCAL_RANK": str(rank),
             },
             stdout=rank == 0,
-            stdin=rank == 0,
+            stdin=rank == 0 and options.reads_stdin,
         )
         for rank in range(cluster.n_ranks)
     ]

@@ -43,10 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _job(cluster: Cluster, options: Options, folder: str) -> Job:
     if cluster.transport == "xla":
-        return Job(plain_children(cluster, options, os.environ, folder), cluster.describe)
+        children = plain_children(cluster, options, os.environ, folder)
+        return Job(children, cluster.describe, end_s=options.end_s, folder=folder)
     mpirun = mpirun_argv(cluster.n_ranks, _mpirun_version(), root=os.geteuid() == 0)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
-    return Job([mpi_child(mpirun, options, os.environ, folder)], cluster.describe, pipes=pipes)
+    child = mpi_child(mpirun, options, os.environ, folder)
+    return Job([child], cluster.describe, pipes=pipes, end_s=options.end_s, folder=folder)
 
 
 def _pipe(path: Path) -> int:

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from jaxlamina.cluster import COMMANDS, Cluster, change
 from jaxlamina.errors import UserError
+from jaxlamina.server.settings import CONNECTIONS_END_S, SHUTDOWN_TIMEOUT_S, THREAD_END_S
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,20 @@ class Options:
     changes: tuple[str, ...]
     rank: int | None
     command: tuple[str, ...]
+
+    @property
+    def reads_stdin(self) -> bool:
+        return self.command[0] != "serve"
+
+    @property
+    def end_s(self) -> float | None:
+        """How long rank 0 may take to end once it is asked to; None: it has nothing to bring to an end."""
+        if self.command[0] != "serve":
+            return None
+        parser = _Parser(allow_abbrev=False, add_help=False)
+        parser.add_argument("--shutdown-timeout", type=float, default=SHUTDOWN_TIMEOUT_S)
+        asked, _ = parser.parse_known_args(self.command[1:])
+        return float(asked.shutdown_timeout) + CONNECTIONS_END_S + THREAD_END_S
 
     def cluster(self) -> Cluster:
         """The file with the changes. Raises `UserError`."""
@@ -50,7 +65,7 @@ def parse(prog: str, what: str, arguments: Sequence[str] | None) -> Options:
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND …",
-        help=f"what rank 0 runs: {' or '.join(COMMANDS)}, with its own options",
+        help=f"what rank 0 runs: {', '.join(COMMANDS)}, with its own options",
     )
     found = parser.parse_args(arguments)
     command = found.command[1:] if found.command[:1] == ["--"] else found.command
@@ -61,4 +76,4 @@ def parse(prog: str, what: str, arguments: Sequence[str] | None) -> Options:
 def check_command(command: Sequence[str]) -> None:
     if not command or command[0] not in COMMANDS:
         given = f"not {command[0]!r}" if command else "and there is none"
-        raise UserError(f"the command for rank 0 must be {' or '.join(COMMANDS)}, {given}")
+        raise UserError(f"the command for rank 0 must be one of {', '.join(COMMANDS)}, {given}")

@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 # Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
 LAUNCHED = "JAXLAMINA_LAUNCHED"
+# The file in it where rank 0 leaves its process number: mpirun would not pass a signal on to it alone.
+FIRST_PID = "first"
 
 _ERROR_LINE = re.compile(r"error: rank (\d+)\b")
 _BLAMES = re.compile(r"error: rank \d+(?: \([^)]*\))?: rank (\d+)\b")
@@ -118,6 +121,8 @@ class Job:
     - ``describe(rank)``: how messages name a rank.
     - ``pipes``: rank → a pipe's reading end that brings its lines, beside the children's own.
     - ``grace_s``: how long the others may take to end by themselves once one has failed, or once rank 0 is done.
+    - ``end_s``, ``folder``: rank 0 brings its work to an end by itself when it is told to stop, in so many seconds; the
+      folder is that of `LAUNCHED`. None: a signal ends all at once.
     """
 
     def __init__(
@@ -127,11 +132,15 @@ class Job:
         *,
         pipes: Mapping[int, int] | None = None,
         grace_s: float = 5.0,
+        end_s: float | None = None,
+        folder: str = "",
     ) -> None:
         self._children = children
         self._describe = describe
         self._pipes = dict(pipes or {})
         self._grace_s = grace_s
+        self._end_s = end_s
+        self._first_pid = Path(folder, FIRST_PID)
         self._running: list[_Running] = []
         self._selector = selectors.DefaultSelector()
         self._buffers: dict[int, bytearray] = {}
@@ -140,13 +149,15 @@ class Job:
         self._in_report = False
         self._code = 0
         self._signal: int | None = None
+        self._is_asked_to_end = False
         self._deadline: float | None = None
         self._kill_at: float | None = None
 
     def run(self) -> int:
         """Until all have ended. 0 where all did well, the first failed one's exit code, or 128 + a signal's number.
 
-        SIGINT and SIGTERM end the job at once. The last line on stderr is that of the rank that began the end.
+        SIGINT and SIGTERM end the job at once; with ``end_s`` the second one does, and after the first all may do well.
+        The last line on stderr is that of the rank that began the end.
         """
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -177,6 +188,7 @@ class Job:
             stdout=None if child.stdout else subprocess.PIPE,
             stderr=subprocess.PIPE,
             preexec_fn=partial(end_with_parent, last_signal),  # noqa: PLW1509 (this process has one thread)
+            process_group=None if self._end_s is None else 0,  # a terminal's Ctrl-C is for this process alone
         )
         self._running.append(_Running(child, process))
         for stream in (process.stdout, process.stderr):
@@ -243,17 +255,29 @@ class Job:
                 self._ended(running, now)
         if self._reason.reports and self._deadline is None:
             self._deadline = now + self._grace_s  # a rank that has written its line is about to end
+        if self._signal is not None and self._end_s is not None and not self._is_asked_to_end:
+            self._ask_to_end(now + self._end_s)
         late = self._deadline is not None and now > self._deadline
         if (late or self._signal is not None) and self._kill_at is None:
             self._end_all(now)
         if self._kill_at is not None and now > self._kill_at:
             self._kill_all()
 
+    def _ask_to_end(self, deadline: float) -> None:
+        """Has rank 0 bring its work to an end; the others end after it. The signal has been heeded then."""
+        self._is_asked_to_end = True
+        try:
+            os.kill(int(self._first_pid.read_text()), signal.SIGTERM)
+        except (OSError, ValueError):  # it has not begun, or is gone: there is nothing to bring to an end
+            return
+        self._signal, self._deadline = None, deadline
+
     def _ended(self, running: _Running, now: float) -> None:
         code = running.code
         assert code is not None
-        if (code or running.is_first) and self._deadline is None:
-            self._deadline = now + self._grace_s
+        if code or running.is_first:
+            soon = now + self._grace_s
+            self._deadline = soon if self._deadline is None else min(soon, self._deadline)
         if code and not running.told:
             self._code = self._code or (code if code > 0 else 128 - code)
             if running.child.rank is not None:

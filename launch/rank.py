@@ -17,13 +17,13 @@ from jaxlamina.errors import UserError
 from jaxlamina.gpus import n_gpus
 from launch import devices
 from launch.options import Options, parse
-from launch.processes import LAUNCHED, end_with_parent
+from launch.processes import FIRST_PID, LAUNCHED, end_with_parent
 from launch.roles import Place, place
 
 WHAT = "One rank of a job: rank 0 runs COMMAND, the others work for it. Started by mpirun, srun or jaxlamina launch."
 
 
-# Options of `generate` whose say is the cluster's: dop and partition, and that the model is split at all.
+# Options of `generate` and `serve` whose say is the cluster's: dop and partition, and that the model is split at all.
 _OF_THE_CLUSTER = {"--attention-workers", "--partition", "--split", "--no-split"}
 
 
@@ -88,13 +88,11 @@ def _work(cluster: Cluster, rank: int, options: Options) -> int:
 def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
     """The command with what the cluster's file says of the model, where the command does not say it itself."""
     name, *arguments = command
-    if name != "generate":
+    if name not in ("generate", "serve"):
         return [name, *arguments]
     given = {argument.partition("=")[0] for argument in arguments}
     for option in _OF_THE_CLUSTER & given:
-        raise UserError(
-            f"generate's {option} is for one process; over ranks the cluster says it: leave it out"
-        )
+        raise UserError(f"{name}'s {option} is for one process; over ranks the cluster says it: leave it out")
     wanted: dict[str, str | int | None] = {
         "--model": cluster.model,
         "--dtype": cluster.dtype,
@@ -102,6 +100,8 @@ def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
         "--kv-dtype": cluster.kv_dtype,
         "--host-kv-slots": cluster.host_kv_slots,
     }
+    if name == "serve":
+        wanted |= {"--max-num-seqs": cluster.max_num_seqs, "--kv-slots": cluster.kv_slots}
     added = [
         f"{option}={value}" for option, value in wanted.items() if value is not None and option not in given
     ]
@@ -137,6 +137,8 @@ def _redirect(rank: int) -> None:
     if folder is None:
         return
     end_with_parent()
+    if rank == 0:
+        Path(folder, FIRST_PID).write_text(str(os.getpid()))
     pipe = Path(folder, str(rank))
     if not pipe.exists():  # plain processes have pipes of their own already
         return

@@ -53,6 +53,7 @@ LONG_FILES = (
     "test_llm",
     "test_partition",
     "test_tensor_parallel",
+    "test_pipeline_parallel",
     "test_workers",
     "test_kv_machine",
     "test_breakdown",

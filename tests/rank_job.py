@@ -3,11 +3,14 @@ model unsplit in its own process, and prints one line of JSON for each.
 
     python rank_job.py '{"cluster": {…}, "scenarios": [["greedy", {"model": "llama"}], …]}'
 
-With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever.
+With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever. With
+``"weigh": FOLDER`` model ranks but rank 0 note after each step what arrays they hold. A model is a name of `test_models`,
+or a name and what is changed of it.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -19,6 +22,7 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import jax
 import msgspec
 import numpy as np
 
@@ -34,19 +38,20 @@ SHARED = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6, 12, 40, 41, 50, 51, 52, 53]
 PROMPTS = ([*SHARED, 54, 55], [7, 8], [*SHARED, 33, 34, 35, 36])
 
 
-def source(name: str) -> Any:
-    if name == "smollm2-135m-instruct":
-        return name
+def source(model: str | list[Any]) -> Any:
+    if model == "smollm2-135m-instruct":
+        return model
+    name, changes = (model, {}) if isinstance(model, str) else model
     from test_models import MODELS
 
     from jaxlamina.models import ModelConfig, random_params
 
     long_enough = {"max_position_embeddings": 128}
-    config = ModelConfig.from_hf(MODELS[name] | long_enough)
+    config = ModelConfig.from_hf(MODELS[name] | long_enough | changes)
     return InMemoryModel(config, random_params(config, seed=3))
 
 
-def greedy(group: Any, model: str, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
+def greedy(group: Any, model: Any, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
     """The same tokens as unsplit? The first prompt once before all together, so that two of them find a prefix."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     limits = {"max_num_seqs": 4, "max_model_len": 96} | options
@@ -81,6 +86,22 @@ def branches(group: Any, model: str, **options: Any) -> dict[str, Any]:
     return {"same": found[0] == found[1], "n": len(found[0])}
 
 
+def held(group: Any, model: Any) -> dict[str, Any]:
+    """What arrays this process holds of a model that was loaded for its executor alone."""
+    loaded = source(model)
+    loaded = InMemoryModel(loaded.config, {name: np.array(x) for name, x in loaded.params.items()})
+    llm = LLM(loaded, group=group, max_num_seqs=4, max_model_len=32)
+    llm.generate({"prompt_token_ids": PROMPTS[1]}, SamplingParams(max_tokens=4, ignore_eos=True))
+    return {"held_bytes": held_bytes()}
+
+
+def held_bytes() -> int:
+    """Of all this process's arrays on its device, each memory counted once."""
+    gc.collect()
+    parts = [shard.data for x in jax.live_arrays() for shard in x.addressable_shards]
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in parts}.values())
+
+
 def moves(group: Any, model: str) -> dict[str, Any]:
     """KV that is copied among slots, and out to the host and back into other slots: the next logits are the same."""
     from functools import partial
@@ -97,7 +118,7 @@ def moves(group: Any, model: str) -> dict[str, Any]:
     )  # a worker has room for a row and its copy: parts on two are added up otherwise
     executor = RanksExecutor(
         partial(apply, in_memory.config), in_memory.params, group=group, kv_slots=n, most_slots=n,
-        least_slots=2, largest=LargestStep(2, 32, 16), n_host_slots=32,
+        least_slots=2, largest=LargestStep(2, 32, 16), n_host_slots=32, config=in_memory.config,
     )  # fmt: skip
     buckets = Buckets(batch=(2,), prompt=(16,), context=(16,))
     rows = [list(range(13)), list(range(20, 22))]
@@ -302,7 +323,19 @@ def hold(step: int, how: str, note: str) -> None:
     AttentionRank._on_step = held  # type: ignore[method-assign]
 
 
-SCENARIOS = {f.__name__: f for f in (greedy, branches, moves, with_chunk, refused, mismatch)}
+def weigh(folder: str) -> None:
+    from jaxlamina.ranks.model_rank import ModelRank
+
+    on_step = ModelRank._on_step
+
+    def weighed(self: ModelRank, message: Any) -> None:
+        on_step(self, message)
+        (Path(folder) / f"{self._rank}").write_text(f"{held_bytes()}")
+
+    ModelRank._on_step = weighed  # type: ignore[method-assign]
+
+
+SCENARIOS = {f.__name__: f for f in (greedy, branches, held, moves, with_chunk, refused, mismatch)}
 
 
 def main() -> int:
@@ -312,6 +345,8 @@ def main() -> int:
     if rank > 0:
         if "hold" in job:
             hold(**job["hold"])
+        if "weigh" in job:
+            weigh(job["weigh"])
         return ranks.serve(cluster, rank)
     group = ranks.join(cluster, 0)
     for name, options in job["scenarios"]:

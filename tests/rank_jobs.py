@@ -33,6 +33,7 @@ def started(
     dop: int | tuple[int, int],
     scenarios: list[tuple[str, dict[str, Any]]],
     hold: Any = None,
+    weigh: Any = None,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's output is read through the first one's pipes."""
@@ -44,7 +45,7 @@ def started(
             "model_platform": "cpu", "attention_platform": "cpu", "token_block": 4, "q_first": True, **cluster,
         },
         "scenarios": scenarios,
-    } | ({"hold": hold} if hold else {})  # fmt: skip
+    } | ({"hold": hold} if hold else {}) | ({"weigh": str(weigh)} if weigh else {})  # fmt: skip
     n = sum(dop)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [*JOB, json.dumps(job)]

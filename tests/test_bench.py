@@ -7,13 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 from typer.testing import CliRunner
 
-from jaxlamina.bench import decode_bench, kernel_peers, kernels_bench, machine, peers, processes, split_bench
+from jaxlamina.bench import (
+    decode_bench,
+    kernel_peers,
+    kernels_bench,
+    machine,
+    peers,
+    processes,
+    split_bench,
+    step_bench,
+)
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
@@ -426,3 +436,25 @@ def test_prefix_command_ends_with_json(tiny_folder: Path) -> None:
     assert (record["n_computed_first"], record["n_computed_second"]) == (28, 4)
     assert record["same_tokens"]
     assert record["ratio"] == pytest.approx(record["second_s"][0] / record["first_s"][0])
+
+
+# ---- step bench
+
+
+def test_step_bench_with_prompt_tokens() -> None:
+    config, case = ModelConfig.from_hf(TINY), step_bench.StepCase(2, 8)
+    found, _ = step_bench.measure(
+        config, [case], group=None, dtype=jnp.float32, n_rounds=2, unsplit=True, local=True, prefill=4,
+        device=jax.devices()[0],
+    )  # fmt: skip
+    ways = {r.way: r for r in found}
+    assert list(ways) == ["unsplit", "unsplit, with 4 alongside", "unsplit, then 4", "slice by slice"]
+    for way in ("unsplit, with 4 alongside", "unsplit, then 4"):
+        r = ways[way]
+        assert (r.n_prompt_tokens, r.n_stored_tokens, r.decode_ms) == (4, 4, ways["unsplit"].ahead_ms)
+        ratios = [a / b for a, b in zip(r.ahead_ms, ways["unsplit"].ahead_ms, strict=True)]
+        assert r.to_dict()["ratio_to_decode"] == pytest.approx(np.median(ratios))
+        assert r.to_dict()["prompt_tokens_per_s"] == pytest.approx(4e3 / np.median(r.ahead_ms))
+        assert r.floor_ms > ways["unsplit"].floor_ms
+    assert ways["unsplit"].ratio_to_decode is None and ways["unsplit"].prompt_tokens_per_s is None
+    assert all(r.max_difference < 1e-5 for r in found)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_examples import tiny_words_folder
 from rank_jobs import mpi
 from typer.testing import CliRunner
 
@@ -111,6 +112,31 @@ def test_every_rank_is_on_the_timeline_with_its_own_work(
                 assert own <= found if takes_part else found == {"bubble"}
     check_lines(events, a + b)
     check_record(record, dop, n_batches)
+
+
+def test_profile_of_what_is_being_written(tmp_path: Path) -> None:
+    """`generate --profile`: the text of a run without, and both ranks' spans of its steps."""
+    tiny_folder = tiny_words_folder(tmp_path, max_position_embeddings=32)
+    timeline, texts = tmp_path / "steps.json", []
+    for more in ([], [f"--profile={timeline}"]):
+        control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "jaxlamina", "launch", "--dop=1,1", f"--model={tiny_folder}"),
+                *("--set", f"control={json.dumps(control)}", "--set", f"coordinator={json.dumps(coordinator)}"),
+                *("--", "generate", "w3 w5 w8", "w1", f"--model={tiny_folder}", "--max-tokens=8", "--ignore-eos"),
+                *more,
+            ],
+            check=False, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        texts.append(done.stdout)
+    assert texts[0] == texts[1] and texts[0].count("\n") == 2
+    assert "model pool, of " in done.stderr and "attention pool, of " in done.stderr
+    events = json.loads(timeline.read_text())["traceEvents"]
+    kinds = {(e["pid"], e["cat"]) for e in events if e["ph"] == "X"}
+    assert {(0, "model"), (0, "exchange"), (1, "attention"), (1, "exchange")} <= kinds
 
 
 def check_lines(events: list[dict[str, Any]], n_ranks: int) -> None:

@@ -39,6 +39,25 @@ def test_same_tokens_as_whole_prompts(name: str, where: dict):
     assert chunked.stats()["kv_slots_used"] == 0
 
 
+@pytest.mark.parametrize("where", [{"split": False}, {}], ids=["unsplit", "local"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prompts_in_the_programs_of_decode_steps(where: dict, ahead: bool):
+    """Of one kind of step and another the same tokens, seeds and branches, and a prefix that others left is used."""
+    drawn = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=5, ignore_eos=True)
+    params = [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), GREEDY, drawn, GREEDY]
+    options = {"max_num_batched_tokens": 16, "async_scheduling": ahead, **where}
+    mixed = llm("llama", mixed_steps=True, **options)
+    found = [
+        [c.token_ids for o in model.generate(PROMPTS, params) for c in o.outputs]
+        for model in (mixed, llm("llama", **options))
+    ]
+    assert found[0] == found[1] and len(found[0]) == 6
+    mixed.engine.check_integrity()
+    assert mixed.stats()["kv_slots_used"] == 0
+    if where:  # a program of its own, which has been run
+        assert any(", with " in name for name in mixed.engine.executor.programs.counts)
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_others_get_their_tokens_while_a_long_prompt_is_computed(ahead: int):
     model = llm("llama", max_num_batched_tokens=16, async_scheduling=bool(ahead))

@@ -71,6 +71,19 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
             "tensor_parallel=2 must be 1, or 4: all model workers of dop=(4, 1)",
         ),
         (
+            "dop = [4, 1]\npipeline_parallel = 3\n",
+            "pipeline_parallel=3 must be 1, or 4: all model workers of dop=(4, 1)",
+        ),
+        (
+            "dop = [2, 1]\npipeline_parallel = 2\ntensor_parallel = 2\n",
+            "tensor_parallel=2 and pipeline_parallel=2 are two ways for the same model workers to share out the weights",
+        ),
+        (
+            'dop = [2, 1]\npipeline_parallel = 2\npipelining = "fixed"\n',
+            "pipelining='fixed' is about several copies of the model, of which there is one with pipeline_parallel=2",
+        ),
+        ("pipeline_parallel = 0\n", "pipeline_parallel=0 must be at least 1"),
+        (
             'n_batches = 3\npipelining = "rotational"\n',
             "one batch more than there are model workers, 2 for dop=(1, 1)",
         ),
@@ -102,6 +115,25 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path, text, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"cannot read the cluster file .*none\.toml: No such file"):
         Cluster.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "n_replicas", "usual_n_batches"),
+    [
+        ({"dop": (1, 1)}, "fixed", 1, 2),
+        ({"dop": (3, 1), "n_batches": 4}, "rotational", 3, 4),
+        ({"dop": (3, 1), "n_batches": 3}, "fixed", 3, 4),
+        ({"dop": (3, 1), "tensor_parallel": 3}, "fixed", 1, 2),
+        ({"dop": (3, 1), "pipeline_parallel": 3}, "stages", 1, 6),
+        ({"dop": (2, 1), "pipeline_parallel": 2, "n_batches": "auto"}, "stages", 1, 4),
+        ({"dop": (2, 1), "pipeline_parallel": 2, "n_batches": 5}, "stages", 1, 4),
+    ],
+)
+def test_how_model_workers_have_the_model(how, mode, n_replicas, usual_n_batches):
+    cluster = Cluster(**how)
+    found = cluster.pipelining_mode, cluster.n_replicas, cluster.usual_n_batches
+    assert found == (mode, n_replicas, usual_n_batches)
+    assert cluster.shares_weights == (n_replicas < cluster.n_model)
 
 
 def test_mixed_platforms_go_over_mpi():

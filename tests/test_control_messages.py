@@ -22,6 +22,7 @@ from jaxlamina.control.messages import (
     Message,
     MessageError,
     Ping,
+    Prepare,
     PutRows,
     Step,
     StepShape,
@@ -174,6 +175,9 @@ def test_buckets_and_exchanges_are_printed_for_people():
         str(StepShape("chunk", 2, 64, 512, rows=1, new=32))
         == "chunk, batch 2, tokens 64, context 512, rows 1, new 32"
     )
+    mixed = StepShape("decode", 8, 1, 256, chunk=StepShape("chunk", 1, 64, 512))
+    assert str(mixed) == "decode, batch 8, context 256, with chunk, batch 1, tokens 64, context 512"
+    assert (mixed.model_rows, decode(encode(Prepare(mixed)))) == (8 + 64, Prepare(mixed))
     assert str(Exchange("send", 2, (8, 1, 4), "bfloat16")) == "send bfloat16[8,1,4] to rank 2"
     assert str(Exchange("recv", 0, (), "float32")) == "receive float32[] from rank 0"
     assert str(Exchange("all", -1, (8,), "int8")) == "collective of all ranks on int8[8]"

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,8 @@ def test_what_follows_the_command_is_its_own():
     [
         (["--colour", "red", "generate", "x"], "--colour"),
         (["--rank", "one", "generate", "x"], "invalid int value: 'one'"),
-        (["serve"], "must be generate or bench, not 'serve'"),
-        ([], "must be generate or bench, and there is none"),
+        (["split"], "must be one of generate, serve, bench, not 'split'"),
+        ([], "must be one of generate, serve, bench, and there is none"),
     ],
 )
 def test_options_that_are_none(words, message):
@@ -85,6 +86,14 @@ def test_plain_children_know_their_rank_and_only_rank_0_has_our_stdin_and_stdout
     assert [(child.stdin, child.stdout) for child in children] == [(True, True)] + [(False, False)] * 2
 
 
+def test_a_server_has_time_to_end_and_no_stdin():
+    serve = Options(None, (), None, ("serve", "--shutdown-timeout=7", "--port", "0"))
+    assert 7 < serve.end_s < 100 < Options(None, (), None, ("serve", "--shutdown-timeout", "99")).end_s
+    assert Options(None, (), None, GENERATE).end_s is None
+    children = plain_children(Cluster(dop=(1, 1)), serve, {}, "/pipes")
+    assert [child.stdin for child in children] == [False, False]
+
+
 def test_mpirun_starts_the_same_command():
     options = Options(None, ("dop=1,2",), None, GENERATE)
     child = mpi_child(("mpirun", "-n", "3"), options, {}, "/pipes")
@@ -96,6 +105,11 @@ def test_the_command_gets_what_the_cluster_file_says_of_the_model_and_it_does_no
     found = with_options(["generate", "--dtype=float32", "x"], cluster)
     assert found[0] == "generate" and found[-2:] == ["--dtype=float32", "x"]
     assert {"--model=tiny", "--max-model-len=64"} < set(found) and "--dtype=bfloat16" not in found
+    found = with_options(["serve", "--max-num-seqs", "2"], replace(cluster, kv_slots=99))
+    assert {"--model=tiny", "--dtype=bfloat16", "--kv-slots=99"} < set(found)
+    assert not any(word.startswith("--max-num-seqs=") for word in found)
+    with pytest.raises(UserError, match="serve's --partition is for one process"):
+        with_options(["serve", "--partition", "tokens"], cluster)
     assert with_options(["bench", "kernels"], cluster) == ["bench", "kernels"]
 
 
@@ -226,10 +240,10 @@ def test_the_kubernetes_manifest_has_a_pod_for_each_rank(tmp_path):
         (["--set", "colour=red", "--", "generate", "x"], "error: unknown key 'colour'; known: dop"),
         (["--config", "none.toml", "--", "generate", "x"], "error: cannot read the cluster file none.toml"),
         (
-            ["--dop", "1,2", "--", "serve"],
-            "error: the command for rank 0 must be generate or bench, not 'serve'",
+            ["--dop", "1,2", "--", "split"],
+            "error: the command for rank 0 must be one of generate, serve, bench, not 'split'",
         ),
-        (["--dop", "1,2"], "must be generate or bench, and there is none"),
+        (["--dop", "1,2"], "must be one of generate, serve, bench, and there is none"),
         (["--", "generate", "--max-tokns", "3", "x"], "No such option: --max-tokns"),
         (["--", "bench", "nothing"], "No such command 'nothing'"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,9 +43,10 @@ class PretendPool:
             for a, b in zip(move.source.tolist(), move.target.tolist(), strict=True):
                 self.host[b] = self.device[a]
 
-    def write(self, r: Request, first: int, stop: int) -> None:
-        """KV of the request's tokens from ``first`` to ``stop``; those before must be there."""
-        tokens = tuple(r.all_token_ids())
+    def write(self, r: Request, first: int, stop: int, in_flight: Sequence[int] = ()) -> None:
+        """KV of the request's tokens from ``first`` to ``stop``; those before must be there. ``in_flight``: its tokens
+        that are not known yet."""
+        tokens = (*r.all_token_ids(), *in_flight)
         for p, slot in enumerate(r.slots.view()[:stop].tolist()):
             if p >= first:
                 self.device[slot] = tokens[: p + 1]
@@ -552,3 +555,113 @@ def test_a_long_prompt_that_takes_the_whole_pool_is_computed():
     scheduler = make(6, prefill_chunk=2)
     scheduler.add(request("long", 6, 1))
     assert [scheduler.schedule().spans for _ in range(3)] == [((0, 2),), ((2, 4),), ((4, 6),)]
+
+
+# --- a step is scheduled while the tokens of the one before it are in flight ---
+
+
+class Ahead:
+    """Runs a scheduler a step ahead: tokens of a step are known once the next one has been scheduled and has written."""
+
+    def __init__(self, scheduler: Scheduler, pool: PretendPool, random) -> None:
+        self.scheduler, self.pool, self.random = scheduler, pool, random
+        self.drawn: dict[Request, list[int]] = {}  # tokens in flight
+        self.launched: list[tuple[Request, int]] = []  # the rows of the latest step, with what each one draws
+        self.ended: set[Request] = set()
+
+    def step(self, stops: Sequence[int]) -> None:
+        """``stops``: tokens that end a request."""
+        before, self.launched = self.launched, []
+        plan = self.scheduler.schedule()
+        self.pool.move(plan)
+        for r in plan.decodes:
+            self.pool.write(r, r.n_tokens - 1, r.n_tokens, self.drawn.get(r, []))
+            self.draw(r)
+        for r, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
+            assert not r.n_in_flight
+            self.pool.write(r, start, stop)
+            if stop == r.n_tokens:
+                for row in self.scheduler.branch([r], [0] * r.width) if r.width > 1 else [r]:
+                    self.draw(row)
+        self.scheduler.check_integrity()
+        for r, token in before:
+            if r not in self.ended:
+                self.take_in(r, token, stops)
+                self.scheduler.check_integrity()
+
+    def draw(self, r: Request) -> None:
+        assert r.n_generated < r.max_tokens, "it is known that this one has ended"
+        token = self.random.randrange(4)
+        self.drawn.setdefault(r, []).append(token)
+        self.launched.append((r, token))
+        r.n_in_flight += 1
+
+    def take_in(self, r: Request, token: int, stops: Sequence[int]) -> None:
+        assert self.drawn[r].pop(0) == token
+        r.n_in_flight -= 1
+        r.output_token_ids.append(token)
+        if token in stops or len(r.output_token_ids) == r.max_tokens:
+            if r.state is not State.FINISHED:
+                self.scheduler.finish(r)
+            self.drawn.pop(r)
+            self.ended.add(r)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    workloads(), st.sets(st.integers(0, 9)), st.randoms(use_true_random=False), st.sampled_from([(), (3,)])
+)
+def test_any_workload_a_step_ahead_finishes(workload, aborted, random, stops):
+    """Every sequence reads what it or another wrote though its tokens are known late, and no slot is lost."""
+    capacity, max_num_seqs, max_prefill_tokens, chunk, n_host, caching, shapes = workload
+    budget = {"max_prefill_tokens": max_prefill_tokens, "prefill_chunk": chunk}
+    scheduler = make(capacity, max_num_seqs, caching=caching, n_host=n_host, **budget)
+    pool = PretendPool(capacity, n_host)
+    ahead = Ahead(scheduler, pool, random)
+    arrivals: dict[int, list[Request]] = {}
+    for i, (n_prompt, family, max_tokens, step, width, _) in enumerate(shapes):
+        r = Request(str(i), [family * 100 + t for t in range(n_prompt)], max_tokens, width=width)
+        if width <= max_num_seqs and r.most_slots <= capacity:
+            arrivals.setdefault(step, []).append(r)
+    n_rows = sum(len(r.prompt_token_ids) + r.width * r.max_tokens for of in arrivals.values() for r in of)
+    for step in range(10 + 12 * n_rows):
+        for r in arrivals.get(step, []):
+            scheduler.add(r)
+        ahead.step(stops)
+        if step == 5:
+            for r in [r for r in (*scheduler.running, *scheduler.waiting) if int(r.request_id) in aborted]:
+                scheduler.finish(r, keep=False)
+                ahead.ended.add(r)
+            scheduler.check_integrity()
+        if scheduler.idle and not ahead.launched and step >= max(arrivals, default=0):
+            break
+    assert scheduler.idle and scheduler.n_used == 0
+    assert scheduler.host is None or scheduler.host.n_used == 0
+    scheduler.forget_cached()
+    assert scheduler.slots.n_used == 0
+
+
+def test_the_last_token_in_flight_gives_its_slots_to_the_next_step():
+    scheduler = make(6, max_num_seqs=1, caching=True)
+    first, second = request("first", 4, 1), request("second", 5, 1)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert scheduler.schedule().prefills == (first,)
+    first.n_in_flight = 1
+    assert scheduler.schedule().prefills == (second,)  # nobody knows the first one's token yet
+    assert first.state is State.FINISHED and second.n_cached == 4
+
+
+def test_a_step_too_many_leaves_nothing():
+    scheduler = make(20, caching=True)
+    r = request("r", 4, 9)
+    scheduler.add(r)
+    scheduler.schedule()
+    r.n_in_flight = 1
+    assert scheduler.schedule().decodes == (r,) and len(r.slots) == 5
+    r.output_token_ids.append(7)  # which ends it; the step that takes it in runs on
+    scheduler.finish(r)
+    scheduler.check_integrity()
+    assert scheduler.prefix_cache is not None
+    assert scheduler.slots.n_used == scheduler.prefix_cache.match_length([0, 1, 2, 3, 7]) == 4
+    assert scheduler.idle

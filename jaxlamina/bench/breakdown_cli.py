@@ -50,7 +50,7 @@ def breakdown_command(
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-    cases, n_batches = step_bench.cases_of(case), step_bench.staggered_of(staggered)
+    cases, n_batches = step_bench.cases_of(case), step_bench.numbers_of(staggered)
     _check_files(timeline, figure)
     shape = model_config(config)
     if layers is not None:
@@ -129,12 +129,9 @@ def _show(out: Console, found: list[Breakdown]) -> None:
 
 def _check_files(timeline: Path | None, figure: Path | None) -> None:
     from jaxlamina.bench import exchange_figure
+    from jaxlamina.profiling import perfetto
 
     if figure is not None:
         exchange_figure.check(figure)
-    if timeline is None:
-        return
-    if not timeline.name.endswith((".json", ".json.gz")):
-        raise UserError(f"--timeline {str(timeline)!r} must end in .json or .json.gz")
-    if not timeline.absolute().parent.is_dir():
-        raise UserError(f"--timeline {str(timeline)!r}: there is no such folder; make it first")
+    if timeline is not None:
+        perfetto.check(timeline, "--timeline")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,14 +57,14 @@ def cases_of(text: str) -> list[StepCase]:
         raise UserError(f"--case {text!r} must be like 16x2048,64x4096: requests x stored tokens") from None
 
 
-def staggered_of(text: str) -> list[int]:
-    """Numbers of staggered batches from "2,4", as ``--staggered`` has it; ``UserError`` for other text."""
+def numbers_of(text: str, option: str = "--staggered") -> list[int]:
+    """Numbers of at least 2 from "2,4", as ``--staggered`` has them; ``UserError``, naming the option, for other text."""
     try:
         numbers = [int(part) for part in text.split(",") if part]
     except ValueError:
         numbers = [0]
     if any(n < 2 for n in numbers):
-        raise UserError(f"--staggered {text!r} must be numbers of at least 2, such as 2,4")
+        raise UserError(f"{option} {text!r} must be numbers of at least 2, such as 2,4")
     return numbers
 
 
@@ -73,9 +73,7 @@ def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
     for n in staggered:
         for case in cases:
             if case.batch % n:
-                raise UserError(
-                    f"{case.batch} requests cannot be cut into {n} staggered batches of equal size"
-                )
+                raise UserError(f"{case.batch} requests cannot be cut into {n} batches of equal size")
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Way:
 
     name: str
     options: dict[str, Any]
-    chunk: Literal["alongside", "after"] | None = None
+    chunk: str | None = None  # "alongside" or "after"
     decode: str | None = None  # the way of the decode step by itself, where there is a chunk
 
 
@@ -142,15 +140,16 @@ def measure(
     unsplit: bool,
     local: bool,
     staggered: Sequence[int] = (),
+    mini_batches: Sequence[int] = (),
     prefill: int = 0,
     device: jax.Device,
     on_progress: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[StepResult], float]:
     """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
     ``local``: also the slices called one by one from Python in this process. ``staggered``: also split into so many
-    staggered batches. ``prefill``: also with so many tokens of another prompt, of as many tokens as the case's requests
+    staggered batches; ``mini_batches``: also with each layer's messages in so many parts. ``prefill``: also with so many tokens of another prompt, of as many tokens as the case's requests
     have, at its middle. ``UserError`` for a number of batches that no case can be cut into."""
-    check_cut(cases, staggered)
+    check_cut(cases, [*staggered, *mini_batches])
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
     on_progress("weights")
@@ -174,7 +173,19 @@ def measure(
     for case in cases:
         batch = shuffled_batch(case, n_slots, config.vocab_size)
         chunk = shuffled_chunk(case, prefill, n_slots, config.vocab_size) if prefill else None
-        found += _case(config, case, executors, staggered, batch, chunk, params, limit, n_rounds, on_progress)
+        found += _case(
+            config,
+            case,
+            executors,
+            staggered,
+            mini_batches,
+            batch,
+            chunk,
+            params,
+            limit,
+            n_rounds,
+            on_progress,
+        )
     return found, limit
 
 
@@ -183,6 +194,7 @@ def _case(
     case: StepCase,
     executors: dict[str, Any],
     staggered: Sequence[int],
+    mini_batches: Sequence[int],
     batch: DecodeBatch,
     chunk: PrefillBatch | None,
     params: Any,
@@ -199,7 +211,7 @@ def _case(
             executor.pool.assume_stored(batch)
             if chunk is not None:
                 executor.pool.assume_stored(chunk)
-        for way in _ways(name, staggered, 0 if chunk is None else chunk.tokens.shape[1]):
+        for way in _ways(name, staggered, mini_batches, 0 if chunk is None else chunk.tokens.shape[1]):
             on_progress(f"{case}: compiling {way.name}")
             steps[way.name] = partial(_run, executor, way, batch, chunk)
             began = time.perf_counter()
@@ -225,24 +237,23 @@ def _case(
     return list(results.values())
 
 
-def _ways(name: str, staggered: Sequence[int], prefill: int) -> list[Way]:
+def _ways(name: str, staggered: Sequence[int], mini_batches: Sequence[int], prefill: int) -> list[Way]:
     """How an executor is asked to run a step."""
     whole = [Way(name, {})]
     if name == "split":
         whole = [
-            Way("split, q first", {"q_first": True, "n_batches": 1}),
-            Way("split, q with k, v", {"q_first": False, "n_batches": 1}),
+            Way("split, q first", {"q_first": True, "n_batches": 1, "mini_batches": 1}),
+            Way("split, q with k, v", {"q_first": False, "n_batches": 1, "mini_batches": 1}),
         ]
     chunks: list[Way] = []
     for way in whole if prefill and name != "slice by slice" else []:  # which has a step for a chunk anyhow
-        words = (
-            f"{way.name}, with {prefill} prompt tokens alongside",
-            f"{way.name}, then {prefill} prompt tokens",
-        )
-        chunks.append(Way(words[0], way.options, "alongside", way.name))
-        chunks.append(Way(words[1], way.options, "after", way.name))
-    n_batches = staggered if name == "split" else ()
-    return [*whole, *(Way(f"split, {n} staggered", {"n_batches": n}) for n in n_batches), *chunks]
+        also = {"alongside": f"with {prefill} alongside", "after": f"then {prefill}"}
+        chunks += [Way(f"{way.name}, {words}", way.options, chunk, way.name) for chunk, words in also.items()]
+    if name != "split":
+        return whole + chunks
+    cut = [Way(f"split, {n} staggered", {"n_batches": n}) for n in staggered]
+    cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in mini_batches]
+    return whole + cut + chunks
 
 
 def _run(executor: Any, way: Way, batch: DecodeBatch, chunk: PrefillBatch | None) -> tuple[jax.Array, ...]:

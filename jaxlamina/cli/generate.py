@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from jaxlamina.structured import StructuredOutputs
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+# The decode step that --profile records, by when all prompts are being continued, and how many times it is run.
+_PROFILE_AFTER, _PROFILED_STEPS = 2, 8
 
 
 def generate(
@@ -129,6 +132,13 @@ def generate(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Prompt tokens computed in one step; longer prompts come in chunks.")
     ] = 2048,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Over ranks: record a decode step on all of them, write their spans for Perfetto (.json, .json.gz) and "
+            "print the shares."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout instead of text.")
     ] = False,
@@ -141,6 +151,8 @@ def generate(
         raise UserError("--system needs the chat template: leave out --raw")
     if logprobs is not None and not as_json:
         raise UserError("--logprobs are shown in the JSON output only: add --json")
+    if profile is not None:
+        _check_profile(profile, max_tokens)
     console = Console(stderr=True)
     with console.status("starting JAX"):
         from jaxlamina.sampling import (
@@ -186,6 +198,7 @@ def generate(
         partition=partition,
         host_kv_slots=host_kv_slots,
         max_num_batched_tokens=max_num_batched_tokens,
+        recording=profile is not None,
     )
     load_s = time.perf_counter() - started
     ready = _prompts(llm, texts, chat, system)
@@ -194,10 +207,15 @@ def generate(
         llm.generate(ready, replace(params, max_tokens=min(2, max_tokens), min_tokens=0))
         llm.reset_prefix_cache()
     warm_s = time.perf_counter() - started - load_s
+    if profile is not None:
+        recorder: Any = llm.executor
+        recorder.record_later(_PROFILE_AFTER, _PROFILED_STEPS)
     watch = _Stopwatch(streams=not params.chosen_at_end)
     show = watch.on_token if as_json else _Streamer(watch, n_texts=len(texts) * n).on_token
     outputs = llm.generate(ready, params, on_token=show)
     n_rows = len(outputs) * params.n_sequences
+    if profile is not None:
+        _write_profile(console, llm, profile)
     if as_json:
         record = _record(llm, model, outputs, watch, watch.tokens_per_s(n_rows), load_s, warm_s, split)
         print(json.dumps(record, ensure_ascii=False))
@@ -219,11 +237,43 @@ def _structured(given: str | None) -> StructuredOutputs | None:
     if given is None:
         return None
     try:
-        return StructuredOutputs(**json.loads(given))
-    except (ValueError, TypeError):
+        asked = json.loads(given)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict) or not asked.keys() <= {"json", "regex", "choice"}:
         raise UserError(
             f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
-        ) from None
+        )
+    return StructuredOutputs(**asked)
+
+
+def _check_profile(path: Path, max_tokens: int) -> None:
+    from jaxlamina import ranks
+    from jaxlamina.profiling import perfetto
+
+    if ranks.current() is None:
+        raise UserError(
+            "--profile records ranks: start them with `jaxlamina launch … -- generate --profile …`"
+        )
+    if max_tokens < _PROFILE_AFTER + 2:
+        raise UserError(f"--profile needs a few decode steps: take --max-tokens {_PROFILE_AFTER + 2} or more")
+    perfetto.check(path, "--profile")
+
+
+def _write_profile(console: Console, llm: LLM, path: Path) -> None:
+    from jaxlamina.profiling import perfetto
+    from jaxlamina.profiling.timeline import POOLS
+
+    recorder: Any = llm.executor
+    timeline = recorder.recorded
+    if timeline is None:
+        console.print(f"no profile: the text ended within {_PROFILE_AFTER + 1} tokens", style="yellow")
+        return
+    perfetto.write({"decode": timeline}, path)
+    for pool in POOLS:
+        found = timeline.shares(timeline.ranks_of(pool))
+        shares = ", ".join(f"{kind} {found[kind]:.0%}" for kind in (pool, "exchange", "other", "bubble"))
+        console.print(f"{pool} pool, of {timeline.step_ms:.2f} ms a step: {shares}", highlight=False)
 
 
 def _write_several(outputs: list[RequestOutput], n: int) -> None:

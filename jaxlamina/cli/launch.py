@@ -24,7 +24,7 @@ def launch(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="-- COMMAND...", help=f"What rank 0 runs: {' or '.join(COMMANDS)}, with its own options."
+            metavar="-- COMMAND...", help=f"What rank 0 runs: {', '.join(COMMANDS)}, with its own options."
         ),
     ] = None,
     config: Annotated[
@@ -81,7 +81,7 @@ def _check_command(command: list[str]) -> None:
     if not command or command[0] not in COMMANDS:
         given = f"not {command[0]!r}" if command else "and there is none"
         raise UserError(
-            f"the command for rank 0 must be {' or '.join(COMMANDS)}, {given}: "
+            f"the command for rank 0 must be one of {', '.join(COMMANDS)}, {given}: "
             'jaxlamina launch --dop 1,2 -- generate "…"'
         )
     from jaxlamina.cli.main import app

@@ -14,7 +14,7 @@ import typer
 
 from jaxlamina import __version__
 from jaxlamina.bench.cli import app as bench_app
-from jaxlamina.cli import convert, doctor, generate, launch, plan, split
+from jaxlamina.cli import batch, chat, convert, doctor, generate, launch, plan, serve, split
 from jaxlamina.errors import UserError
 
 app = typer.Typer(
@@ -25,6 +25,9 @@ app = typer.Typer(
     help="LLM decoding with model-attention disaggregation on JAX: weights in one pool, KV and attention in another.",
 )
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
+app.command("chat")(chat.chat)
+app.command("batch")(batch.batch)
 app.command("split")(split.split)
 app.command("convert")(convert.convert)
 app.command("doctor")(doctor.doctor)

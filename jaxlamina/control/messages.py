@@ -74,7 +74,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     how many requests and new tokens an attention worker serves where it does not serve all. ``q_first``: q travels
     alone, before k and v are computed. ``n_batches``: the requests go as so many staggered batches of equal size, of
     each of which ``rows`` and ``new`` are. ``chunk``: of a decode step, the part of a prompt that is computed alongside,
-    itself a step of one request.
+    itself a step of one request. ``mini_batches``: the requests' messages of each layer go in so many parts.
     """
 
     kind: Literal["decode", "prefill", "chunk"]
@@ -86,6 +86,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     q_first: bool = True
     n_batches: int = 1
     chunk: StepShape | None = None
+    mini_batches: int = 1
 
     @property
     def batch_each(self) -> int:
@@ -103,6 +104,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts += [f"context {self.context}"]
         parts += [f"{name} {n}" for name, n in (("rows", self.rows), ("new", self.new)) if n]
         parts += [f"in {self.n_batches} staggered"] if self.n_batches > 1 else []
+        parts += [f"in {self.mini_batches} mini-batches"] if self.mini_batches > 1 else []
         parts += [] if self.q_first or self.n_batches > 1 else ["q with k and v"]
         parts += [] if self.chunk is None else [f"with {self.chunk}"]
         return ", ".join(parts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxlamina.control import messages as m
@@ -28,6 +29,20 @@ class RecordingExecutor(RanksExecutor):
     def __init__(self, *args: Any, group: Group, **options: Any) -> None:
         group.transport.traceable = True
         super().__init__(*args, group=group, **options)
+        self._wanted: tuple[int, int] | None = None  # decode steps to come first, and steps to record then
+        self.recorded: Timeline | None = None
+
+    def record_later(self, n_before: int, n_steps: int) -> None:
+        """Once ``n_before`` more decode steps have run, `record` the next one; ``recorded`` is its timeline then."""
+        self._wanted, self.recorded = (n_before, n_steps), None
+
+    def decode(self, batch: DecodeBatch) -> jax.Array:
+        if self._wanted is not None:
+            n_before, n_steps = self._wanted
+            self._wanted = (n_before - 1, n_steps) if n_before else None
+            if not n_before:  # steps run again store the same KV in the same slots
+                self.recorded = self.record(batch, n_steps)
+        return super().decode(batch)
 
     def _prepared(self, shape: m.StepShape) -> tuple[Program, Any]:
         found = super()._prepared(shape)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxlamina.errors import UserError
 from jaxlamina.profiling.scopes import Kind
 from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Timeline
@@ -26,6 +27,14 @@ _COLORS: dict[Kind, str] = {
     "bubble": "white",
 }
 _STEPS = 1  # the first thread's number
+
+
+def check(path: Path, option: str) -> None:
+    """`UserError`, naming the option that ``path`` was given by, if `write` could not write it."""
+    if not path.name.endswith((".json", ".json.gz")):
+        raise UserError(f"{option} {str(path)!r} must end in .json or .json.gz")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {str(path)!r}: there is no such folder; make it first")
 
 
 def write(parts: Mapping[str, Timeline], path: Path) -> None:

@@ -80,6 +80,7 @@ class AttentionProgram:
                 last = kv
             else:
                 answer = self._answer if self.shape.chunk is None else self._answer_with_chunk
+                answer = self._answer_in_parts if self.shape.mini_batches > 1 else answer
                 k_pools[i], v_pools[i], last = answer(i, heads, k_pools[i], v_pools[i], inputs, last)
         assert last is not None, "a model without attention"
         return k_pools, v_pools, zero_after(last).reshape(1)
@@ -94,6 +95,23 @@ class AttentionProgram:
             k_pool, v_pool, answer, after = self._attend(i, k_pool, v_pool, q, kv, inputs, last)
         b = len(self.layout.workers)
         return k_pool, v_pool, self.t.send_part(answer, self.layout.model_rank(i), b, after)
+
+    def _answer_in_parts(
+        self, i: int, heads: HeadsOf, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array | None
+    ) -> tuple[Pool, Pool, jax.Array]:
+        """`_answer` by mini-batches: while one is attended to, the next one's message comes and the last one's answer goes."""
+        n, b, model_rank = self.shape.mini_batches, len(self.layout.workers), self.layout.model_rank(i)
+        likes = heads.q_like(self.sizes.part(n)), heads.kv_like(self.sizes.part(n))
+        message = tie = self._recv(i, packed_like(*likes), last)
+        for j in range(n):
+            following = self._recv(i, packed_like(*likes), tie) if j + 1 < n else None
+            q, kv = unpack(message, *likes)
+            with span("attention", i):
+                given = k_pool, v_pool, q, kv, inputs.part(j, n), tie
+                k_pool, v_pool, answer, _ = self._attend(i, *given)
+            tie = self.t.send_part(answer, model_rank, b, after=tie if following is None else following)
+            message = message if following is None else following
+        return k_pool, v_pool, tie
 
     def _answer_with_chunk(
         self, i: int, heads: HeadsOf, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array | None

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxlamina.control import messages as m
@@ -47,7 +48,8 @@ class RanksExecutor:
     - ``config``: what ``model`` is `jaxlamina.models.apply` of; other model ranks, where there are any, make theirs of it.
     - ``kv_dtype``, ``n_host_slots``, ``calibration_tokens``, ``largest``: as of `LocalExecutor`.
 
-    Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``n_batches``, as how
+    Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``mini_batches``, as the
+    cluster's; ``n_batches``, as how
     many staggered batches a decode step of at least as many rows runs (Lamina 2025 §4.3; "auto": see `Choice`); q goes with
     k and v there.
 
@@ -82,6 +84,7 @@ class RanksExecutor:
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches: int | Literal["auto"] = cluster.n_batches
+        self.mini_batches = cluster.mini_batches
         self.choice = Choice((1, cluster.usual_n_batches))
         scales = None
         if kv_dtype == "int8-channel":
@@ -128,9 +131,12 @@ class RanksExecutor:
             n_batches = self.choice.next(bucket, n_rows)
         else:
             n_batches = self.n_batches if n_rows >= self.n_batches else 1
-        batch = batch.padded(-(-n_rows // n_batches) * n_batches, self.n_slots)
+        mini_batches = self.mini_batches if n_batches == 1 and n_rows >= self.mini_batches else 1
+        n_parts = max(n_batches, mini_batches)
+        batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
         took = partial(self.choice.took, bucket, n_batches)
-        logits = self._step("decode", batch, (batch.tokens, batch.positions), n_batches, took)
+        inputs = batch.tokens, batch.positions
+        logits = self._step("decode", batch, inputs, n_batches, took, mini_batches)
         return logits if len(logits) == n_rows else logits[:n_rows]
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
@@ -183,9 +189,14 @@ class RanksExecutor:
         inputs: tuple[np.ndarray, ...],
         n_batches: int = 1,
         on_done: Callable[[float], None] = lambda _: None,
+        mini_batches: int = 1,
     ) -> jax.Array:
         self._check_current()
-        return self._launch(*self.pool.plan(kind, batch, self.q_first, n_batches), inputs, on_done)
+        q_first = self.q_first and mini_batches == 1
+        shape, arrays, at = self.pool.plan(kind, batch, q_first, n_batches)
+        if mini_batches > 1:
+            shape = msgspec.structs.replace(shape, mini_batches=mini_batches)
+        return self._launch(shape, arrays, at, inputs, on_done)
 
     def _launch(
         self,

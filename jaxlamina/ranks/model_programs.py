@@ -124,6 +124,8 @@ class ModelProgram:
     def _decode(
         self, wire: Any, weights: Any, layers: range, context: Context, out: Any, tie: Tie
     ) -> tuple[Any, Context, Tie]:
+        if self.shape.mini_batches > 1:
+            return self._streamed(wire, weights, layers, context, out, tie)
         answers: list[Any] = [tie]
         for i in layers:
             q, k, v, context, tie = self._send(wire, i, weights[i], context, out, answers[-1])
@@ -133,6 +135,32 @@ class ModelProgram:
             else:
                 answers = self._partials(i, tie)
             out = _rows_out(wire, answers, q, k, v, self.specs[i])
+        return out, context, None
+
+    def _streamed(
+        self, wire: HeadsWire, weights: Any, layers: range, context: Context, out: Any, tie: Tie
+    ) -> tuple[Any, Context, Tie]:
+        """`_decode` with each layer's messages in parts of the requests (Lamina 2024 §5.2.1): a part is sent before the
+        answer to the one before it is asked for, so that a worker has it when it is done with that."""
+        n, to = self.shape.mini_batches, self.layout.workers
+        for i in layers:
+            part, like = self.model.slices[i], self.heads(i).out_like(self.sizes.part(n))
+            with span("slice", i):
+                q, rest = part.q_part(weights[i], context, out)
+                k, v, context = part.kv_part(weights[i], rest)
+            messages = [
+                [pack(*pair) for pair in zip(wire.q_parts(of_q), wire.kv_parts(of_k, of_v), strict=True)]
+                for of_q, of_k, of_v in zip(*(jnp.split(x, n) for x in (q, k, v)), strict=True)
+            ]
+            tie = self.t.send_each(messages[0], to, after=tie)
+            outs = []
+            for following in [*messages[1:], None]:
+                if following is not None:
+                    tie = self.t.send_each(following, to, after=tie)
+                answers = self.t.recv_each(like, to, after=tie)
+                tie = answers[-1]
+                outs.append(wire.whole_out(answers))
+            out = jnp.concatenate(outs)
         return out, context, None
 
     def _prefill(

@@ -31,6 +31,10 @@ class Sizes(NamedTuple):
     new: int
     tokens: int
 
+    def part(self, n: int) -> Sizes:
+        """One of n equal parts of it."""
+        return Sizes(self.rows // n, self.new // n, self.tokens)
+
 
 class HeadsOf(NamedTuple):
     """One layer's heads on one worker."""

@@ -120,13 +120,13 @@ class PrefillBatch(NamedTuple):
         return batch
 
 
-def with_chunk(batch: DecodeBatch, chunk: PrefillBatch) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, positions) of a decode step's B rows and then of a chunk's T tokens, ``[B + T, 1]`` int32.
+def with_chunk(batch: DecodeBatch, chunk: PrefillBatch) -> tuple[Any, np.ndarray]:
+    """(tokens, positions) of a decode step's B rows and then of a chunk's T tokens, ``[B + T, 1]`` int32; tokens are where
+    the batch's are.
 
     ``ValueError`` unless the chunk is one request's.
     """
     if len(chunk.tokens) != 1:
         raise ValueError(f"a chunk of {len(chunk.tokens)} requests must be of one")
-    pairs = (batch.tokens, chunk.tokens), (batch.positions, chunk.positions)
-    tokens, positions = (np.concatenate([rows, of_chunk.T]) for rows, of_chunk in pairs)
-    return tokens, positions
+    tokens = batch.tokens.__array_namespace__().concat([batch.tokens, chunk.tokens.T])
+    return tokens, np.concatenate([batch.positions, chunk.positions.T])

@@ -88,6 +88,7 @@ class UnsplitExecutor:
         """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program, which reads
         weights once for both: logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s. Within it there are logits of each
         of the chunk's tokens. ``ValueError`` for a chunk of several requests."""
+        batch = batch._replace(tokens=jax.device_put(batch.tokens, self.device))
         rows = with_chunk(batch, chunk)
         self.kv.k, self.kv.v, *logits = self._mixed(self.params, self.kv.k, self.kv.v, *rows, batch, chunk)
         return logits[0], logits[1]

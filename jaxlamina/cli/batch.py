@@ -1,0 +1,154 @@
+"""`jaxlamina batch`: many prompts at once, in this process or at a server; goes on where an interrupted run was.
+
+The server keeps what is done line by line; here only the batch's id is kept, under a name made of the requests, until
+its results have been shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxlamina.cli import model_options, served
+from jaxlamina.cli.batch_input import Requests, parse
+from jaxlamina.cli.batch_job import BatchJob, grouped
+from jaxlamina.errors import UserError
+
+_LOOK_EVERY_S = 0.3
+
+
+def batch(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Each is a batch: a file (JSONL, or text with a prompt a line), '-' for stdin, or "
+            """'["p1", "p2"] [32, 64]': prompts and max tokens.""",
+        ),
+    ],
+    url: served.Url = None,
+    api_key: served.ApiKey = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat/--raw", help="Prompts through the chat template, or continued as they are."),
+    ] = False,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Where a prompt does not say: write at most so many.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Where a prompt does not say; 0: the likeliest.")
+    ] = 0.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Results as JSON lines, as in OpenAI's files.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, also where a run was interrupted.")
+    ] = False,
+    model: model_options.Model = model_options.DEFAULT_MODEL,
+    dtype: model_options.DType = "float32",
+    max_model_len: model_options.MaxModelLen = None,
+    max_num_seqs: model_options.MaxNumSeqs = 32,
+    chat_template: model_options.ChatTemplate = None,
+) -> None:
+    """Run batches of prompts. Interrupted, the same command goes on: what is done is not done again.
+
+    Exits with 1 if a prompt could not be served.
+    """
+    defaults = {"max_tokens": max_tokens, "temperature": temperature}
+    batches = [parse(_read(text), chat=chat, defaults=defaults) for text in inputs]
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "chat_template": chat_template,
+    }
+    where = [url] if url is not None else [model, options]
+    memory = _Memory(where, batches)
+    if restart:
+        memory.forget()
+    console = Console(stderr=True)
+    files_dir = memory.folder if url is None else None
+    with served.server(console, url, api_key, model, files_dir, **options) as client:
+        known = memory.batch_ids()
+        jobs = [_job(client, requests, batch_id) for requests, batch_id in zip(batches, known, strict=True)]
+        memory.keep([job.id for job in jobs])
+        _wait(console, client, jobs)
+        n_missing = 0
+        for job in jobs:
+            results = job.results(client)
+            n_missing += len(job.requests.lines) - sum(r["response"]["status_code"] == 200 for r in results)
+            print("\n".join(map(json.dumps, results) if as_json else grouped(job, results)), flush=True)
+    memory.forget()
+    raise typer.Exit(1 if n_missing else 0)
+
+
+def _read(text: str) -> str:
+    if text == "-":
+        return sys.stdin.read()
+    if text.lstrip().startswith("["):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {text}: {error}") from None
+
+
+class _Memory:
+    """Which batches a command has submitted, in a folder named by what it asks, and of whom."""
+
+    def __init__(self, where: Sequence[Any], batches: Sequence[Requests]) -> None:
+        from jaxlamina.weights.demo import cache_dir
+
+        asked = json.dumps([*where, [[requests.endpoint, requests.lines] for requests in batches]])
+        self._n = len(batches)
+        self.folder = cache_dir() / "batches" / hashlib.sha256(asked.encode()).hexdigest()[:24]
+        self._file = self.folder / "ids.json"
+
+    def batch_ids(self) -> Sequence[str | None]:
+        found: list[str] = json.loads(self._file.read_text()) if self._file.exists() else []
+        return found or [None] * self._n
+
+    def keep(self, ids: Sequence[str]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(ids))
+
+    def forget(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _job(client: Any, requests: Requests, batch_id: str | None) -> BatchJob:
+    job = None if batch_id is None else BatchJob.found(client, requests, batch_id)
+    return BatchJob.submit(client, requests) if job is None else job
+
+
+def _wait(console: Console, client: Any, jobs: Sequence[BatchJob]) -> None:
+    with _lines_bar(console, sum(len(job.requests.lines) for job in jobs)) as on_progress:
+        while True:
+            on_progress(sum(job.n_done for job in jobs))
+            if all(job.is_over for job in jobs):  # no later than a batch's 24 hours
+                return
+            time.sleep(_LOOK_EVERY_S)
+            for job in jobs:
+                job.look(client)
+
+
+@contextmanager
+def _lines_bar(console: Console, n: int) -> Iterator[Callable[[int], None]]:
+    if not console.is_terminal:
+        yield lambda n_done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("prompts", total=n)
+        yield lambda n_done: progress.update(task, completed=n_done)

@@ -1,0 +1,91 @@
+"""What `batch` and a chat's `/batch` take, made into a file of OpenAI's: one request a line.
+
+Four forms: FineInfer's two lists, `["p1", "p2"] [32, 64]` (prompts and, if wanted, as many max_tokens; §3.1 of its
+report); OpenAI's lines; lines of bodies (`{"prompt": …}` or `{"messages": …}`); plain text, a prompt a line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlamina.errors import UserError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Requests:
+    """``lines``: custom_id → body, in the order they came. All go to one ``endpoint``."""
+
+    endpoint: str
+    lines: dict[str, dict[str, Any]]
+
+    def jsonl(self) -> bytes:
+        made = (
+            {"custom_id": i, "method": "POST", "url": self.endpoint, "body": b} for i, b in self.lines.items()
+        )
+        return b"".join(json.dumps(line).encode() + b"\n" for line in made)
+
+
+def parse(text: str, *, chat: bool, defaults: Mapping[str, Any]) -> Requests:
+    """``chat``: prompts are messages to the model and not texts to go on with; ``defaults``: fields of every body that
+    does not say otherwise. `UserError` that names the line that is wrong."""
+    if text.lstrip().startswith("["):
+        found = [_body_of(prompt, chat) | more for prompt, more in _two_lists(text.strip())]
+        named = {str(i): body for i, body in enumerate(found, start=1)}
+    else:
+        named = {}
+        for i, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                custom_id, body = _line(line, i, chat)
+                if custom_id in named:
+                    raise UserError(f"line {i}: another line has the custom_id {custom_id!r}, too")
+                named[custom_id] = body
+    if not named:
+        raise UserError("there is no prompt: give at least one")
+    endpoints = {CHAT if "messages" in body else COMPLETIONS for body in named.values()}
+    if len(endpoints) > 1:
+        raise UserError("some lines have messages and some have prompts: a batch is of one kind")
+    [endpoint] = endpoints
+    return Requests(endpoint, {name: {**defaults, **body} for name, body in named.items()})
+
+
+def _two_lists(text: str) -> list[tuple[str, dict[str, int]]]:
+    form = 'it must be ["prompt", "prompt"] [32, 64]: prompts, and as many max_tokens or none'
+    decoder = json.JSONDecoder()
+    try:
+        prompts, end = decoder.raw_decode(text)
+        rest = text[end:].strip()
+        counts = json.loads(rest) if rest else None
+    except ValueError as error:
+        raise UserError(f"{form} ({error})") from None
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(form)
+    if counts is None:
+        return [(prompt, {}) for prompt in prompts]
+    whole = isinstance(counts, list) and all(type(count) is int and count > 0 for count in counts)
+    if not whole or len(counts) != len(prompts):
+        raise UserError(form)
+    return [(prompt, {"max_tokens": count}) for prompt, count in zip(prompts, counts, strict=True)]
+
+
+def _line(text: str, number: int, chat: bool) -> tuple[str, dict[str, Any]]:
+    if not text.lstrip().startswith("{"):
+        return str(number), _body_of(text, chat)
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"line {number} is not JSON: {error}") from None
+    body, custom_id = line, str(number)
+    if isinstance(line.get("body"), dict):
+        body, custom_id = line["body"], str(line.get("custom_id", number))
+    if ("prompt" in body) == ("messages" in body):
+        raise UserError(f"line {number} must have either a prompt or messages")
+    return custom_id, body
+
+
+def _body_of(prompt: str, chat: bool) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}

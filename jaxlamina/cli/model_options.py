@@ -1,0 +1,62 @@
+"""Options that say which model a command loads and how it is kept, where several commands have them; and its loading.
+
+Knows `LLM`'s options; nothing of what a command does with the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from jaxlamina.cli.progress import bytes_bar
+from jaxlamina.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxlamina.llm import LLM
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+Model = Annotated[
+    str,
+    typer.Option(help="A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf or an orbax folder."),
+]
+DType = Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of a request, prompt included.")]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(help="A file with a chat template, or the template, in place of the model's own."),
+]
+
+
+def load(console: Console, model: str, *, chat_template: str | None = None, **options: Any) -> LLM:
+    """The model, over this process's ranks where it leads some."""
+    with console.status("starting JAX"):
+        from jaxlamina import ranks
+        from jaxlamina.llm import LLM
+    group = ranks.current()
+    if group is not None:
+        options |= {"group": group}
+    with bytes_bar(console, "reading weights") as on_load:
+        llm = LLM(model, on_load=on_load, **options)
+    if chat_template is not None:
+        if llm.tokenizer is None:
+            raise UserError("--chat-template needs a model with a tokenizer")
+        llm.tokenizer.chat_template = _template(chat_template)
+    return llm
+
+
+def _template(text: str) -> str:
+    from jaxlamina.chat_template import variables_of
+
+    path = Path(text)
+    try:
+        if "{" not in text:
+            text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the chat template {path}: {error}") from None
+    variables_of(text)  # says so now if it is none
+    return text

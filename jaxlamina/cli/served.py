@@ -1,0 +1,55 @@
+"""Where `chat` and `batch` find a server: at an address, or in this process, which then loads the model.
+
+Both are spoken to in the same way; the one in this process listens at a Unix socket that nobody else can open.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from jaxlamina.cli import model_options
+from jaxlamina.client import Client
+from jaxlamina.errors import UserError
+
+Url = Annotated[
+    str | None,
+    typer.Option(help="A server's address, such as http://localhost:8000. Default: in this process."),
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="JAXLAMINA_API_KEY", help="The server's key, with --url.")]
+
+
+@contextmanager
+def server(
+    console: Console,
+    url: str | None,
+    api_key: str | None,
+    model: str,
+    files_dir: Path | None = None,
+    **options: Any,
+) -> Iterator[Client]:
+    """A client of the server at ``url``, or of one in this process with ``model`` and its ``options``."""
+    if url is not None:
+        client = Client(url, api_key=api_key)
+        if client.get("/health").get("status") != "ready":
+            raise UserError(f"{url} is no server of this kind")
+        yield client
+        return
+    from jaxlamina.server.settings import Settings
+
+    with console.status("starting JAX"):
+        from jaxlamina.server.run import in_process
+    with tempfile.TemporaryDirectory(prefix="jaxlamina-") as folder:
+        uds = str(Path(folder, "server"))
+        settings = Settings(
+            (model,), uds=uds, files_dir=files_dir, log_level="error", warm_up=False, shutdown_timeout_s=0.0
+        )
+        llm = model_options.load(console, model, **options)
+        with in_process(llm, settings):
+            yield Client(uds=uds)

@@ -1,0 +1,125 @@
+"""An OpenAI-compatible server as its clients here see it: JSON, streams of events, uploads. Standard library alone.
+
+Knows HTTP; nothing of models. Whatever goes wrong is a `UserError` of one line.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import uuid
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from jaxlamina.errors import UserError
+
+_CONNECT_S = 10.0
+
+
+class ServerError(UserError):
+    """The server answered with an error; ``status`` is HTTP's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"the server says ({status}): {message}")
+        self.status = status
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class Client:
+    """A server at ``url`` ("http://host:8000", with or without "/v1"), or at the Unix socket ``uds``.
+
+    ``silence_s``: how long it may say nothing before it is given up.
+    """
+
+    def __init__(
+        self, url: str = "", *, uds: str | None = None, api_key: str | None = None, silence_s: float = 600.0
+    ) -> None:
+        parts = urlsplit(url)
+        if uds is None and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise UserError(f"{url!r} must be a server's address, such as http://localhost:8000")
+        self._parts, self._uds, self._silence_s = parts, uds, silence_s
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.where = url or "this process"
+
+    def get(self, path: str) -> Any:
+        return json.loads(self.content(path))
+
+    def post(self, path: str, body: Any = None) -> Any:
+        with self._answered("POST", path, json.dumps(body).encode(), "application/json") as answer:
+            return json.loads(answer.read())
+
+    def content(self, path: str) -> bytes:
+        with self._answered("GET", path) as answer:
+            return answer.read()
+
+    def stream(self, path: str, body: Any) -> Generator[Any]:
+        """The events of an answer. Left early, the connection is closed, and the server stops writing."""
+        with self._answered("POST", path, json.dumps(body).encode(), "application/json") as answer:
+            for line in answer:
+                text = line.decode().strip().removeprefix("data: ")
+                if text == "[DONE]":
+                    return
+                if text:
+                    event = json.loads(text)
+                    if "error" in event:
+                        raise UserError(f"the server says: {event['error']['message']}")
+                    yield event
+        raise UserError(f"{self.where} broke off its answer")
+
+    def upload(self, content: bytes, filename: str, purpose: str) -> Any:
+        mark = uuid.uuid4().hex
+        fields = (
+            f'--{mark}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
+            f'--{mark}\r\nContent-Disposition: form-data; name="file"; filename="{filename}"\r\n'
+            "Content-Type: application/jsonl\r\n\r\n"
+        )
+        body = fields.encode() + content + f"\r\n--{mark}--\r\n".encode()
+        with self._answered("POST", "/v1/files", body, f"multipart/form-data; boundary={mark}") as answer:
+            return json.loads(answer.read())
+
+    @contextmanager
+    def _answered(
+        self, method: str, path: str, body: bytes | None = None, kind: str | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = self._connection()
+        headers = self._headers | ({} if kind is None else {"Content-Type": kind})
+        try:
+            connection.connect()
+            if connection.sock is not None:
+                connection.sock.settimeout(self._silence_s)
+            connection.request(method, self._base + path, body, headers)
+            answer = connection.getresponse()
+            if answer.status >= 400:
+                raise ServerError(answer.status, _message(answer.read()))
+            yield answer
+        except (OSError, http.client.HTTPException) as error:
+            raise UserError(f"cannot talk to {self.where}: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._uds is not None:
+            return _UnixConnection(self._uds, _CONNECT_S)
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=_CONNECT_S)
+
+
+def _message(content: bytes) -> str:
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return content.decode(errors="replace")[:200]

@@ -1,0 +1,369 @@
+"""The engine in a thread of its own, and requests from asyncio: token events as an async iterator.
+
+The thread alone touches the engine: it takes in what has come, runs one step, gives the step's events out, and so on.
+All bookkeeping of who waits for what is on the event loop's side. Knows `Engine`; nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from jaxlamina.engine import Engine, TokenEvent
+from jaxlamina.errors import UserError
+from jaxlamina.outputs import RequestOutput
+from jaxlamina.sampling import SamplingParams
+
+T = TypeVar("T")
+_log = logging.getLogger("uvicorn.error")
+State = Literal["starting", "ready", "draining", "stopped", "failed"]
+
+
+class Prompt(NamedTuple):
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+class Unavailable(Exception):
+    """No request is taken, or this one is not finished: the engine is not ready, ends, or has failed."""
+
+
+class TooMany(Exception):
+    """As many requests as are allowed at once are there."""
+
+
+class Observer(Protocol):
+    """Is told, by the engine's thread, what happens to requests. Seconds."""
+
+    def first_token(self, after_s: float) -> None: ...
+
+    def next_token(self, after_s: float) -> None: ...
+
+    def finished(self, output: RequestOutput, after_s: float, first_after_s: float) -> None: ...
+
+    def aborted(self) -> None: ...
+
+
+class Answers:
+    """The events of one caller's prompts, as they come: an async iterator of (which prompt, event).
+
+    Ends when all are finished. Raises `Unavailable` where they cannot be finished any more. Whoever stops earlier says
+    so by `close`, which may be called at any time and ends what still runs.
+    """
+
+    def __init__(self, engine: AsyncEngine, n_prompts: int, counted: bool) -> None:
+        self.counted = counted
+        self._engine = engine
+        self._left = n_prompts
+        self._queue: asyncio.Queue[tuple[int, TokenEvent] | Exception] = asyncio.Queue()
+
+    def __aiter__(self) -> Answers:
+        return self
+
+    async def __anext__(self) -> tuple[int, TokenEvent]:
+        if not self._left and self._queue.empty():
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._engine._leave(self, finished=not self._left)
+
+    def _give(self, index: int, event: TokenEvent) -> None:
+        self._queue.put_nowait((index, event))
+        if event.output is not None:
+            self._left -= 1
+            if not self._left:
+                self._engine._leave(self, finished=True)
+
+    def _fail(self, error: Exception) -> None:
+        self._queue.put_nowait(error)
+
+
+class _Reply(Generic[T]):
+    """A future of the event loop's that the engine's thread fills in."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[T] = loop.create_future()
+        self._loop = loop
+
+    def set(self, value: T) -> None:
+        _call(self._loop, self.give, value)
+
+    def fail(self, error: Exception) -> None:
+        _call(self._loop, self.give, error)
+
+    def give(self, value: Any) -> None:
+        if not self.future.done():
+            if isinstance(value, Exception):
+                self.future.set_exception(value)
+            else:
+                self.future.set_result(value)
+
+
+@dataclass(frozen=True)
+class _Add:
+    answers: Answers
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    reply: _Reply[None]
+
+
+@dataclass(frozen=True)
+class _Abort:
+    answers: Answers
+
+
+@dataclass(frozen=True)
+class _Ask:
+    read: Callable[[Engine], Any]
+    reply: _Reply[Any]
+
+
+class _Stop:
+    pass
+
+
+@dataclass
+class _Running:
+    """What the thread knows of a request in the engine. Times are of `time.perf_counter`."""
+
+    answers: Answers
+    index: int
+    arrived: float
+    first: float | None = None
+    last: dict[int, float] = field(default_factory=dict)  # by continuation
+
+
+class AsyncEngine:
+    """``prepare(stopped)`` runs in the thread before the first request is taken (see `jaxlamina.warm_up`).
+
+    ``state``: "starting" until then, "ready", "draining" once `drain` is called, "stopped", or "failed" with ``reason``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        observer: Observer,
+        *,
+        prepare: Callable[[Callable[[], bool]], None],
+        max_concurrent: int,
+    ) -> None:
+        self.state: State = "starting"
+        self.reason = ""
+        self.max_concurrent = max_concurrent
+        self._engine = engine
+        self._observer = observer
+        self._prepare = prepare
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Ask | _Stop] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._running: dict[str, _Running] = {}  # the thread's
+        # The event loop's:
+        self._loop: asyncio.AbstractEventLoop
+        self._open: set[Answers] = set()
+        self._replies: set[_Reply[Any]] = set()
+        self._none_open: asyncio.Event
+        self._begun: asyncio.Event
+
+    # -- the event loop's side ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins, from a coroutine: events go to its loop."""
+        self._loop = asyncio.get_running_loop()
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._begun = asyncio.Event()
+        self._thread.start()
+
+    async def started(self) -> bool:
+        """Waits for the end of ``prepare``; whether requests are taken now."""
+        await self._begun.wait()
+        return self.state == "ready"
+
+    @property
+    def n_open(self) -> int:
+        """Callers with a request that is not finished, batch work left out."""
+        return sum(answers.counted for answers in self._open)
+
+    def check_ready(self) -> None:
+        """Raises `Unavailable` unless a request would be taken now."""
+        if self.state != "ready":
+            raise Unavailable(self._why_not())
+
+    async def submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, counted: bool = True
+    ) -> Answers:
+        """Queues ``prompts`` together and returns once all are accepted.
+
+        ``counted``: against ``max_concurrent``. Raises `UserError` for what cannot be served (then none of them is),
+        `Unavailable`, `TooMany`.
+        """
+        self.check_ready()
+        if counted and self.n_open >= self.max_concurrent:
+            raise TooMany(f"{self.max_concurrent} requests are being answered already: try again later")
+        answers = Answers(self, len(prompts), counted)
+        self._open.add(answers)
+        self._none_open.clear()
+        reply: _Reply[None] = _Reply(self._loop)
+        try:
+            await self._post(_Add(answers, prompts, params, reply), reply)
+        except BaseException:
+            answers.close()
+            raise
+        return answers
+
+    async def ask(self, read: Callable[[Engine], T], deadline_s: float) -> T:
+        """What ``read`` finds, called between two steps. `TimeoutError` past the deadline, `Unavailable`."""
+        if self.state in ("stopped", "failed"):
+            raise Unavailable(self._why_not())
+        reply: _Reply[T] = _Reply(self._loop)
+        async with asyncio.timeout(deadline_s):
+            return await self._post(_Ask(read, reply), reply)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Takes no more requests, waits for those there are, and at the deadline ends them with `Unavailable`."""
+        if self.state in ("starting", "ready"):
+            self.state = "draining"
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._none_open.wait()
+        except TimeoutError:
+            for answers in list(self._open):
+                answers._fail(Unavailable("the server has shut down before this request was finished"))
+                self._leave(answers, finished=False)
+
+    async def stop(self, deadline_s: float) -> bool:
+        """Ends the thread; whether it did so in time (a program that compiles cannot be interrupted)."""
+        self._stopping.set()
+        self._inbox.put(_Stop())
+        await asyncio.to_thread(self._thread.join, deadline_s)
+        if self.state != "failed":
+            self._end("stopped", "the server has shut down")
+        return not self._thread.is_alive()
+
+    async def _post(self, message: _Add | _Ask, reply: _Reply[T]) -> T:
+        self._replies.add(reply)
+        try:
+            self._inbox.put(message)
+            return await reply.future
+        finally:
+            self._replies.discard(reply)
+
+    def _leave(self, answers: Answers, *, finished: bool) -> None:
+        if answers in self._open:
+            self._open.discard(answers)
+            if not self._open:
+                self._none_open.set()
+            if not finished:
+                self._inbox.put(_Abort(answers))
+
+    def _end(self, state: State, reason: str) -> None:
+        """Nobody will be answered any more: whoever waits hears so."""
+        self.state, self.reason = state, reason
+        self._begun.set()
+        for reply in list(self._replies):
+            reply.give(Unavailable(self._why_not()))
+        for answers in list(self._open):
+            answers._fail(Unavailable(self._why_not()))
+            self._leave(answers, finished=True)
+
+    def _why_not(self) -> str:
+        if self.state == "starting":
+            return "the model is being compiled: try again later"
+        if self.state == "failed":
+            return f"the engine has failed: {self.reason}"
+        return "the server is shutting down"
+
+    def _ready(self) -> None:
+        if self.state == "starting":
+            self.state = "ready"
+        self._begun.set()
+
+    @staticmethod
+    def _deliver(given: Sequence[tuple[Answers, int, TokenEvent]]) -> None:
+        for answers, index, event in given:
+            answers._give(index, event)
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._prepare(self._stopping.is_set)
+            _call(self._loop, self._ready)
+            while self._take_in():
+                if not self._engine.idle:
+                    self._give_out(self._engine.step())
+        except BaseException as error:  # noqa: BLE001 (whatever it is, nobody is answered any more)
+            _log.error("the engine has failed", exc_info=True)
+            _call(self._loop, self._end, "failed", f"{type(error).__name__}: {error}")
+
+    def _take_in(self) -> bool:
+        """Does what has been asked for; waits where there is nothing else to do. False: it is over."""
+        while not self._stopping.is_set():
+            try:
+                message = self._inbox.get(block=self._engine.idle)
+            except queue.Empty:
+                return True
+            if isinstance(message, _Add):
+                self._add(message)
+            elif isinstance(message, _Abort):
+                self._abort(message.answers)
+            elif isinstance(message, _Ask):
+                message.reply.set(message.read(self._engine))
+        return False
+
+    def _add(self, message: _Add) -> None:
+        now = time.perf_counter()
+        try:
+            for index, prompt in enumerate(message.prompts):
+                request_id = self._engine.add_request(prompt.token_ids, message.params, prompt.text)
+                self._running[request_id] = _Running(message.answers, index, now)
+        except UserError as error:
+            self._abort(message.answers)
+            message.reply.fail(error)
+        else:
+            message.reply.set(None)
+
+    def _abort(self, answers: Answers) -> None:
+        for request_id in [id_ for id_, running in self._running.items() if running.answers is answers]:
+            self._engine.abort(request_id)
+            del self._running[request_id]
+            self._observer.aborted()
+
+    def _give_out(self, events: Sequence[TokenEvent]) -> None:
+        now = time.perf_counter()
+        given = []
+        for event in events:
+            running = self._running.get(event.request_id)
+            if running is None:  # aborted while its step ran
+                continue
+            self._observe(running, event, now)
+            given.append((running.answers, running.index, event))
+            if event.output is not None:
+                del self._running[event.request_id]
+        if given:
+            _call(self._loop, self._deliver, given)
+
+    def _observe(self, running: _Running, event: TokenEvent, now: float) -> None:
+        if running.first is None:
+            running.first = now
+            self._observer.first_token(now - running.arrived)
+        elif event.index in running.last:
+            self._observer.next_token(now - running.last[event.index])
+        running.last[event.index] = now
+        if event.output is not None:
+            self._observer.finished(event.output, now - running.arrived, running.first - running.arrived)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    if not loop.is_closed():  # a server that did not wait for this thread has nobody left to tell
+        loop.call_soon_threadsafe(function, *arguments)

@@ -1,0 +1,140 @@
+"""What `/metrics` says, under vLLM's names; what vLLM has no name for is under `jaxlamina:`.
+
+Counts that the engine keeps are read when asked for; times of requests are noted as they happen. Knows `Engine`'s
+statistics; nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from jaxlamina.engine import Engine
+from jaxlamina.outputs import RequestOutput
+
+_SHORT_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
+_LONG_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+# (name, what it is, which number of `snapshot`)
+_GAUGES = (
+    ("vllm:num_requests_running", "Sequences in the running batch.", "n_running"),
+    ("vllm:num_requests_waiting", "Requests that wait to be admitted.", "n_waiting"),
+    ("vllm:kv_cache_usage_perc", "Share of KV slots that requests hold, 0 to 1.", "kv_usage"),
+    ("jaxlamina:kv_slots", "KV slots there are, one token each.", "kv_slots"),
+    ("jaxlamina:kv_slots_used", "KV slots that requests hold.", "kv_slots_used"),
+    ("jaxlamina:kv_slots_cached", "KV slots that the prefix cache alone holds.", "kv_slots_cached"),
+    ("jaxlamina:host_kv_slots", "KV slots in host memory there are.", "host_kv_slots"),
+    ("jaxlamina:host_kv_slots_used", "KV slots in host memory in use.", "host_kv_slots_used"),
+)
+_COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", "n_prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens written.", "n_generated_tokens"),
+    ("vllm:num_preemptions", "Requests that had to give their KV slots back.", "n_preemptions"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "n_prompt_tokens"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "n_prefix_hit_tokens"),
+    ("jaxlamina:engine_steps", "Steps of the engine.", "n_steps"),
+)
+
+
+def snapshot(engine: Engine) -> dict[str, float]:
+    """The engine's numbers now. For the thread that owns it."""
+    found: dict[str, float] = {**asdict(engine.stats), **engine.kv_stats()}
+    found["n_running"] = len(engine.scheduler.running)
+    found["n_waiting"] = len(engine.scheduler.waiting)
+    found["kv_usage"] = found["kv_slots_used"] / found["kv_slots"]
+    return found
+
+
+class Metrics:
+    """An `Observer`. ``model_name`` is the label of everything."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model_name}
+        self._numbers: dict[str, float] = {}
+        self._first = self._histogram("time_to_first_token_seconds", "Until the first token.", _LONG_S)
+        self._next = [
+            self._histogram(name, "Between two tokens of a sequence.", _SHORT_S)
+            for name in (
+                "inter_token_latency_seconds",
+                "time_per_output_token_seconds",
+            )  # vLLM's new and old name
+        ]
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Of a finished request: the mean after its first token.",
+            _SHORT_S,
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "Until a request was finished.", _LONG_S)
+        self._prompt = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS
+        )
+        self._written = self._histogram("request_generation_tokens", "Tokens that one wrote.", _TOKENS)
+        self._ended = Counter(
+            "vllm:request_success_total",
+            "Requests that ended, by why: stop, length or abort.",
+            [*self._labels, "finished_reason"],
+            registry=self._registry,
+        )
+        for reason in ("stop", "length", "abort"):
+            self._ended.labels(**self._labels, finished_reason=reason)
+        self._registry.register(self)  # type: ignore[arg-type]
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Any:
+        made = Histogram(f"vllm:{name}", what, [*self._labels], buckets=buckets, registry=self._registry)
+        return made.labels(**self._labels)
+
+    def first_token(self, after_s: float) -> None:
+        self._first.observe(after_s)
+
+    def next_token(self, after_s: float) -> None:
+        for histogram in self._next:
+            histogram.observe(after_s)
+
+    def finished(self, output: RequestOutput, after_s: float, first_after_s: float) -> None:
+        self._whole.observe(after_s)
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._written.observe(sum(len(completion.token_ids) for completion in output.outputs))
+        longest = max(len(completion.token_ids) for completion in output.outputs)
+        if longest > 1:
+            self._per_token.observe((after_s - first_after_s) / (longest - 1))
+        self._ended.labels(**self._labels, finished_reason=output.finish_reason).inc()
+
+    def aborted(self) -> None:
+        self._ended.labels(**self._labels, finished_reason="abort").inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's numbers, for the registry."""
+        for kind, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, what, key in rows:
+                family = kind(name, what, labels=[*self._labels])
+                family.add_metric([*self._labels.values()], self._numbers.get(key, 0.0))
+                yield family
+
+    def text(self, numbers: dict[str, float] | None) -> bytes:
+        """All of it in Prometheus' text form; ``numbers`` as of `snapshot`, None: the last ones."""
+        self._numbers = self._numbers if numbers is None else numbers
+        return generate_latest(self._registry)

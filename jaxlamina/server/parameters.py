@@ -1,0 +1,77 @@
+"""From a request's fields to `SamplingParams`: which are passed on, and which are refused because nothing does them yet.
+
+The one place where both are written down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxlamina.errors import UserError
+from jaxlamina.sampling import SamplingParams
+from jaxlamina.server.errors import of_user_error, refused
+from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+
+# Fields that mean the same in a request and in `SamplingParams`.
+PASSED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of", "use_beam_search", "beam_width"),
+    *("length_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+)
+
+# field → the values that change nothing; with any other the request is refused.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "structured_outputs": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "suffix": (None, ""),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+}
+
+
+def sampling_params(body: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
+    """How a request is continued. Raises `ApiError` that names the field which is wrong or not supported."""
+    check_supported(body)
+    given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}
+    if isinstance(body, ChatCompletionRequest):
+        if body.max_completion_tokens is not None:
+            given["max_tokens"] = body.max_completion_tokens
+        given.setdefault("max_tokens", None)  # an answer may be as long as there is room; a completion has 16
+        if body.top_logprobs is not None and not body.logprobs:
+            raise refused("top_logprobs needs logprobs=true", "top_logprobs")
+        given["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    else:
+        given["logprobs"] = body.logprobs
+        if body.echo and body.logprobs is not None:
+            raise refused(
+                "echo with logprobs is not supported: prompts' log-probabilities are not kept", "echo"
+            )
+    if body.use_beam_search:
+        given.setdefault("temperature", 0.0)  # beam search draws nothing
+    try:
+        return SamplingParams(**given)
+    except UserError as error:
+        raise of_user_error(error) from None
+
+
+def check_supported(body: SamplingFields) -> None:
+    """Raises `ApiError` for a field that asks for what is not done."""
+    for name, harmless in NOT_YET.items():
+        value = getattr(body, name, None)
+        if value not in harmless:
+            raise refused(f"{name} is not supported: leave it out", name)
+    if body.response_format is not None and body.response_format.type != "text":
+        raise refused('response_format is not supported but for {"type": "text"}', "response_format")
+    if body.stream_options is not None and not body.stream:
+        raise refused("stream_options needs stream=true", "stream_options")

@@ -1,0 +1,197 @@
+"""A server's life: a socket, the engine's thread, the application, uvicorn; and its end, in order.
+
+SIGTERM or SIGINT: no new request is taken, running ones have time to finish, then the process ends with 0. A second
+signal shortens that. Knows how the parts are put together; nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from jaxlamina.errors import UserError
+from jaxlamina.llm import LLM
+from jaxlamina.server.app import Parts, make_app
+from jaxlamina.server.async_engine import AsyncEngine
+from jaxlamina.server.batches import Batches
+from jaxlamina.server.files import Files, Folder
+from jaxlamina.server.metrics import Metrics
+from jaxlamina.server.prompts import Prompts
+from jaxlamina.server.service import Service
+from jaxlamina.server.settings import CONNECTIONS_END_S, THREAD_END_S, Settings
+from jaxlamina.warm_up import shapes, warm_up
+
+_READY_S = 60.0  # of one that compiles nothing before
+
+Progress = Callable[[int, int], None]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, but a signal begins a drain, and the process is not killed by it afterwards."""
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain = drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._drain()
+
+
+class App:
+    """One server of one model. ``on_progress(n_done, n_all)``: programs compiled, from the engine's thread."""
+
+    def __init__(
+        self, llm: LLM, settings: Settings, on_progress: Progress, on_ready: Callable[[], None]
+    ) -> None:
+        self.settings = settings
+        self._on_progress, self._on_ready = on_progress, on_ready
+        self._todo = (
+            shapes(
+                llm.buckets,
+                max_model_len=llm.max_model_len,
+                max_chunk=settings.max_num_batched_tokens,
+                chunks=settings.prefix_caching
+                or llm.max_model_len > (settings.max_num_batched_tokens or 0) > 0,
+                mixed=llm.engine.mixed_steps,
+            )
+            if settings.warm_up
+            else []
+        )
+        self._n_done = 0
+        self._engine = llm.engine
+        metrics = Metrics(settings.served_model_names[0])
+        self.engine = AsyncEngine(
+            llm.engine, metrics, prepare=self._prepare, max_concurrent=settings.max_concurrent_requests
+        )
+        self._stack = contextlib.ExitStack()
+        folder = settings.files_dir or Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxlamina-"))
+        )
+        locked = self._stack.enter_context(contextlib.closing(Folder(folder)))
+        service = Service(self.engine, Prompts(llm), settings.served_model_names)
+        files = Files(locked.path / "files")
+        n_at_once = max(1, llm.engine.scheduler.max_num_seqs - 1)
+        self._batches = Batches(locked.path / "batches", files, service, n_at_once)
+        parts = Parts(settings, self.engine, service, metrics, files, self._batches, self._progress)
+        config = uvicorn.Config(
+            make_app(parts, self._lifespan),
+            uds=settings.uds,
+            log_level=settings.log_level,
+            timeout_graceful_shutdown=CONNECTIONS_END_S,
+            ws="none",
+        )
+        self._server = _Server(config, self.end)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._ended_in_time = True
+
+    def run(self, listener: socket.socket | None = None) -> bool:
+        """Serves until `end` or a signal; whether everything had ended in time."""
+        try:
+            self._server.run(None if listener is None else [listener])
+        finally:
+            self._stack.close()
+        return self._ended_in_time
+
+    def end(self) -> None:
+        """Begins the end, from any thread; called again, shortens it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+        else:
+            self._server.should_exit = True
+
+    def _begin_drain(self) -> None:
+        if self._draining is not None:
+            self._server.should_exit = True
+            return
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            stopping = asyncio.create_task(self._batches.stop())
+            await self.engine.drain(self.settings.shutdown_timeout_s)
+            await stopping
+        finally:
+            self._server.should_exit = True
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self.engine.start()
+        resuming = asyncio.create_task(self._resume_batches())
+        yield
+        resuming.cancel()
+        await self._batches.stop()
+        await self.engine.drain(0.0)
+        self._ended_in_time = await self.engine.stop(THREAD_END_S)
+
+    async def _resume_batches(self) -> None:
+        if await self.engine.started():
+            while not self._server.started:  # uvicorn listens once the lifespan has begun, and tells nobody
+                await asyncio.sleep(0.01)
+            self._batches.resume()
+            self._on_ready()
+
+    def _prepare(self, stopped: Callable[[], bool]) -> None:
+        self._on_progress(0, len(self._todo))
+        warm_up(self._engine, self._todo, self._compiled, stopped)
+
+    def _compiled(self, n: int) -> None:
+        self._n_done = n
+        self._on_progress(n, len(self._todo))
+
+    def _progress(self) -> tuple[int, int]:
+        return self._n_done, len(self._todo)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at host and port, 0 for any free one, that does not listen yet. `UserError` if it cannot be had."""
+    with contextlib.ExitStack() as undone:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            found = undone.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError as error:
+            raise UserError(f"cannot serve at {host}:{port}: {error}") from None
+        undone.pop_all()
+    return found
+
+
+@contextmanager
+def in_process(llm: LLM, settings: Settings) -> Iterator[None]:
+    """A server in a thread of this process, ready to answer, for as long as the block lasts."""
+    ready, over = threading.Event(), threading.Event()
+    app = App(llm, settings, lambda n_done, n_all: None, ready.set)
+
+    def run() -> None:
+        try:
+            app.run()
+        finally:
+            over.set()
+
+    thread = threading.Thread(target=run, name="server", daemon=True)
+    thread.start()
+    try:
+        until = time.monotonic() + _READY_S
+        while not ready.wait(0.05):
+            if over.is_set() or app.engine.state == "failed":
+                raise RuntimeError(f"the server has failed: {app.engine.reason}")
+            if time.monotonic() > until:
+                raise UserError(f"the server was not ready within {_READY_S:g} s")
+        yield
+    finally:
+        app.end()
+        app.end()
+        thread.join(THREAD_END_S + CONNECTIONS_END_S)

@@ -1,0 +1,117 @@
+"""Compiling before anybody waits: every program that requests of a model may meet, run once on rows that store nothing.
+
+Knows buckets and an executor; nothing of requests or servers. Sizes as data (`shapes`), so that a bar can show how many
+are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxlamina.buckets import Buckets, bucket
+from jaxlamina.engine import Engine
+from jaxlamina.sampling import Row, SamplingBatch, SamplingParams
+from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+
+# The sampler's programs: the likeliest token, a drawn one, and one drawn of those that a filter leaves.
+_WAYS_TO_CHOOSE = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One program's sizes. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens, padded;
+    ``alongside``: the prompt or chunk that a decode step has with it."""
+
+    kind: Literal["decode", "prefill", "chunk"]
+    batch: int
+    n_tokens: int
+    context: int
+    alongside: Shape | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "decode":
+            text = f"decode, batch {self.batch}, context {self.context}"
+            return text if self.alongside is None else f"{text}; {self.alongside}"
+        return f"{self.kind}, {self.n_tokens} tokens, context {self.context}"
+
+
+def shapes(
+    buckets: Buckets, *, max_model_len: int, max_chunk: int | None, chunks: bool = True, mixed: bool = False
+) -> list[Shape]:
+    """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
+
+    ``max_chunk``: prompt tokens computed in one step, None: all. ``chunks``: whether a prompt may follow stored tokens.
+    ``mixed``: whether a decode step may have a prompt or chunk alongside.
+    """
+    decodes = [Shape("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context]
+    longest = bucket(min(max_chunk or max_model_len, max_model_len), buckets.prompt)
+    prompts = [size for size in buckets.prompt if size <= longest]
+    found = [Shape("prefill", 1, size, 0) for size in prompts]
+    if chunks:
+        for fewest_tokens, size in _with_fewest(prompts):
+            for fewest_earlier, context in _with_fewest(buckets.context):
+                if fewest_tokens + fewest_earlier <= max_model_len:
+                    found.append(Shape("chunk", 1, size, context))
+    both = [replace(decode, alongside=prompt) for decode in decodes for prompt in found if mixed]
+    return decodes + found + both
+
+
+def _with_fewest(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Each size with the least number that is padded to it."""
+    yield 1, sizes[0]
+    yield from ((below + 1, size) for below, size in pairwise(sizes))
+
+
+def warm_up(
+    engine: Engine, todo: Sequence[Shape], on_done: Callable[[int], None], stopped: Callable[[], bool]
+) -> None:
+    """Runs each of ``todo`` once, and the sampler once a batch size and way to choose. No request may be there.
+
+    ``on_done(n)`` after each; ``stopped()`` is asked before each, and True ends it early.
+    """
+    sampled: set[int] = set()
+    for n, shape in enumerate(todo, start=1):
+        if stopped():
+            return
+        of_rows = _run(engine, shape)
+        for logits in of_rows:
+            if len(logits) not in sampled:
+                sampled.add(len(logits))
+                _sample(engine, logits)
+        jax.block_until_ready(of_rows)
+        on_done(n)
+
+
+def _run(engine: Engine, shape: Shape) -> tuple[jax.Array, ...]:
+    executor: Any = engine.executor
+    batch = _batch(shape, executor.n_slots)
+    if shape.alongside is not None:
+        return tuple(executor.decode_with_chunk(batch, _batch(shape.alongside, executor.n_slots)))
+    return (executor.decode(batch) if shape.kind == "decode" else executor.prefill(batch),)
+
+
+def _batch(shape: Shape, nowhere: int) -> DecodeBatch | PrefillBatch:
+    b, t = shape.batch, shape.n_tokens
+    tokens, table, lengths = _zeros(b, t), _zeros(b, shape.context), _zeros(b)
+    if shape.kind == "decode":
+        return DecodeBatch(tokens, _zeros(b, 1), table, lengths, _zeros(b) + nowhere)
+    return PrefillBatch(tokens, _zeros(b, t), _zeros(b), _zeros(b, t) + nowhere, table, lengths)
+
+
+def _sample(engine: Engine, logits: jax.Array) -> None:
+    for params in _WAYS_TO_CHOOSE:
+        jax.block_until_ready(engine.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], len(logits))))
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)

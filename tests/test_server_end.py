@@ -1,0 +1,213 @@
+"""A server's life from its start to its end: compiled before it is ready, drained before it ends, also over ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint_examples import tiny_words_folder
+from serving import WORDS_TEMPLATE, serving
+
+from jaxlamina import LLM, SamplingParams
+from jaxlamina.server.async_engine import AsyncEngine, Prompt, Unavailable
+from jaxlamina.server.metrics import Metrics
+
+LONG = {"prompt": "w1 w2 w3", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+
+
+class Stream(threading.Thread):
+    """A request whose events are read as they come; ``begun`` with the first."""
+
+    def __init__(self, server, body):
+        super().__init__(daemon=True)
+        self.server, self.body = server, body | {"stream": True}
+        self.begun, self.events = threading.Event(), []
+        self.start()
+        assert self.begun.wait(60)
+
+    def run(self):
+        from jaxlamina.client import Client
+
+        try:
+            for event in Client(self.server.url).stream("/v1/completions", self.body):
+                self.events.append(event)
+                self.begun.set()
+        except ValueError as error:
+            self.events.append(str(error))
+        self.begun.set()
+
+
+def test_running_requests_are_finished_and_new_ones_refused(tiny):
+    with serving("--model", str(tiny), "--no-warm-up", "--shutdown-timeout", "120") as server:
+        stream = Stream(server, LONG)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until(lambda: server.request("GET", "/health")[0] == 503)
+        status, found = server.request("POST", "/v1/completions", {"prompt": "w1"})
+        assert status == 503 and found["error"]["code"] == "service_unavailable", found
+        assert server.request("GET", "/health")[1]["status"] == "draining"
+        assert server.finish(120) == 0
+        stream.join(10)
+    written = "".join(c["text"] for event in stream.events for c in event["choices"])
+    assert len(written.split()) == 400 and stream.events[-1]["choices"][0]["finish_reason"] == "length"
+    assert not any("Traceback" in line for line in server.lines), server.lines
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_what_is_not_finished_in_time_is_told_so(tiny, how):
+    with serving("--model", str(tiny), "--no-warm-up", "--shutdown-timeout", "0.3") as server:
+        stream = Stream(server, LONG)
+        began = time.monotonic()
+        server.process.send_signal(how)
+        assert server.finish(60) == 0 and time.monotonic() - began < 30
+        stream.join(10)
+    assert "shut down before this request was finished" in stream.events[-1]
+    assert not any("Traceback" in line for line in server.lines), server.lines
+
+
+def test_it_is_ready_when_all_is_compiled(tiny):
+    options = ("--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+    with serving("--model", str(tiny), "--chat-template", WORDS_TEMPLATE, *options, ready=False) as server:
+        status, found = server.request("GET", "/health")
+        if status == 503:  # it may be ready by now
+            assert found["status"] == "starting" and 0 <= found["compiled"] <= found["of"] == 4
+            status, found = server.request("POST", "/v1/completions", {"prompt": "w1"})
+            assert status == 503 and "compiled" in found["error"]["message"]
+        server.wait_for("ready: ")
+        assert server.get("/health") == {"status": "ready"}
+        body = {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 4}
+        assert server.post("/v1/chat/completions", body)["usage"]["completion_tokens"] == 4
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish() == 0
+
+
+@pytest.mark.slow
+def test_a_start_that_is_interrupted_ends_well(tiny):
+    options = ("--max-num-seqs", "16")  # hundreds of programs
+    with serving("--model", str(tiny), *options, ready=False) as server:
+        assert server.request("GET", "/health")[0] == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish(90) == 0
+
+
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow]), "xla"])
+def test_rank_0_serves(tiny, transport):
+    llm = LLM(str(tiny), max_num_seqs=2, max_model_len=64)
+    [wanted] = llm.generate("w1 w2 w3", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    on_cpus = ("--set", "model_platform=cpu", "--set", "attention_platform=cpu", "--set", "max_model_len=64")
+    launch = ("launch", "--dop", "1,1", "--transport", transport, "--model", str(tiny), *on_cpus, "--")
+    options = ("--max-num-seqs", "2", "--no-warm-up", "--shutdown-timeout", "20")
+    with serving(*options, before=("-m", "jaxlamina", *launch)) as server:
+        ranks = children(server.process.pid)
+        found = server.post("/v1/completions", LONG | {"max_tokens": 12})
+        assert found["choices"][0]["text"] == wanted.text and found["model"] == str(tiny)
+        stream = Stream(server, LONG | {"max_tokens": 50})
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish(90) == 0, server.lines
+        stream.join(10)
+    assert stream.events[-1]["choices"][0]["finish_reason"] == "length", stream.events[-1]
+    assert ranks and not any(Path(f"/proc/{pid}/exe").exists() for pid in ranks)
+
+
+def children(pid):
+    """All processes below one."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *children(child)]
+    return found
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def test_when_the_engine_fails_everybody_hears_of_it(tiny, caplog):
+    llm = LLM(str(tiny), max_num_seqs=2, max_model_len=64)
+    decode, n_steps = llm.executor.decode, 0
+
+    def failing(batch):
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps > 5:
+            raise Broken("the device is gone")
+        return decode(batch)
+
+    llm.executor.decode = failing
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    async def ask(engine):
+        events = []
+        answers = await engine.submit([Prompt([1, 2, 3])], params)
+        with pytest.raises(Unavailable, match="the device is gone"):
+            async for _, event in answers:
+                events.append(event)
+        answers.close()
+        return len(events)
+
+    async def scenario():
+        engine = AsyncEngine(llm.engine, Metrics("tiny"), prepare=lambda stopped: None, max_concurrent=9)
+        engine.start()
+        assert await engine.started()
+        counts = await asyncio.gather(ask(engine), ask(engine), ask(engine))  # the third waits for a row
+        assert max(counts) >= 5
+        assert engine.state == "failed" and "Broken: the device is gone" in engine.reason
+        for late in (engine.submit([Prompt([1])], params), engine.ask(lambda _: 0, 5)):
+            with pytest.raises(Unavailable, match="the device is gone"):
+                await late
+        await engine.drain(5)
+        assert await engine.stop(5) and engine.state == "failed"
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_that_leaves_frees_its_slots_and_the_others_go_on(tiny):
+    llm = LLM(str(tiny), max_num_seqs=4, max_model_len=256)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+    async def scenario():
+        engine = AsyncEngine(llm.engine, Metrics("tiny"), prepare=lambda stopped: None, max_concurrent=9)
+        engine.start()
+        await engine.started()
+        stays = await engine.submit([Prompt([1, 2, 3])], params)
+        leaves = await engine.submit([Prompt([4, 5]), Prompt([6, 7])], params)
+        n = 0
+        async for _, _event in leaves:
+            n += 1
+            if n == 3:
+                break
+        leaves.close()
+        leaves.close()  # said twice
+        steps = await engine.ask(lambda e: e.stats.n_steps, 60)
+        running = await engine.ask(lambda e: len(e.scheduler.running), 60)
+        assert running == 1 and steps < 60  # the others' slots are free before the next step
+        events = [event async for _, event in stays]
+        assert len(events) == 60 and events[-1].output is not None
+        assert (await engine.ask(lambda e: e.kv_stats()["kv_slots_used"], 60)) == 0
+        await engine.ask(lambda e: e.check_integrity(), 60)
+        assert engine.n_open == 0
+        await engine.stop(60)
+        assert engine.state == "stopped"
+        with pytest.raises(Unavailable, match="shutting down"):
+            await engine.submit([Prompt([1])], params)
+
+    asyncio.run(scenario())
+
+
+def test_a_port_in_use_and_a_model_that_is_not_there_are_one_line(tiny, capsys):
+    from jaxlamina.cli.main import main
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", "--model", str(tiny), "--port", str(other.getsockname()[1])]) == 2
+    assert main(["serve", "--model", "no-such-model", "--port", "0"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: cannot serve at 127.0.0.1:") and "unknown model" in second

@@ -1,0 +1,149 @@
+"""What the server is made of, by itself: calls of tools in a text, parameters, what is to be compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_models import MODELS
+
+from jaxlamina import LLM, SamplingParams
+from jaxlamina.buckets import Buckets
+from jaxlamina.llm import InMemoryModel
+from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.server.errors import ApiError
+from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
+from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest
+from jaxlamina.server.tools import ToolCallParser, parse
+from jaxlamina.warm_up import Shape, shapes, warm_up
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+
+
+def test_calls_are_taken_out_of_a_text():
+    shown, calls = parse(f"Let me see.{CALL} and {CALL}\n")
+    assert shown == "Let me see. and \n" and [call.function.name for call in calls] == ["f", "f"]
+    assert json.loads(calls[0].function.arguments) == {"a": "é"} and calls[0].id != calls[1].id
+    for text in (
+        "<tool_call>{",
+        "<tool_call>[1]</tool_call>x",
+        '<tool_call>{"name": 1}</tool_call>',
+        "<tool_",
+    ):
+        assert parse(text) == (text, [])
+    broken = f"<tool_call>no</tool_call>{CALL}!"
+    assert parse(broken)[0] == "<tool_call>no</tool_call>!" and len(parse(broken)[1]) == 1
+
+
+pieces = st.sampled_from([CALL, "<tool_call>", "</tool_call>", "<", "x", "<tool_call>{}</tool_call>", "</"])
+
+
+@given(st.lists(pieces, max_size=6).map("".join), st.lists(st.integers(0, 200), max_size=6))
+def test_how_a_text_is_cut_makes_no_difference(text, cuts):
+    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    parser = ToolCallParser()
+    shown, names = "", []
+    for start, end in pairwise(places):
+        more, calls = parser.add(text[start:end])
+        shown += more
+        names += [call.function.name for call in calls]
+    shown += parser.finish()
+    whole, calls = parse(text)
+    assert shown == whole and names == [call.function.name for call in calls]
+    assert parser.n_calls == len(names)
+
+
+def test_every_sampling_parameter_can_be_given():
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(PASSED) | {"logprobs"} == fields
+    body = {
+        "prompt": "x", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "n": 2, "best_of": 3,
+        "max_tokens": 9, "min_tokens": 2, "stop": ["a"], "stop_token_ids": [4], "ignore_eos": True, "logprobs": 5,
+    }  # fmt: skip
+    wanted = {name: value for name, value in body.items() if name != "prompt"}
+    assert sampling_params(CompletionRequest(**body)) == SamplingParams(**wanted)
+    beams = {"prompt": "x", "use_beam_search": True, "beam_width": 4, "length_penalty": 0.5}
+    found = sampling_params(CompletionRequest(**beams))
+    assert (found.beam_width, found.length_penalty, found.temperature) == (4, 0.5, 0)
+
+
+def test_defaults_of_completions_and_chats():
+    assert sampling_params(CompletionRequest(prompt="x")) == SamplingParams()
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    assert sampling_params(ChatCompletionRequest(**chat)) == SamplingParams(max_tokens=None)
+    both = sampling_params(ChatCompletionRequest(**chat, max_tokens=5, max_completion_tokens=7))
+    assert both.max_tokens == 7
+    assert sampling_params(ChatCompletionRequest(**chat, logprobs=True)).logprobs == 0
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_a_field_that_is_not_supported_is_one_of_the_api_and_refused(name):
+    odd = {"logit_bias": {"1": 2}, "structured_outputs": {"json": {}}, "bad_words": ["a"], "functions": [{}]}
+    odd |= {"allowed_token_ids": [1], "include_stop_str_in_output": True, "continue_final_message": True}
+    odd |= {"skip_special_tokens": False, "spaces_between_special_tokens": False, "suffix": "b"}
+    odd |= {"chat_template": "{{ 1 }}", "function_call": {"name": "f"}}
+    kinds = [kind for kind in (CompletionRequest, ChatCompletionRequest) if name in kind.model_fields]
+    assert kinds
+    for kind in kinds:
+        base = (
+            {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
+        )
+        for harmless in NOT_YET[name]:
+            sampling_params(kind(**base, **{name: harmless}))
+        with pytest.raises(ApiError, match=f"{name} is not supported") as error:
+            sampling_params(kind(**base, **{name: odd.get(name, 2)}))
+        assert error.value.param == name and error.value.status == 400
+
+
+def test_what_is_to_be_compiled():
+    buckets = Buckets(batch=(1, 2), prompt=(16, 24, 32), context=(16, 32))
+    found = shapes(buckets, max_model_len=32, max_chunk=20)
+    decodes = [Shape("decode", b, 1, c) for b in (1, 2) for c in (16, 32)]
+    assert found[:4] == decodes and found[4:6] == [Shape("prefill", 1, n, 0) for n in (16, 24)]
+    # 17 tokens after 17 are more than 32
+    assert found[6:] == [Shape("chunk", 1, *pair) for pair in ((16, 16), (16, 32), (24, 16))]
+    assert len(shapes(buckets, max_model_len=32, max_chunk=None, chunks=False)) == 4 + 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"split": False}, {"kv_dtype": "int8"}))],
+    ids=str,
+)
+def test_after_warming_up_nothing_is_compiled(options):
+    config = ModelConfig.from_hf(MODELS["llama"])
+    llm = LLM(
+        InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2,
+        max_model_len=40,
+        max_num_batched_tokens=16, **options,
+    )  # fmt: skip
+    todo = shapes(llm.buckets, max_model_len=40, max_chunk=16)
+    done = []
+    warm_up(llm.engine, todo, done.append, lambda: False)
+    assert done == [*range(1, len(todo) + 1)]
+    n = llm.stats()["n_compilations"]
+    assert n > len(todo) // 2 and llm.stats()["n_steps"] == 0
+    tokens = [[1, 2, 3], [*range(1, 31)], [5] * 18]
+    for params in (
+        SamplingParams(temperature=0, max_tokens=8),
+        SamplingParams(temperature=0.7, seed=1, max_tokens=8),
+        SamplingParams(temperature=0.7, top_k=5, seed=2, max_tokens=8),
+    ):
+        for _ in range(2):  # the second time from what is cached
+            llm.generate([{"prompt_token_ids": row} for row in tokens], params)
+    assert llm.stats()["n_compilations"] == n, llm.stats()["compilations"]
+    llm.engine.check_integrity()
+
+
+def test_warming_up_stops_when_told():
+    config = ModelConfig.from_hf(MODELS["llama"])
+    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=1, max_model_len=16)
+    done = []
+    warm_up(
+        llm.engine, shapes(llm.buckets, max_model_len=16, max_chunk=None), done.append, lambda: len(done) == 2
+    )
+    assert done == [1, 2]
