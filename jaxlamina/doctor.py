@@ -34,6 +34,7 @@ BASE_PACKAGES = (
     ("safetensors", "safetensors"),
     ("jinja2", "jinja2"),
 )
+SERVER_PACKAGES = ("fastapi", "uvicorn", "python-multipart", "prometheus-client")
 BASE_MEND = "pip install --upgrade jaxlamina (in a checkout: pip install -e .)"
 _ASK_JAX = """
 import json, jax
@@ -109,6 +110,12 @@ def _packages() -> Iterator[Finding]:
         yield Finding("gguf", "missing", "needed to read .gguf files and the demo model", "pip install gguf")
     else:
         yield Finding("gguf", "ok", f"gguf {gguf}")
+    absent = [name for name in SERVER_PACKAGES if _version(name) is None]
+    if absent:
+        detail = f"not installed: {', '.join(absent)}; needed by serve, and by chat and batch without --url"
+        yield Finding("server", "missing", detail, f"pip install {' '.join(absent)}")
+    else:
+        yield Finding("server", "ok", ", ".join(f"{name} {_version(name)}" for name in SERVER_PACKAGES))
 
 
 def _devices() -> Iterator[Finding]:

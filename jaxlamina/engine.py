@@ -19,12 +19,16 @@ import numpy as np
 
 from jaxlamina.admission import Admission
 from jaxlamina.buckets import Buckets, bucket
+from jaxlamina.errors import UserError
 from jaxlamina.in_flight import HostTime, NewestTokens, Rows, Step
 from jaxlamina.jobs import Continuation, Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
-from jaxlamina.outputs import FinishReason, Logprob, PositionLogprobs, RequestOutput
+from jaxlamina.logprobs import LogprobEntries
+from jaxlamina.outputs import FinishReason, RequestOutput
+from jaxlamina.policies import Policy
+from jaxlamina.request import Request, State
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
-from jaxlamina.scheduler import Request, Scheduler, State, StepPlan
+from jaxlamina.scheduler import Scheduler, StepPlan
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
 T = TypeVar("T")
@@ -84,6 +88,11 @@ class EngineStats:
     decode_s: float = 0.0
     exposed_s: float = 0.0  # of these at most, in which the device waited for the host
 
+    @property
+    def mean_batch_size(self) -> float:
+        """Sequences that got a token, a step (FineInfer §4, average batch size)."""
+        return self.n_generated_tokens / max(1, self.n_steps)
+
 
 class Engine:
     """Requests in, token events out, one ``step`` at a time.
@@ -95,6 +104,7 @@ class Engine:
     ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
     for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``.
     ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
+    ``policy`` (None: first come, first served) and ``padded`` are the scheduler's.
     """
 
     def __init__(
@@ -114,10 +124,11 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         mixed_steps: bool = False,
         async_scheduling: bool = True,
+        policy: Policy | None = None,
+        padded: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
-        self.tokenizer = tokenizer
         self.buckets = buckets
         slots = SlotAllocator(executor.n_slots)
         self.scheduler = Scheduler(
@@ -126,8 +137,11 @@ class Engine:
             prefill_chunk=max_num_batched_tokens,
             prefix_cache=PrefixCache(slots) if prefix_caching else None,
             host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
+            policy=policy,
+            padded=padded,
         )
         self.sampler = Sampler()
+        self._entries = LogprobEntries(tokenizer)
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling and not getattr(executor, "needs_host_tokens", False)
         self.mixed_steps = mixed_steps
@@ -150,13 +164,29 @@ class Engine:
         return self.scheduler.idle and self._ahead is None
 
     def add_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        *,
+        priority: int = 0,
     ) -> str:
-        """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be served."""
+        """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be served.
+
+        ``priority``: lower goes first, where the scheduling policy looks at it.
+        """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise UserError(f"{priority=} must be a whole number; lower goes first")
         job = self.admission.job(prompt_token_ids, params, prompt)
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(
-            job.request_id, job.prompt_token_ids, job.max_tokens, job, width=width, lockstep=lockstep
+            job.request_id,
+            job.prompt_token_ids,
+            job.max_tokens,
+            job,
+            width=width,
+            lockstep=lockstep,
+            priority=priority,
         )
         self.scheduler.add(request)
         self._live[job.request_id] = job, [request]
@@ -254,7 +284,7 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Rows:
         batch = self._decode_batch(requests)
-        return self._draw(requests, self._run(lambda: self.executor.decode(batch)), newest=batch.tokens)
+        return self._draw(requests, self._run(lambda: self.executor.decode(batch)), batch.tokens)
 
     def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
         batch = self._prefill_batch(request, span)
@@ -264,9 +294,9 @@ class Engine:
         self, requests: Sequence[Request], request: Request, span: tuple[int, int]
     ) -> list[Rows]:
         executor: Any = self.executor
-        batch, chunk = self._decode_batch(requests), self._prefill_batch(request, span)
-        of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, chunk))
-        return [self._draw(requests, of_rows, newest=batch.tokens), self._prefilled(request, span, of_prompt)]
+        batch, prompt = self._decode_batch(requests), self._prefill_batch(request, span)
+        of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, prompt))
+        return [self._draw(requests, of_rows, batch.tokens), self._prefilled(request, span, of_prompt)]
 
     def _decode_batch(self, requests: Sequence[Request]) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
@@ -356,8 +386,7 @@ class Engine:
     def _take_in(self, step: Step) -> list[TokenEvent]:
         """Waits for a step's tokens. What is for sequences that have ended since it was launched is thrown away."""
         events: list[TokenEvent] = []
-        # Of beams: (likeliest tokens, their log-probabilities), by the request's index.
-        of_beams: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+        of_beams: dict[str, dict[int, Candidates]] = {}  # by the request's index
         n_wanted = 0
         for rows in step.batches:
             (sampled, candidates), seconds = self._host_time.read(rows)
@@ -406,7 +435,10 @@ class Engine:
         request.output_token_ids.append(token)
         c.token_ids = request.output_token_ids
         if job.params.needed_logprobs is not None:
-            self._record_logprobs(job.params, c, sampled, row)
+            assert sampled.logprobs is not None
+            c.cumulative_logprob += float(sampled.logprobs[row])
+        if job.params.logprobs is not None:
+            c.logprobs.append(self._entries.of_drawn(sampled, row, job.params.logprobs))
         reason, stop_reason = _why_stop(job, c, token)
         output = None
         if reason is not None:
@@ -429,45 +461,20 @@ class Engine:
         del self._live[job.request_id]
         return job.output()
 
-    def _record_logprobs(self, params: SamplingParams, c: Continuation, sampled: Sampled, row: int) -> None:
-        assert sampled.logprobs is not None and sampled.ranks is not None
-        assert sampled.top_tokens is not None and sampled.top_logprobs is not None
-        c.cumulative_logprob += float(sampled.logprobs[row])
-        if params.logprobs is not None:
-            chosen = int(sampled.tokens[row]), sampled.logprobs[row], sampled.ranks[row]
-            tops = sampled.top_tokens[row], sampled.top_logprobs[row]
-            c.logprobs.append(self._entry(chosen, *tops, params.logprobs))
-
-    def _entry(
-        self, chosen: tuple[int, Any, Any], top_tokens: Any, top_logprobs: Any, n_top: int
-    ) -> PositionLogprobs:
-        """The chosen (token, log-probability, rank) and the ``n_top`` likeliest ones."""
-        entry = {chosen[0]: self._logprob(*chosen)}
-        tops = zip(top_tokens[:n_top], top_logprobs[:n_top], strict=True)
-        for rank, (top, logprob) in enumerate(tops, start=1):
-            entry.setdefault(int(top), self._logprob(int(top), logprob, rank))
-        return entry
-
-    def _logprob(self, token: int, logprob: Any, rank: Any) -> Logprob:
-        decoded = "" if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
-        return Logprob(float(logprob), int(rank), decoded)
-
     # -- beams --------------------------------------------------------------------------------------------------
 
-    def _advance_beams(
-        self, candidates: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]]
-    ) -> list[TokenEvent]:
+    def _advance_beams(self, candidates: dict[str, dict[int, Candidates]]) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         for request_id, of_request in candidates.items():
             job, members = self._live[request_id]
             assert job.beams is not None
             found = [of_request[member.index] for member in members]
-            width = min(
-                len(row) for row, _ in found
-            )  # rows may come of batches with others that look at more
+            # Rows may come of batches with others that look at more.
+            width = min(len(row) for row, _ in found)
             tokens = np.stack([row[:width] for row, _ in found])
             logprobs = np.stack([row[:width] for _, row in found])
-            job.beams.step(tokens, logprobs, self._beam_entry(job.params, tokens, logprobs))
+            entry = self._entries.of_beams(tokens, logprobs, job.params.logprobs)
+            job.beams.step(tokens, logprobs, entry)
             if job.beams.done:
                 for member in members:
                     self._finish(member)
@@ -478,18 +485,8 @@ class Engine:
                 member.output_token_ids = beam.tokens
         return events
 
-    def _beam_entry(
-        self, params: SamplingParams, tokens: np.ndarray, logprobs: np.ndarray
-    ) -> Callable[[int, int], PositionLogprobs] | None:
-        n_top = params.logprobs
-        if n_top is None:
-            return None
 
-        def entry(beam: int, column: int) -> PositionLogprobs:
-            chosen = int(tokens[beam, column]), logprobs[beam, column], column + 1
-            return self._entry(chosen, tokens[beam], logprobs[beam], n_top)
-
-        return entry
+Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities
 
 
 def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | None, str | int | None]:

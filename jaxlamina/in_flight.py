@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina.request import Request
 from jaxlamina.sampling import Sampled
-from jaxlamina.scheduler import Request
 
 T = TypeVar("T")
 
@@ -128,17 +128,13 @@ class HostTime:
         self._look()
 
     def launch(self, run: Callable[[], T], *, by_slice: bool) -> tuple[T, float]:
-        """(What ``run`` launches, seconds at most that the device waited for it to do so.)
+        """(What ``run`` launches, seconds at most that the device waited for it.)
 
-        ``by_slice``: ``run`` launches many programs, of which the first is there soon after it begins."""
-        at_work = self._look()
+        ``by_slice``: ``run`` launches many programs, one behind the other, and the first one right at its start. What the
+        device waits for between them is not counted."""
+        waited_s = self._waited()
         launched = run()
-        if not by_slice:
-            at_work = self._look()
-        if at_work:
-            return launched, 0.0
-        before, self._seen_at_work = self._seen_at_work, self._clock()
-        return launched, self._seen_at_work - before
+        return launched, waited_s if by_slice else waited_s + self._waited()
 
     def launched(self, rows: Rows) -> None:
         self._latest = rows
@@ -159,3 +155,10 @@ class HostTime:
             return False
         self._seen_at_work = self._clock()
         return True
+
+    def _waited(self) -> float:
+        """Seconds since the device was last seen at work; 0 if it still is."""
+        if self._look():
+            return 0.0
+        before, self._seen_at_work = self._seen_at_work, self._clock()
+        return self._seen_at_work - before

@@ -21,6 +21,7 @@ from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.outputs import RequestOutput
+from jaxlamina.policies import load_policy
 from jaxlamina.sampling import SamplingParams
 from jaxlamina.workers import LocalExecutor, UnsplitExecutor
 from jaxlamina.workers.capacity import slots_that_fit
@@ -32,6 +33,7 @@ from splitter import SplitReport
 if TYPE_CHECKING:
     from jaxlamina.ranks import Group, RanksExecutor
 
+KV_MANAGERS = ("token", "padded")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
@@ -93,6 +95,10 @@ class LLM:
       weights once for both and holds them up less; there are more programs to compile.
     - ``async_scheduling``: launch each step before the tokens of the one before it are looked at, so that the device need
       not wait for the host; the same tokens either way. Jobs of several model ranks go one step at a time regardless.
+    - ``scheduling_policy``: who goes first, and who gives way last: "fifo", "priority", "chat-first",
+      "shortest-remaining" or a class of your own, "package.module:Class" (`jaxlamina.policies`).
+    - ``kv_manager``: "token" takes a slot when a token needs it; "padded" counts every running sequence as long as the
+      longest of them may become, as a contiguous KV cache does, to compare with.
     - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
       ``split``, ``q_first``, ``devices``, ``attention_workers`` and ``partition`` say elsewhere, its cluster says.
     - ``recording``: with a ``group``, decode steps can be recorded on all ranks: ``executor`` is a
@@ -123,6 +129,8 @@ class LLM:
         max_num_batched_tokens: int | None = 2048,
         mixed_steps: bool = False,
         async_scheduling: bool = True,
+        scheduling_policy: str = "fifo",
+        kv_manager: str = "token",
         group: Group | None = None,
         recording: bool = False,
         seed: int = 0,
@@ -141,6 +149,9 @@ class LLM:
             raise UserError(f"{max_num_batched_tokens=} must be at least 1, or None")
         if kv_slots is not None and kv_slots < 1:
             raise UserError(f"{kv_slots=} must be at least 1")
+        if kv_manager not in KV_MANAGERS:
+            raise UserError(f"{kv_manager=} must be one of {', '.join(KV_MANAGERS)}")
+        policy = load_policy(scheduling_policy)
         if attention_workers != 1 and not split:
             raise UserError(f"{attention_workers=} needs the model split: leave out split=False")
         source = _open(model)
@@ -150,6 +161,8 @@ class LLM:
                           attention_workers=(attention_workers, 1), partition=(partition, "heads"))  # fmt: skip
             attention_workers, partition = len(group.workers), group.cluster.partition
         checked_partition(partition, attention_workers, [self.config.num_key_value_heads])
+        # Elsewhere a step's programs depend on where its tokens lie, too.
+        self.programs_by_bucket = attention_workers == 1 or partition == "heads"
         if group is not None:
             self.model_device, attention_devices = group.device, [group.device]
         else:
@@ -212,6 +225,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             mixed_steps=mixed_steps,
             async_scheduling=async_scheduling,
+            policy=policy,
+            padded=kv_manager == "padded",
             kv_slot_bytes=sum(spec.slot_bytes for spec in specs),
         )
 
@@ -220,17 +235,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; outputs in the prompts' order, ``n`` continuations in each one's ``outputs``.
 
         A prompt is a string, ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``; ``sampling_params`` one for
-        all (default ``SamplingParams()``) or one each. ``on_token`` is called for every token as it comes.
+        all (default ``SamplingParams()``) or one each; ``priority`` one each (default 0; lower goes first, where the
+        scheduling policy looks at it). ``on_token`` is called for every token as it comes.
         ``UserError`` for a prompt that cannot be served; then none is.
         """
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _one_each(sampling_params, len(prompts))
-        with self._queued(prompts, params) as ids:
+        if priority is not None and len(priority) != len(prompts):
+            raise UserError(f"{len(priority)} priorities for {len(prompts)} prompts: give one each")
+        with self._queued(prompts, params, priority) as ids:
             finished: dict[str, RequestOutput] = {}
             while len(finished) < len(ids):
                 for event in self.engine.step():
@@ -293,6 +312,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Counts and seconds so far; buckets; slots; and programs compiled, by what they were compiled for."""
         return dataclasses.asdict(self.engine.stats) | {
+            "mean_batch_size": self.engine.stats.mean_batch_size,
             "n_compilations": self.executor.programs.total + self.engine.sampler.n_compiled,
             "compilations": dict(self.executor.programs.counts) | {"sampler": self.engine.sampler.n_compiled},
             "buckets": dataclasses.asdict(self.buckets),
@@ -306,13 +326,18 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     @contextmanager
-    def _queued(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[list[str]]:
+    def _queued(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int] | None = None,
+    ) -> Iterator[list[str]]:
         """The prompts as requests of the engine; those not finished on leaving are aborted."""
         ids: list[str] = []
         try:
-            for prompt, p in zip(prompts, params, strict=True):
+            for prompt, p, priority in zip(prompts, params, priorities or [0] * len(prompts), strict=True):
                 text, tokens = self._tokens(prompt)
-                ids.append(self.engine.add_request(tokens, p, text))
+                ids.append(self.engine.add_request(tokens, p, text, priority=priority))
             yield ids
         finally:
             for request_id in ids:

@@ -5,11 +5,14 @@ where they are given, a prefix cache and a host tier; what the tokens mean, and 
 business.
 
 Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in
-the order they came as long as they fit. A prompt longer than ``prefill_chunk`` is computed in several steps, between
-which the others decode; until it is done nobody else is admitted. A newcomer starts from the longest prefix whose KV is
-cached. When slots run out, cached prefixes that nobody uses go first; then the youngest running request gives all of its slots back and
-waits again at the head of the queue: its KV moves to the host if there is room ("swap"), else its tokens are kept and
-prefilled again later ("recompute"). So the oldest requests are always served first and always finish.
+the policy's order as long as they fit. A prompt longer than ``prefill_chunk`` is computed in several steps, between
+which the others decode; until it is done nobody of the same rank is admitted. A newcomer starts from the longest prefix
+whose KV is cached. When slots run out, cached prefixes that nobody uses go first; then the running request that is last in
+the policy's order gives all of its slots back and waits again: its KV moves to the host if there is room ("swap"), else its
+tokens are kept and prefilled again later ("recompute"). So the first in the order is always served and always finishes.
+
+Where the policy is preemptive, running requests of a greater rank give way to the first that waits, too: one by one until it
+fits. A prompt of theirs that is being computed in chunks, and may keep its slots, is interrupted for it.
 
 A request of several sequences starts as one, and is branched once its prompt is computed (`Scheduler.branch`): its
 slots then have several owners. From there on each sequence is a request of its own, unless they run in lockstep, as
@@ -23,10 +26,9 @@ what is stored there next is stored after it.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -34,58 +36,8 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
-
-
-class State(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-@dataclass(eq=False)
-class Request:
-    """One sequence: tokens in, tokens out so far, and the slots of those whose KV is in the pool.
-
-    ``slots[p]`` holds the KV of position p. A running request between steps has one token more than it
-    has slots: the newest, which the next decode step takes in. ``payload`` is the engine's own, and so is
-    ``n_in_flight``: tokens after ``output_token_ids`` that have been drawn and are not known yet, at most one when a
-    step is scheduled.
-    """
-
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    max_tokens: int
-    payload: Any = None
-    index: int = 0  # among the sequences of its ``request_id``
-    width: int = 1  # how many sequences it becomes once its prompt is computed
-    lockstep: bool = False  # those sequences run in the same steps
-    output_token_ids: list[int] = field(default_factory=list)
-    slots: SlotList = field(default_factory=SlotList)
-    host_slots: np.ndarray | None = None  # [n] int32, while its KV is on the host
-    n_cached: int = 0  # positions whose KV was there when it was admitted: its prefill starts after them
-    n_computed: int | None = None  # positions with KV, while its prefill goes on over several steps
-    state: State = State.WAITING
-    n_preemptions: int = 0
-    n_in_flight: int = 0
-
-    @property
-    def n_generated(self) -> int:
-        """Tokens out, those in flight counted."""
-        return len(self.output_token_ids) + self.n_in_flight
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens in and out, those in flight counted."""
-        return len(self.prompt_token_ids) + self.n_generated
-
-    @property
-    def most_slots(self) -> int:
-        """Slots that must be there for it to finish, even alone: the last token is never taken in, so it needs none."""
-        n_together = self.width if self.lockstep else 1
-        return len(self.prompt_token_ids) + n_together * (self.max_tokens - 1)
-
-    def all_token_ids(self) -> list[int]:
-        return [*self.prompt_token_ids, *self.output_token_ids]
+from jaxlamina.policies import Fifo, Policy
+from jaxlamina.request import Request, State
 
 
 @dataclass(frozen=True)
@@ -112,10 +64,13 @@ class StepPlan:
 
 
 class Scheduler:
-    """Waiting requests in the order they came, running ones oldest first, slots between them.
+    """Waiting requests in the policy's order, running ones as they were admitted, slots between them.
 
-    ``prefix_cache`` and ``host`` must be of the same ``slots``. Cached prefixes shorter than ``min_prefix_tokens`` are
-    not used: starting after a handful of tokens saves nothing, and runs other programs than a whole prompt does.
+    With ``padded`` the running sequences are counted as a rectangle, as a contiguous KV cache holds them: each as long
+    as the longest of them may become, none sharing slots with another. Whoever does not fit waits, so that nobody runs
+    out of slots (FineInfer §3.3.3, the SimpleReqManager). ``prefix_cache`` and ``host`` must be of the same ``slots``.
+    Cached prefixes shorter than ``min_prefix_tokens`` are not used: starting after a handful of tokens saves nothing,
+    and runs other programs than a whole prompt does.
     """
 
     def __init__(
@@ -128,6 +83,8 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
         min_prefix_tokens: int = 16,
         host: HostTier | None = None,
+        policy: Policy | None = None,
+        padded: bool = False,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"{max_num_seqs=} must be at least 1")
@@ -144,8 +101,11 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.min_prefix_tokens = min_prefix_tokens
         self.host = host
-        self.waiting: deque[Request] = deque()
+        self.policy = Fifo() if policy is None else policy
+        self.padded = padded
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._n_added = 0
 
     @property
     def idle(self) -> bool:
@@ -164,30 +124,41 @@ class Scheduler:
                 f"the request has {request.width} sequences, {self.max_num_seqs} run at once: ask for fewer, or raise "
                 "max_num_seqs"
             )
-        if request.most_slots > self.slots.capacity:
-            beams = f", for each of {request.width} beams" if request.lockstep and request.width > 1 else ""
+        most = request.width * request.longest if self.padded else request.most_slots
+        if most > self.slots.capacity:
+            each = ""
+            if request.width > 1 and (self.padded or request.lockstep):
+                each = f", for each of {request.width} {'beams' if request.lockstep else 'sequences'}"
             raise UserError(
-                f"the request may need {request.most_slots} KV slots (prompt {len(request.prompt_token_ids)} "
-                f"+ max_tokens {request.max_tokens} - 1{beams}), the pool has {self.slots.capacity}: "
+                f"the request may need {most} KV slots (prompt {len(request.prompt_token_ids)} "
+                f"+ max_tokens {request.max_tokens} - 1{each}), the pool has {self.slots.capacity}: "
                 "lower max_tokens or give more kv_slots"
             )
-        self.waiting.append(request)
+        request.arrival = self._n_added
+        self._n_added += 1
+        self._queue([request])
 
     def schedule(self) -> StepPlan:
-        """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted."""
+        """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted, but the request
+        for which it was: the tokens of the preempted may be in flight."""
         for request in [r for r in self.running if r.n_in_flight and r.n_generated == r.max_tokens]:
             self._end(request, keep=True)
         preempted, moves_out = self._preempt_for_room()
+        may_admit = not preempted
+        if may_admit:
+            preempted, moves_out = self._displace()
         decodes = [request for request in self.running if request.n_computed is None]
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
         prefills: list[Request] = []
         moves_in: list[Move] = []
-        going_on = [request for request in self.running if request.n_computed is not None]
-        if going_on:  # one, the youngest
-            prefills = going_on
-        elif not preempted:
-            prefills, resumed, moves_in = self._admit()
+        begun = [request for request in self.running if request.n_computed is not None]
+        going_on = min(begun, key=self._place, default=None)
+        if may_admit and (going_on is None or self._displaces(going_on)):
+            only_first = bool(begun or preempted)
+            prefills, resumed, moves_in = self._admit(only_first=only_first)
             decodes += resumed
+        if going_on is not None and not prefills:
+            prefills = [going_on]
         spans = tuple(map(self._span, prefills))
         return StepPlan(
             tuple(prefills),
@@ -229,6 +200,7 @@ class Scheduler:
         for j in range(len(members), len(parents)):
             new = Request(first.request_id, first.prompt_token_ids, first.max_tokens, first.payload, j)
             new.lockstep, new.state = first.lockstep, State.RUNNING
+            new.priority, new.arrival = first.priority, first.arrival
             found.append(new)
         for j in moved:
             slots, tokens = old[parents[j]]
@@ -285,29 +257,57 @@ class Scheduler:
         moves: list[Move] = []
         # A prompt that is being computed has all of its slots.
         while not self._evict_for(sum(request.n_computed is None for request in self.running)):
-            unit = self._youngest()
-            moves += self._move_out(unit)
-            for request in reversed(unit):
-                self.running.pop()
-                self._release(request, keep=True)
-                request.state = State.WAITING
-                request.n_preemptions += 1
-                self.waiting.appendleft(request)
-                preempted.append(request)
+            unit = self._last()
+            preempted += reversed(unit)
+            moves += self._give_way(unit)
         return preempted, moves
+
+    def _displace(self) -> tuple[list[Request], list[Move]]:
+        """Has running requests give way until the first that waits fits, or none is left that it may displace."""
+        preempted: list[Request] = []
+        moves: list[Move] = []
+        while self.running and self._displaces((last := self._last())[0]) and not self._would_fit():
+            preempted += reversed(last)
+            moves += self._give_way(last)
+        return preempted, moves
+
+    def _displaces(self, running: Request) -> bool:
+        """Whether the first that waits may take the place of ``running``."""
+        if not self.policy.preemptive or not self.waiting:
+            return False
+        return bool(self.waiting[0].rank < self.policy.rank(running))
+
+    def _place(self, request: Request) -> tuple[Any, int, int]:
+        """Where a running request stands in the policy's order."""
+        return self.policy.rank(request), request.arrival, request.index
+
+    def _queue(self, unit: Sequence[Request]) -> None:
+        rank = self.policy.rank(unit[0])
+        for request in unit:
+            request.rank = rank
+            insort(self.waiting, request, key=lambda r: (r.rank, r.arrival, r.index))
+
+    def _give_way(self, unit: Sequence[Request]) -> list[Move]:
+        moves = self._move_out(unit)
+        for request in reversed(unit):
+            self.running.remove(request)
+            self._release(request, keep=True)
+            request.state = State.WAITING
+            request.n_preemptions += 1
+        self._queue(unit)
+        return moves
 
     def _evict_for(self, n: int) -> bool:
         """Whether ``n`` slots are free, after evicting what cached prefixes it takes."""
         short = n - self.slots.n_free
         return short <= 0 or (self.prefix_cache is not None and self.prefix_cache.evict(short) >= short)
 
-    def _youngest(self) -> list[Request]:
-        """The youngest running request, with those it runs in lockstep with."""
-        last = self.running[-1]
-        at = len(self.running) - 1
-        while at and last.lockstep and self.running[at - 1].request_id == last.request_id:
-            at -= 1
-        return self.running[at:]
+    def _last(self) -> list[Request]:
+        """The running request that gives way first, with those it runs in lockstep with."""
+        last = max(self.running, key=self._place)
+        if not last.lockstep:
+            return [last]
+        return [request for request in self.running if request.request_id == last.request_id]
 
     def _move_out(self, unit: Sequence[Request]) -> list[Move]:
         """Takes the KV of ``unit`` to the host, if all of it fits there."""
@@ -337,21 +337,17 @@ class Scheduler:
 
     # -- newcomers, and those who come back ---------------------------------------------------------------------
 
-    def _admit(self) -> tuple[list[Request], list[Request], list[Move]]:
+    def _admit(self, *, only_first: bool) -> tuple[list[Request], list[Request], list[Move]]:
         """(to prefill, to decode since their KV comes back from the host, the copies for that)."""
         prefills: list[Request] = []
         resumed: list[Request] = []
         moves: list[Move] = []
         room = self.max_prefill_tokens
-        n_running = len(self.running)  # as many as there will be once newcomers have branched
         while self.waiting:
             unit = self._next_unit()
-            n_rows = max(len(unit), unit[0].width)
-            if n_running + n_rows > self.max_num_seqs:
+            if not self._has_rows(unit):
                 break
-            # Everyone running must be able to take one step more, or the newcomer would be thrown out
-            # at once. Alone it needs no such margin: `add` saw to it that the pool holds it.
-            margin = n_running + n_rows if n_running else 0
+            margin = self._margin(unit)
             if unit[0].host_slots is not None:
                 found = self._move_in(unit, margin)
                 if found is None:
@@ -364,14 +360,44 @@ class Scheduler:
                     break
                 room -= sum(request.n_tokens - request.n_cached for request in unit)
                 prefills += unit
-            n_running += n_rows
+            del self.waiting[: len(unit)]
             for request in unit:
-                self.waiting.popleft()
                 request.state = State.RUNNING
                 self.running.append(request)
-            if unit[0].n_computed is not None:
+            if only_first or unit[0].n_computed is not None:
                 break
         return prefills, resumed, moves
+
+    def _n_rows(self, unit: Sequence[Request]) -> int:
+        """Sequences that run once ``unit`` does and newcomers have branched."""
+        return sum(request.width for request in (*self.running, *unit))
+
+    def _has_rows(self, unit: Sequence[Request]) -> bool:
+        """Whether so many sequences may run, and padded ones have room for their longest."""
+        n_rows = self._n_rows(unit)
+        if self.padded:
+            longest = max(request.longest for request in (*self.running, *unit))
+            return n_rows <= min(self.max_num_seqs, self.slots.capacity // longest)
+        return n_rows <= self.max_num_seqs
+
+    def _margin(self, unit: Sequence[Request]) -> int:
+        """Slots to leave free beside those of ``unit``: everyone running must be able to take one step more, or the
+        newcomer would be thrown out at once. Alone it needs none: `add` saw to it that the pool holds it."""
+        return self._n_rows(unit) if self.running else 0
+
+    def _would_fit(self) -> bool:
+        """Whether the first that waits can be admitted in this step, whose decodes have not taken their slots yet."""
+        unit = self._next_unit()
+        if not self._has_rows(unit):
+            return False
+        n = self._margin(unit) + sum(request.n_computed is None for request in self.running)
+        if unit[0].host_slots is not None:
+            return self._make_room(n + len(_on_host(unit)) + len(unit))
+        rows = [request.all_token_ids() for request in unit]
+        cached = self._match(rows[0]) if len(unit) == 1 else np.empty(0, np.int32)
+        fits = self._make_room(n + _n_distinct(rows) - len(cached))
+        self.slots.free(cached)
+        return fits
 
     def _next_unit(self) -> list[Request]:
         """The first waiting request, with those it runs in lockstep with."""
@@ -389,8 +415,7 @@ class Scheduler:
         """Slots for what ``unit`` has on the host, and for each one's coming token; None if there is no room."""
         host = self.host
         assert host is not None
-        held = np.concatenate([request.host_slots for request in unit if request.host_slots is not None])
-        if not self._make_room(len(np.unique(held)) + len(unit) + margin):
+        if not self._make_room(len(_on_host(unit)) + len(unit) + margin):
             return None
         moves = []
         for request in unit:
@@ -471,6 +496,12 @@ class Scheduler:
         if cache is None or cache.n_cached < short or cache.n_evictable < short:
             return False
         return self._evict_for(n)
+
+
+def _on_host(unit: Sequence[Request]) -> np.ndarray:
+    """The host slots of ``unit``, each once."""
+    held = [request.host_slots for request in unit if request.host_slots is not None]
+    return np.unique(np.concatenate(held))
 
 
 def _n_distinct(rows: Sequence[list[int]]) -> int:

@@ -61,6 +61,11 @@ LONG_FILES = (
     "test_cli",
     "test_exchange_bench",
     "test_transports",
+    "test_server",
+    "test_server_end",
+    "test_clients",
+    "test_server_batches",
+    "test_server_input",
 )
 
 

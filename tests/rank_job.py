@@ -4,6 +4,7 @@ model unsplit in its own process, and prints one line of JSON for each.
     python rank_job.py '{"cluster": {…}, "scenarios": [["greedy", {"model": "llama"}], …]}'
 
 With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever. With
+``"behind": [first, last]`` they run each of these steps only once they have been told of what comes after it. With
 ``"weigh": FOLDER`` model ranks but rank 0 note after each step what arrays they hold. A model is a name of `test_models`,
 or a name and what is changed of it.
 """
@@ -69,6 +70,7 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, **options: Any) -> dict[s
         "n_prefix_hit_tokens": stats["n_prefix_hit_tokens"],
         "programs": sorted(stats["compilations"]),
         "n_moved_in_tokens": stats["n_moved_in_tokens"],
+        "ahead": llms[0].engine.async_scheduling,
     }
 
 
@@ -323,6 +325,26 @@ def hold(step: int, how: str, note: str) -> None:
     AttentionRank._on_step = held  # type: ignore[method-assign]
 
 
+def stay_behind(first: int, last: int) -> None:
+    """Has this attention rank run each of these steps when the next message is there, which rank 0 can send only without
+    the step's tokens; else the job fails."""
+    from jaxlamina.ranks.attention_rank import AttentionRank
+
+    on_step = AttentionRank._on_step
+
+    def behind(self: AttentionRank, message: Any) -> None:
+        until = time.monotonic() + 60
+        while first <= message.step <= last and self._client._inbox.empty():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"nothing was told of step {message.step + 1} before step {message.step} was run"
+                )
+            time.sleep(1e-3)
+        on_step(self, message)
+
+    AttentionRank._on_step = behind  # type: ignore[method-assign]
+
+
 def weigh(folder: str) -> None:
     from jaxlamina.ranks.model_rank import ModelRank
 
@@ -347,6 +369,8 @@ def main() -> int:
             hold(**job["hold"])
         if "weigh" in job:
             weigh(job["weigh"])
+        if "behind" in job:
+            stay_behind(*job["behind"])
         return ranks.serve(cluster, rank)
     group = ranks.join(cluster, 0)
     for name, options in job["scenarios"]:

@@ -34,6 +34,7 @@ def started(
     scenarios: list[tuple[str, dict[str, Any]]],
     hold: Any = None,
     weigh: Any = None,
+    behind: Any = None,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's output is read through the first one's pipes."""
@@ -45,7 +46,8 @@ def started(
             "model_platform": "cpu", "attention_platform": "cpu", "token_block": 4, "q_first": True, **cluster,
         },
         "scenarios": scenarios,
-    } | ({"hold": hold} if hold else {}) | ({"weigh": str(weigh)} if weigh else {})  # fmt: skip
+    }  # fmt: skip
+    job |= {name: x for name, x in (("hold", hold), ("weigh", weigh and str(weigh)), ("behind", behind)) if x}
     n = sum(dop)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [*JOB, json.dumps(job)]

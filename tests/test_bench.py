@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +218,10 @@ def test_peers_write_the_greedy_tokens(tiny_folder: Path, name: str) -> None:
     if why is not None:
         pytest.skip(f"{name} is {why}")
     given = prompts(3, 9, vocab_size=61, encode=None)
-    with processes.PeerProcess(name, peers.Job(str(tiny_folder), 3, 15)) as peer:
+    job = peers.Job(str(tiny_folder), 3, 15)
+    with processes.PeerProcess(name, partial(peers.load, name, job)) as peer:
         for batch in (1, 3):  # twice on one peer: nothing may be left over from the first run
-            run = peer.decode(given[:batch], 6)
+            run = peer.ask("decode", given[:batch], 6)
             assert run.tokens == [greedy_by_whole_passes(p, 7) for p in given[:batch]]
             assert run.prefill_s > 0 and run.decode_s > 0
 

@@ -57,17 +57,29 @@ def tiny_folder(tmp_path_factory):
 def test_help_names_every_command_and_imports_no_jax():
     done = command("--help")
     assert done.returncode == 0
-    for name in ("generate", "split", "convert", "doctor", "bench"):
+    for name in ("generate", "serve", "chat", "batch", "split", "convert", "doctor", "bench"):
         assert f" {name} " in done.stdout
     program = (
         "import sys; from jaxlamina.cli.main import main; main(['--help']); "
-        "bad = {'jax', 'flax', 'numpy', 'tokenizers'} & set(sys.modules); assert not bad, bad"
+        "bad = {'jax', 'flax', 'numpy', 'tokenizers', 'fastapi', 'uvicorn'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, timeout=60)
 
 
 @pytest.mark.parametrize(
-    "name", ["generate", "split", "convert", "doctor", "bench", "bench split", "bench decode"]
+    "name",
+    [
+        "generate",
+        "serve",
+        "chat",
+        "batch",
+        "split",
+        "convert",
+        "doctor",
+        "bench",
+        "bench split",
+        "bench decode",
+    ],
 )
 def test_every_command_has_help(capsys, name):
     assert main([*name.split(), "--help"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from functools import cache
 
 import ml_dtypes
 import msgspec
@@ -71,8 +72,16 @@ def values(hint: typing.Any) -> st.SearchStrategy:
         return st.lists(values(args[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, args))
+    return structs(hint)
+
+
+@cache
+def structs(hint: type[msgspec.Struct]) -> st.SearchStrategy:
+    """One strategy a type, made when it is first drawn from: a struct may hold its like."""
     assert issubclass(hint, msgspec.Struct), hint
-    return st.builds(hint, **{name: values(of) for name, of in typing.get_type_hints(hint).items()})
+    return st.deferred(
+        lambda: st.builds(hint, **{name: values(of) for name, of in typing.get_type_hints(hint).items()})
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

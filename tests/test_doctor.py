@@ -36,6 +36,7 @@ def test_this_machine_has_what_every_use_needs(here):
         "mpi4jax",
         "cache",
         "demo model",
+        "server",
     } <= set(here)
 
 
@@ -61,11 +62,12 @@ def test_a_jax_that_this_was_made_for_is_ok(monkeypatch, version):
 def test_missing_packages_are_listed_all_at_once(monkeypatch):
     true_version = doctor._version
     monkeypatch.setattr(
-        doctor, "_version", lambda n: None if n in ("scipy", "flax", "gguf") else true_version(n)
+        doctor, "_version", lambda n: None if n in ("scipy", "flax", "gguf", "uvicorn") else true_version(n)
     )
-    packages, gguf = doctor._packages()
+    packages, gguf, server = doctor._packages()
     assert packages.status == "broken" and packages.detail == "not installed: scipy, flax"
     assert gguf.status == "missing" and gguf.mend == "pip install gguf"
+    assert server.status == "missing" and server.mend == "pip install uvicorn"
 
 
 def test_without_mpi_it_says_what_to_install(monkeypatch):

@@ -45,6 +45,14 @@ def test_q_with_k_and_v_gives_the_same_tokens(transport: str) -> None:
     assert all("q with k and v" in x for x in found[0]["programs"] if x.startswith(("decode", "chunk")))
 
 
+def test_a_step_is_launched_before_the_one_before_it_is_run() -> None:
+    """Both attention ranks run each decode step only once they have been told of the next one, which rank 0 must so have
+    planned without this one's tokens. Steps 1 to 4 are prompts."""
+    [found] = run_job("xla", 2, [("greedy", {"model": "llama"})], behind=(5, 60))
+    check_greedy(found)
+    assert found["ahead"]
+
+
 def test_three_workers_cannot_share_two_heads() -> None:
     found = run_job("xla", 3, [("refused", {"model": "llama"})], partition="heads")
     assert "2 KV heads" in found[0]["line"] and "3 attention workers" in found[0]["line"]

@@ -58,6 +58,7 @@ POLICY = (
     "splitter/draw/layout.py",
     "jaxlamina/buckets.py",
     "jaxlamina/cluster.py",
+    "jaxlamina/policies.py",
     "jaxlamina/ranks/choice.py",
     "jaxlamina/roles.py",
     "jaxlamina/schedules/check.py",

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
-from jaxlamina.scheduler import Request, Scheduler, State, _n_distinct
+from jaxlamina.request import Request, State
+from jaxlamina.scheduler import Scheduler, _n_distinct
 
 
 def make(capacity: int, max_num_seqs: int = 4, *, caching: bool = False, n_host: int = 0, **kw) -> Scheduler:
@@ -147,10 +148,15 @@ def workloads(draw):
 @settings(max_examples=300, deadline=None)
 @given(workloads(), st.sets(st.integers(0, 9)), st.randoms(use_true_random=False))
 def test_any_workload_with_shared_prefixes_branches_and_swaps_finishes(workload, aborted, random):
-    """Every sequence reads only what it or another with the same tokens wrote; every slot is owned as counted."""
+    play(workload, aborted, random)
+
+
+def play(workload, aborted: set[int], random, check=lambda scheduler, plan, before: None, **options) -> None:
+    """Runs a workload to its end. Every sequence reads only what it or another with the same tokens wrote, every slot is
+    owned as counted, and ``check(scheduler, plan, running before)`` holds of every step."""
     capacity, max_num_seqs, max_prefill_tokens, chunk, n_host, caching, shapes = workload
     budget = {"max_prefill_tokens": max_prefill_tokens, "prefill_chunk": chunk}
-    scheduler = make(capacity, max_num_seqs, caching=caching, n_host=n_host, **budget)
+    scheduler = make(capacity, max_num_seqs, caching=caching, n_host=n_host, **budget, **options)
     pool = PretendPool(capacity, n_host)
     arrivals: dict[int, list[Request]] = {}
     live: dict[str, list[Request]] = {}
@@ -158,8 +164,9 @@ def test_any_workload_with_shared_prefixes_branches_and_swaps_finishes(workload,
         prompt = [family * 100 + t for t in range(n_prompt)]
         if i % 3 == 2:
             prompt[-1] = 7000 + i  # shares all but its last token
-        r = Request(str(i), prompt, max_tokens, width=width, lockstep=lockstep)
-        if width > max_num_seqs or r.most_slots > capacity:
+        r = Request(str(i), prompt, max_tokens, width=width, lockstep=lockstep, priority=(i + family) % 3)
+        most = r.width * r.longest if scheduler.padded else r.most_slots
+        if width > max_num_seqs or most > capacity:
             with pytest.raises(UserError):
                 scheduler.add(r)
         else:
@@ -170,7 +177,7 @@ def test_any_workload_with_shared_prefixes_branches_and_swaps_finishes(workload,
         for r in arrivals.get(step, []):
             scheduler.add(r)
             live[r.request_id] = [r]
-        advance(scheduler, pool, live, random)
+        advance(scheduler, pool, live, random, check)
         scheduler.check_integrity()
         if step == 5:
             for i in aborted & {int(name) for name in live}:
@@ -186,11 +193,13 @@ def test_any_workload_with_shared_prefixes_branches_and_swaps_finishes(workload,
     assert scheduler.slots.n_used == 0
 
 
-def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Request]], random) -> None:
+def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Request]], random, check) -> None:
     """One step: moves, writes, a random token each; beams choose their parents at random."""
+    before = list(scheduler.running)
     plan = scheduler.schedule()
     assert sum(r.width for r in scheduler.running) <= scheduler.max_num_seqs
-    assert not (plan.preempted and plan.prefills)
+    assert not (plan.preempted and plan.prefills) or scheduler.policy.preemptive
+    check(scheduler, plan, before)
     pool.move(plan)
     for r in plan.decodes:
         pool.write(r, r.n_tokens - 1, r.n_tokens)

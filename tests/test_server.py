@@ -199,10 +199,9 @@ def test_calls_of_tools(client, server):
 
 def test_what_is_not_supported_is_refused_by_name(client):
     cases = {
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "logit_bias": {"5": 1},
-        "response_format": {"type": "json_object"},
+        "presence_penalty": 3.5,
+        "logit_bias": {"five": 1},
+        "response_format": {"type": "grammar"},
         "tool_choice": "required",
     }
     for name, value in cases.items():
@@ -212,6 +211,38 @@ def test_what_is_not_supported_is_refused_by_name(client):
         assert error.value.param == name and error.value.type == "invalid_request_error", name
     harmless = {"presence_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
     client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=1, **harmless)
+
+
+def test_answers_have_the_form_that_is_asked_for(client):
+    schema = {
+        "type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "people": {"type": "integer", "maximum": 9}},
+        "required": ["city", "people"], "additionalProperties": False,
+    }  # fmt: skip
+    wanted = {"type": "json_schema", "json_schema": {"name": "town", "schema": schema}}
+    asked = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    [choice] = client.chat.completions.create(**asked, max_tokens=40, response_format=wanted).choices
+    found = json.loads(choice.message.content)
+    assert found["city"] in ("Rome", "Oslo") and isinstance(found["people"], int) and found["people"] <= 9
+    assert choice.finish_reason == "stop"
+    either = {"structured_outputs": {"choice": ["yes", "no"]}}
+    [choice] = client.chat.completions.create(**asked, max_tokens=8, extra_body=either).choices
+    assert choice.message.content in ("yes", "no")
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+        client.chat.completions.create(**asked, response_format=wrong)
+
+
+def test_biases_and_penalties_change_what_is_written(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 0}
+    [plain] = client.completions.create(**asked).choices
+    first = plain.logprobs.tokens[0]
+    [token] = client.completions.create(**asked, extra_body={"echo": False}).choices
+    assert token.text == plain.text
+    [banned] = client.completions.create(**asked, extra_body={"bad_words": [first]}).choices
+    assert banned.logprobs.tokens[0] != first
+    repeated = {"repetition_penalty": 2.0, "frequency_penalty": 2.0, "presence_penalty": 2.0}
+    [varied] = client.completions.create(**asked | {"max_tokens": 24}, extra_body=repeated).choices
+    assert len(set(varied.logprobs.tokens)) == 24
 
 
 def test_a_prompt_that_is_too_long_is_refused(client):

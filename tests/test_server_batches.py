@@ -74,7 +74,7 @@ def test_a_batch_runs_each_line_and_says_which_were_wrong(server):
         ]
         lines += [line("long", prompt="w1 " * 600), line("other", prompt="w1", model="gpt-5")]
         lines += [
-            line("penalty", prompt="w1", presence_penalty=1),
+            line("penalty", prompt="w1", presence_penalty=5),
             line("streamed", prompt="w1", stream=True),
         ]
         batch = wait(client, submit(client, lines))

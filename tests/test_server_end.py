@@ -105,7 +105,7 @@ def test_rank_0_serves(tiny, transport):
     [wanted] = llm.generate("w1 w2 w3", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     on_cpus = ("--set", "model_platform=cpu", "--set", "attention_platform=cpu", "--set", "max_model_len=64")
     launch = ("launch", "--dop", "1,1", "--transport", transport, "--model", str(tiny), *on_cpus, "--")
-    options = ("--max-num-seqs", "2", "--no-warm-up", "--shutdown-timeout", "20")
+    options = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--shutdown-timeout", "20")
     with serving(*options, before=("-m", "jaxlamina", *launch)) as server:
         ranks = children(server.process.pid)
         found = server.post("/v1/completions", LONG | {"max_tokens": 12})

@@ -82,7 +82,7 @@ def test_defaults_of_completions_and_chats():
 
 @pytest.mark.parametrize("name", NOT_YET)
 def test_a_field_that_is_not_supported_is_one_of_the_api_and_refused(name):
-    odd = {"logit_bias": {"1": 2}, "structured_outputs": {"json": {}}, "bad_words": ["a"], "functions": [{}]}
+    odd = {"functions": [{}]}
     odd |= {"allowed_token_ids": [1], "include_stop_str_in_output": True, "continue_final_message": True}
     odd |= {"skip_special_tokens": False, "spaces_between_special_tokens": False, "suffix": "b"}
     odd |= {"chat_template": "{{ 1 }}", "function_call": {"name": "f"}}

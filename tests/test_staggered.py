@@ -46,6 +46,7 @@ def test_staggered_batches_give_the_unsplit_models_tokens(
     pipelining: dict[str, Any] = {"n_batches": n_batches, "pipelining": mode}
     found = run_job(transport, dop, [("greedy", {"model": "llama"})], partition=partition, **pipelining)
     check_greedy(found[0])
+    assert found[0]["ahead"] == (dop[0] == 1)  # other model ranks must be told tokens
     assert any(f"in {n_batches} staggered" in name for name in found[0]["programs"]), found[0]["programs"]
 
 

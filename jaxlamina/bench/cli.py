@@ -24,8 +24,11 @@ from rich.table import Table
 from jaxlamina.bench.breakdown_cli import breakdown_command
 from jaxlamina.bench.exchange_cli import exchange_command
 from jaxlamina.bench.kernels_cli import kernels_command
+from jaxlamina.bench.overhead_cli import overhead_command
 from jaxlamina.bench.prefix_cli import prefix_command
+from jaxlamina.bench.serve_cli import serve_command
 from jaxlamina.bench.step_cli import step_command
+from jaxlamina.bench.throughput_cli import throughput_command
 from jaxlamina.errors import UserError
 
 app = typer.Typer(
@@ -39,8 +42,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Only the line of JSON 
 app.command("breakdown")(breakdown_command)
 app.command("exchange")(exchange_command)
 app.command("kernels")(kernels_command)
+app.command("overhead")(overhead_command)
 app.command("prefix")(prefix_command)
+app.command("serve")(serve_command)
 app.command("step")(step_command)
+app.command("throughput")(throughput_command)
 
 
 @app.callback()
@@ -153,6 +159,13 @@ def decode_command(
         str,
         typer.Option(help="auto (all that are installed), or some of split,unsplit,transformers,llama.cpp."),
     ] = "auto",
+    async_scheduling: Annotated[
+        bool,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Our engine launches each step before the last one's tokens are looked at; or after.",
+        ),
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Time greedy float32 decoding: this project split and unsplit, beside transformers and llama.cpp.
@@ -162,6 +175,7 @@ def decode_command(
     """
     from jaxlamina.bench import decode_bench, machine
     from jaxlamina.bench import peers as peers_
+    from jaxlamina.bench.prompts import encoder_of
     from jaxlamina.weights import open_checkpoint
 
     batches = _counts("--batch", batch)
@@ -185,8 +199,9 @@ def decode_command(
             n_prompt=prompt,
             n_steps=tokens,
             n_rounds=rounds,
-            encode=_encoder(checkpoint),
+            encode=encoder_of(checkpoint),
             left_out=left_out,
+            async_scheduling=async_scheduling,
             on_progress=lambda what, done, total: progress.update(
                 task, description=what, completed=done, total=total
             ),
@@ -196,15 +211,8 @@ def decode_command(
     print(json.dumps({"bench": "decode", "dtype": "float32", **report.to_dict(), **where.to_dict()}))
 
 
-def _encoder(checkpoint: Any) -> Any:
-    try:
-        tokenizer = checkpoint.tokenizer()
-    except UserError:  # a model without a tokenizer is timed on random token ids
-        return None
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
-
-
 def _show_decode(out: Console, report: Any, where: Any) -> None:
+    from jaxlamina.bench import decode_bench
     from jaxlamina.bench.peers import TITLES
 
     def title(peer: str) -> str:
@@ -260,6 +268,14 @@ def _show_decode(out: Console, report: Any, where: Any) -> None:
             f"({ratio.lowest:.2f}–{ratio.highest:.2f} over the rounds)",
             soft_wrap=True,
         )
+    for r in report.results:
+        if r.host_exposed is not None:
+            out.print(
+                f"batch {r.batch}: {title(r.peer)} lets the device wait for the host {r.host_exposed:.1%} of a step at "
+                f"most ({_verdict(r.host_exposed <= decode_bench.HOST_EXPOSED_LIMIT)}: limit "
+                f"{decode_bench.HOST_EXPOSED_LIMIT:.0%})",
+                soft_wrap=True,
+            )
     for peer, note in report.notes.items():
         out.print(f"{title(peer)}: {note}", style="dim", soft_wrap=True)
     for peer, why in report.left_out.items():

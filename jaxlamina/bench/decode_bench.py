@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 from jaxlamina.bench.machine import MatmulRate, ReadBandwidth
-from jaxlamina.bench.peers import OURS, Decoded, Job
+from jaxlamina.bench.peers import OURS, Decoded, Job, load
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params
 
 FLOAT32_BYTES = 4
+HOST_EXPOSED_LIMIT = 0.02
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class PeerResult:
 
     same_tokens: rows whose tokens all equal the first measured peer's; None for that peer itself.
     of_roofline: median speed over `DecodeReport.roofline`.
+    host_exposed: share of the steps' time, median over the rounds, in which the device waited for the host at most; None
+    for peers of whom it is not known.
     """
 
     peer: str
@@ -37,6 +41,7 @@ class PeerResult:
     prefill_s: float
     of_roofline: float
     same_tokens: int | None
+    host_exposed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,9 +136,10 @@ def measure(
     n_rounds: int,
     encode: Callable[[str], Sequence[int]] | None,
     left_out: dict[str, str] | None = None,
+    async_scheduling: bool = True,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> DecodeReport:
-    """Times greedy decoding by every peer at every batch size, in interleaved rounds.
+    """Times greedy decoding by every peer at every batch size, in interleaved rounds. ``async_scheduling``: our engine's.
 
     A peer that fails is left out from then on, with its error as the reason. `on_progress(what, done, total)`.
 
@@ -151,7 +157,7 @@ def measure(
     missing = dict(left_out or {})
     runs: dict[tuple[str, int], list[Decoded]] = {}
     with ExitStack() as stack:
-        processes = _load(stack, peers, Job(model, max(batches), length), missing, progress)
+        processes = _load(stack, peers, Job(model, max(batches), length, async_scheduling), missing, progress)
         notes = {name: p.note for name, p in processes.items()}
         for batch in batches:
             # Round 0 warms up: compilation, page faults, threads.
@@ -161,7 +167,7 @@ def measure(
                 for name in list(processes):
                     progress.next(f"batch {batch}, {'warm-up' if not round_ else f'round {round_}'}: {name}")
                     try:
-                        run = processes[name].decode(texts[:batch], n_steps)
+                        run = processes[name].ask("decode", texts[:batch], n_steps)
                     except PeerError as e:
                         missing[name] = str(e)
                         del processes[name]
@@ -209,7 +215,7 @@ def _load(
     for name in peers:
         progress.next(f"loading {name}")
         try:
-            loaded[name] = stack.enter_context(PeerProcess(name, job))
+            loaded[name] = stack.enter_context(PeerProcess(name, partial(load, name, job)))
         except PeerError as e:
             missing[name] = str(e)
     return loaded
@@ -228,6 +234,7 @@ def _results(
             found = runs[name, batch]
             speeds = tuple(batch * n_steps / run.decode_s for run in found)
             same = sum(a == b for a, b in zip(found[0].tokens, reference, strict=True))
+            exposed = [run.exposed_s / run.decode_s for run in found if run.exposed_s is not None]
             made.append(
                 PeerResult(
                     peer=name,
@@ -238,6 +245,7 @@ def _results(
                     prefill_s=median(run.prefill_s for run in found),
                     of_roofline=median(speeds) / roofline,
                     same_tokens=None if name == peers[0] else same,
+                    host_exposed=median(exposed) if exposed else None,
                 )
             )
     return made

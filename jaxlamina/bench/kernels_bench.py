@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib import resources
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.bench import kernel_peers, machine
+from jaxlamina.bench.loads import azure_conversation
 from pallas_kernels import reference
 from pallas_kernels.quantized import QuantizedPool, quantise, values_of
 
@@ -47,8 +47,7 @@ class Case:
 
 def conversation_lengths(n: int, seed: int) -> tuple[int, ...]:
     """Tokens of n requests drawn from the Azure conversation trace."""
-    text = resources.files("jaxlamina.bench").joinpath("data/azure_conversation_tokens.txt").read_text()
-    known = [int(x) for line in text.splitlines() if not line.startswith("#") for x in line.split()]
+    known = [size.n_tokens for size in azure_conversation()]
     return tuple(int(x) for x in np.random.default_rng(seed).choice(known, n))
 
 

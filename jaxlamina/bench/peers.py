@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxlamina.bench.machine import n_cores
 from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,20 @@ class Job:
     model: str
     max_batch: int
     max_length: int  # tokens of a prompt and all its decode steps
+    async_scheduling: bool = True  # of our engine
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One run: `n_steps + 1` tokens a row, seconds of the prompts' pass and of the steps after it."""
+    """One run: `n_steps + 1` tokens a row, seconds of the prompts' pass and of the steps after it.
+
+    exposed_s: of the steps', in which the device waited for the host at most; None where that is not known.
+    """
 
     tokens: list[list[int]]
     prefill_s: float
     decode_s: float
+    exposed_s: float | None = None
 
 
 class Peer(Protocol):
@@ -66,9 +72,13 @@ class Ours:
             max_model_len=length,
             kv_slots=job.max_batch * length,
             prefix_caching=False,  # every round is to do the prompts' own pass
+            async_scheduling=job.async_scheduling,
         )
 
     def decode(self, prompts: Sequence[Sequence[int]], n_steps: int) -> Decoded:
+        import jax
+        import jax.numpy as jnp
+
         from jaxlamina.sampling import SamplingParams
 
         engine = self._llm.engine
@@ -84,16 +94,42 @@ class Ours:
             step()
         prefilled = time.perf_counter()
         before = sum(map(len, tokens.values()))
+        exposed_before_s = engine.stats.exposed_s
         for _ in range(n_steps):
             step()
         decode_s = time.perf_counter() - prefilled
+        exposed_s = engine.stats.exposed_s - exposed_before_s
         for request_id in tokens:
             engine.abort(request_id)
+        jax.block_until_ready(
+            jnp.zeros(()) + 1
+        )  # after a step that was launched ahead: the next peer is to be alone
         if sum(map(len, tokens.values())) - before != n_steps * len(prompts):
             raise UserError(
                 "the engine could not keep all rows running; use a smaller --batch, --prompt or --tokens"
             )
-        return Decoded([row[: n_steps + 1] for row in tokens.values()], prefilled - start, decode_s)
+        rows = [row[: n_steps + 1] for row in tokens.values()]
+        return Decoded(rows, prefilled - start, decode_s, exposed_s)
+
+
+def transformers_model(
+    config: ModelConfig, dtype: Any, device: str, weights: Mapping[str, Any] | None
+) -> Any:
+    """transformers' own model of this shape, with these weights or random ones, for inference."""
+    import torch
+    import transformers
+
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config.to_hf()), dtype=dtype
+        )
+    if weights is not None:
+        tensors = {name: torch.from_numpy(np.array(x)) for name, x in weights.items()}
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise UserError(f"transformers does not take these weights: {missing=} {unexpected=}")
+        model.tie_weights()
+    return model.eval()
 
 
 class Transformers:
@@ -106,21 +142,13 @@ class Transformers:
 
     def __init__(self, job: Job) -> None:
         import torch
-        import transformers
 
         from jaxlamina.weights import open_checkpoint
 
         torch.set_num_threads(n_cores())
         checkpoint = open_checkpoint(job.model)
-        hf = checkpoint.config.to_hf()
-        config = transformers.AutoConfig.for_model(**hf)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        weights = {name: torch.from_numpy(np.array(x)) for name, x in checkpoint.load().items()}
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        if unexpected or set(missing) - {"lm_head.weight"}:
-            raise UserError(f"transformers does not take these weights: {missing=} {unexpected=}")
-        model.tie_weights()
-        self._torch, self._model = torch, model.eval()
+        self._torch = torch
+        self._model = transformers_model(checkpoint.config, torch.float32, "cpu", checkpoint.load())
 
     def decode(self, prompts: Sequence[Sequence[int]], n_steps: int) -> Decoded:
         torch, model = self._torch, self._model
@@ -247,6 +275,10 @@ _NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "llama.cpp": (("llama_cpp", "llama-cpp-python"), ("gguf", "gguf")),
 }
 PACKAGES = ("torch", "transformers", "llama-cpp-python")
+
+
+def load(name: str, job: Job) -> Peer:
+    return LOADERS[name](job)
 
 
 def why_not(peer: str) -> str | None:

@@ -8,28 +8,34 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from jaxlamina.bench.peers import LOADERS, Decoded, Job
 from jaxlamina.errors import UserError
+
+_PEAK = "peak memory"
 
 
 class PeerError(RuntimeError):
     """A peer failed to load or to run; the message is its own error."""
 
 
-class PeerProcess:
-    """One peer, loaded. Use as a context manager: leaving it ends the process."""
+class Loaded(Protocol):
+    """What a peer's process holds. `note` says what a reader should know of how it is run."""
 
-    def __init__(self, name: str, job: Job) -> None:
+    @property
+    def note(self) -> str: ...
+
+
+class PeerProcess:
+    """One peer, loaded there by `load` (which must be picklable). Leaving it as a context manager ends the process."""
+
+    def __init__(self, name: str, load: Callable[[], Loaded]) -> None:
         context = multiprocessing.get_context("spawn")
         self.name = name
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(name, job, theirs), name=f"bench {name}", daemon=True
-        )
+        self._process = context.Process(target=_serve, args=(load, theirs), name=f"bench {name}", daemon=True)
         self._process.start()
         theirs.close()
         try:
@@ -44,15 +50,14 @@ class PeerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def decode(self, prompts: Sequence[Sequence[int]], n_steps: int) -> Decoded:
-        """`Peer.decode` over there. Raises `PeerError` if it fails or the process is gone."""
-        self._pipe.send(("decode", [list(p) for p in prompts], n_steps))
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What the peer's method gives, over there. Raises `PeerError` if it fails or the process is gone."""
+        self._pipe.send((method, *arguments))
         return self._answer()
 
     def peak_memory_bytes(self) -> int:
         """The largest resident size the process has had."""
-        self._pipe.send(("peak",))
-        return self._answer()
+        return self.ask(_PEAK)
 
     def close(self) -> None:
         try:
@@ -78,23 +83,24 @@ class PeerProcess:
         return value
 
 
-def _serve(name: str, job: Job, pipe: Connection) -> None:
+def _serve(load: Callable[[], Loaded], pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it closes the pipe
     os.dup2(
         sys.stderr.fileno(), 1
     )  # libraries that chat on stdout must not come between us and our last line
     warnings.simplefilter("ignore")
     try:
-        peer = LOADERS[name](job)
+        peer = load()
         pipe.send(("ok", peer.note))
         while True:
             message = pipe.recv()
             if message is None:
                 return
-            if message[0] == "peak":
+            method, *arguments = message
+            if method == _PEAK:
                 pipe.send(("ok", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
             else:
-                pipe.send(("ok", peer.decode(*message[1:])))
+                pipe.send(("ok", getattr(peer, method)(*arguments)))
     except (EOFError, BrokenPipeError):  # the parent is gone
         return
     except Exception as e:  # noqa: BLE001 (whatever a library raises is this peer's failure, not the bench's)

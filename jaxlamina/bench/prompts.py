@@ -7,8 +7,11 @@ and nothing could be said of whether the peers computed the same thing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+
+from jaxlamina.errors import UserError
 
 PASSAGE = """\
 A lighthouse keeper on a rocky island wrote down the weather four times a day for thirty-one years. The notes are
@@ -26,6 +29,15 @@ took two summers. It differed from hers in eleven places; in nine of those, as d
 right. The engineers printed both maps side by side, with her name under the second, and sent a copy to the island
 with the next boat. It hangs there still, behind glass, between the barometer and the list of keepers.
 """
+
+
+def encoder_of(checkpoint: Any) -> Callable[[str], Sequence[int]] | None:
+    """A checkpoint's tokenizer as a function, without special tokens; None if it has none."""
+    try:
+        tokenizer = checkpoint.tokenizer()
+    except UserError:
+        return None
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 def prompts(

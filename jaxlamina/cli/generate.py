@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxlamina.cli.progress import bytes_bar
+from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from jaxlamina.outputs import RequestOutput
     from jaxlamina.structured import StructuredOutputs
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 # The decode step that --profile records, by when all prompts are being continued, and how many times it is run.
 _PROFILE_AFTER, _PROFILED_STEPS = 2, 8
 
@@ -34,12 +33,7 @@ def generate(
         list[str],
         typer.Argument(metavar="PROMPT...", help="Each is a prompt of its own; '-' reads one from stdin."),
     ],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf or an orbax folder."
-        ),
-    ] = DEFAULT_MODEL,
+    model: model_options.Model = model_options.DEFAULT_MODEL,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -107,8 +101,8 @@ def generate(
     length_penalty: Annotated[
         float, typer.Option(help="Beam search: above 0 favours longer texts, below 0 shorter ones.")
     ] = 1.0,
-    dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "float32",
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included.")] = None,
+    dtype: model_options.DType = "float32",
+    max_model_len: model_options.MaxModelLen = None,
     split: Annotated[
         bool,
         typer.Option("--split/--no-split", help="Two workers, or each step one program to compare with."),
@@ -132,6 +126,15 @@ def generate(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Prompt tokens computed in one step; longer prompts come in chunks.")
     ] = 2048,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            help="Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class."
+        ),
+    ] = "fifo",
+    kv_manager: Annotated[
+        str, typer.Option(help="KV: token, or padded as a contiguous KV cache is, to compare with.")
+    ] = "token",
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -198,6 +201,8 @@ def generate(
         partition=partition,
         host_kv_slots=host_kv_slots,
         max_num_batched_tokens=max_num_batched_tokens,
+        scheduling_policy=scheduling_policy,
+        kv_manager=kv_manager,
         recording=profile is not None,
     )
     load_s = time.perf_counter() - started
@@ -222,29 +227,6 @@ def generate(
         return
     _write_several(outputs, n)
     _closing_lines(console, llm, n_rows, watch, load_s, warm_s, split)
-
-
-def _biases(given: list[str]) -> dict[int, float]:
-    try:
-        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in given)}
-    except ValueError:
-        raise UserError(f"--logit-bias {' '.join(given)} must be TOKEN=BIAS each, as 198=-100") from None
-
-
-def _structured(given: str | None) -> StructuredOutputs | None:
-    from jaxlamina.structured import StructuredOutputs
-
-    if given is None:
-        return None
-    try:
-        asked = json.loads(given)
-    except ValueError:
-        asked = None
-    if not isinstance(asked, dict) or not asked.keys() <= {"json", "regex", "choice"}:
-        raise UserError(
-            f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
-        )
-    return StructuredOutputs(**asked)
 
 
 def _check_profile(path: Path, max_tokens: int) -> None:
@@ -276,6 +258,29 @@ def _write_profile(console: Console, llm: LLM, path: Path) -> None:
         console.print(f"{pool} pool, of {timeline.step_ms:.2f} ms a step: {shares}", highlight=False)
 
 
+def _biases(given: list[str]) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in given)}
+    except ValueError:
+        raise UserError(f"--logit-bias {' '.join(given)} must be TOKEN=BIAS each, as 198=-100") from None
+
+
+def _structured(given: str | None) -> StructuredOutputs | None:
+    from jaxlamina.structured import StructuredOutputs
+
+    if given is None:
+        return None
+    try:
+        asked = json.loads(given)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict) or not asked.keys() <= {"json", "regex", "choice"}:
+        raise UserError(
+            f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
+        )
+    return StructuredOutputs(**asked)
+
+
 def _write_several(outputs: list[RequestOutput], n: int) -> None:
     """Texts that could not be streamed, since they would have mixed: numbered by prompt, and by continuation."""
     for i, output in enumerate(outputs):
@@ -288,14 +293,12 @@ def _write_several(outputs: list[RequestOutput], n: int) -> None:
 
 def _load(console: Console, model: str, **options: Any) -> LLM:
     from jaxlamina import ranks
-    from jaxlamina.llm import LLM
 
     group = ranks.current()
     if group is not None:
-        options |= {"group": group, "kv_slots": group.cluster.kv_slots}
+        options["kv_slots"] = group.cluster.kv_slots
         options["max_num_seqs"] = min(options["max_num_seqs"], group.cluster.max_num_seqs)
-    with bytes_bar(console, "reading weights") as on_load:
-        return LLM(model, on_load=on_load, **options)
+    return model_options.load(console, model, **options)
 
 
 def _prompts(llm: LLM, texts: list[str], chat: bool | None, system: str | None) -> list[Any]:

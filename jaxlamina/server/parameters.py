@@ -11,21 +11,17 @@ from jaxlamina.errors import UserError
 from jaxlamina.sampling import SamplingParams
 from jaxlamina.server.errors import of_user_error, refused
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+from jaxlamina.structured import StructuredOutputs
 
 # Fields that mean the same in a request and in `SamplingParams`.
 PASSED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of", "use_beam_search", "beam_width"),
     *("length_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words"),
 )
 
 # field → the values that change nothing; with any other the request is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "structured_outputs": (None, {}),
-    "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
@@ -59,10 +55,47 @@ def sampling_params(body: CompletionRequest | ChatCompletionRequest) -> Sampling
             )
     if body.use_beam_search:
         given.setdefault("temperature", 0.0)  # beam search draws nothing
+    given["logit_bias"] = _logit_bias(body.logit_bias or {})
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**given, structured_outputs=_structured(body))
     except UserError as error:
         raise of_user_error(error) from None
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    """By token ids, which are keys of an object, and so text."""
+    odd = next((key for key in given if not key.isdecimal()), None)
+    if odd is not None:
+        raise refused(f"logit_bias {odd!r:.40} must be a token id", "logit_bias")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def _structured(body: SamplingFields) -> StructuredOutputs | None:
+    """What ``response_format`` (OpenAI's) or ``structured_outputs`` (vLLM's) ask for."""
+    format_ = body.response_format
+    asked = format_ is not None and format_.type != "text"
+    if asked and body.structured_outputs:
+        raise refused(
+            "response_format and structured_outputs are two ways to say it: give one", "response_format"
+        )
+    if body.structured_outputs:
+        unknown = sorted(body.structured_outputs.keys() - {"json", "regex", "choice"})
+        if unknown:
+            raise refused(f"structured_outputs.{unknown[0]:.40} is not supported", "structured_outputs")
+        return StructuredOutputs(**body.structured_outputs)
+    if not asked:
+        return None
+    assert format_ is not None
+    if format_.type == "json_object":
+        return StructuredOutputs(json={"type": "object"})
+    schema = (format_.json_schema or {}).get("schema")
+    if format_.type != "json_schema" or not isinstance(schema, dict):
+        raise refused(
+            'response_format must be {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": '
+            '{"name": …, "schema": {…}}}',
+            "response_format",
+        )
+    return StructuredOutputs(json=schema)
 
 
 def check_supported(body: SamplingFields) -> None:
@@ -71,7 +104,5 @@ def check_supported(body: SamplingFields) -> None:
         value = getattr(body, name, None)
         if value not in harmless:
             raise refused(f"{name} is not supported: leave it out", name)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise refused('response_format is not supported but for {"type": "text"}', "response_format")
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options needs stream=true", "stream_options")

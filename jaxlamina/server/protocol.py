@@ -29,6 +29,7 @@ class StreamOptions(_Model):
 
 class ResponseFormat(_Model):
     type: str
+    json_schema: dict[str, Any] | None = None
 
 
 class SamplingFields(_Model):
@@ -52,14 +53,14 @@ class SamplingFields(_Model):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Of these only the value that changes nothing is taken (`parameters.NOT_YET`).
-    presence_penalty: Finite | None = None
-    frequency_penalty: Finite | None = None
-    repetition_penalty: Finite | None = None
-    logit_bias: dict[str, Finite] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None = None
+    # Of these only the value that changes nothing is taken (`parameters.NOT_YET`).
     allowed_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

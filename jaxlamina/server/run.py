@@ -30,7 +30,7 @@ from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
 from jaxlamina.server.settings import CONNECTIONS_END_S, THREAD_END_S, Settings
-from jaxlamina.warm_up import shapes, warm_up
+from jaxlamina.warm_up import Shape, shapes, warm_up
 
 _READY_S = 60.0  # of one that compiles nothing before
 
@@ -56,18 +56,7 @@ class App:
     ) -> None:
         self.settings = settings
         self._on_progress, self._on_ready = on_progress, on_ready
-        self._todo = (
-            shapes(
-                llm.buckets,
-                max_model_len=llm.max_model_len,
-                max_chunk=settings.max_num_batched_tokens,
-                chunks=settings.prefix_caching
-                or llm.max_model_len > (settings.max_num_batched_tokens or 0) > 0,
-                mixed=llm.engine.mixed_steps,
-            )
-            if settings.warm_up
-            else []
-        )
+        self._todo = _todo(llm, settings) if settings.warm_up else []
         self._n_done = 0
         self._engine = llm.engine
         metrics = Metrics(settings.served_model_names[0])
@@ -153,6 +142,22 @@ class App:
 
     def _progress(self) -> tuple[int, int]:
         return self._n_done, len(self._todo)
+
+
+def _todo(llm: LLM, settings: Settings) -> list[Shape]:
+    """What is to be compiled before requests are taken, as far as it can be known."""
+    if not llm.programs_by_bucket:
+        return []
+    in_chunks = (
+        settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < llm.max_model_len
+    )
+    return shapes(
+        llm.buckets,
+        max_model_len=llm.max_model_len,
+        max_chunk=settings.max_num_batched_tokens,
+        chunks=settings.prefix_caching or in_chunks,
+        mixed=llm.engine.mixed_steps,
+    )
 
 
 def bound(host: str, port: int) -> socket.socket:

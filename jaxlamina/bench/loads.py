@@ -1,0 +1,136 @@
+"""What a load is made of: how long its requests are, and when they arrive. Pure: knows no model, server or clock."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlamina.errors import UserError
+
+
+class Size(NamedTuple):
+    """Tokens of one request."""
+
+    n_prompt: int
+    n_output: int
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_prompt + self.n_output
+
+
+# Medians of log-normal lengths (prompt, output) with `_SIGMA`, rounded and cut to `_CUT`, whose means after the cut are
+# those of ShareGPT (161.31, 337.99) and Alpaca (19.31, 58.45) in the PagedAttention paper; FineInfer, section 4.1.
+_MEDIANS = {"sharegpt-like": (107.94, 316.69), "alpaca-like": (10.247, 35.383)}
+_SIGMA = 1.0
+_CUT = (4, 1024)
+
+DRAWN = ("sharegpt-like", "alpaca-like", "azure-conversation")
+
+
+def drawn(name: str, n: int, *, seed: int, most_tokens: int | None = None) -> list[Size]:
+    """``n`` sizes of one of `DRAWN`, of which none has more than ``most_tokens`` together.
+
+    "azure-conversation" are real requests of the trace whose sizes come with the package; for the other two only the means
+    are published, and the shape is ours. ``UserError`` for another name, and where hardly any is short enough.
+    """
+    if name not in DRAWN:
+        raise UserError(f"--dataset-name {name!r} must be one of {', '.join(DRAWN)}")
+    draw = _azure if name == "azure-conversation" else lambda n, rng: _log_normal(_MEDIANS[name], n, rng)
+    return _short_enough(draw, n, np.random.default_rng(seed), most_tokens)
+
+
+def azure_conversation() -> list[Size]:
+    """The 1,024 requests of the Azure conversation trace that come with the package."""
+    text = resources.files("jaxlamina.bench").joinpath("data/azure_conversation_tokens.txt").read_text()
+    words = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
+    return [Size(*map(int, word.split("+"))) for word in words]
+
+
+def _azure(n: int, rng: np.random.Generator) -> list[Size]:
+    known = azure_conversation()
+    return [known[i] for i in rng.integers(len(known), size=n)]
+
+
+def _log_normal(medians: tuple[float, float], n: int, rng: np.random.Generator) -> list[Size]:
+    found: list[list[int]] = []
+    for median in medians:
+        lengths: list[int] = []
+        while len(lengths) < n:
+            more = np.rint(rng.lognormal(math.log(median), _SIGMA, n)).astype(int)
+            lengths += more[(more >= _CUT[0]) & (more <= _CUT[1])].tolist()
+        found.append(lengths[:n])
+    return [Size(*pair) for pair in zip(*found, strict=True)]
+
+
+def _short_enough(
+    draw: Callable[[int, np.random.Generator], list[Size]],
+    n: int,
+    rng: np.random.Generator,
+    most_tokens: int | None,
+) -> list[Size]:
+    found: list[Size] = []
+    for _ in range(1000):
+        found += [
+            size for size in draw(max(n, 64), rng) if most_tokens is None or size.n_tokens <= most_tokens
+        ]
+        if len(found) >= n:
+            return found[:n]
+    raise UserError(
+        f"hardly any of these requests has at most {most_tokens} tokens: take another data set or model"
+    )
+
+
+def read_trace(path: str | Path) -> tuple[list[Size], list[float]]:
+    """(sizes, seconds of arrival after the first) of a trace in the form of the Azure LLM inference traces: CSV with
+    TIMESTAMP, ContextTokens and GeneratedTokens. Requests without a prompt or an output are left out. ``UserError`` that names the
+    line that is wrong."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"cannot read the trace {path}: {error}") from None
+    sizes: list[Size] = []
+    times: list[datetime] = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            size = Size(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+            # of seven digits of a second Python reads six
+            time = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}, line {number}: {error!r}; a trace is CSV with TIMESTAMP,ContextTokens,GeneratedTokens"
+            ) from None
+        if min(size) > 0:
+            sizes.append(size)
+            times.append(time)
+    if not sizes:
+        raise UserError(f"{path} has no request")
+    order = sorted(range(len(times)), key=times.__getitem__)
+    return [sizes[i] for i in order], [(times[i] - times[order[0]]).total_seconds() for i in order]
+
+
+def arrivals(n: int, rate: float, burstiness: float = 1.0, *, seed: int = 0) -> list[float]:
+    """Seconds at which ``n`` requests arrive, the first at 0; all of them at 0 where ``rate`` (a second) is infinite.
+
+    Times between two are of a gamma distribution with mean 1 / rate and shape ``burstiness``: 1 is a Poisson process,
+    less comes in bursts, more is more even. ``UserError`` unless both are above 0.
+    """
+    if not rate > 0 or not (burstiness > 0 and math.isfinite(burstiness)):
+        raise UserError(f"request rate {rate:g} and burstiness {burstiness:g} must be above 0")
+    if math.isinf(rate) or n == 0:
+        return [0.0] * n
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), n - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]
+
+
+def means(sizes: Sequence[Size]) -> tuple[float, float]:
+    """Mean tokens of prompts and of outputs."""
+    return sum(s.n_prompt for s in sizes) / len(sizes), sum(s.n_output for s in sizes) / len(sizes)

@@ -1,0 +1,330 @@
+"""How many requests and tokens a second come of a full queue: this engine, beside one request at a time and beside
+transformers' continuous batching. No HTTP, no text.
+
+Knows `LLM`, peers' processes and clocks; nothing of how results are shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Self
+
+from jaxlamina.bench.loads import Size
+from jaxlamina.bench.processes import PeerError, PeerProcess
+from jaxlamina.bench.prompts import prompts as passages
+from jaxlamina.bench.step_bench import random_weights
+from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
+from jaxlamina.errors import UserError
+from jaxlamina.llm import DTYPES, LLM, InMemoryModel
+from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.ranks import Group
+from jaxlamina.sampling import SamplingParams
+from jaxlamina.warm_up import shapes, warm_up
+
+# Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32 ShareGPT-like requests.
+RATIO_LIMIT = 3.0
+OURS, ALONE, TRANSFORMERS = "ours", "ours, one at a time", "transformers"
+_ROOM = 1.2  # of memory beside weights and KV, for what a step works with
+
+
+@dataclass(frozen=True)
+class Options:
+    """``model``: a checkpoint's name, or None for random weights of ``config``. ``n_alone``: of the requests the first so
+    many are also served one after another. Other options as of `LLM`."""
+
+    model: str | None
+    config: ModelConfig
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    split: bool
+    n_rounds: int
+    n_alone: int
+    compare: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """All requests of one way, once. ``batch``: sequences that got a token, mean over the engine's steps. ``exposed_s``:
+    in which the device waited for the host; None where that is not known."""
+
+    n_requests: int
+    n_prompt: int
+    n_output: int
+    seconds: float
+    n_steps: int | None = None
+    batch: float | None = None
+    n_preemptions: int | None = None
+    exposed_s: float | None = None
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.n_requests / self.seconds
+
+    @property
+    def output_per_s(self) -> float:
+        return self.n_output / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (self.n_prompt + self.n_output) / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = ("requests_per_s", "output_per_s", "tokens_per_s")
+        return asdict(self) | {name: getattr(self, name) for name in rates}
+
+
+@dataclass
+class Report:
+    """What was found, a run a round of each way. ``in_turns``: whether transformers and this engine took turns, and not
+    one after the other. ``same_tokens``: requests whose tokens all are those of transformers."""
+
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    warm_up_s: float = 0.0
+    in_turns: bool = True
+    same_tokens: int | None = None
+
+    def ratio(self, way: str) -> tuple[float, float, float]:
+        """Generated tokens a second of ours over another way's: median, lowest and highest of the rounds' own ratios
+        (where they took turns), or of each of ours over the other's median."""
+        ours = [run.output_per_s for run in self.runs[OURS]]
+        theirs = [run.output_per_s for run in self.runs[way]]
+        if way == TRANSFORMERS and not self.in_turns:
+            theirs = [statistics.median(theirs)] * len(ours)
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def measure(
+    options: Options,
+    sizes: Sequence[Size],
+    *,
+    encode: Callable[[str], Sequence[int]] | None,
+    group: Group | None = None,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> Report:
+    """Serves requests of ``sizes``, greedily and to their full length, ``n_rounds`` times in each way.
+
+    transformers has a process of its own on the same device. On a CPU it takes turns with ours; on a GPU it is loaded
+    first, and takes turns only where enough memory is left beside it. ``UserError`` for a request that is longer than the
+    model, or if the two find different devices.
+    """
+    longest = max(size.n_tokens for size in sizes)
+    if longest > options.config.max_position_embeddings:
+        raise UserError(
+            f"a request has {longest} tokens, the model {options.config.max_position_embeddings} positions"
+        )
+    load = _Load(sizes, _prompts(sizes, options.config.vocab_size, encode))
+    report = Report()
+    with ExitStack() as stack:
+        theirs: _Theirs | None = None
+        if options.compare:
+            on_progress("loading transformers")
+            theirs = stack.enter_context(_Theirs(options, load, report))
+            report.in_turns = theirs.leaves(_needed_bytes(options, sizes))
+            if not report.in_turns:
+                for i in range(options.n_rounds):
+                    on_progress(f"round {i + 1} of {options.n_rounds}: transformers")
+                    theirs.turn()
+                theirs.close()
+        on_progress("loading")
+        ours = _Ours(options, longest, group)
+        report.device = ours.device.device_kind
+        if theirs is not None:
+            theirs.check_same_platform(ours.device.platform)
+        on_progress("compiling")
+        report.warm_up_s = ours.warm_up()
+        for i in range(options.n_rounds):
+            head = f"round {i + 1} of {options.n_rounds}"
+            on_progress(f"{head}, {len(sizes)} requests")
+            _round(ours, load, options.n_alone, report)
+            if theirs is not None and report.in_turns:
+                on_progress(f"{head}, {TRANSFORMERS}")
+                theirs.turn()
+    if theirs is not None and theirs.tokens is not None and options.model is not None:
+        report.same_tokens = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
+    return report
+
+
+@dataclass(frozen=True)
+class _Load:
+    sizes: Sequence[Size]
+    prompts: Sequence[Sequence[int]]
+
+    @property
+    def n_outputs(self) -> list[int]:
+        return [size.n_output for size in self.sizes]
+
+    def part(self, begin: int, end: int) -> _Load:
+        return _Load(self.sizes[begin:end], self.prompts[begin:end])
+
+    def run(self, seconds: float, **more: Any) -> Run:
+        n_prompt = sum(size.n_prompt for size in self.sizes)
+        return Run(len(self.sizes), n_prompt, sum(self.n_outputs), seconds, **more)
+
+
+def _round(ours: _Ours, load: _Load, n_alone: int, report: Report) -> None:
+    """Ours once; of the requests that are also served one by one, half come before it and half after, so that a machine
+    that slows down hits both."""
+    halves = load.part(0, n_alone // 2), load.part(n_alone // 2, n_alone)
+    alone_s = ours.one_at_a_time(halves[0])
+    report.runs.setdefault(OURS, []).append(ours.run(load))
+    if n_alone:
+        alone_s += ours.one_at_a_time(halves[1])
+        report.runs.setdefault(ALONE, []).append(load.part(0, n_alone).run(alone_s))
+
+
+class _Ours:
+    """The engine, without a tokenizer and without a prefix cache: every round does all the work."""
+
+    def __init__(self, options: Options, longest: int, group: Group | None) -> None:
+        self.tokens: list[list[int]] = []
+        self._options = options
+        self._llm = LLM(
+            _source(options),
+            dtype=options.dtype,
+            split=options.split,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=longest,
+            prefix_caching=False,
+            group=group,
+        )
+        self.device = self._llm.model_device
+
+    def warm_up(self) -> float:
+        """Compiles every program that these requests can meet; seconds."""
+        began_s = time.perf_counter()
+        length, chunk = self._llm.max_model_len, self._options.max_num_batched_tokens
+        todo = shapes(self._llm.buckets, max_model_len=length, max_chunk=chunk, chunks=length > chunk)
+        warm_up(self._llm.engine, todo, lambda n: None, lambda: False)
+        return time.perf_counter() - began_s
+
+    def run(self, load: _Load) -> Run:
+        before = self._llm.stats()
+        began_s = time.perf_counter()
+        self.tokens = self._generate(load)
+        seconds = time.perf_counter() - began_s
+        after = self._llm.stats()
+
+        def more(key: str) -> Any:
+            return after[key] - before[key]
+
+        return load.run(
+            seconds,
+            n_steps=more("n_steps"),
+            batch=more("n_generated_tokens") / more("n_steps"),
+            n_preemptions=more("n_preemptions"),
+            exposed_s=more("exposed_s") if "exposed_s" in after else None,
+        )
+
+    def one_at_a_time(self, load: _Load) -> float:
+        """Seconds for all requests, each begun when the one before it is done."""
+        began_s = time.perf_counter()
+        for i in range(len(load.sizes)):
+            self._generate(load.part(i, i + 1))
+        return time.perf_counter() - began_s
+
+    def _generate(self, load: _Load) -> list[list[int]]:
+        asked = [{"prompt_token_ids": prompt} for prompt in load.prompts]
+        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in load.n_outputs]
+        found = [list(output.token_ids) for output in self._llm.generate(asked, params)]
+        if [len(tokens) for tokens in found] != load.n_outputs:
+            raise UserError("some outputs are shorter than asked for: the KV of one request does not fit")
+        return found
+
+
+class _Theirs:
+    """transformers in its process. Where it fails it is left out, and the report says why."""
+
+    def __init__(self, options: Options, load: _Load, report: Report) -> None:
+        self.tokens: list[list[int]] | None = None
+        self._load, self._report = load, report
+        self._platform, self._free_bytes = "", 0
+        self._process: PeerProcess | None = None
+        job = BatchingJob(
+            options.model,
+            options.config,
+            options.dtype,
+            load.sizes,
+            options.max_num_seqs,
+            options.max_num_batched_tokens,
+        )
+        try:
+            self._process = PeerProcess(TRANSFORMERS, partial(ContinuousBatching, job))
+            self._platform, self._free_bytes = self._process.ask("where")
+            report.notes[TRANSFORMERS] = self._process.note
+        except PeerError as error:
+            self._give_up(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def leaves(self, n_bytes: float) -> bool:
+        """Whether there is memory for so much beside it."""
+        return self._platform != "gpu" or self._free_bytes > n_bytes
+
+    def check_same_platform(self, platform: str) -> None:
+        if self._platform and self._platform != platform:
+            raise UserError(
+                f"transformers would run on the {self._platform} and JAX on the {platform}: "
+                "set JAX_PLATFORMS=cpu to compare on the CPU"
+            )
+
+    def turn(self) -> None:
+        if self._process is None:
+            return
+        try:
+            seconds, self.tokens = self._process.ask("run", self._load.prompts, self._load.n_outputs)
+        except PeerError as error:
+            self._give_up(error)
+            return
+        self._report.runs.setdefault(TRANSFORMERS, []).append(self._load.run(seconds))
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _give_up(self, error: PeerError) -> None:
+        self.close()
+        self.tokens = None
+        self._report.runs.pop(TRANSFORMERS, None)
+        self._report.left_out[TRANSFORMERS] = str(error)
+
+
+def _source(options: Options) -> InMemoryModel:
+    if options.model is None:
+        return InMemoryModel(options.config, random_weights(options.config, DTYPES[options.dtype]))
+    from jaxlamina.weights import open_checkpoint
+
+    return InMemoryModel(options.config, open_checkpoint(options.model).load())
+
+
+def _prompts(
+    sizes: Sequence[Size], vocab_size: int, encode: Callable[[str], Sequence[int]] | None
+) -> list[list[int]]:
+    """A prompt a size: real text cut to the token, or random ids without a tokenizer."""
+    longest = max(size.n_prompt for size in sizes)
+    made = passages(len(sizes), longest, vocab_size=vocab_size, encode=encode)
+    return [prompt[: size.n_prompt] for prompt, size in zip(made, sizes, strict=True)]
+
+
+def _needed_bytes(options: Options, sizes: Sequence[Size]) -> float:
+    """Memory for weights, and for KV of as many of these requests as can run at once."""
+    config, itemsize = options.config, DTYPES[options.dtype].dtype.itemsize
+    weights = sum(x.size for x in abstract_params(config).values())
+    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    longest = max(size.n_tokens for size in sizes)
+    return _ROOM * itemsize * (weights + a_token * options.max_num_seqs * longest)

@@ -1,0 +1,134 @@
+"""transformers' continuous batching (`generate_batch`'s manager) as `jaxlamina bench throughput` compares with it.
+
+Made and run in a process of its own (`processes`). Knows torch and transformers; nothing of rounds or results.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlamina.bench.loads import Size
+from jaxlamina.bench.machine import n_cores
+from jaxlamina.bench.peers import transformers_model
+from jaxlamina.models import ModelConfig
+
+_PAGE_TOKENS = 256  # transformers' own default
+_OF_FREE_MEMORY = 0.8  # for KV, where all of it does not fit: what it takes itself
+_SILENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class BatchingJob:
+    """``model``: a checkpoint, or None for random weights of ``config``. The other limits as of `LLM`."""
+
+    model: str | None
+    config: ModelConfig
+    dtype: str
+    sizes: Sequence[Size]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class ContinuousBatching:
+    """As many sequences at once and prompt tokens a step as ours, KV for as many as can be there at once, greedy, no
+    end-of-sequence token, no shared prefixes, no text."""
+
+    def __init__(self, job: BatchingJob) -> None:
+        import jax
+        import torch
+        import transformers
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        jax.config.update(
+            "jax_platforms", "cpu"
+        )  # weights are read by JAX: it must not take the GPU's memory
+        on_gpu = torch.cuda.is_available() and os.environ.get("JAX_PLATFORMS") != "cpu"
+        self.platform = "gpu" if on_gpu else "cpu"
+        torch.set_num_threads(n_cores())
+        weights = None if job.model is None else _weights(job.model)
+        self._torch = torch
+        self._model = transformers_model(
+            job.config, getattr(torch, job.dtype), "cuda" if on_gpu else "cpu", weights
+        )
+        n_blocks = needed_blocks(job.sizes, job.max_num_seqs)
+        if on_gpu:
+            n_blocks = min(n_blocks, int(_OF_FREE_MEMORY * self.free_bytes() / self._block_bytes(job.config)))
+        self._manager_options: dict[str, Any] = {
+            "generation_config": transformers.GenerationConfig(
+                do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1
+            ),
+            "continuous_batching_config": ContinuousBatchingConfig(
+                page_size=_PAGE_TOKENS,
+                num_blocks=n_blocks,
+                max_batch_tokens=max(job.max_num_batched_tokens, job.max_num_seqs),
+                max_requests_per_batch=job.max_num_seqs,
+                allow_block_sharing=False,
+            ),
+        }
+        shortest = min(job.sizes)
+        self.run([[1] * shortest.n_prompt] * min(2, job.max_num_seqs), [2] * min(2, job.max_num_seqs))
+        attention = self._model.config._attn_implementation
+        self.note = (
+            f"torch {'CUDA' if on_gpu else 'CPU'}, continuous batching, {attention} attention, "
+            f"KV of {n_blocks * _PAGE_TOKENS:,} tokens, {job.max_num_batched_tokens} tokens a step at most"
+        )
+
+    def where(self) -> tuple[str, int]:
+        """("cpu" or "gpu", bytes that are free on the GPU, 0 for none)."""
+        return self.platform, self.free_bytes() if self.platform == "gpu" else 0
+
+    def free_bytes(self) -> int:
+        return int(self._torch.cuda.mem_get_info()[0])
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], n_outputs: Sequence[int]
+    ) -> tuple[float, list[list[int]]]:
+        """Seconds from the first request to the last token, and each request's tokens."""
+        manager = self._model.init_continuous_batching(**self._manager_options)
+        manager.start()
+        try:
+            began_s = time.perf_counter()
+            for i, (prompt, n) in enumerate(zip(prompts, n_outputs, strict=True)):
+                manager.add_request(list(prompt), request_id=str(i), max_new_tokens=n)
+            found: dict[int, list[int]] = {}
+            until_s = began_s + _SILENCE_S
+            while len(found) < len(prompts):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    if result.error is not None:
+                        raise RuntimeError(result.error)
+                    found[int(result.request_id)] = list(result.generated_tokens)
+                    until_s = time.perf_counter() + _SILENCE_S
+                elif not manager.is_running() or time.perf_counter() > until_s:
+                    raise RuntimeError("its continuous batching stopped before all requests were done")
+            seconds = time.perf_counter() - began_s
+        finally:
+            manager.stop(block=True, timeout=_SILENCE_S, keep_for_next_session=True)
+        return seconds, [found[i] for i in range(len(prompts))]
+
+    def _block_bytes(self, config: ModelConfig) -> int:
+        itemsize = self._model.dtype.itemsize
+        return (
+            2
+            * config.num_hidden_layers
+            * config.num_key_value_heads
+            * config.head_dim
+            * itemsize
+            * _PAGE_TOKENS
+        )
+
+
+def needed_blocks(sizes: Sequence[Size], max_num_seqs: int) -> int:
+    """Pages of KV that hold any ``max_num_seqs`` of these requests at once."""
+    pages = sorted((-(-size.n_tokens // _PAGE_TOKENS) for size in sizes), reverse=True)
+    return sum(pages[:max_num_seqs]) + 1
+
+
+def _weights(model: str) -> Any:
+    from jaxlamina.weights import open_checkpoint
+
+    return open_checkpoint(model).load()

@@ -1,0 +1,112 @@
+"""Who goes first among requests that wait, and who gives way first among those that run.
+
+Policy on plain data: a request gets a rank. What follows from ranks is the scheduler's business; a policy knows no slots, no
+clock and no device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+from jaxlamina.errors import UserError
+from jaxlamina.request import Request
+
+
+class Policy(Protocol):
+    """The order of requests: the lowest rank is admitted first, the greatest gives way first when slots run out.
+
+    Of equal ranks whoever came first goes first. ``preemptive``: running requests of a greater rank give way to a
+    waiting one, even while there is room for those that run.
+    """
+
+    preemptive: bool
+
+    def rank(self, request: Request) -> Any:
+        """Anything that can be compared with the other ranks. It must stay the same while a request waits, and be the
+        same for sequences in lockstep."""
+        ...
+
+
+class Fifo:
+    """First come, first served: the oldest always finish, and nobody starves."""
+
+    preemptive = False
+
+    def rank(self, request: Request) -> int:
+        return 0
+
+
+class Priority:
+    """Lower ``priority`` first, as vLLM's policy of this name. Who runs is left alone while there is room; what has a
+    high number starves for as long as lower ones come fast enough to fill the pool."""
+
+    preemptive = False
+
+    def rank(self, request: Request) -> int:
+        return request.priority
+
+
+class ChatFirst:
+    """Chats (``priority`` 0, the default, or below) before batch work (above 0), each first come, first served.
+
+    FineInfer (§3.2, §3.3) queues chats before batches, so that an answer somebody waits for is not held up by them. It
+    bounds what batch work may have to wait by nothing but that a user has one chat under way at a time; nor is there a
+    bound here. Here batch work also gives its slots and rows to chats that wait; its tokens are kept.
+    """
+
+    preemptive = True
+
+    def rank(self, request: Request) -> bool:
+        return request.priority > 0
+
+
+class ShortestRemaining:
+    """Fewest tokens left to write first, by ``max_tokens``: the mean wait is short, and long requests starve for as long
+    as short ones come fast enough to fill the pool."""
+
+    preemptive = False
+
+    def rank(self, request: Request) -> int:
+        return request.n_tokens_left
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "fifo": Fifo,
+    "fcfs": Fifo,  # vLLM's name
+    "priority": Priority,
+    "chat-first": ChatFirst,
+    "shortest-remaining": ShortestRemaining,
+}
+
+
+def load_policy(name: str) -> Policy:
+    """The policy of this name, or an instance of the class "package.module:Class".
+
+    ``UserError`` if there is none, it cannot be imported or made, or it is not a `Policy`.
+    """
+    if name in POLICIES:
+        return POLICIES[name]()
+    where = f"scheduling_policy={name!r}"
+    module, colon, cls = name.partition(":")
+    if not (colon and module and cls):
+        raise UserError(f"{where} must be one of {', '.join(POLICIES)}, or a class: package.module:Class")
+    try:
+        policy = getattr(importlib.import_module(module), cls)()
+    except Exception as error:  # whatever the user's own code raises
+        raise UserError(f"{where} cannot be loaded ({type(error).__name__}: {error}): check it") from error
+    _check(where, policy)
+    found: Policy = policy
+    return found
+
+
+def _check(where: str, policy: Any) -> None:
+    if not isinstance(getattr(policy, "preemptive", None), bool):
+        raise UserError(f"{where} has no attribute preemptive, True or False: add it")
+    try:
+        bool(policy.rank(Request("one", (0,), 1)) < policy.rank(Request("another", (0,), 1)))
+    except Exception as error:
+        raise UserError(
+            f"{where} gives no rank that can be compared ({type(error).__name__}: {error}): "
+            "give it rank(self, request), returning a number or a tuple of numbers"
+        ) from error

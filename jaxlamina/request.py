@@ -1,0 +1,77 @@
+"""A request as the scheduler sees it: tokens, slots and a state. Knows no text, no device and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from jaxlamina.kv import SlotList
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: tokens in, tokens out so far, and the slots of those whose KV is in the pool.
+
+    ``slots[p]`` holds the KV of position p. A running request between steps has one token more than it
+    has slots: the newest, which the next decode step takes in. ``payload`` is the engine's own, and so is
+    ``n_in_flight``: tokens after ``output_token_ids`` that have been drawn and are not known yet, at most one when a
+    step is scheduled.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    payload: Any = None
+    index: int = 0  # among the sequences of its ``request_id``
+    width: int = 1  # how many sequences it becomes once its prompt is computed
+    lockstep: bool = False  # those sequences run in the same steps
+    priority: int = 0  # lower goes first, where the policy looks at it
+    output_token_ids: list[int] = field(default_factory=list)
+    slots: SlotList = field(default_factory=SlotList)
+    host_slots: np.ndarray | None = None  # [n] int32, while its KV is on the host
+    n_cached: int = 0  # positions whose KV was there when it was admitted: its prefill starts after them
+    n_computed: int | None = None  # positions with KV, while its prefill goes on over several steps
+    state: State = State.WAITING
+    n_preemptions: int = 0
+    n_in_flight: int = 0
+    arrival: int = 0  # how many requests were queued before it
+    rank: Any = None  # by the policy, while it waits
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens out, those in flight counted."""
+        return len(self.output_token_ids) + self.n_in_flight
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in and out, those in flight counted."""
+        return len(self.prompt_token_ids) + self.n_generated
+
+    @property
+    def n_tokens_left(self) -> int:
+        """Tokens that it may still write."""
+        return self.max_tokens - self.n_generated
+
+    @property
+    def longest(self) -> int:
+        """Slots of one of its sequences at its longest: the last token is never taken in, so it needs none."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that must be there for it to finish, even alone."""
+        n_together = self.width if self.lockstep else 1
+        return len(self.prompt_token_ids) + n_together * (self.max_tokens - 1)
+
+    def all_token_ids(self) -> list[int]:
+        return [*self.prompt_token_ids, *self.output_token_ids]

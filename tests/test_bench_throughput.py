@@ -1,0 +1,143 @@
+"""`bench throughput`: a full queue in this process, over ranks, and beside transformers' continuous batching."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_examples import tiny_words_folder
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_jobs import ROOT, TRANSPORTS
+from typer.testing import CliRunner
+
+from jaxlamina.bench.cli import app
+from jaxlamina.bench.loads import Size
+from jaxlamina.bench.throughput_bench import ALONE, OURS, TRANSFORMERS, Report, Run
+from jaxlamina.bench.throughput_peers import needed_blocks
+from jaxlamina.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=64)
+
+
+def bench(*options: str) -> Any:
+    return CliRunner().invoke(app, ["throughput", *options])
+
+
+def test_all_requests_are_served_to_their_full_length(folder: Path) -> None:
+    options = ["--model", str(folder), "--dataset-name", "alpaca-like", "--max-model-len", "40"]
+    options += ["--num-prompts", "6", "--max-num-seqs", "4", "--rounds", "2", "--one-at-a-time", "3"]
+    result = bench(*options, "--max-num-batched-tokens", "8")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert record["bench"] == "throughput" and record["results"].keys() == {OURS, ALONE}
+    n_in, n_out = record["mean_lengths"]
+    for run in record["results"][OURS]:
+        assert (run["n_requests"], run["n_prompt"], run["n_output"]) == (6, round(6 * n_in), round(6 * n_out))
+        assert 1 < run["batch"] <= 4 and run["n_preemptions"] == 0
+        assert run["output_per_s"] == pytest.approx(run["n_output"] / run["seconds"])
+    assert [run["n_requests"] for run in record["results"][ALONE]] == [3, 3]
+    median, low, high = record["ratios"][ALONE]
+    assert low <= median <= high
+    assert "ours is" in result.stdout and "limit 3" not in result.stdout, "the limit is of another load"
+    assert {"device", "versions", "date", "load"} <= record.keys()
+
+
+def test_a_shape_with_random_weights_is_served_unsplit(folder: Path) -> None:
+    options = ["--config", str(folder / "config.json"), "--layers", "1", "--no-split", "--json"]
+    options += ["--max-num-seqs", "2"]
+    options += ["--dataset-name", "random", "--input-len", "5", "--output-len", "3", "--num-prompts", "2"]
+    result = bench(*options)
+    assert result.exit_code == 0, result.output
+    [line] = result.stdout.splitlines()
+    record = json.loads(line)
+    assert record["n_layers"] == 1 and not record["split"] and record["mean_lengths"] == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--config", "llama-3-8b", "--model", "x"], "give one"),
+        (["--config", "llama-3-8b", "--compare", "vllm"], "must be transformers"),
+        (["--config", "llama-3-8b", "--dataset-name", "sonnet"], "must be one of"),
+        (["--config", "llama-3-8b", "--one-at-a-time", "33"], "at most --num-prompts 32"),
+        (["--config", "llama-3-8b", "--dataset-name", "random", "--input-len", "9000"], "9128 tokens"),
+        (["--layers", "1"], "--layers is for --config"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(options: list[str], what: str) -> None:
+    result = bench(*options)
+    assert isinstance(result.exception, UserError)
+    assert what in str(result.exception)
+
+
+def run(seconds: float) -> Run:
+    return Run(1, 0, 100, seconds)
+
+
+def test_ratios_are_of_rounds_where_ways_took_turns() -> None:
+    runs = {OURS: [run(1.0), run(2.0)], TRANSFORMERS: [run(4.0), run(4.0)]}
+    assert Report(runs=runs).ratio(TRANSFORMERS) == (3.0, 2.0, 4.0)
+    runs[TRANSFORMERS] = [run(2.0), run(6.0)]
+    assert Report(runs=runs).ratio(TRANSFORMERS) == (2.5, 2.0, 3.0)
+    assert Report(runs=runs, in_turns=False).ratio(TRANSFORMERS) == pytest.approx((2.25, 1.5, 3.0))
+
+
+@given(
+    st.lists(st.builds(Size, st.integers(1, 900), st.integers(1, 900)), min_size=1, max_size=9),
+    st.integers(1, 9),
+)
+def test_pages_hold_any_requests_at_once(sizes: list[Size], at_once: int) -> None:
+    pages = [-(-(size.n_prompt + size.n_output) // 256) for size in sizes]
+    assert needed_blocks(sizes, at_once) > max(sum(pages[i : i + at_once]) for i in range(len(pages)))
+
+
+@pytest.mark.slow
+def test_transformers_serves_the_same_requests(folder: Path) -> None:
+    for package in ("torch", "transformers"):
+        pytest.importorskip(package)
+    options = ["--model", str(folder), "--dataset-name", "random", "--input-len", "6", "--output-len", "4"]
+    result = bench(*options, "--num-prompts", "3", "--max-num-seqs", "2", "--compare", "transformers")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert record["left_out"] == {} and record["in_turns"] and record["same_tokens"] == 3
+    [theirs] = record["results"][TRANSFORMERS]
+    assert theirs["n_output"] == 12 and theirs["seconds"] > 0 and record["ratios"][TRANSFORMERS][0] > 0
+    assert "the same tokens as transformers: 3 of 3" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_model_beside_transformers() -> None:
+    for package in ("torch", "transformers"):
+        pytest.importorskip(package)
+    options = ["--dataset-name", "alpaca-like", "--num-prompts", "4", "--max-num-seqs", "4"]
+    result = bench(*options, "--max-model-len", "128", "--compare", "transformers", "--one-at-a-time", "4")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert record["results"].keys() == {OURS, ALONE, TRANSFORMERS} and record["same_tokens"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_over_ranks(folder: Path, transport: str) -> None:
+    words = ["launch", "--dop", "1,1", "--transport", transport, "--", "bench", "throughput", "--json"]
+    words += ["--model", str(folder), "--dataset-name", "random", "--input-len", "6", "--output-len", "4"]
+    words += ["--num-prompts", "3", "--max-num-seqs", "2"]
+    found = subprocess.run(
+        [sys.executable, "-m", "jaxlamina", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    record = json.loads(found.stdout.splitlines()[-1])
+    assert record["job"] == "(1, 1)" and record["results"][OURS][0]["n_output"] == 12

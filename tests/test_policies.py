@@ -1,0 +1,289 @@
+"""Scheduling policies: their order over random workloads, chats before batch work, padded KV, and a real model's tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_chunked_prefill import llm
+from test_scheduler import make, play, request, run_step, workloads
+
+from jaxlamina import SamplingParams
+from jaxlamina.errors import UserError
+from jaxlamina.policies import POLICIES, ChatFirst, Priority, ShortestRemaining, load_policy
+from jaxlamina.request import Request, State
+from jaxlamina.scheduler import Scheduler, StepPlan
+
+NAMES = ["fifo", "priority", "chat-first", "shortest-remaining"]
+
+
+def chat(name: str, prompt: int, max_tokens: int) -> Request:
+    return request(name, prompt, max_tokens)
+
+
+def batch(name: str, prompt: int, max_tokens: int) -> Request:
+    r = request(name, prompt, max_tokens)
+    r.priority = 1
+    return r
+
+
+def check_order(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> None:
+    """Whoever is admitted stands before all that wait, and whoever gives way after all that go on."""
+
+    def place(r: Request):
+        return scheduler.policy.rank(r), r.arrival, r.index
+
+    admitted = [r for r in scheduler.running if r not in before]
+    assert scheduler.waiting == sorted(scheduler.waiting, key=place)
+    if admitted and scheduler.waiting:
+        assert max(map(place, admitted)) < place(scheduler.waiting[0])
+    going_on = [r for r in before if r.state is State.RUNNING]
+    if plan.preempted and going_on:
+        assert min(map(place, plan.preempted)) > max(map(place, going_on))
+
+
+def check_chats(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> None:
+    """While a chat waits, a step takes in a chat, has some request give way, or there is no batch work left that could."""
+    check_order(scheduler, plan, before)
+    chats = [r for r in scheduler.running if r.priority <= 0]
+    if any(r.priority <= 0 for r in scheduler.waiting) and len(chats) < len(scheduler.running):
+        taken_in = [r for r in chats if r not in before or r in plan.prefills]
+        assert taken_in or plan.preempted
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None)
+@given(
+    workload=workloads(),
+    aborted=st.sets(st.integers(0, 9)),
+    random=st.randoms(use_true_random=False),
+    padded=st.booleans(),
+)
+def test_any_workload_finishes_in_the_policys_order(name: str, workload, aborted, random, padded: bool):
+    check = check_chats if name == "chat-first" else check_order
+    play(workload, aborted, random, check, policy=load_policy(name), padded=padded)
+
+
+def test_a_chat_is_admitted_at_once_and_batch_work_gives_way_to_it():
+    scheduler = make(30, max_num_seqs=3, policy=ChatFirst())
+    works = [batch(f"work{i}", 6, 8) for i in range(3)]
+    for r in works:
+        scheduler.add(r)
+    run_step(scheduler)
+    assert scheduler.running == works
+    hello = chat("hello", 14, 4)
+    scheduler.add(hello)
+    plan = run_step(scheduler)
+    # A row of one would do; the slots of two are needed.
+    assert plan.preempted == (works[2], works[1])
+    assert plan.prefills == (hello,) and plan.decodes == (works[0],)
+    assert scheduler.waiting == works[1:]
+    while hello.state is not State.FINISHED:
+        run_step(scheduler)
+    assert len(works[0].output_token_ids) == 5 and [len(r.output_token_ids) for r in works[1:]] == [1, 1]
+    while not scheduler.idle:
+        run_step(scheduler)
+        scheduler.check_integrity()
+    assert [len(r.output_token_ids) for r in works] == [8, 8, 8]
+
+
+def test_batch_work_does_not_give_way_where_there_is_room():
+    scheduler = make(60, max_num_seqs=3, policy=ChatFirst())
+    work, hello = batch("work", 6, 8), chat("hello", 6, 4)
+    scheduler.add(work)
+    run_step(scheduler)
+    scheduler.add(hello)
+    plan = run_step(scheduler)
+    assert not plan.preempted and plan.decodes == (work,) and plan.prefills == (hello,)
+
+
+def test_a_chat_does_not_give_way_to_another():
+    scheduler = make(20, max_num_seqs=3, policy=ChatFirst())
+    first, second = chat("first", 10, 4), chat("second", 10, 4)
+    scheduler.add(first)
+    run_step(scheduler)
+    scheduler.add(second)
+    plan = run_step(scheduler)
+    assert not plan.preempted and plan.decodes == (first,) and scheduler.waiting == [second]
+
+
+def test_a_long_batch_prompt_is_interrupted_for_a_chat():
+    scheduler = make(60, policy=ChatFirst(), prefill_chunk=4)
+    work, hello = batch("work", 12, 2), chat("hello", 6, 2)
+    scheduler.add(work)
+    assert scheduler.schedule().spans == ((0, 4),)
+    scheduler.add(hello)
+    seen = []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        seen.append((*plan.prefills, *plan.spans))
+        if hello.n_computed is None and not hello.output_token_ids:
+            hello.output_token_ids.append(7)
+    assert seen == [(hello, (0, 4)), (hello, (4, 6)), (work, (4, 8)), (work, (8, 12))]
+    assert not scheduler.waiting and work.n_preemptions == 0
+
+
+def test_lower_priority_numbers_go_first_and_the_highest_gives_way():
+    scheduler = make(20, policy=Priority())
+    low, high, middle = [request(name, 4, 9) for name in ("low", "high", "middle")]
+    low.priority, high.priority, middle.priority = -1, 5, 2
+    for r in (high, low):
+        scheduler.add(r)
+    assert run_step(scheduler).prefills == (low, high)
+    scheduler.add(middle)
+    assert run_step(scheduler).prefills == (middle,)  # there is room: nobody gives way
+    preempted = []
+    while not scheduler.idle:
+        preempted += run_step(scheduler).preempted
+    assert preempted[0] is high and low not in preempted
+
+
+def test_the_shortest_remaining_go_first_and_the_longest_gives_way():
+    scheduler = make(20, max_num_seqs=2, policy=ShortestRemaining())
+    long, short, middle = request("long", 4, 12), request("short", 4, 3), request("middle", 4, 6)
+    for r in (long, middle, short):
+        scheduler.add(r)
+    assert run_step(scheduler).prefills == (short, middle)
+    ends = []
+    while not scheduler.idle:
+        running = list(scheduler.running)
+        run_step(scheduler)
+        ends += [r for r in running if r.state is State.FINISHED]
+    assert ends == [short, middle, long]
+
+
+def test_padded_sequences_take_a_rectangle_and_never_give_way():
+    seen = {}
+    for padded in (False, True):
+        scheduler = make(48, max_num_seqs=8, padded=padded)
+        for i in range(8):
+            scheduler.add(request(str(i), 4, 9))  # 12 slots at its longest
+        sizes = []
+        while not scheduler.idle:
+            plan = run_step(scheduler)
+            sizes.append(len(plan.requests))
+            assert not (padded and plan.preempted)
+        seen[padded] = max(sizes), sum(sizes) / len(sizes)
+    assert seen[True] == (4, 4.0)
+    assert seen[False][0] == 8 and seen[False][1] > 4.0
+    scheduler = make(48, max_num_seqs=8, padded=True)
+    for r in (request("short", 4, 2), request("long", 4, 20), request("next", 4, 2)):
+        scheduler.add(r)
+    assert len(run_step(scheduler).prefills) == 2  # each counts 23: a third would need 69
+
+
+def test_a_request_that_can_never_fit_padded_is_refused_with_numbers():
+    scheduler = make(30, max_num_seqs=4, padded=True)
+    with pytest.raises(
+        UserError, match=r"may need 36 KV slots \(prompt 8 \+ max_tokens 5 - 1, for each of 3 sequences\)"
+    ):
+        scheduler.add(Request("r", list(range(8)), 5, width=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lifo", "must be one of fifo, fcfs, priority, chat-first, shortest-remaining, or a class"),
+        ("nowhere:Lifo", "cannot be loaded .ModuleNotFoundError: No module named 'nowhere'"),
+        ("my_policies:Fifo", "cannot be loaded .AttributeError"),
+        ("my_policies:NeedsMore", "cannot be loaded .TypeError"),
+        ("my_policies:NoPreemptive", "has no attribute preemptive"),
+        ("my_policies:NoRank", "gives no rank that can be compared .AttributeError"),
+        ("my_policies:NoOrder", "gives no rank that can be compared .TypeError"),
+    ],
+)
+def test_a_policy_that_does_not_fit_is_refused_in_one_line(name: str, message: str, my_policies):
+    with pytest.raises(UserError, match=message) as caught:
+        load_policy(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def my_policies(tmp_path, monkeypatch):
+    (tmp_path / "my_policies.py").write_text(
+        "class Lifo:\n"
+        "    preemptive = False\n"
+        "    def rank(self, request): return -request.arrival\n"
+        "class NeedsMore(Lifo):\n"
+        "    def __init__(self, more): pass\n"
+        "class NoPreemptive:\n"
+        "    def rank(self, request): return 0\n"
+        "class NoRank:\n"
+        "    preemptive = True\n"
+        "class NoOrder(Lifo):\n"
+        "    def rank(self, request): return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_policy_of_ones_own(my_policies):
+    scheduler = make(40, max_num_seqs=1, policy=load_policy("my_policies:Lifo"))
+    rows = [request(str(i), 4, 1) for i in range(3)]
+    for r in rows:
+        scheduler.add(r)
+    assert [run_step(scheduler).prefills for _ in range(3)] == [(r,) for r in reversed(rows)]
+
+
+def test_all_built_in_policies_load():
+    assert [type(load_policy(name)) for name in POLICIES] == list(POLICIES.values())
+
+
+# --- a real model ---
+
+WORK = [([(5 * i + j) % 50 + 3 for j in range(6 + 5 * i)], 14 - i, i % 2) for i in range(6)]
+
+
+def serve(engine, work, steps_apart: int) -> list[tuple[int, ...]]:
+    """Tokens of ``work``, of which one request comes every so many steps."""
+    ids, tokens, coming = [], {}, list(work)
+    step = 0
+    while coming or not engine.idle:
+        if coming and step % steps_apart == 0:
+            prompt, max_tokens, priority = coming.pop(0)
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+            ids.append(engine.add_request(prompt, params, priority=priority))
+        for event in engine.step():
+            if event.output is not None:
+                tokens[event.request_id] = event.output.outputs[0].token_ids
+        engine.check_integrity()
+        step += 1
+    assert engine.scheduler.n_used == 0
+    return [tokens[i] for i in ids]
+
+
+def test_a_models_tokens_do_not_depend_on_the_policy_nor_on_launching_ahead():
+    model = llm(
+        "llama",
+        split=False,
+        kv_slots=44,
+        max_num_batched_tokens=16,
+        scheduling_policy="chat-first",
+        kv_manager="padded",
+    )
+    engine = model.engine
+    assert isinstance(engine.scheduler.policy, ChatFirst) and engine.scheduler.padded
+    alone = serve(engine, WORK, steps_apart=40)
+    assert engine.stats.n_preemptions == 0
+    assert model.stats()["mean_batch_size"] == 69 / 72  # three steps compute a part of a prompt alone
+    for padded in (False, True):
+        engine.scheduler.padded = padded
+        for name in NAMES:
+            engine.scheduler.policy = load_policy(name)
+            for engine.async_scheduling in (False, True):
+                engine.reset_prefix_cache()
+                n_before = engine.stats.n_preemptions
+                assert serve(engine, WORK, steps_apart=2) == alone, name
+                if name != "chat-first":
+                    assert (engine.stats.n_preemptions > n_before) is not padded, name
+    assert model.stats()["mean_batch_size"] > 1
+
+
+def test_options_that_do_not_fit_are_refused_in_one_line():
+    with pytest.raises(UserError, match="kv_manager='paged' must be one of token, padded"):
+        llm("llama", kv_manager="paged")
+    model = llm("llama", split=False)
+    prompt = {"prompt_token_ids": [5]}
+    with pytest.raises(UserError, match="1 priorities for 2 prompts"):
+        model.generate([prompt, prompt], priority=[1])
+    with pytest.raises(UserError, match="priority='high' must be a whole number"):
+        model.generate([prompt], priority=["high"])
