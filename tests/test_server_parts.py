@@ -19,6 +19,7 @@ from jaxlamina.server.errors import ApiError
 from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest
 from jaxlamina.server.tools import ToolCallParser, parse
+from jaxlamina.structured import StructuredOutputs
 from jaxlamina.warm_up import Shape, shapes, warm_up
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
@@ -59,13 +60,21 @@ def test_how_a_text_is_cut_makes_no_difference(text, cuts):
 
 def test_every_sampling_parameter_can_be_given():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert set(PASSED) | {"logprobs"} == fields
+    assert set(PASSED) | {"logprobs", "logit_bias", "structured_outputs"} == fields
     body = {
         "prompt": "x", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "n": 2, "best_of": 3,
         "max_tokens": 9, "min_tokens": 2, "stop": ["a"], "stop_token_ids": [4], "ignore_eos": True, "logprobs": 5,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "bad_words": ["b"],
     }  # fmt: skip
     wanted = {name: value for name, value in body.items() if name != "prompt"}
     assert sampling_params(CompletionRequest(**body)) == SamplingParams(**wanted)
+    assert sampling_params(CompletionRequest(prompt="x", logit_bias={"7": -2})).logit_bias == {7: -2}
+    structured = {"json": {"type": "object"}}
+    for more in ({"structured_outputs": structured}, {"response_format": {"type": "json_object"}}):
+        found = sampling_params(CompletionRequest(prompt="x", **more))
+        assert found.structured_outputs == StructuredOutputs(**structured)
+    with pytest.raises(ApiError, match="structured_outputs.grammar is not supported"):
+        sampling_params(CompletionRequest(prompt="x", structured_outputs={"grammar": "x"}))
     beams = {"prompt": "x", "use_beam_search": True, "beam_width": 4, "length_penalty": 0.5}
     found = sampling_params(CompletionRequest(**beams))
     assert (found.beam_width, found.length_penalty, found.temperature) == (4, 0.5, 0)

@@ -41,6 +41,8 @@ WORDS = (
     "it",
 )
 _CONNECT_S = 30.0
+# A connection is not used again after so long: one that the server is about to close would fail its next request.
+_KEPT_S = 1.0
 
 Prompt = str | list[int]
 
@@ -105,9 +107,8 @@ def session(target: Target) -> aiohttp.ClientSession:
     """For any number of requests at once, to be closed by who asked for it."""
     headers = {} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=target.silence_s)
-    return aiohttp.ClientSession(
-        headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0), json_serialize=_json
-    )
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S)
+    return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector, json_serialize=_json)
 
 
 def _json(body: Any) -> str:
