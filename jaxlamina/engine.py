@@ -9,16 +9,15 @@ same engine runs split, unsplit or with an imaginary model in a test.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 
+from jaxlamina.admission import Admission
 from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.errors import UserError
 from jaxlamina.in_flight import HostTime, NewestTokens, Rows, Step
@@ -30,8 +29,6 @@ from jaxlamina.policies import Policy
 from jaxlamina.request import Request, State
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
 from jaxlamina.scheduler import Scheduler, StepPlan
-from jaxlamina.structured import Grammars, Matcher
-from jaxlamina.text import GeneratedText, NoText
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
 T = TypeVar("T")
@@ -132,11 +129,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
         self.buckets = buckets
-        self.max_model_len = max_model_len
-        self.eos_token_ids = tuple(eos_token_ids)
         slots = SlotAllocator(executor.n_slots)
         self.scheduler = Scheduler(
             slots,
@@ -155,9 +148,13 @@ class Engine:
         self._ahead: Step | None = None  # launched, and not read
         self._newest = NewestTokens(max_num_seqs, buckets.batch[-1])
         self._host_time = HostTime(clock)
-        self._grammars: Grammars | None = None
-        self._seeds = np.random.default_rng(seed)
-        self._ids = itertools.count()
+        self.admission = Admission(
+            tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            seed=seed,
+        )
         self._live: dict[str, tuple[Job, list[Request]]] = {}
         self._rows_of = jax.jit(lambda logits, rows: logits[rows])
 
@@ -178,30 +175,18 @@ class Engine:
 
         ``priority``: lower goes first, where the scheduling policy looks at it.
         """
-        tokens = self._checked_prompt(prompt_token_ids)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(f"{priority=} must be a whole number; lower goes first")
-        room = self.max_model_len - len(tokens)
-        if params.stop and self.tokenizer is None:
-            raise UserError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-        self._checked_biases(params)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        dealt = int(self._seeds.integers(2**63))
-        job = Job(
-            request_id=str(next(self._ids)),
-            prompt=prompt,
-            prompt_token_ids=tokens,
-            params=params,
-            seed=dealt if params.seed is None else int(params.seed),
-            max_tokens=max_tokens,
-            end_ids=(() if params.ignore_eos else self.eos_token_ids) + tuple(params.stop_token_ids or ()),
-            new_text=partial(self._new_text, params),
-            bad_words=self._bad_words(params),
-            matcher=self._matcher(params),
-        )
+        job = self.admission.job(prompt_token_ids, params, prompt)
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(
-            job.request_id, tokens, max_tokens, job, width=width, lockstep=lockstep, priority=priority
+            job.request_id,
+            job.prompt_token_ids,
+            job.max_tokens,
+            job,
+            width=width,
+            lockstep=lockstep,
+            priority=priority,
         )
         self.scheduler.add(request)
         self._live[job.request_id] = job, [request]
@@ -499,64 +484,6 @@ class Engine:
             for member, beam in zip(members, job.beams.live, strict=True):
                 member.output_token_ids = beam.tokens
         return events
-
-    # -- requests -----------------------------------------------------------------------------------------------
-
-    def _new_text(self, params: SamplingParams) -> GeneratedText:
-        detokenizer = NoText() if self.tokenizer is None else self.tokenizer.detokenizer()
-        return GeneratedText(detokenizer, params.stop or ())
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word's tokens at the beginning of a text, and inside one if that is another token for it."""
-        if not params.bad_words:
-            return ()
-        if self.tokenizer is None:
-            raise UserError("bad_words need a tokenizer, and this model has none: use logit_bias")
-        found = []
-        for word in params.bad_words:
-            bare, inside = (
-                tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
-                for space in ("", " ")
-            )
-            found.append(bare)
-            if len(inside) == len(bare) and inside[0] != bare[0]:
-                found.append(inside)
-        return tuple(found)
-
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        if params.structured_outputs is None:
-            return None
-        if self.tokenizer is None:
-            raise UserError("structured_outputs need a tokenizer, and this model has none")
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        return self._grammars.matcher(params.structured_outputs)
-
-    def _checked_biases(self, params: SamplingParams) -> None:
-        outside = [token for token in params.logit_bias or () if token >= self.vocab_size]
-        if outside:
-            raise UserError(
-                f"logit_bias token {outside[0]} is not in the vocabulary (0 … {self.vocab_size - 1}): leave it out"
-            )
-
-    def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
-        tokens = tuple(prompt_token_ids)
-        if not tokens:
-            raise UserError("the prompt is empty: give at least one token")
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise UserError(f"prompt token id {token!r} is not a whole number")
-            if not 0 <= token < self.vocab_size:
-                raise UserError(
-                    f"prompt token id {token} is not in the vocabulary (0 … {self.vocab_size - 1}): "
-                    "was the prompt tokenised for another model?"
-                )
-        if len(tokens) >= self.max_model_len:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens, the model's length is {self.max_model_len} and at least "
-                "one token is to be generated: shorten the prompt or raise max_model_len"
-            )
-        return tuple(int(token) for token in tokens)
 
 
 Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities

@@ -200,7 +200,7 @@ def test_smollm2_writes_the_same_a_step_ahead(smollm2: LLM):
         (prompt, SamplingParams(**{"temperature": 0.0} | options), i % 3, None)
         for i, (prompt, options) in enumerate(asked)
     ]
-    end_ids = tuple(smollm2.engine.eos_token_ids)
+    end_ids = tuple(smollm2.engine.admission.eos_token_ids)
     runs = [
         Run(engine_of(smollm2, async_scheduling, max_num_seqs=12, eos_token_ids=end_ids), requests)
         for async_scheduling in (True, False)

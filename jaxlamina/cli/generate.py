@@ -271,11 +271,14 @@ def _structured(given: str | None) -> StructuredOutputs | None:
     if given is None:
         return None
     try:
-        return StructuredOutputs(**json.loads(given))
-    except (ValueError, TypeError):
+        asked = json.loads(given)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict) or not asked.keys() <= {"json", "regex", "choice"}:
         raise UserError(
             f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
-        ) from None
+        )
+    return StructuredOutputs(**asked)
 
 
 def _write_several(outputs: list[RequestOutput], n: int) -> None:
