@@ -5,6 +5,7 @@ Made and run in a process of its own (`processes`). Knows torch and transformers
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class ContinuousBatching:
                 do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1
             ),
             "continuous_batching_config": ContinuousBatchingConfig(
-                page_size=_PAGE_TOKENS,
+                **{_page_option(ContinuousBatchingConfig): _PAGE_TOKENS},
                 num_blocks=n_blocks,
                 max_batch_tokens=max(job.max_num_batched_tokens, job.max_num_seqs),
                 max_requests_per_batch=job.max_num_seqs,
@@ -132,3 +133,9 @@ def _weights(model: str) -> Any:
     from jaxlamina.weights import open_checkpoint
 
     return open_checkpoint(model).load()
+
+
+def _page_option(config: type) -> str:
+    """What tokens of a page are called: transformers has renamed it."""
+    known = inspect.signature(config).parameters
+    return "page_size" if "page_size" in known else "block_size"
