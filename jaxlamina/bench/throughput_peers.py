@@ -63,7 +63,7 @@ class ContinuousBatching:
                 do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1
             ),
             "continuous_batching_config": ContinuousBatchingConfig(
-                **{_page_option(ContinuousBatchingConfig): _PAGE_TOKENS},
+                **_page_option(ContinuousBatchingConfig),
                 num_blocks=n_blocks,
                 max_batch_tokens=max(job.max_num_batched_tokens, job.max_num_seqs),
                 max_requests_per_batch=job.max_num_seqs,
@@ -135,7 +135,7 @@ def _weights(model: str) -> Any:
     return open_checkpoint(model).load()
 
 
-def _page_option(config: type) -> str:
-    """What tokens of a page are called: transformers has renamed it."""
+def _page_option(config: type) -> dict[str, Any]:
+    """A page's tokens under the name that this transformers has for them: newer ones have another."""
     known = inspect.signature(config).parameters
-    return "page_size" if "page_size" in known else "block_size"
+    return {"page_size" if "page_size" in known else "block_size": _PAGE_TOKENS}
