@@ -52,8 +52,8 @@ class Cluster:
     - ``n_batches``: staggered batches of a decode step: while attention is computed for one, the model worker runs
       slices of the others. 1: none. At least as many as there are copies of the model. "auto": one, or one more than
       copies (of a pipeline two for each stage), whichever is measured to be faster.
-    - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on each in turn), "fixed" (a batch
-      stays on its model worker), or "auto": rotational where the numbers allow it.
+    - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on
+      each in turn), "fixed" (a batch stays on its model worker), or "auto": rotational where the numbers allow it.
     - ``q_first``: send q before k and v are computed; None lets the executor choose.
     - ``control``: host:port where rank 0 listens for control messages; ``coordinator``: host:port of jax.distributed,
       which rank 0 serves too ("xla" only).
