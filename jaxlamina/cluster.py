@@ -56,8 +56,8 @@ class Cluster:
     - ``mini_batches``: parts of a batch's requests whose messages go one by one, so that the next part is on its way, and
       the last part's answer, while attention is computed for one (Lamina 2024 §5.2.1, "streaming"). 1: none. Of one batch
       at a time, each of whose tokens is on all attention workers (partition "heads").
-    - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on each in turn), "fixed" (a batch
-      stays on its model worker), or "auto": rotational where the numbers allow it.
+    - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on
+      each in turn), "fixed" (a batch stays on its model worker), or "auto": rotational where the numbers allow it.
     - ``q_first``: send q before k and v are computed; None lets the executor choose.
     - ``control``: host:port where rank 0 listens for control messages; ``coordinator``: host:port of jax.distributed,
       which rank 0 serves too ("xla" only).

@@ -254,6 +254,25 @@ def test_another_structure_than_traced_is_an_error():
         model.first_context(TOKENS)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_slice_needs_no_parameters_but_those_it_reads(stacked):
+    """Read whole or in views of stacked ones; the others may be shapes alone."""
+    params = ex.llama_params(3)
+    given, fn = (ex.stacked(params), ex.scanned_llama) if stacked else (params, ex.llama)
+    model = split(fn, given, TOKENS, POSITIONS)
+    leaves, tree = jax.tree.flatten(given)
+    for i in range(model.n + 1):
+        read = model.params_read(i)
+        part = [x if n in read else jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in enumerate(leaves)]
+        pairs = zip(model.slice_params(i, tree.unflatten(part)), model.slice_params(i, given), strict=True)
+        assert all(isinstance(x, jax.Array) and (x == y).all() for x, y in pairs)
+        less = [x if n in read[1:] else jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in enumerate(leaves)]
+        abstract = model.slice_params(i, tree.unflatten(less))
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in abstract)
+    if not stacked:
+        assert set().union(*map(model.params_read, range(model.n + 1))) == set(range(len(leaves)))
+
+
 def test_a_large_input_is_not_carried_past_its_last_use():
     """Inputs stay in the context to the end only while they are small beside it."""
 

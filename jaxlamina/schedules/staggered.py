@@ -113,7 +113,7 @@ class Migration:
     It may take from ``start_s``, when ``source`` has ended the slice before, until ``end_s``, when ``target`` begins
     this one: the time of the attention between. It must not hold up ``source``, which runs another slice by then: send
     it without waiting, or by way of the pool: inside source's exchange after the slice before, and target's before this.
-    From stage to stage it goes when ``source`` is done with both batches of a pair, and may hold it up.
+    From stage to stage it goes at the place in the step's order that ``slice`` has, and may hold ``source`` up.
     """
 
     step: int
