@@ -5,7 +5,8 @@ Both ends are here, so that a format is in one place. Functions of traced arrays
 shapes and the partition, no transport.
 
 Messages of a layer, in this order: q, then k and v in one (or all three in one, without Q-first), then the answer:
-attention output in the model's dtype where a worker has all tokens of its heads, else a float32 partial.
+attention output in the model's dtype where a worker has all tokens of its heads, else a float32 partial. With a chunk
+alongside a decode step they are as many, each of the step's rows and then of the chunk.
 """
 
 from __future__ import annotations
