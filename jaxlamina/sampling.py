@@ -22,6 +22,9 @@ from jaxlamina.adjustments import NO_TOKEN, Adjusted, Adjustments
 from jaxlamina.errors import UserError
 from jaxlamina.structured import StructuredOutputs
 
+_INT32 = 2**31 - 1  # the largest number that arrays of a step hold
+MAX_SEQUENCES = 1024  # of one request
+MAX_LENGTH_PENALTY = 10.0  # tokens to the power of it must be a number
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 300
 
@@ -84,7 +87,7 @@ class SamplingParams:
         _require_int(self.min_tokens, "min_tokens", 0, self.max_tokens)
         _require_number(self.temperature, "temperature", 0.0, None, "; 0 is greedy")
         _require_number(self.top_p, "top_p", 0.0, 1.0, "; 1 keeps all tokens", above_low=True)
-        _require_int(self.top_k, "top_k", -1, None, "; 0 and -1 keep all tokens")
+        _require_int(self.top_k, "top_k", -1, _INT32, "; 0 and -1 keep all tokens")
         _require_number(self.min_p, "min_p", 0.0, 1.0, "; 0 keeps all tokens")
         self._check_adjustments()
         if self.seed is not None:
@@ -103,7 +106,7 @@ class SamplingParams:
             raise UserError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         for token in self.stop_token_ids or ():
-            _require_int(token, "stop_token_ids", 0, None)
+            _require_int(token, "stop_token_ids", 0, _INT32)
         self._check_sequences()
 
     def _check_adjustments(self) -> None:
@@ -136,14 +139,14 @@ class SamplingParams:
             )
 
     def _check_sequences(self) -> None:
-        _require_int(self.n, "n", 1, None)
+        _require_int(self.n, "n", 1, MAX_SEQUENCES)
         if self.best_of is not None:
-            _require_int(self.best_of, "best_of", self.n, None, f" (n={self.n}) or None")
+            _require_int(self.best_of, "best_of", self.n, MAX_SEQUENCES, f" (n={self.n}) or None")
         if self.beam_width is not None:
-            _require_int(self.beam_width, "beam_width", self.n, None, f" (n={self.n}) or None")
+            _require_int(self.beam_width, "beam_width", self.n, MAX_SEQUENCES, f" (n={self.n}) or None")
         if not isinstance(self.use_beam_search, bool):
             raise UserError(f"use_beam_search={self.use_beam_search!r} must be True or False")
-        _require_number(self.length_penalty, "length_penalty", -math.inf, None)
+        _require_number(self.length_penalty, "length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if self.use_beam_search:
             self._check_beam_search()
             return
