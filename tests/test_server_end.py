@@ -13,9 +13,11 @@ import pytest
 from checkpoint_examples import tiny_words_folder
 from serving import WORDS_TEMPLATE, serving
 
-from jaxlamina import LLM, SamplingParams
+from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.server.async_engine import AsyncEngine, Prompt, Unavailable
 from jaxlamina.server.metrics import Metrics
+from jaxlamina.server.run import App
+from jaxlamina.server.settings import Settings
 
 LONG = {"prompt": "w1 w2 w3", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
@@ -131,7 +133,7 @@ class Broken(RuntimeError):
     pass
 
 
-def test_when_the_engine_fails_everybody_hears_of_it(tiny, caplog):
+def test_when_the_engine_fails_everybody_hears_of_it(tiny):
     llm = LLM(str(tiny), max_num_seqs=2, max_model_len=64)
     decode, n_steps = llm.executor.decode, 0
 
@@ -211,3 +213,17 @@ def test_a_port_in_use_and_a_model_that_is_not_there_are_one_line(tiny, capsys):
     assert main(["serve", "--model", "no-such-model", "--port", "0"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: cannot serve at 127.0.0.1:") and "unknown model" in second
+
+
+def test_a_model_that_cannot_be_run_ends_the_server(tiny):
+    llm = LLM(str(tiny), max_num_seqs=1, max_model_len=32)
+
+    def failing(batch):
+        raise Broken("no such kernel")
+
+    llm.executor.decode = failing
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(UserError, match="cannot be run: Broken: no such kernel"),
+    ):
+        App(llm, Settings(("tiny",)), lambda n_done, n_all: None, lambda: None).run(listener)

@@ -83,7 +83,11 @@ def batch(
         known = memory.batch_ids()
         jobs = [_job(client, requests, batch_id) for requests, batch_id in zip(batches, known, strict=True)]
         memory.keep([job.id for job in jobs])
-        _wait(console, client, jobs)
+        try:
+            _wait(console, client, jobs)
+        except KeyboardInterrupt:
+            console.print("interrupted: the same command goes on where this one was")
+            raise
         n_missing = 0
         for job in jobs:
             results = job.results(client)

@@ -50,7 +50,12 @@ def chat(
     """Talk with a model. /help lists the commands; answers go to stdout, everything else to stderr."""
     console = Console(stderr=True)
     settings = {"max_tokens": max_tokens, "temperature": temperature}
-    options: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "chat_template": chat_template}
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,  # rows for the chat and for batches beside it
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "chat_template": chat_template,
+    }
     with served.server(console, url, api_key, model, **options) as client:
         chat = Chat(client, console, {name: value for name, value in settings.items() if value is not None})
         chat.system = system

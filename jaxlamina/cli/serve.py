@@ -89,8 +89,6 @@ def serve(
         raise UserError(f"--uvicorn-log-level {uvicorn_log_level!r} must be one of {', '.join(LOG_LEVELS)}")
     settings = Settings(
         served_model_names=tuple(served_model_name or [model]),
-        host=host,
-        port=port,
         api_key=api_key,
         max_concurrent_requests=max_concurrent_requests,
         max_body_bytes=max_body_mib * 2**20,

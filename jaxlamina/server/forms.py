@@ -7,6 +7,7 @@ nothing of the engine or HTTP.
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxlamina.server.protocol import PromptTokensDetails, Usage
 
 
-class Form:
+class Form(ABC):
     """One request's answer. ``holds``: a stream's chunks need what only a finished request has (log-probabilities), so
     each prompt's chunks come together at its end.
     """
@@ -31,9 +32,9 @@ class Form:
         self._held: dict[int, list[TokenEvent]] = {}
         self._finished: dict[int, RequestOutput] = {}
 
+    @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         """All of it. ``outputs``: one a prompt."""
-        raise NotImplementedError
 
     def opening(self) -> Iterator[BaseModel]:
         """Chunks before the first token."""
@@ -58,16 +59,17 @@ class Form:
         if self._include_usage:
             yield self.usage_chunk(usage([*self._finished.values()]))
 
+    @abstractmethod
     def piece(self, choice: int, text: str, entry: PositionLogprobs | None) -> Iterator[BaseModel]:
         """Some more text of a choice, with the log-probabilities of the token it came with."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[BaseModel]:
         """A choice is finished; its text has gone out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def usage_chunk(self, counts: Usage) -> BaseModel:
-        raise NotImplementedError
+        """The chunk that ends a stream whose client wants to know what it cost."""
 
     def choices(
         self, outputs: Sequence[RequestOutput]

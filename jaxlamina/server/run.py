@@ -84,13 +84,16 @@ class App:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._ended_in_time = True
+        self._failed_to_start = False
 
     def run(self, listener: socket.socket | None = None) -> bool:
-        """Serves until `end` or a signal; whether everything had ended in time."""
+        """Serves until `end` or a signal; whether everything had ended in time. `UserError` if it was never ready."""
         try:
             self._server.run(None if listener is None else [listener])
         finally:
             self._stack.close()
+        if self._failed_to_start:
+            raise UserError(f"the model cannot be run: {self.engine.reason}")
         return self._ended_in_time
 
     def end(self) -> None:
@@ -118,19 +121,22 @@ class App:
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
         self.engine.start()
-        resuming = asyncio.create_task(self._resume_batches())
+        resuming = asyncio.create_task(self._once_started())
         yield
         resuming.cancel()
         await self._batches.stop()
         await self.engine.drain(0.0)
         self._ended_in_time = await self.engine.stop(THREAD_END_S)
 
-    async def _resume_batches(self) -> None:
-        if await self.engine.started():
-            while not self._server.started:  # uvicorn listens once the lifespan has begun, and tells nobody
-                await asyncio.sleep(0.01)
+    async def _once_started(self) -> None:
+        is_ready = await self.engine.started()
+        while not self._server.started:  # uvicorn listens once the lifespan has begun, and tells nobody
+            await asyncio.sleep(0.01)
+        if is_ready:
             self._batches.resume()
             self._on_ready()
+        elif self.engine.state == "failed":
+            self._failed_to_start = self._server.should_exit = True
 
     def _prepare(self, stopped: Callable[[], bool]) -> None:
         self._on_progress(0, len(self._todo))
@@ -196,6 +202,7 @@ def in_process(llm: LLM, settings: Settings) -> Iterator[None]:
                 raise UserError(f"the server was not ready within {_READY_S:g} s")
         yield
     finally:
-        app.end()
-        app.end()
+        if not over.is_set():
+            app.end()
+            app.end()
         thread.join(THREAD_END_S + CONNECTIONS_END_S)

@@ -17,14 +17,12 @@ class Settings:
     """Names as the options of `jaxlamina serve`.
 
     - ``served_model_names``: what requests may call the model; answers say the first.
-    - ``uds``: listen at this Unix socket and not at host and port.
+    - ``uds``: the Unix socket to listen at, where `App.run` gets no other.
     - ``files_dir``: where files and batches are kept; None: a temporary folder.
     - ``max_body_bytes``: of a JSON request; uploads have a limit of their own.
     """
 
     served_model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
     uds: str | None = None
     api_key: str | None = None
     max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS
