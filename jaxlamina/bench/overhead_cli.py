@@ -48,11 +48,14 @@ def overhead_command(
 ) -> None:
     """What engine, server and command line add to the forward passes of a batch; latency by request rate."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_SHARE)
+    from jaxlamina import ranks
     from jaxlamina.bench import machine, overhead_bench
     from jaxlamina.bench.loads import drawn
     from jaxlamina.bench.server_process import serving
 
     cases, rates = overhead_bench.cases_of(case, copies), _rates(request_rate)
+    if ranks.current() is not None:
+        raise UserError("bench overhead starts a server of its own, in one process: run it without launch")
     # A prompt cut to the token may be some tokens longer once it was text.
     longest = max(c.size.n_tokens for c in cases) + 16
     sizes = drawn(dataset_name, num_prompts, seed=seed, most_tokens=max_model_len) if rates else []
