@@ -264,7 +264,11 @@ def _bits(x: Any) -> np.ndarray:
     return np.asarray(x).view(np.uint16)
 
 
-@pytest.mark.parametrize("shape", OWN, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "shape",
+    [OWN[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in OWN[1:4]), *OWN[4:]],
+    ids=lambda s: s.name,
+)
 def test_own_token_interpreted(shape: Shape, rng: np.random.Generator) -> None:
     check_own(shape, rng, compiled=False)
 

@@ -244,7 +244,7 @@ def test_a_load_of_completions_is_timed(server: str, tmp_path: Path) -> None:
     assert (record["total_input_tokens"], record["total_output_tokens"]) == (7 * 6, 7 * 5)
     assert record["max_concurrent_requests"] <= AT_ONCE
     assert record["request_goodput"] == record["request_throughput"] == pytest.approx(7 / record["duration"])
-    assert 0 < record["mean_ttft_ms"] < record["p50_e2el_ms"] <= record["p99.9_e2el_ms"]
+    assert 0 < record["mean_ttft_ms"] < record["mean_e2el_ms"] <= record["p99.9_e2el_ms"]
     assert {"device", "versions", "date", "load"} <= record.keys() and "aiohttp" in record["versions"]
     saved = json.loads(file.read_text())
     assert saved["output_lens"] == [5] * 7 and [len(itl) for itl in saved["itls"]] == [4] * 7

@@ -195,10 +195,17 @@ def test_a_killed_model_worker_is_named(tiny):
 
 def test_a_rank_that_stands_still_ends_the_job_after_the_deadline(tiny):
     process, ranks = long_job("xla", tiny, "--set", "step_deadline_s=4", "--set", "heartbeat_s=60")
-    began = time.monotonic()
-    os.kill(ranks[1], signal.SIGSTOP)
-    code, _, err = finish(process, timeout=60)
-    assert time.monotonic() - began < 20 and code != 0 and gone(ranks), err
+    for _ in range(5):  # if it is stopped while it compiles a bucket, no step is late: again, a little later
+        os.kill(ranks[1], signal.SIGSTOP)
+        until = time.monotonic() + 20
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        if process.poll() is not None:
+            break
+        os.kill(ranks[1], signal.SIGCONT)
+        time.sleep(0.7)
+    code, _, err = finish(process, timeout=5)
+    assert code != 0 and gone(ranks), err
     # Somebody who still runs says which step, and with whom.
     assert "was not done within 4 s" in err[-1] and "decode, batch 1" in err[-1], err
     assert err[-1].startswith(("error: rank 0 (model worker 0): ", "error: rank 2 (attention worker 1): "))

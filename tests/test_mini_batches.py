@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_jobs import check_greedy, mpi, run_job
+from rank_jobs import check_greedy, run_job
 
 from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
@@ -14,7 +14,7 @@ from jaxlamina.errors import UserError
     [
         ("xla", (1, 1), 2),
         ("xla", (1, 2), 3),
-        mpi((1, 1), 3),
+        pytest.param("mpi", (1, 1), 3, marks=[pytest.mark.mpi, pytest.mark.slow]),
         pytest.param("mpi", (1, 2), 2, marks=[pytest.mark.mpi, pytest.mark.slow]),
     ],
 )

@@ -48,7 +48,15 @@ def test_the_version_is_one():
 def test_the_base_install_needs_no_mpi_and_no_torch():
     base = {re.split(r"[<>=\[ ]", requirement)[0] for requirement in project()["dependencies"]}
     assert not base & {"mpi4jax", "mpi4py", "torch", "transformers", "fastapi", "gguf"}
-    assert set(project()["optional-dependencies"]) == {"demo", "mpi", "server", "bench", "gpu", "dev"}
+    assert set(project()["optional-dependencies"]) == {
+        "demo",
+        "mpi",
+        "server",
+        "structured",
+        "bench",
+        "gpu",
+        "dev",
+    }
 
 
 @pytest.fixture(scope="module")

@@ -377,6 +377,7 @@ print("equal on", len(jax.devices()))
 """
 
 
+@pytest.mark.slow
 def test_workers_on_devices_of_their_own():
     root = Path(__file__).parent.parent
     env = os.environ | {

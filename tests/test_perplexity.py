@@ -58,6 +58,7 @@ def test_smollm2_on_wikitext_through_int8_kv(kv_dtype: str):
     assert result.value == pytest.approx(FLOAT, rel=0.01)
 
 
+@pytest.mark.slow
 def test_int8_kv_stays_within_a_percent_and_the_program_says_so(capsys):
     """A small part of the same text; the whole of it is `slow`."""
     main([str(TEXT), "--windows", "4", "--window-tokens", "96"])

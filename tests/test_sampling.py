@@ -230,7 +230,10 @@ def test_a_greedy_batch_is_one_program_whatever_its_parameters():
         ({"logprobs": 21}, "logprobs=21 must be a whole number at least 0 and at most 20"),
         ({"ignore_eos": 1}, "ignore_eos=1"),
         ({"n": 0}, "n=0 must be a whole number at least 1"),
-        ({"n": 3, "best_of": 2}, "best_of=2 must be a whole number at least 3 and at most 1024 (n=3) or None"),
+        (
+            {"n": 3, "best_of": 2},
+            "best_of=2 must be a whole number at least 3 and at most 1024 (n=3) or None",
+        ),
         (
             {"n": 2, "temperature": 0.0},
             "n=2, best_of=None with temperature=0 would write the same text 2 times",
@@ -249,8 +252,14 @@ def test_a_greedy_batch_is_one_program_whatever_its_parameters():
             "stop=('x',): beam search ends at tokens",
         ),
         ({**BEAMS, "beam_width": 3, "best_of": 4}, "best_of=4 and beam_width=3 mean the same"),
-        ({**BEAMS, "n": 4, "beam_width": 3}, "beam_width=3 must be a whole number at least 4 and at most 1024 (n=4) or None"),
-        ({**BEAMS, "length_penalty": float("nan")}, "length_penalty=nan must be a number at least -10.0 and at most 10.0"),
+        (
+            {**BEAMS, "n": 4, "beam_width": 3},
+            "beam_width=3 must be a whole number at least 4 and at most 1024 (n=4) or None",
+        ),
+        (
+            {**BEAMS, "length_penalty": float("nan")},
+            "length_penalty=nan must be a number at least -10.0 and at most 10.0",
+        ),
     ],
 )
 def test_bad_parameters_say_what_is_allowed(wrong: dict, message: str):

@@ -30,7 +30,12 @@ ONE_TRANSPORT = [
 @pytest.mark.parametrize(
     ("transport", "dop", "n_batches", "mode", "partition"),
     [
-        *(("xla", *case) for case in CASES),
+        *(
+            ("xla", *case)
+            if case[0] not in ((2, 2), (3, 1))
+            else pytest.param("xla", *case, marks=pytest.mark.slow)
+            for case in CASES
+        ),
         *(mpi(*case) for case in CASES if case[0] in USUAL_OVER_MPI),
         *(
             pytest.param("mpi", *case, marks=[pytest.mark.mpi, pytest.mark.slow])
