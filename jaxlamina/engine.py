@@ -156,6 +156,8 @@ class Engine:
             seed=seed,
         )
         self._live: dict[str, tuple[Job, list[Request]]] = {}
+        # Requests that were there when a step failed: what their slots hold is not known.
+        self._lost: set[str] = set()
         self._rows_of = jax.jit(lambda logits, rows: logits[rows])
 
     @property
@@ -194,7 +196,12 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """One iteration: every running sequence gets one token, newly admitted ones their first once their prompt is
-        computed. With ``async_scheduling`` the iteration after it has been launched when it returns."""
+        computed. With ``async_scheduling`` the iteration after it has been launched when it returns.
+
+        What fails in it is raised as it is. Requests that were there must then be aborted: ``UserError`` before they are.
+        """
+        if lost := self._lost & self._live.keys():
+            raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
         try:
             step = self._ahead or self._launch()
             self._ahead = None
@@ -204,7 +211,7 @@ class Engine:
                 self._ahead = self._launch()
             events = self._take_in(step)
         except BaseException:
-            self._ahead = None
+            self._ahead, self._lost = None, set(self._live)
             self.scheduler.forget_cached()  # it may name KV that this step was to compute
             raise
         self._forget_unwanted()

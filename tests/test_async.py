@@ -19,6 +19,7 @@ from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.engine import Engine, TokenEvent
+from jaxlamina.errors import UserError
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.outputs import RequestOutput
@@ -323,9 +324,13 @@ def test_what_a_failed_step_leaves_can_be_aborted(small: LLM):
     engine.executor = Failing()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
+    engine.executor = executor
+    with pytest.raises(UserError, match="a step failed while these requests ran, abort them: 0, 1"):
+        engine.step()
     assert all(engine.abort(request_id) is not None for request_id in ids)
     engine.check_integrity()
     assert engine.idle and engine.scheduler.slots.n_used == 0
+    Run(engine, [([1, 2, 3], SamplingParams(max_tokens=4, seed=1), 0, None)])
 
 
 def test_host_time_is_counted_where_the_device_has_nothing_to_do(small: LLM):
