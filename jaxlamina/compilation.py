@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxlamina.weights.demo import cache_dir
+from jaxlamina.cache import cache_dir
 
 
 def keep_programs() -> None:

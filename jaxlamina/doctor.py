@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlamina import __version__
+from jaxlamina.cache import cache_dir
 
 Status = Literal["ok", "missing", "broken"]
 DEADLINE_S = 60
@@ -175,7 +176,7 @@ def _storage() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("cache", "missing", f"not looked at: {error}", BASE_MEND)
         return
-    folder = demo.cache_dir()
+    folder = cache_dir()
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
     if not os.access(nearest, os.W_OK):
         mend = "export JAXLAMINA_CACHE=/a/folder/that/can/be/written"

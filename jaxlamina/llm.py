@@ -188,7 +188,10 @@ class LLM:
         }
         self.executor: LocalExecutor | UnsplitExecutor | RanksExecutor
         if group is not None:
-            kind = _recording_executor() if recording else _ranks_executor()
+            from jaxlamina.profiling.job import RecordingExecutor
+            from jaxlamina.ranks import RanksExecutor
+
+            kind = RecordingExecutor if recording else RanksExecutor
             del kv["n_slots"]
             bounds: dict[str, Any] = {"kv_slots": kv_slots, "most_slots": most, "least_slots": least}
             self.executor = kind(fn, params, group=group, config=self.config, **bounds, **kv)
@@ -417,15 +420,3 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) 
     if len(params) != n:
         raise UserError(f"{len(params)} sampling parameters for {n} prompts: give one for all or one each")
     return params
-
-
-def _ranks_executor() -> type[RanksExecutor]:
-    from jaxlamina.ranks import RanksExecutor
-
-    return RanksExecutor
-
-
-def _recording_executor() -> type[RanksExecutor]:
-    from jaxlamina.profiling.job import RecordingExecutor
-
-    return RecordingExecutor

@@ -19,7 +19,7 @@ from jax import Array
 
 from pallas_kernels.causal import check_heads
 from pallas_kernels.dispatch import pick
-from pallas_kernels.order import zero_after
+from pallas_kernels.order import tied
 from pallas_kernels.quantized import Pool, store, values_of
 from pallas_kernels.xla import scores_of, weigh
 
@@ -127,12 +127,10 @@ def decode_attention(
     scoring |= {"q_positions": q_positions, "backend": backend}
     if read_first:
         out = attention_with_own(q, k_new, v_new, k_pool, v_pool, slot_table, lengths, **scoring)
-        # What was read is not written to before: a pool of which two versions lived would be copied.
-        new_slots = new_slots + zero_after(out).astype(jnp.int32)
-        k_pool, v_pool = append(k_pool, v_pool, k_new[:, 0], v_new[:, 0], new_slots)
-        return k_pool, v_pool, out
+        new_slots = tied(new_slots, out)  # or two versions of a pool would live, and it would be copied
     k_pool, v_pool = append(k_pool, v_pool, k_new[:, 0], v_new[:, 0], new_slots)
-    out = attention_with_own(q, k_new, v_new, k_pool, v_pool, slot_table, lengths, **scoring)
+    if not read_first:
+        out = attention_with_own(q, k_new, v_new, k_pool, v_pool, slot_table, lengths, **scoring)
     return k_pool, v_pool, out
 
 

@@ -1,8 +1,8 @@
 """The Mosaic GPU backend of partial attention, for Hopper and later: `gpu.partial` as Pallas kernels.
 
 Two kernels: partials of equal stretches of the batch's tokens, then their combination, in a decode step with the token that
-is not stored yet. Knows arrays; who picks this
-backend is `dispatch`. With `interpret=True` the same warp programs run in numpy, for tests without a GPU.
+is not stored yet. Knows arrays; who picks this backend is `dispatch`. With `interpret=True` the same warp programs run in
+numpy, for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, 
 
 _KINDS = {"bfloat16": "bf16", "float16": "f16", "int8": "int8"}
 _COMBINE_WARPS = 8
-# Each request's own token, bfloat16: q [B, 1, N, H], k and v [B, 1, K, H]; and if it is to be stored: slots [B], k_pool
+# Empty, or each request's own token, bfloat16: q [B, 1, N, H], k and v [B, 1, K, H]; and if it is to be stored: slots [B], k_pool
 # and v_pool [S, K, H].
 Own = dict[str, Any]
 _POOLS = ("k_pool", "v_pool")
@@ -67,15 +67,13 @@ def partial_attention(
     plan: Array | None = None,
 ) -> tuple[Array, Array]:
     """As `pallas_kernels.partial_attention`; `plan` as `plan_for` gives it, made here if there is none."""
-    if slot_table.shape[1] == 0:  # nothing is stored; the kernel wants something to point at
-        slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
     reason = supports(q, k_pool, return_mass=return_mass)
     if reason is not None:
         raise ValueError(
             f"the mosaic_gpu backend does not do this case ({reason}): use backend triton or xla"
         )
     given = _given(q, k_pool, v_pool, slot_table, lengths, q_positions, scale, window, softcap, tuning, plan)
-    out, lse = (_interpreted if interpret else _compiled)(*given)
+    out, lse = (_interpreted if interpret else _compiled)(*given, {})
     if isinstance(v_pool, ChannelQuantizedPool):
         out = out * jnp.repeat(v_pool.scales, given[0].G, axis=0)
     return out, lse
@@ -103,8 +101,6 @@ def attention_with_own(
     tuning: Tuning | None = None,
 ) -> Array:
     """As `pallas_kernels.attention_with_own`, where `supports_own_token`: the second kernel attends the own token."""
-    if slot_table.shape[1] == 0:
-        slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
     given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
     return (_interpreted if interpret else _compiled)(*given, _own(q, k, v))[0]
 
@@ -132,8 +128,6 @@ def decode_attention(
     tuning: Tuning | None = None,
 ) -> tuple[Array, Array, Array]:
     """As `pallas_kernels.decode_attention`, where `supports_decode`: the second kernel stores the new tokens, too."""
-    if slot_table.shape[1] == 0:
-        slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
     given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
     own = _own(q, k_new, v_new) | {"slots": new_slots.astype(jnp.int32), "k_pool": k_pool, "v_pool": v_pool}
     out, *pools = (_interpreted if interpret else _compiled)(*given, own)
@@ -158,6 +152,8 @@ def _given(
     plan: Array | None,
 ) -> tuple[Spec, tuple[str, ...], tuple[Array, ...]]:
     """The kernel, and its arrays by name."""
+    if slot_table.shape[1] == 0:  # nothing is stored; the kernel wants something to point at
+        slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
     spec = spec_for(q, k_pool, slot_table, q_positions, scale, window, softcap, tuning)
     if plan is None:
         plan = plan_for(spec, lengths, q_positions)
@@ -232,10 +228,10 @@ def _memory(given: dict[str, Any], out: Any, lse: Any) -> Memory:
     return Memory(**(dict.fromkeys(_INPUTS) | given), out=out, lse=lse)
 
 
-def _results(spec: Spec, own: Own | None) -> tuple[Any, ...]:
+def _results(spec: Spec, own: Own) -> tuple[Any, ...]:
     """What the second program makes; not the pools, which it writes to."""
     shape = (spec.B, spec.Tq, spec.N, spec.H)
-    if own is not None:
+    if own:
         return (jax.ShapeDtypeStruct(shape, jnp.bfloat16),)
     return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
 
@@ -245,9 +241,7 @@ def _combine_ctas(spec: Spec) -> int:
     return min(8 * spec.tuning.n_ctas, -(-rows // _COMBINE_WARPS))
 
 
-def _compiled(
-    spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own | None = None
-) -> tuple[Any, ...]:
+def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own) -> tuple[Any, ...]:
     """The two programs as Mosaic GPU kernels: the second one's results, and the pools if it stored something."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -284,14 +278,13 @@ def _compiled(
         num_threads=spec.tuning.n_warps // 4 + 1,
     )(*arrays)
 
-    known = dict(own or {})
-    pools = {name: jax.new_ref(known[name]) for name in _POOLS if name in known}
+    pools = {name: jax.new_ref(own[name]) for name in _POOLS if name in own}
 
     def combine(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def program(_ctx: Any, *refs: Any) -> None:
             plan, *pointers = [global_pointer(r) for r in refs]
-            _combine(MosaicWarp(), spec, plan, pointers, known)
+            _combine(MosaicWarp(), spec, plan, pointers, own)
 
         program(*refs)
 
@@ -300,7 +293,7 @@ def _compiled(
         out_type=_results(spec, own),
         grid=(_combine_ctas(spec),),
         num_threads=_COMBINE_WARPS // 4,
-    )(arrays[names.index("plan")], *parts, *(known | pools).values())
+    )(arrays[names.index("plan")], *parts, *(own | pools).values())
     return (*results, *(jax.freeze(pool) for pool in pools.values()))
 
 
@@ -317,15 +310,12 @@ def _combine(w: Any, spec: Spec, plan: Any, pointers: Sequence[Any], own: Own) -
     program.run_with_own(OwnToken(**given, out=results[0], n_slots=n_slots))
 
 
-def _interpreted(
-    spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own | None = None
-) -> tuple[Any, ...]:
-    known = dict(own or {})
+def _interpreted(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own) -> tuple[Any, ...]:
     types = _results(spec, own)
-    pools = tuple(jax.ShapeDtypeStruct(known[n].shape, known[n].dtype) for n in _POOLS if n in known)
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in known.items()}
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in own.items()}
+    pools = tuple(shapes[name] for name in _POOLS if name in shapes)
     run = partial(_interpret, spec, names, shapes, types)
-    found: tuple[Any, ...] = jax.pure_callback(run, (*types, *pools), *arrays, *known.values())
+    found: tuple[Any, ...] = jax.pure_callback(run, (*types, *pools), *arrays, *own.values())
     return found
 
 

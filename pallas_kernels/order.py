@@ -15,3 +15,8 @@ def zero_after(x: jax.Array) -> jax.Array:
     element = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
     bits = lax.bitcast_convert_type(element.astype(jnp.float32), jnp.uint32)
     return lax.shift_right_logical(lax.population_count(bits), jnp.uint32(6)).astype(jnp.float32)
+
+
+def tied(x: jax.Array, after: jax.Array | None) -> jax.Array:
+    """``x``, unchanged but dependent on ``after``."""
+    return x if after is None else x + zero_after(after).astype(x.dtype)

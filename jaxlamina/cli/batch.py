@@ -13,17 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxlamina.cache import cache_dir
 from jaxlamina.cli import model_options, served
-from jaxlamina.cli.batch_input import Requests, parse
+from jaxlamina.cli.batch_input import Requests, parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
-from jaxlamina.errors import UserError
 
 _LOOK_EVERY_S = 0.3
 
@@ -66,7 +65,10 @@ def batch(
     Exits with 1 if a prompt could not be served.
     """
     defaults = {"max_tokens": max_tokens, "temperature": temperature}
-    batches = [parse(_read(text), chat=chat, defaults=defaults) for text in inputs]
+    batches = [
+        parse(sys.stdin.read() if text == "-" else read(text), chat=chat, defaults=defaults)
+        for text in inputs
+    ]
     options: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": max_model_len,
@@ -97,23 +99,10 @@ def batch(
     raise typer.Exit(1 if n_missing else 0)
 
 
-def _read(text: str) -> str:
-    if text == "-":
-        return sys.stdin.read()
-    if text.lstrip().startswith("["):
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {text}: {error}") from None
-
-
 class _Memory:
     """Which batches a command has submitted, in a folder named by what it asks, and of whom."""
 
     def __init__(self, where: Sequence[Any], batches: Sequence[Requests]) -> None:
-        from jaxlamina.weights.demo import cache_dir
-
         asked = json.dumps([*where, [[requests.endpoint, requests.lines] for requests in batches]])
         self._n = len(batches)
         self.folder = cache_dir() / "batches" / hashlib.sha256(asked.encode()).hexdigest()[:24]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxlamina.errors import UserError
@@ -28,6 +29,16 @@ class Requests:
             {"custom_id": i, "method": "POST", "url": self.endpoint, "body": b} for i, b in self.lines.items()
         )
         return b"".join(json.dumps(line).encode() + b"\n" for line in made)
+
+
+def read(text: str) -> str:
+    """Lists as they are, and of anything else what is in the file of that name. `UserError` for one that cannot be read."""
+    if text.lstrip().startswith("["):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {text}: {error}") from None
 
 
 def parse(text: str, *, chat: bool, defaults: Mapping[str, Any]) -> Requests:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from jaxlamina.cli import model_options, served
-from jaxlamina.cli.batch_input import parse
+from jaxlamina.cli.batch_input import parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
 from jaxlamina.client import Client
 from jaxlamina.errors import UserError
@@ -152,12 +152,7 @@ class Chat:
             self.settings[name] = value.strip()
 
     def _submit(self, text: str) -> None:
-        if not text.startswith("["):
-            try:
-                text = Path(text).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"cannot read {text}: {error}") from None
-        job = BatchJob.submit(self.client, parse(text, chat=True, defaults=self.settings))
+        job = BatchJob.submit(self.client, parse(read(text), chat=True, defaults=self.settings))
         self.batches.append(job)
         self.say(f"{job.id}: {len(job.requests.lines)} prompts in the background")
 

@@ -113,13 +113,9 @@ def generate(
             "--prefix-caching/--no-prefix-caching", help="Start prompts from KV that others left; or never."
         ),
     ] = True,
-    kv_dtype: Annotated[
-        str, typer.Option(help="KV: auto (as --dtype), int8, or int8-channel (fixed scales).")
-    ] = "auto",
+    kv_dtype: model_options.KvDtype = "auto",
     attention_workers: Annotated[int, typer.Option(help="Workers that share the KV.")] = 1,
-    partition: Annotated[
-        str, typer.Option(help="What several attention workers share out: heads, requests or tokens.")
-    ] = "heads",
+    partition: model_options.Partition = "heads",
     host_kv_slots: Annotated[
         int, typer.Option(help="Tokens whose KV may wait in host memory when there is no room.")
     ] = 0,

@@ -26,6 +26,10 @@ Model = Annotated[
 DType = Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of a request, prompt included.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")]
+KvDtype = Annotated[str, typer.Option(help="KV: auto (as --dtype), int8, or int8-channel (fixed scales).")]
+Partition = Annotated[
+    str, typer.Option(help="What several attention workers share out: heads, requests or tokens.")
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(help="A file with a chat template, or the template, in place of the model's own."),

@@ -53,16 +53,12 @@ def serve(
     kv_slots: Annotated[
         int | None, typer.Option(min=1, help="Tokens whose KV is kept, of all requests together.")
     ] = None,
-    kv_dtype: Annotated[
-        str, typer.Option(help="KV: auto (as --dtype), int8, or int8-channel (fixed scales).")
-    ] = "auto",
+    kv_dtype: model_options.KvDtype = "auto",
     host_kv_slots: Annotated[
         int, typer.Option(min=0, help="Tokens whose KV may wait in host memory when there is no room.")
     ] = 0,
     attention_workers: Annotated[int, typer.Option(min=1, help="Workers that share the KV.")] = 1,
-    partition: Annotated[
-        str, typer.Option(help="What several attention workers share out: heads, requests or tokens.")
-    ] = "heads",
+    partition: model_options.Partition = "heads",
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(

@@ -9,8 +9,8 @@ come between those of decode steps; here within them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,9 @@ from jaxlamina.ranks.layout import Layout, schedule_of, span
 from jaxlamina.ranks.wires import HeadsOf, Sizes, pack, pack_partial, packed_like, unpack
 from jaxlamina.schedules import AttentionRun, Operator
 from jaxlamina.transports import Transport
-from jaxlamina.workers.attention_worker import Partial
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import Pool, append, attention_with_own, decode_attention, partial_attention
-from pallas_kernels.order import zero_after
+from pallas_kernels.order import tied, zero_after
 
 
 class StepInputs(NamedTuple):
@@ -71,6 +70,11 @@ class AttentionProgram:
         k_pools, v_pools = list(k_pools), list(v_pools)
         if self.shape.n_batches > 1:
             return self._staggered(k_pools, v_pools, inputs)
+        answer = self._answer
+        if self.shape.chunk is not None:
+            answer = self._answer_with_chunk
+        elif self.shape.mini_batches > 1:
+            answer = self._answer_in_parts
         last: jax.Array | None = None
         for i in range(len(self.specs)):
             heads = self._heads(i)
@@ -79,8 +83,6 @@ class AttentionProgram:
                 k_pools[i], v_pools[i] = self._append(k_pools[i], v_pools[i], kv, inputs.new_slots)
                 last = kv
             else:
-                answer = self._answer if self.shape.chunk is None else self._answer_with_chunk
-                answer = self._answer_in_parts if self.shape.mini_batches > 1 else answer
                 k_pools[i], v_pools[i], last = answer(i, heads, k_pools[i], v_pools[i], inputs, last)
         assert last is not None, "a model without attention"
         return k_pools, v_pools, zero_after(last).reshape(1)
@@ -118,25 +120,25 @@ class AttentionProgram:
     ) -> tuple[Pool, Pool, jax.Array]:
         """One layer of a decode step and a chunk of a prompt: both are attended to, and then both are stored."""
         assert inputs.chunk is not None
-        sizes, chunk = self.layout.mixed_sizes(self.shape), inputs.chunk
+        spec, sizes, chunk = self.specs[i], self.layout.mixed_sizes(self.shape), inputs.chunk
         q_likes = sizes.q_likes(heads)
         message, kv = self._receive(i, packed_like(*q_likes), sizes.kv_like(heads), last)
         assert kv is not None, "a chunk without tokens"
         q, *q_chunk = unpack(message, *q_likes)
         with span("attention", i):
             of_rows, of_chunk = (self._stored(i, k_pool, v_pool, part, last) for part in (inputs, chunk))
-            found: list[Partial] = [_partial_of(self.specs[i])(x, *of_chunk) for x in q_chunk]
-            read, answers = [out for out, _ in found], [pack_partial(*part) for part in found]
             if self._adds_new:
                 k, v = jnp.split(kv[: sizes.rows.new, None], 2, axis=2)
-                read.append(_with_own_of(self.specs[i])(q, k, v, *of_rows))
-                answers.insert(0, read[-1])
+                read = [_jitted(attention_with_own, spec)(q, k, v, *of_rows)]
+                answers = list(read)
             else:
-                out, lse = _partial_of(self.specs[i])(q, *of_rows)
+                out, lse = _jitted(partial_attention, spec)(q, *of_rows)
+                read, answers = [out], [pack_partial(out, lse)]
+            for x in q_chunk:
+                out, lse = _jitted(partial_attention, spec)(x, *of_chunk)
                 read.append(out)
-                answers.insert(0, pack_partial(out, lse))
-            slots = jnp.concatenate([inputs.new_slots, chunk.new_slots])
-            slots = slots + sum(zero_after(x).astype(jnp.int32) for x in read)
+                answers.append(pack_partial(out, lse))
+            slots = reduce(tied, read, jnp.concatenate([inputs.new_slots, chunk.new_slots]))
             k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
         b = len(self.layout.workers)
         return k_pool, v_pool, self.t.send_part(pack(*answers), self.layout.model_rank(i), b, after=kv)
@@ -199,16 +201,15 @@ class AttentionProgram:
         last: jax.Array | None,
     ) -> tuple[Pool, Pool, jax.Array, jax.Array | None]:
         """The pools with the new tokens, the answer, and what else must be there before it is sent."""
-        stored = self._stored(i, k_pool, v_pool, inputs, last)
+        spec, stored = self.specs[i], self._stored(i, k_pool, v_pool, inputs, last)
         if self._adds_new:
             assert kv is not None
             *given, q_positions = stored
             k, v = jnp.split(kv[:, None], 2, axis=2)
-            return *_decode_of(self.specs[i])(q, k, v, *given, inputs.new_slots, q_positions), None
-        out, lse = _partial_of(self.specs[i])(q, *stored)
+            return *_jitted(_decode_attention, spec)(q, k, v, *given, inputs.new_slots, q_positions), None
+        out, lse = _jitted(partial_attention, spec)(q, *stored)
         if kv is not None:
-            slots = inputs.new_slots + zero_after(out).astype(jnp.int32)
-            k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
+            k_pool, v_pool = self._append(k_pool, v_pool, kv, tied(inputs.new_slots, out))
         return k_pool, v_pool, pack_partial(out, lse), kv
 
     def _stored(
@@ -219,7 +220,7 @@ class AttentionProgram:
         q_positions = None if spec.window is None else inputs.q_positions.get(spec.window)
         table = inputs.slot_table
         if last is not None and self._gathers:
-            table = table + zero_after(last).astype(jnp.int32)
+            table = tied(table, last)
         return k_pool, v_pool, table, inputs.lengths, q_positions
 
     @property
@@ -245,34 +246,18 @@ class AttentionProgram:
         return append(k_pool, v_pool, k, v, slots)
 
 
-@cache
-def _partial_of(spec: AttentionSpec) -> Any:
-    """The stored tokens' partial for layers of one kind, jitted so that they are traced and lowered once."""
-
-    def attend(q: Any, k_pool: Pool, v_pool: Pool, table: Any, lengths: Any, q_positions: Any) -> Any:
-        return partial_attention(q, k_pool, v_pool, table, lengths, q_positions=q_positions, **spec.scoring)
-
-    return jax.jit(attend)
+# For ranks stored tokens are read first: k and v may still be on their way.
+_decode_attention = partial(decode_attention, read_first=True)
 
 
 @cache
-def _decode_of(spec: AttentionSpec) -> Any:
-    """A decode step's attention for layers of one kind, as `_partial_of`."""
+def _jitted(function: Callable[..., Any], spec: AttentionSpec) -> Any:
+    """One of the kernels for layers of one kind, its last argument the queries' positions; jitted, so that it is traced and
+    lowered once."""
 
     def attend(*given: Any) -> Any:
         *arrays, q_positions = given
-        return decode_attention(*arrays, q_positions=q_positions, read_first=True, **spec.scoring)
-
-    return jax.jit(attend)
-
-
-@cache
-def _with_own_of(spec: AttentionSpec) -> Any:
-    """`_decode_of` without storing."""
-
-    def attend(*given: Any) -> Any:
-        *arrays, q_positions = given
-        return attention_with_own(*arrays, q_positions=q_positions, **spec.scoring)
+        return function(*arrays, q_positions=q_positions, **spec.scoring)
 
     return jax.jit(attend)
 

@@ -33,10 +33,11 @@ from jaxlamina.ranks.wires import (
     unpack,
     with_own,
 )
-from jaxlamina.transports import Transport, tied, zero_after
+from jaxlamina.transports import Transport
 from jaxlamina.workers.model_worker import Context, combined
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import causal_attention, causal_partial
+from pallas_kernels.order import tied, zero_after
 from splitter import SplitModel
 
 

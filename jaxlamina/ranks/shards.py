@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.errors import UserError
-from jaxlamina.transports import Transport, tied
+from jaxlamina.transports import Transport
 from pallas_kernels import compat
-from pallas_kernels.order import zero_after
+from pallas_kernels.order import tied, zero_after
 from splitter import Traced
 
 _Axes = dict[str, int]

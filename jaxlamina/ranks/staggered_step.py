@@ -19,7 +19,7 @@ from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, send_arrays
 from jaxlamina.ranks.layout import Tie, schedule_of, span
 from jaxlamina.ranks.wires import HeadsWire, PlacedIndices, PlacedWire, pack, with_own
 from jaxlamina.schedules import Exchange, Migration, Operator, SliceRun
-from pallas_kernels.order import zero_after
+from pallas_kernels.order import tied, zero_after
 
 if TYPE_CHECKING:
     from jaxlamina.ranks.model_programs import ModelProgram
@@ -140,7 +140,7 @@ class StaggeredStep:
             if owner != FRONT:
                 self.logits[j] = self.tie = self.t.recv(self.p.logits_like, owner, after=self.tie)
         found = jnp.stack([self.logits[j] for j in range(n)], axis=1).reshape(self.p.shape.batch, -1)
-        return found if self.tie is None else found + zero_after(self.tie).astype(found.dtype)
+        return tied(found, self.tie)
 
     def _delivered(self) -> jax.Array:
         for j in sorted(self.logits):

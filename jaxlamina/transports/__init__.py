@@ -17,7 +17,6 @@ import jax
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
-from pallas_kernels.order import zero_after
 
 TRANSPORTS = ("mpi", "xla")
 # The scope that operators of an exchange are traced in, for timelines.
@@ -128,8 +127,3 @@ def compiler_options(device: jax.Device, traceable: bool) -> dict[str, Any] | No
     """XLA's options for a rank's program. Kernels within a CUDA graph are in a trace without the instruction that they are
     of, so a program that is to be traced has no such graphs."""
     return {"xla_gpu_enable_command_buffer": ""} if traceable and device.platform == "gpu" else None
-
-
-def tied(x: jax.Array, after: jax.Array | None) -> jax.Array:
-    """``x``, unchanged but dependent on ``after``."""
-    return x if after is None else x + zero_after(after).astype(x.dtype)

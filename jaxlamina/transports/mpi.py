@@ -16,8 +16,9 @@ from jax import lax
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
-from jaxlamina.transports import SPAN, compiler_options, tied
+from jaxlamina.transports import SPAN, compiler_options
 from jaxlamina.transports.exchanges import mpi_exchanges
+from pallas_kernels.order import tied
 
 # MPI has no such types: their bits travel.
 _BITS = {1: jnp.uint8, 2: jnp.uint16}

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
-from jaxlamina.transports import SPAN, compiler_options, tied
+from jaxlamina.transports import SPAN, compiler_options
 from jaxlamina.transports.exchanges import xla_exchanges
-from pallas_kernels.order import zero_after
+from pallas_kernels.order import tied, zero_after
 
 AXIS = "ranks"
 

@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from jaxlamina.cache import cache_dir
 from jaxlamina.errors import UserError
 
 NAMES = ("smollm2-135m-instruct",)
@@ -39,18 +40,6 @@ def present() -> Path | None:
     if cached.is_file() and cached.stat().st_size == FILE_BYTES:
         return cached
     return _in_wheel()
-
-
-def cache_dir() -> Path:
-    """`$JAXLAMINA_CACHE`, `$XDG_CACHE_HOME/jaxlamina` or `~/.cache/jaxlamina`; a temporary folder without a home."""
-    if chosen := os.environ.get("JAXLAMINA_CACHE"):
-        return Path(chosen)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "jaxlamina"
-    try:
-        return Path.home() / ".cache" / "jaxlamina"
-    except RuntimeError:  # no HOME and no entry in the password file, as in some containers
-        return Path(tempfile.gettempdir()) / f"jaxlamina-{os.getuid()}"
 
 
 def _in_wheel() -> Path | None:

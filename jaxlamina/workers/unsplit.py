@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.transports import tied
 from jaxlamina.workers import capacity
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, with_chunk
 from jaxlamina.workers.calibration import channel_scales
@@ -32,6 +31,7 @@ from pallas_kernels import (
     decode_attention,
     partial_attention,
 )
+from pallas_kernels.order import tied
 from splitter import SplitReport, split
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
