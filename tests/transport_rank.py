@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxlamina.bench.exchange_ranks import serve
-from jaxlamina.transports import Transport, tied
+from jaxlamina.transports import Transport
+from pallas_kernels.order import tied
 
 DTYPES = ("float32", "bfloat16", "int8", "int32", "uint8", "float16")
 SHAPE = (5, 3, 7)
