@@ -17,7 +17,8 @@ class Policy(Protocol):
     """The order of requests: the lowest rank is admitted first, the greatest gives way first when slots run out.
 
     Of equal ranks whoever came first goes first. ``preemptive``: running requests of a greater rank give way to a
-    waiting one, even while there is room for those that run.
+    waiting one, even while there is room for those that run. One that never looks at a request's ``priority`` may say so by
+    a true ``ignores_priority``: a server then refuses requests that have one.
     """
 
     preemptive: bool
@@ -32,6 +33,7 @@ class Fifo:
     """First come, first served: the oldest always finish, and nobody starves."""
 
     preemptive = False
+    ignores_priority = True
 
     def rank(self, request: Request) -> int:
         return 0
@@ -66,6 +68,7 @@ class ShortestRemaining:
     as short ones come fast enough to fill the pool."""
 
     preemptive = False
+    ignores_priority = True
 
     def rank(self, request: Request) -> int:
         return request.n_tokens_left
@@ -87,10 +90,9 @@ def load_policy(name: str) -> Policy:
     """
     if name in POLICIES:
         return POLICIES[name]()
+    check_policy_name(name)
     where = f"scheduling_policy={name!r}"
-    module, colon, cls = name.partition(":")
-    if not (colon and module and cls):
-        raise UserError(f"{where} must be one of {', '.join(POLICIES)}, or a class: package.module:Class")
+    module, _, cls = name.partition(":")
     try:
         policy = getattr(importlib.import_module(module), cls)()
     except Exception as error:  # whatever the user's own code raises
@@ -98,6 +100,15 @@ def load_policy(name: str) -> Policy:
     _check(where, policy)
     found: Policy = policy
     return found
+
+
+def check_policy_name(name: str) -> None:
+    """``UserError`` for what cannot name a policy; whether a class is there is seen by `load_policy`."""
+    module, _, cls = name.partition(":")
+    if name not in POLICIES and not (module and cls):
+        raise UserError(
+            f"scheduling_policy={name!r} must be one of {', '.join(POLICIES)}, or a class: package.module:Class"
+        )
 
 
 def _check(where: str, policy: Any) -> None:

@@ -30,6 +30,15 @@ KvDtype = Annotated[str, typer.Option(help="KV: auto (as --dtype), int8, or int8
 Partition = Annotated[
     str, typer.Option(help="What several attention workers share out: heads, requests or tokens.")
 ]
+SchedulingPolicy = Annotated[
+    str,
+    typer.Option(
+        help="Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class."
+    ),
+]
+KvManager = Annotated[
+    str, typer.Option(help="KV: token, or padded as a contiguous KV cache is, to compare with.")
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(help="A file with a chat template, or the template, in place of the model's own."),

@@ -66,6 +66,8 @@ def serve(
             help="Start prompts from KV that others left.",
         ),
     ] = True,
+    scheduling_policy: model_options.SchedulingPolicy = "fifo",
+    kv_manager: model_options.KvManager = "token",
     chat_template: model_options.ChatTemplate = None,
     seed: Annotated[int, typer.Option(min=0, help="Requests without a seed get theirs from it.")] = 0,
     warm_up: Annotated[
@@ -122,6 +124,8 @@ def serve(
             attention_workers=attention_workers,
             partition=partition,
             prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            kv_manager=kv_manager,
             seed=seed,
         )
         address = "http://{}:{}".format(*_shown(*listener.getsockname()[:2]))
