@@ -16,15 +16,7 @@ import numpy as np
 
 from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.engine import Engine
-from jaxlamina.sampling import Row, SamplingBatch, SamplingParams
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
-
-# The sampler's programs: the likeliest token, a drawn one, and one drawn of those that a filter leaves.
-_WAYS_TO_CHOOSE = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=1.0, top_p=0.9),
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,7 @@ def _with_fewest(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 def warm_up(
     engine: Engine, todo: Sequence[Shape], on_done: Callable[[int], None], stopped: Callable[[], bool]
 ) -> None:
-    """Runs each of ``todo`` once, and the sampler once a batch size and way to choose. No request may be there.
+    """Runs each of ``todo`` once, and once a batch size all that may be done with logits. No request may be there.
 
     ``on_done(n)`` after each; ``stopped()`` is asked before each, and True ends it early.
     """
@@ -87,7 +79,7 @@ def warm_up(
         for logits in of_rows:
             if len(logits) not in sampled:
                 sampled.add(len(logits))
-                _sample(engine, logits)
+                engine.drawing.warm_up(logits, engine.admission.max_model_len)
         jax.block_until_ready(of_rows)
         on_done(n)
 
@@ -106,11 +98,6 @@ def _batch(shape: Shape, nowhere: int) -> DecodeBatch | PrefillBatch:
     if shape.kind == "decode":
         return DecodeBatch(tokens, _zeros(b, 1), table, lengths, _zeros(b) + nowhere)
     return PrefillBatch(tokens, _zeros(b, t), _zeros(b), _zeros(b, t) + nowhere, table, lengths)
-
-
-def _sample(engine: Engine, logits: jax.Array) -> None:
-    for params in _WAYS_TO_CHOOSE:
-        jax.block_until_ready(engine.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], len(logits))))
 
 
 def _zeros(*shape: int) -> np.ndarray:

@@ -143,6 +143,10 @@ class RanksExecutor:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
         return self._step(batch.kind, batch, (batch.tokens, batch.positions, batch.logits_at))
 
+    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
+        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
+        return self._step(batch.kind, batch, (batch.tokens, batch.positions), of_all=True)
+
     def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
         """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program a rank, which
         reads weights once for both (Lamina 2024 §5.6): logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s.
@@ -190,12 +194,12 @@ class RanksExecutor:
         n_batches: int = 1,
         on_done: Callable[[float], None] = lambda _: None,
         mini_batches: int = 1,
+        of_all: bool = False,
     ) -> jax.Array:
         self._check_current()
         q_first = self.q_first and mini_batches == 1
         shape, arrays, at = self.pool.plan(kind, batch, q_first, n_batches)
-        if mini_batches > 1:
-            shape = msgspec.structs.replace(shape, mini_batches=mini_batches)
+        shape = msgspec.structs.replace(shape, mini_batches=mini_batches, of_all=of_all)
         return self._launch(shape, arrays, at, inputs, on_done)
 
     def _launch(

@@ -129,9 +129,15 @@ class LocalExecutor:
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        model = self.model.prefill(*batch.tokens.shape)
-        inputs = jax.device_put((batch.tokens, batch.positions, batch.logits_at), self.device)
-        context = model.first_context(*inputs)
+        return self._prefill(batch, (batch.tokens, batch.positions, batch.logits_at), of_all=False)
+
+    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
+        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
+        return self._prefill(batch, (batch.tokens, batch.positions), of_all=True)
+
+    def _prefill(self, batch: PrefillBatch, inputs: tuple[np.ndarray, ...], of_all: bool) -> jax.Array:
+        model = self.model.prefill(*batch.tokens.shape, of_all=of_all)
+        context = model.first_context(*jax.device_put(inputs, self.device))
         self.attention.begin_prefill(batch)
         if batch.has_earlier:
             out, context = self._after_stored(model, context)
