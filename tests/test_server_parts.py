@@ -17,8 +17,8 @@ from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
-from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest
-from jaxlamina.server.tools import ToolCallParser, parse
+from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, Tool
+from jaxlamina.server.tools import ToolCallParser, call_schema, parse
 from jaxlamina.structured import StructuredOutputs
 from jaxlamina.warm_up import Shape, shapes, warm_up
 
@@ -52,7 +52,8 @@ def test_how_a_text_is_cut_makes_no_difference(text, cuts):
         more, calls = parser.add(text[start:end])
         shown += more
         names += [call.function.name for call in calls]
-    shown += parser.finish()
+    rest, more = parser.finish()
+    shown, names = shown + rest, names + [call.function.name for call in more]
     whole, calls = parse(text)
     assert shown == whole and names == [call.function.name for call in calls]
     assert parser.n_calls == len(names)
@@ -60,11 +61,11 @@ def test_how_a_text_is_cut_makes_no_difference(text, cuts):
 
 def test_every_sampling_parameter_can_be_given():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert set(PASSED) | {"logprobs", "logit_bias", "structured_outputs"} == fields
+    assert set(PASSED) | {"logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"} == fields
     body = {
         "prompt": "x", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "n": 2, "best_of": 3,
         "max_tokens": 9, "min_tokens": 2, "stop": ["a"], "stop_token_ids": [4], "ignore_eos": True, "logprobs": 5,
-        "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "bad_words": ["b"],
+        "prompt_logprobs": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "bad_words": ["b"],
     }  # fmt: skip
     wanted = {name: value for name, value in body.items() if name != "prompt"}
     assert sampling_params(CompletionRequest(**body)) == SamplingParams(**wanted)
@@ -78,6 +79,27 @@ def test_every_sampling_parameter_can_be_given():
     beams = {"prompt": "x", "use_beam_search": True, "beam_width": 4, "length_penalty": 0.5}
     found = sampling_params(CompletionRequest(**beams))
     assert (found.beam_width, found.length_penalty, found.temperature) == (4, 0.5, 0)
+
+
+def test_log_probabilities_of_a_prompt_are_asked_for_in_two_ways():
+    asked = [({"echo": True, "logprobs": 3}, 3), ({"echo": True}, None), ({"logprobs": 3}, None)]
+    asked += [({"echo": True, "logprobs": 3, "prompt_logprobs": n}, max(3, n)) for n in (0, 5)]
+    for fields, n in asked:
+        assert sampling_params(CompletionRequest(prompt="x", **fields)).prompt_logprobs == n
+
+
+def test_references_of_a_tools_schema_hold_in_the_schema_of_calls():
+    node = {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "x": {"$ref": "#/$defs/X"}},
+        "$defs": {"X": {"type": "integer"}},
+    }
+    tools = [Tool(function={"name": name, "parameters": node}) for name in ("a", "b")]
+    for i, call in enumerate(call_schema(tools)["anyOf"]):
+        place, arguments = f"#/anyOf/{i}/properties/arguments", call["properties"]["arguments"]
+        assert arguments["properties"]["next"]["anyOf"][0] == {"$ref": place}
+        assert arguments["properties"]["x"] == {"$ref": f"{place}/$defs/X"}
+        assert call["properties"]["name"] == {"const": "ab"[i]}
 
 
 def test_defaults_of_completions_and_chats():
