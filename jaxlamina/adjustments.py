@@ -149,7 +149,7 @@ def power_of_4(n: int, least: int = 1) -> int:
 
 
 # The least width of a table: of banned tokens and biases, and of tokens that penalties count.
-LEAST_TOKENS, LEAST_COUNTED = 8, 64
+LEAST_TOKENS, LEAST_COUNTED = 32, 64
 
 
 def _table(

@@ -94,7 +94,7 @@ class Drawing:
 
     def warm_up(self, logits: jax.Array, max_tokens: int) -> None:
         """Runs every program that rows of ``logits`` [B, V] may meet, for requests of at most ``max_tokens`` tokens, but
-        those of prompts' log-probabilities; of bans, the usual numbers."""
+        those of prompts' log-probabilities, of very many bans a row, and of beams that many tokens may end."""
         n = len(logits)
         tokens = None
         for params in _WAYS_TO_CHOOSE:
@@ -115,15 +115,15 @@ class Drawing:
         jax.block_until_ready(tokens)
 
     def _kinds_of_adjustment(self, max_tokens: int) -> list[Adjusted]:
-        mask = np.full(-(-self._vocab_size // 32), 0xFFFFFFFF, np.uint32)
-        found = [Adjusted(mask=mask)]
-        for n in _sizes(LEAST_TOKENS, 4 * LEAST_TOKENS):
-            found += [Adjusted(banned=[0] * n), Adjusted(banned_after=[(0, 0)] * (n // 2))]
-        found += [
-            Adjusted(logit_bias={token: 0.0 for token in range(n)})
-            for n in _sizes(LEAST_TOKENS, min(MAX_LOGIT_BIASES, self._vocab_size))
+        found = [
+            Adjusted(mask=np.full(-(-self._vocab_size // 32), 0xFFFFFFFF, np.uint32)),
+            Adjusted(banned=[0]),
+            Adjusted(banned_after=[(0, 0)]),
         ]
-        found += [Adjusted(presence_penalty=1.0, written=[0] * n) for n in _sizes(LEAST_COUNTED, max_tokens)]
+        for n in _sizes(LEAST_TOKENS, min(MAX_LOGIT_BIASES, self._vocab_size)):
+            found.append(Adjusted(logit_bias=dict.fromkeys(range(n), 0.0)))
+        for n in _sizes(LEAST_COUNTED, max_tokens):
+            found.append(Adjusted(presence_penalty=1.0, written=[0] * n))
         return found
 
 

@@ -62,6 +62,22 @@ def test_a_step_is_launched_before_the_one_before_it_is_run() -> None:
     assert found["ahead"]
 
 
+@pytest.mark.parametrize(
+    ("transport", "partition"),
+    [("xla", "requests"), slow("xla", "tokens"), slow("xla", "heads"), slow("mpi", "tokens")],
+)
+def test_warm_programs_and_scored_prompts(transport: str, partition: str) -> None:
+    """Steps of padding alone run, what is run once needs nothing more, and prompts are as likely as unsplit."""
+    found, scored = run_job(
+        transport, 2, [("warmed", {"model": "llama"}), ("scored", {"model": "llama"})], partition=partition
+    )
+    assert found["same"] and found["n_done"] == found["more_of_sampler"] == 0, found
+    assert found["more"] <= (1 if partition == "tokens" else 0), (
+        found
+    )  # where tokens fall to workers by chance
+    assert scored["same"] and scored["n"] == 39, scored
+
+
 def test_three_workers_cannot_share_two_heads() -> None:
     found = run_job("xla", 3, [("refused", {"model": "llama"})], partition="heads")
     assert "2 KV heads" in found[0]["line"] and "3 attention workers" in found[0]["line"]
@@ -141,6 +157,15 @@ def test_a_step_past_its_deadline_ends_rank_0_with_its_name(transport: str, how:
         rf"rank 1 \(attention worker 0\) was not done within {deadline_s} s"
     )
     assert re.search(rf"^{line}", err, re.MULTILINE), err
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_slow_steps_that_wait_for_each_other_are_not_late(transport: str) -> None:
+    """Each takes two thirds of what it may. The last one is launched and then wanted by nobody: the job ends after it."""
+    scenarios = [("greedy", {"model": "llama", "n_tokens": 8}), ("ended", {"model": "llama"})]
+    found, ended = run_job(transport, 1, scenarios, slow=(8, 999, 2.0), step_deadline_s=3.0)
+    check_greedy(found, n_tokens=8)
+    assert ended["n_tokens"] == 1
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("int8-channel", marks=pytest.mark.slow)])

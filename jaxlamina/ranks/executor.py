@@ -182,6 +182,15 @@ class RanksExecutor:
         """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
         self.pool.release(as_slots(slots))
 
+    @property
+    def places_tokens(self) -> bool:
+        """Whether a step's programs depend on where its tokens lie."""
+        return self.pool.placement is not None
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
+        """As of `LocalExecutor`."""
+        self.pool.assume_stored(batch)
+
     def exchanges(self, shape: m.StepShape) -> tuple[m.Exchange, ...]:
         """What this rank's program of a prepared bucket exchanges, in order."""
         return self._programs[shape][0].exchanges()

@@ -153,8 +153,6 @@ class App:
 
 def _todo(llm: LLM, settings: Settings) -> list[Shape]:
     """What is to be compiled before requests are taken, as far as it can be known."""
-    if not llm.programs_by_bucket:
-        return []
     in_chunks = (
         settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < llm.max_model_len
     )

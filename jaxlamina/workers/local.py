@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.workers import capacity
-from jaxlamina.workers.attention_pool import attention_pool
+from jaxlamina.workers.attention_pool import PlacedPool, attention_pool
 from jaxlamina.workers.attention_worker import Partial, attention_workspace_bytes
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.calibration import channel_scales
@@ -187,6 +187,17 @@ class LocalExecutor:
     def release(self, slots: Slots) -> None:
         """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
         self.attention.release(slots)
+
+    @property
+    def places_tokens(self) -> bool:
+        """Whether a step's programs depend on where its tokens lie."""
+        return isinstance(self.attention, PlacedPool)
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
+        """Takes it that a batch's earlier tokens, in slots that are all distinct, have been stored: for steps whose results
+        nobody looks at."""
+        if isinstance(self.attention, PlacedPool):
+            self.attention.assume_stored(batch)
 
     def _send_q(self, q: jax.Array) -> tuple[Any, jax.Array]:
         """q at the attention workers, and the tie for k and v: a scalar that is there only once q is."""
