@@ -161,11 +161,24 @@ def test_a_step_past_its_deadline_ends_rank_0_with_its_name(transport: str, how:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_slow_steps_that_wait_for_each_other_are_not_late(transport: str) -> None:
-    """Each takes two thirds of what it may. The last one is launched and then wanted by nobody: the job ends after it."""
-    scenarios = [("greedy", {"model": "llama", "n_tokens": 8}), ("ended", {"model": "llama"})]
-    found, ended = run_job(transport, 1, scenarios, slow=(8, 999, 2.0), step_deadline_s=3.0)
+    """Each takes two thirds of what it may."""
+    scenario = ("greedy", {"model": "llama", "n_tokens": 8})
+    [found] = run_job(transport, 1, [scenario], slow=(8, 999, 2.0), step_deadline_s=3.0)
     check_greedy(found, n_tokens=8)
-    assert ended["n_tokens"] == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_job_does_not_end_before_a_step_that_nobody_wants(transport: str, tmp_path: Path) -> None:
+    """One that never ends is said to be late, as any other is."""
+    hold = {"step": 2, "how": "sleep", "note": str(tmp_path / "held")}
+    scenario = ("ended", {"model": "llama"})
+    with started(transport, 1, [scenario], hold=hold, step_deadline_s=4.0) as processes:
+        out, err = processes[0].communicate(timeout=DEADLINE_S)
+        codes = [process.wait(timeout=20) for process in processes]
+    assert '"n_tokens": 1' in out and codes[0] != 0, (out, codes)
+    assert re.search(r"^error: rank 0 .*: step 2 \(decode, .* was not done within 4 s$", err, re.MULTILINE), (
+        err
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("int8-channel", marks=pytest.mark.slow)])
