@@ -268,11 +268,11 @@ def _structured(given: str | None) -> StructuredOutputs | None:
         asked = json.loads(given)
     except ValueError:
         asked = None
-    if not isinstance(asked, dict) or not asked.keys() <= {"json", "regex", "choice"}:
+    if not isinstance(asked, dict):
         raise UserError(
             f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
         )
-    return StructuredOutputs(**asked)
+    return StructuredOutputs.of(asked)
 
 
 def _write_several(outputs: list[RequestOutput], n: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxlamina.cli.progress import bytes_bar
+from jaxlamina.cli.progress import bar
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def load(console: Console, model: str, *, chat_template: str | None = None, **op
     group = ranks.current()
     if group is not None:
         options |= {"group": group}
-    with bytes_bar(console, "reading weights") as on_load:
+    with bar(console, "reading weights", in_bytes=True) as on_load:
         llm = LLM(model, on_load=on_load, **options)
     if chat_template is not None:
         if llm.tokenizer is None:

@@ -102,10 +102,7 @@ def _structured_field(body: SamplingFields) -> StructuredOutputs | None:
             "response_format and structured_outputs are two ways to say it: give one", "response_format"
         )
     if body.structured_outputs:
-        unknown = sorted(body.structured_outputs.keys() - {"json", "regex", "choice"})
-        if unknown:
-            raise refused(f"structured_outputs.{unknown[0]:.40} is not supported", "structured_outputs")
-        return StructuredOutputs(**body.structured_outputs)
+        return StructuredOutputs.of(body.structured_outputs)
     if not asked:
         return None
     assert format_ is not None
