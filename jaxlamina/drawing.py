@@ -43,7 +43,7 @@ class Drawing:
         self._vocab_size = vocab_size
         self._most_candidates = max_rows * max(2, 1 + n_end_tokens)  # as `BeamSearch.n_candidates`
         self._newest = NewestTokens(max_rows, buckets.batch[-1])
-        self._rows_of = jax.jit(lambda logits, rows: logits[rows])
+        self._rows_of = jax.jit(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows])
 
     def begin(self) -> None:
         self._newest.begin()
@@ -65,8 +65,8 @@ class Drawing:
         following = np.zeros(logits.shape[1], np.int32)
         known = request.prompt_token_ids[start + 1 : stop + 1]
         following[: len(known)] = known
-        reported = self.sampler.report(logits[0], following, job.params.prompt_logprobs)
-        last = self._rows_of(logits[0], np.asarray([stop - start - 1], np.int32))
+        reported = self.sampler.report(logits, following, job.params.prompt_logprobs)
+        last = self._rows_of(logits, np.asarray([stop - start - 1], np.int32))
         return last, Scored(start + 1, len(known), reported)
 
     def draw(

@@ -7,10 +7,12 @@ clock and no device.
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxlamina.errors import UserError
-from jaxlamina.request import Request
+
+if TYPE_CHECKING:
+    from jaxlamina.request import Request
 
 
 class Policy(Protocol):
@@ -112,6 +114,8 @@ def check_policy_name(name: str) -> None:
 
 
 def _check(where: str, policy: Any) -> None:
+    from jaxlamina.request import Request  # loads numpy, which the names alone do not need
+
     if not isinstance(getattr(policy, "preemptive", None), bool):
         raise UserError(f"{where} has no attribute preemptive, True or False: add it")
     try:

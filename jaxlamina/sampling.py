@@ -348,8 +348,8 @@ class Sampler:
         return Sampled(tokens) if batch.n_top is None else self.report(logits, tokens, batch.n_top)
 
     def report(self, logits: jax.Array, tokens: Any, n_top: int) -> Sampled:
-        """Of ``tokens`` [B] int32, drawn or given, what ``logits`` [B, V] float32 say; of ``n_top`` likeliest tokens a row,
-        or a few more."""
+        """Of ``tokens`` [B] int32, drawn or given, what ``logits`` float32 of B rows, [B, V] or [1, B, V], say; of ``n_top``
+        likeliest tokens a row, or a few more."""
         return self._report(logits, tokens, n_top=_logprobs_width([n_top]))
 
     def likeliest(self, logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
@@ -381,7 +381,8 @@ def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> jax.Arra
 
 def report(logits: jax.Array, tokens: jax.Array, *, n_top: int) -> Sampled:
     """Log-probabilities and ranks of ``tokens`` [B] int32, and the ``n_top`` likeliest: the model's own, so ``logits``
-    [B, V] float32 are those before anything is done to them."""
+    [B, V] or [1, B, V] float32 are those before anything is done to them."""
+    logits = logits.reshape(-1, logits.shape[-1])
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     top_logits, top_tokens = jax.lax.top_k(logits, n_top)

@@ -133,6 +133,17 @@ def test_logprobs_of_a_prompt_that_is_echoed(client, server):
             assert streamed == getattr(choice.logprobs, name)
 
 
+def test_a_prompt_that_is_echoed_alone(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 0}
+    found = client.completions.create(**asked)
+    [choice] = found.choices
+    assert choice.text == PROMPT == "".join(choice.logprobs.tokens) and choice.finish_reason == "length"
+    assert (found.usage.completion_tokens, len(choice.logprobs.token_logprobs)) == (0, 5)
+    assert text_of(client.completions.create(**asked, stream=True)) == PROMPT
+    with pytest.raises(openai.BadRequestError, match="writes nothing"):
+        client.completions.create(**asked | {"echo": False})
+
+
 def test_prompt_logprobs_as_vllm_gives_them(client):
     asked = {"extra_body": {"prompt_logprobs": 1}, "max_tokens": 1, "temperature": 0, "model": MODEL}
     [choice] = client.completions.create(prompt=PROMPT, **asked).choices

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxlamina.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from jaxlamina.server.forms import Form, prompt_field, ranked, usage
+from jaxlamina.server.forms import Form, prompt_field, ranked
 from jaxlamina.server.protocol import (
     ChatAnswer,
     ChatChoice,
@@ -56,7 +56,7 @@ class ChatForm(Form):
             id=self.id,
             model=self.model,
             choices=choices,
-            usage=usage(outputs),
+            usage=self.usage(outputs),
             prompt_logprobs=prompt_field(outputs[0], self._n_prompt_top),
         )
 

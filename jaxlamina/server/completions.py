@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxlamina.server.async_engine import Prompt
-from jaxlamina.server.forms import Form, prompt_field, ranked, usage
+from jaxlamina.server.forms import Form, prompt_field, ranked
 from jaxlamina.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
@@ -31,6 +31,7 @@ class CompletionForm(Form):
             model,
             body.n or 1,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            gives_written=body.max_tokens != 0,
         )
         self._n_top, self._n_prompt_top = body.logprobs or 0, body.prompt_logprobs
         self._echoes = [prompt.text or "" for prompt in prompts] if body.echo else [""] * len(prompts)
@@ -42,6 +43,7 @@ class CompletionForm(Form):
     def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         choices = []
         for choice, output, completion in self.choices(outputs):
+            completion = self._given(completion)
             entries: Sequence[PositionLogprobs | None] | None = completion.logprobs
             if self._firsts:
                 entries = [*(output.prompt_logprobs or ()), *(entries or ())]
@@ -55,7 +57,7 @@ class CompletionForm(Form):
                     prompt_logprobs=prompt_field(output, self._n_prompt_top),
                 )
             )
-        return CompletionResponse(id=self.id, model=self.model, choices=choices, usage=usage(outputs))
+        return CompletionResponse(id=self.id, model=self.model, choices=choices, usage=self.usage(outputs))
 
     def opening(self) -> Iterator[CompletionResponse]:
         for which, echo in enumerate(self._echoes):
@@ -77,8 +79,15 @@ class CompletionForm(Form):
         yield self._chunk(CompletionChoice(index=choice, text=text, logprobs=logprobs))
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[CompletionResponse]:
+        completion = self._given(completion)
         why, by = completion.finish_reason, completion.stop_reason
         yield self._chunk(CompletionChoice(index=choice, text="", finish_reason=why, stop_reason=by))
+
+    def _given(self, completion: CompletionOutput) -> CompletionOutput:
+        if self.gives_written:
+            return completion
+        none = None if completion.logprobs is None else ()
+        return CompletionOutput(completion.index, "", (), None, none, "length")
 
     def usage_chunk(self, counts: Usage) -> CompletionResponse:
         return CompletionResponse(id=self.id, model=self.model, choices=[], usage=counts)

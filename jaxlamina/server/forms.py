@@ -18,12 +18,12 @@ from jaxlamina.server.protocol import PromptEntry, PromptLogprob, PromptTokensDe
 
 
 class Form(ABC):
-    """One request's answer."""
+    """One request's answer. ``gives_written``: what the model writes is part of it."""
 
     prefix: str
 
-    def __init__(self, model: str, n: int, *, include_usage: bool) -> None:
-        self.model, self.n = model, n
+    def __init__(self, model: str, n: int, *, include_usage: bool, gives_written: bool = True) -> None:
+        self.model, self.n, self.gives_written = model, n, gives_written
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._include_usage = include_usage
         self._finished: dict[int, RequestOutput] = {}
@@ -40,7 +40,7 @@ class Form(ABC):
         """What prompt number ``which``'s event adds to the stream."""
         if event.prompt_logprobs is not None:
             yield from self.scored(which, event.prompt_logprobs)
-        if event.new_text or event.logprobs is not None:
+        if self.gives_written and (event.new_text or event.logprobs is not None):
             yield from self.piece(self._choice(which, event.index), event.new_text, event.logprobs)
         if event.output is not None:
             self._finished[which] = event.output
@@ -50,7 +50,7 @@ class Form(ABC):
     def closing(self) -> Iterator[BaseModel]:
         """Chunks after the last token."""
         if self._include_usage:
-            yield self.usage_chunk(usage([*self._finished.values()]))
+            yield self.usage_chunk(self.usage([*self._finished.values()]))
 
     def scored(self, which: int, entries: Sequence[PositionLogprobs | None]) -> Iterator[BaseModel]:
         """How likely prompt number ``which`` is; before the first piece of its choices."""
@@ -75,20 +75,21 @@ class Form(ABC):
             for completion in output.outputs:
                 yield self._choice(which, completion.index), output, completion
 
+    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        """What ``outputs``, one a prompt, cost."""
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        completions = [completion for output in outputs for completion in output.outputs]
+        written = sum(len(completion.token_ids) for completion in completions) if self.gives_written else 0
+        cached = sum(output.n_cached_tokens for output in outputs)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=written,
+            total_tokens=prompt + written,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
     def _choice(self, which: int, index: int) -> int:
         return which * self.n + index
-
-
-def usage(outputs: Sequence[RequestOutput]) -> Usage:
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    written = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    cached = sum(output.n_cached_tokens for output in outputs)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
 
 
 def ranked(entry: PositionLogprobs, n: int) -> list[tuple[str, float]]:

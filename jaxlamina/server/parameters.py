@@ -49,6 +49,13 @@ def sampling_params(body: CompletionRequest | ChatCompletionRequest) -> Sampling
         given["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     else:
         given["logprobs"] = body.logprobs
+        if body.max_tokens == 0:
+            if not body.echo:
+                raise refused(
+                    "max_tokens=0 writes nothing: ask for at least 1, or for the prompt by echo=true",
+                    "max_tokens",
+                )
+            given["max_tokens"] = 1  # the model writes one, which is not given out
     given["prompt_logprobs"] = _prompt_logprobs(body)
     if body.use_beam_search:
         given.setdefault("temperature", 0.0)  # beam search draws nothing

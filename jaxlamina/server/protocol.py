@@ -73,6 +73,9 @@ class SamplingFields(_Model):
 class CompletionRequest(SamplingFields):
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool = False
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = (
+        None  # 0: the prompt is echoed, and nothing written
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
