@@ -72,21 +72,18 @@ class Mailbox:
 
     @property
     def _bytes_each(self) -> int:
-        """Of one peer's messages, with marks of what came and of what it took, and both ways' counts."""
-        return self.ring.data_bytes + 2 * self.ring.mark_bytes + 2 * self.ring.count_bytes
+        """Of one peer's messages, with the marks of what came and of what it took, and both ways' counts."""
+        return self.ring.data_bytes + 4 * self.ring.mark_bytes
 
     def _row(self, rank: int, peer: int, far: int) -> np.ndarray:
         """Rank ``peer`` in the table: its ring for messages from here, and this rank's for messages from it."""
         row = np.zeros(N_FIELDS, np.int32)
         if peer in self.peers:
             near, far = self._bases[rank] + peer * self._bytes_each, far + rank * self._bytes_each
-            marks = self.ring.data_bytes
-            taken = marks + self.ring.mark_bytes
-            sent = taken + self.ring.mark_bytes
-            received = sent + self.ring.count_bytes
+            come, taken, sent, received = (self.ring.data_bytes + i * self.ring.mark_bytes for i in range(4))
             places = {
-                "far_data": far, "far_marks": far + marks, "near_taken": near + taken, "near_sent": near + sent,
-                "near_data": near, "near_marks": near + marks, "far_taken": far + taken, "near_received": near + received,
+                "far_data": far, "far_come": far + come, "near_taken": near + taken, "near_sent": near + sent,
+                "near_data": near, "near_come": near + come, "far_taken": far + taken, "near_received": near + received,
             }  # fmt: skip
             row[:] = np.array([places[name] for name in ADDRESSES], np.int64).view(np.int32)
         return row

@@ -1,10 +1,10 @@
 """Messages that one GPU writes into another's memory: a warp's program for either end. Knows bytes; not what they mean.
 
 A receiver has, for each sender, a ring of slots in its own memory. Message number m goes to slot m mod n_slots. Every CTA
-carries its own part of a message and has its own marks: one beside the slot, in the receiver's memory, that says which
-message is there, and one in the sender's memory that says which one was taken. So nobody waits for more than memory of its
-own GPU, and a sender waits only where it is a whole ring ahead. Every CTA of either end counts for itself, in memory that
-stays: messages are numbered in the order in which they are put and taken, in whatever programs and loops.
+carries its own part of a message and has its own two marks: in the receiver's memory how many messages have come, and in
+the sender's how many were taken. So nobody waits for more than memory of its own GPU, and a sender waits only where it is a
+whole ring ahead. Either end's CTAs count for themselves, in memory that stays: messages are numbered in the order in which
+they are put and taken, in whatever programs and loops.
 
 Numbers of messages are 32 bits and may wrap: what is compared is their difference.
 """
@@ -19,8 +19,8 @@ WORD = 16  # bytes that a lane moves at once
 _AHEAD = 4  # words that a lane has on the way
 # What a rank knows of a peer: addresses of 64 bits, near in its own memory and far in the peer's.
 ADDRESSES = (
-    "far_data", "far_marks", "near_taken", "near_sent",  # to it
-    "near_data", "near_marks", "far_taken", "near_received",  # from it
+    "far_data", "far_come", "near_taken", "near_sent",  # to it
+    "near_data", "near_come", "far_taken", "near_received",  # from it
 )  # fmt: skip
 N_FIELDS = 2 * len(ADDRESSES)  # 32-bit words
 
@@ -29,9 +29,9 @@ N_FIELDS = 2 * len(ADDRESSES)  # 32-bit words
 class Ring:
     """What both ends of a pair must agree on."""
 
-    n_slots: int = 8  # a power of two
+    n_slots: int = 8  # a power of two, at least 2
     slot_bytes: int = 4 << 20
-    n_ctas: int = 16
+    n_ctas: int = 32
     n_warps: int = 8
 
     @property
@@ -40,12 +40,7 @@ class Ring:
 
     @property
     def mark_bytes(self) -> int:
-        """Of one kind, of all slots."""
-        return self.n_slots * self.n_ctas * 4
-
-    @property
-    def count_bytes(self) -> int:
-        """Of one kind."""
+        """Of one kind, of all CTAs."""
         return self.n_ctas * 4
 
     def carries(self, n_bytes: int) -> bool:
@@ -63,44 +58,40 @@ class Carrier:
 
     def put(self, message: Any, n_bytes: int, done: Any) -> None:
         """``message`` to the peer; ``done`` [1] becomes a float32 0."""
-        w = self.w
-        data, marks, taken, sent = map(self._address, ADDRESSES[:4])
-        number = w.load(sent, w.cta * 4, "i32")
-        slot = number & (self.ring.n_slots - 1)
-        mark, base = self._mark(slot), w.i64(slot) * self.ring.slot_bytes
+        w, own = self.w, self.w.cta * 4
+        data, come, taken, sent = map(self._address, ADDRESSES[:4])
+        number = w.load(sent, own, "i32")
+        slot = self._slot(number)
 
         def wait() -> None:
-            w.wait_for(taken, mark, number + (1 - self.ring.n_slots), self._first)
+            w.wait_for(taken, own, number + (1 - self.ring.n_slots), self._first)
             w.sync_cta()
 
-        self._copy(n_bytes, lambda at: (message, at), lambda at: (data, base + at), wait)
-        self._finish(marks, mark, sent, number + 1)
+        self._copy(n_bytes, lambda at: (message, at), lambda at: (data, slot + at), wait)
+        w.sync_cta()
+        w.release(come, own, number + 1, self._first)  # all that this CTA's warps wrote comes before it
+        w.store_b32(sent, own, number + 1, self._first)
         w.store_f32(done, 0, [w.f32(0.0)], self._first & (w.cta == 0))
 
     def take(self, message: Any, n_bytes: int) -> None:
-        """The peer's message, once it is there."""
-        w = self.w
-        data, marks, taken, received = map(self._address, ADDRESSES[4:])
-        number = w.load(received, w.cta * 4, "i32")
-        slot = number & (self.ring.n_slots - 1)
-        mark, base = self._mark(slot), w.i64(slot) * self.ring.slot_bytes
-        w.wait_for(marks, mark, number + 1, self._first)
+        """The peer's message, once it is there. That it was taken is said by the next one, which begins when all of this is
+        done: so that nothing has to be waited for here."""
+        w, own = self.w, self.w.cta * 4
+        data, come, taken, received = map(self._address, ADDRESSES[4:])
+        number = w.load(received, own, "i32")
+        slot = self._slot(number)
+        other = (w.warp == self.ring.n_warps - 1) & (w.lane == 0)  # than the one that waits
+        w.release(taken, own, number, other)
+        w.wait_for(come, own, number + 1, self._first)
         w.sync_cta()
-        self._copy(n_bytes, lambda at: (data, base + at), lambda at: (message, at))
-        self._finish(taken, mark, received, number + 1)
+        self._copy(n_bytes, lambda at: (data, slot + at), lambda at: (message, at))
+        w.store_b32(received, own, number + 1, self._first)
 
-    def _finish(self, marks: Any, mark: Any, count: Any, number: Any) -> None:
-        """All that this CTA's warps read and wrote comes before the mark."""
-        w = self.w
-        w.sync_cta()
-        w.release(marks, mark, number, self._first)
-        w.store_b32(count, w.cta * 4, number, self._first)
+    def _slot(self, number: Any) -> Any:
+        return self.w.i64(number & (self.ring.n_slots - 1)) * self.ring.slot_bytes
 
     def _address(self, name: str) -> Any:
         return self.w.load_pointer(self._peers, 4 * (self._row + 2 * ADDRESSES.index(name)))
-
-    def _mark(self, slot: Any) -> Any:
-        return (slot * self.ring.n_ctas + self.w.cta) * 4
 
     def _copy(
         self,
