@@ -59,6 +59,8 @@ class Cluster:
       at a time, each of whose tokens is on all attention workers (partition "heads").
     - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on
       each in turn), "fixed" (a batch stays on its model worker), or "auto": rotational where the numbers allow it.
+    - ``peer_memory``: GPUs of one host write messages into each other's memory, where they can ("xla" only); False: all
+      goes by collectives.
     - ``q_first``: send q before k and v are computed; None lets the executor choose.
     - ``control``: host:port where rank 0 listens for control messages; ``coordinator``: host:port of jax.distributed,
       which rank 0 serves too ("xla" only).
@@ -79,6 +81,7 @@ class Cluster:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     pipelining: Literal["auto", "rotational", "fixed"] = "auto"
+    peer_memory: bool = True
     q_first: bool | None = None
     control: str = "127.0.0.1:29400"
     coordinator: str = "127.0.0.1:29401"

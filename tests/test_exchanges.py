@@ -366,3 +366,32 @@ def test_lists_made_in_one_order_fit_and_any_one_change_is_found(data):
     else:
         lists[rank][i] = Exchange("send" if old.op == "recv" else "recv", old.peer, old.shape, old.dtype)
     assert first_difference(lists) is not None
+
+
+def test_what_is_put_does_not_wait_and_what_is_taken_does():
+    put, take = Exchange("put", 1, (8,), "float32"), Exchange("take", 1, (8,), "float32")
+    back = Exchange("put", 0, (8,), "float32"), Exchange("take", 0, (8,), "float32")
+    assert first_difference({0: [put, take], 1: list(back)}) is None  # both put first: a swap
+    assert first_difference({0: [put, take], 1: list(back[::-1])}) is None
+    assert "wait for one another for ever" in first_difference({0: [take, put], 1: list(back[::-1])})
+    assert "has no more exchanges" in first_difference({0: [put, take, put], 1: list(back)})
+    other = Exchange("take", 0, (4,), "float32")
+    assert "but rank 1, exchange 2 of 2: receives float32[4]" in first_difference(
+        {0: [put, take], 1: [back[0], other]}
+    )
+
+
+def test_kernels_that_put_and_take_are_read_from_their_scopes():
+    hlo = """HloModule m, is_scheduled=true
+
+ENTRY main {
+  x = bf16[64,128]{1,0} parameter(0)
+  t = s32[2,16]{1,0} parameter(1)
+  p = f32[1]{0} custom-call(x, t), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/exchange/put.1/_put/x"}
+  ROOT y = bf16[32]{0} custom-call(t, p), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/exchange/take.2/x"}
+}
+"""
+    assert xla_exchanges(hlo, 0) == (
+        Exchange("put", 1, (64, 128), "bfloat16"),
+        Exchange("take", 2, (32,), "bfloat16"),
+    )

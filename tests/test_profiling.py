@@ -320,7 +320,7 @@ def test_a_recording_of_this_process():
         assert recorder.is_full == (n_left == 0)
     assert jnp.array_equal(jnp.asarray(got.addressable_data(0)), jnp.asarray(wanted.addressable_data(0)))
     found = recorder.take()
-    assert not recorder.is_full and found.steps.shape == (2, 2) and found.meetings.shape == (0, 4)
+    assert not recorder.is_full and found.steps.shape == (2, 2) and found.meetings.shape == (0, 5)
     trace = RankTrace(
         0, "rank 0", "model", found.host, tuple(map(tuple, found.steps.numpy().tolist())),
         {0: [Span(Scope(KINDS[k], i, j), a, b) for _, k, i, j, a, b in found.spans.numpy().tolist()]},

@@ -12,7 +12,17 @@ from jaxlamina.profiling import perfetto
 from jaxlamina.profiling import spans as s
 from jaxlamina.profiling.scopes import EXCHANGE, Scope
 from jaxlamina.profiling.spans import Span
-from jaxlamina.profiling.timeline import ALL, Meeting, RankTrace, aligned, matched, timeline
+from jaxlamina.profiling.timeline import (
+    ALL,
+    PUT,
+    TAKE,
+    Meeting,
+    RankTrace,
+    aligned,
+    matched,
+    timeline,
+    waits_of,
+)
 
 SLICE, ATTENTION = Scope("model", 0, 0), Scope("attention", 2, 1)
 MS = 1_000_000
@@ -122,3 +132,17 @@ def test_the_file(tmp_path, name):
         "exchange",
         "bubble",
     }
+
+
+def test_who_takes_waits_for_what_is_put_and_who_puts_waits_for_nobody():
+    def trace(rank, meetings):
+        return RankTrace(
+            rank, f"rank {rank}", "model", "a", ((0, 90),), {0: [Span(EXCHANGE, 0, 80)]}, meetings
+        )
+
+    traces = [
+        trace(0, (Meeting(0, 1, 10, 30, PUT), Meeting(0, 1, 30, 70, TAKE))),
+        trace(1, (Meeting(0, 0, 5, 40, TAKE), Meeting(0, 0, 50, 60, PUT))),
+    ]
+    waits, n_alone = waits_of(traces)
+    assert waits == {0: [(30, 60)], 1: [(5, 30)]} and n_alone == 0

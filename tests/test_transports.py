@@ -206,6 +206,23 @@ def test_a_float32_message_travels_in_four_bytes_between_gpus_too():
     assert {np.dtype(e.dtype).itemsize for a in answers for e in exchanges(a["exchanges"])} == {4}
 
 
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("peer_memory", ["1", "0"])
+def test_messages_between_gpus_by_memory_and_by_collectives(peer_memory):
+    """In straight programs and in loops, called again, of sizes that fit and of others that go by collectives."""
+    variables = {"JAXLAMINA_PEER_MEMORY": peer_memory}
+    with Ranks("xla", 2, RANK, platforms=("cuda", "cuda"), environment=variables) as gpus:
+        answers = {name: gpus.ask({"do": name}) for name in ("dtypes", "order")}
+        looped = [gpus.ask({"do": "each", "turns": turns}) for turns in (1, 4, 4)]
+    assert [a["wrong"] for a in answers["dtypes"]] == [[], []]
+    assert answers["order"][1]["got"] == [55, 54, 53, 52, 51, 50]
+    assert [len(exchanges(a[0]["exchanges"])) for a in looped] == [2, 8, 8]
+    assert all(fit(a) for a in (*answers.values(), *looped))
+    ops = {e.op for a in answers["order"] for e in exchanges(a["exchanges"])}
+    assert ops == ({"put", "take"} if peer_memory == "1" else {"send", "recv"})
+    assert {e.op for a in answers["dtypes"] for e in exchanges(a["exchanges"])} == {"send", "recv"}
+
+
 # ---- Q first
 
 

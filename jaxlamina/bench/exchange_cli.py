@@ -18,8 +18,8 @@ def exchange_command(
     transport: Annotated[
         list[str] | None,
         typer.Option(
-            help="mpi or xla; may be repeated; with environment variables of its own: 'xla:NCCL_PROTO=LL;VAR=VALUE'. "
-            "Default: all that are installed."
+            help="mpi or xla; may be repeated; with environment variables of its own: 'xla:NCCL_PROTO=LL;VAR=VALUE', "
+            "of which JAXLAMINA_PEER_MEMORY=0 leaves all to collectives. Default: all that are installed."
         ),
     ] = None,
     sizes: Annotated[

@@ -265,6 +265,7 @@ def _join(job: Mapping[str, Any], rank: int) -> tuple[Any, str]:
         coordinator=job["coordinator"],
         model_platform=job["platforms"][0],
         attention_platform=job["platforms"][1],
+        peer_memory=os.environ.get("JAXLAMINA_PEER_MEMORY") != "0",
     )
     platform = cluster.platform(rank)
     if platform is not None:
@@ -273,7 +274,7 @@ def _join(job: Mapping[str, Any], rank: int) -> tuple[Any, str]:
     from jaxlamina.transports import open_transport
 
     device = start_jax(cluster, rank)()
-    transport = open_transport(cluster.transport, rank, cluster.n_ranks, device)
+    transport = open_transport(cluster.transport, rank, cluster.n_ranks, device, cluster.peer_memory)
     return transport, device.device_kind
 
 

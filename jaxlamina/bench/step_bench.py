@@ -25,6 +25,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.ranks import Group, RanksExecutor
 from jaxlamina.workers import DecodeBatch, LocalExecutor, PrefillBatch, UnsplitExecutor
+from jaxlamina.workers.sharded import ShardedExecutor
 from jaxlamina.workers.workspace import LargestStep
 
 _ROUND_S = 0.4
@@ -85,6 +86,7 @@ class Way:
     options: dict[str, Any]
     chunk: str | None = None  # "alongside" or "after"
     decode: str | None = None  # the way of the decode step by itself, where there is a chunk
+    share: int = 1  # of the case's requests this way takes one part of so many, on a device of its own
 
 
 @dataclass
@@ -101,7 +103,8 @@ class StepResult:
     # Of staggered batches: the busier pool's, weights once a batch or each worker's KV once
     pools_floor_ms: float | None = None
     prepare_s: float = 0.0  # tracing and compiling
-    max_difference: float = 0.0  # of logits from the first way's, relative to the largest
+    # Of logits from the first way's, relative to the largest; None where they are of other requests
+    max_difference: float | None = 0.0
     n_prompt_tokens: int = 0  # of another request's prompt, computed alongside or after
     n_stored_tokens: int = 0  # of that prompt, before them
     decode_ms: list[float] = field(default_factory=list)  # then ahead_ms of the decode step by itself
@@ -142,14 +145,16 @@ def measure(
     staggered: Sequence[int] = (),
     mini_batches: Sequence[int] = (),
     prefill: int = 0,
+    n_devices: int = 1,
     device: jax.Device,
     on_progress: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[StepResult], float]:
     """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
     ``local``: also the slices called one by one from Python in this process. ``staggered``: also split into so many
     staggered batches; ``mini_batches``: also with each layer's messages in so many parts. ``prefill``: also with so many tokens of another prompt, of as many tokens as the case's requests
-    have, at its middle. ``UserError`` for a number of batches that no case can be cut into."""
-    check_cut(cases, [*staggered, *mini_batches])
+    have, at its middle. ``n_devices``: also unsplit over so many devices of this process, each with its share of the requests,
+    and each with its share of every weight. ``UserError`` for a number that no case can be cut into."""
+    check_cut(cases, [*staggered, *mini_batches, n_devices])
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
     on_progress("weights")
@@ -160,6 +165,9 @@ def measure(
     executors: dict[str, Any] = {}
     if unsplit:
         executors["unsplit"] = UnsplitExecutor(fn, params, n_slots=n_slots, device=device)
+        if n_devices > 1:
+            shards = ShardedExecutor(fn, params, n_slots=n_slots, devices=jax.local_devices()[:n_devices])
+            executors[f"unsplit, {n_devices} devices by weights"] = shards
     if local:
         executors["slice by slice"] = LocalExecutor(
             fn, params, n_slots=n_slots, model_device=device, attention_device=device
@@ -185,6 +193,8 @@ def measure(
             limit,
             n_rounds,
             on_progress,
+            n_slots,
+            n_devices,
         )
     return found, limit
 
@@ -201,7 +211,10 @@ def _case(
     limit: float,
     n_rounds: int,
     on_progress: Callable[[str], object],
+    n_slots: int,
+    n_devices: int,
 ) -> list[StepResult]:
+    part = StepCase(case.batch // n_devices, case.context)
     weights, kv = weight_bytes(params), kv_bytes(config, case, params)
     steps: dict[str, Callable[[], Any]] = {}
     results: dict[str, StepResult] = {}
@@ -211,12 +224,14 @@ def _case(
             executor.pool.assume_stored(batch)
             if chunk is not None:
                 executor.pool.assume_stored(chunk)
-        for way in _ways(name, staggered, mini_batches, 0 if chunk is None else chunk.tokens.shape[1]):
+        n_prompt = 0 if chunk is None else chunk.tokens.shape[1]
+        for way in _ways(name, staggered, mini_batches, n_prompt, n_devices):
             on_progress(f"{case}: compiling {way.name}")
-            steps[way.name] = partial(_run, executor, way, batch, chunk)
+            rows = batch if way.share == 1 else shuffled_batch(part, n_slots, config.vocab_size)
+            steps[way.name] = partial(_run, executor, way, rows, chunk)
             began = time.perf_counter()
             logits = [np.asarray(x, np.float32) for x in steps[way.name]()]
-            took, floor = time.perf_counter() - began, (weights + kv) / limit * 1e3
+            took, floor = time.perf_counter() - began, (weights + kv / way.share) / limit * 1e3
             result = results[way.name] = StepResult(str(case), way.name, floor_ms=floor, prepare_s=took)
             n = way.options.get("n_batches", 1)
             if n > 1:
@@ -226,6 +241,9 @@ def _case(
                 stored = kv_bytes(config, StepCase(1, result.n_stored_tokens), params)
                 result.floor_ms += stored / limit * 1e3
                 result.decode_ms = results[way.decode].ahead_ms
+            if way.share > 1:
+                result.max_difference = None
+                continue
             first += logits[len(first) :]
             result.max_difference = max(map(_difference, logits, first))
     turns = {way: max(3, int(_ROUND_S / timed(step, 3))) for way, step in steps.items()}
@@ -237,9 +255,15 @@ def _case(
     return list(results.values())
 
 
-def _ways(name: str, staggered: Sequence[int], mini_batches: Sequence[int], prefill: int) -> list[Way]:
+def _ways(
+    name: str, staggered: Sequence[int], mini_batches: Sequence[int], prefill: int, n_devices: int
+) -> list[Way]:
     """How an executor is asked to run a step."""
     whole = [Way(name, {})]
+    if name == "unsplit" and n_devices > 1:  # devices do not meet: one shows what all take
+        whole.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
+    if "by weights" in name:
+        return whole
     if name == "split":
         whole = [
             Way("split, q first", {"q_first": True, "n_batches": 1, "mini_batches": 1}),

@@ -45,6 +45,13 @@ def step_command(
             help="Also with so many tokens of another prompt, in the decode step or in a step after it.",
         ),
     ] = None,
+    devices: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Also unsplit over so many devices of this process, by requests and by weights; without ranks.",
+        ),
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")
     ] = False,
@@ -67,6 +74,11 @@ def step_command(
     group = ranks.current()
     if group is None and not (unsplit or local):
         raise UserError("nothing is left to be timed: start ranks with `jaxlamina launch … -- bench step`")
+    if devices > 1 and (group is not None or not unsplit or devices > len(jax.local_devices())):
+        raise UserError(
+            f"--devices {devices} is of one process with so many devices ({len(jax.local_devices())} here), unsplit and "
+            "without ranks"
+        )
     console = Console(stderr=True)
     here = machine.describe(["mpi4jax", "mpi4py"])
     device = group.device if group is not None else jax.local_devices()[0]
@@ -82,6 +94,7 @@ def step_command(
             staggered=n_batches,
             mini_batches=n_parts,
             prefill=prefill or 0,
+            n_devices=devices,
             device=device,
             on_progress=status.update,
         )
@@ -145,6 +158,7 @@ def _table(results: list, n_layers: int) -> Table:
             r.case, r.way, f"{ms:.2f}", f"{r.floor_ms / ms:.0%}", f"{ratio:.3f}",
             "" if r.pools_floor_ms is None else f"{ms / r.pools_floor_ms:.2f}",
             f"{(ms - statistics.median(first)) / n_layers * 1e3:.0f}",
-            f"{statistics.median(r.alone_ms):.2f}", f"{r.prepare_s:.1f}", f"{r.max_difference:.1e}",
+            f"{statistics.median(r.alone_ms):.2f}", f"{r.prepare_s:.1f}",
+            "" if r.max_difference is None else f"{r.max_difference:.1e}",
         )  # fmt: skip
     return table

@@ -114,9 +114,10 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor that a program sends to or receives from another rank; "all" is a collective of all ranks, peer -1."""
+    """One tensor that a program sends to or receives from another rank; "all" is a collective of all ranks, peer -1. What is
+    "put" into a peer's memory and there taken ("take") is an exchange for which the sender does not wait."""
 
-    op: Literal["send", "recv", "all"]
+    op: Literal["send", "recv", "all", "put", "take"]
     peer: int
     shape: tuple[int, ...]
     dtype: str
@@ -125,7 +126,8 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         what = f"{self.dtype}[{','.join(map(str, self.shape))}]"
         if self.op == "all":
             return f"collective of all ranks on {what}"
-        return f"{'send' if self.op == 'send' else 'receive'} {what} {'to' if self.op == 'send' else 'from'} rank {self.peer}"
+        sends = self.op in ("send", "put")
+        return f"{'send' if sends else 'receive'} {what} {'to' if sends else 'from'} rank {self.peer}"
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -302,7 +304,8 @@ class Recorded(_Message, frozen=True):
     """A rank's time by a device's trace, in nanoseconds of its host's clock, int64.
 
     ``steps`` [n, 2]: when each was begun and was done. ``spans`` [m, 6]: stream, kind (its place in
-    `jaxlamina.profiling.KINDS`), index, batch, start, end. ``meetings`` [k, 4]: step, peer (-1: all ranks), start, end.
+    `jaxlamina.profiling.KINDS`), index, batch, start, end. ``meetings`` [k, 5]: step, peer (-1: all
+    ranks), way (`jaxlamina.profiling.timeline`), start, end.
     """
 
     host: str

@@ -34,6 +34,7 @@ from jaxlamina.profiling.scopes import (
     started_by,
 )
 from jaxlamina.profiling.spans import Event, spans_of
+from jaxlamina.profiling.timeline import BOTH, PUT, TAKE
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import by_instruction
 from pallas_kernels.compat import profile_events
@@ -117,11 +118,11 @@ class Recorder:
             for name, parts in groupby((e for e in inside if e.name in of.peers), key=lambda e: e.name):
                 of_name = list(parts)
                 whole = of_name[0].start_ns, max(e.end_ns for e in of_name)
-                meetings += [(k, peer, *whole) for peer in of.peers[name]]
+                meetings += [(k, *peer, *whole) for peer in of.peers[name]]
         # The clock is read just after an annotation has begun.
         clocks = zip(self._clock_ns, steps, strict=True)
         clock_ns = round(statistics.median(read - begun for read, (begun, _) in clocks))
-        tables = [_table(rows, n, clock_ns) for rows, n in ((steps, 2), (spans, 6), (meetings, 4))]
+        tables = [_table(rows, n, clock_ns) for rows, n in ((steps, 2), (spans, 6), (meetings, 5))]
         return m.Recorded(platform.node(), *tables)
 
 
@@ -132,20 +133,26 @@ def _table(rows: Sequence[tuple[int, ...]], n: int, clock_ns: int) -> m.Array:
     return m.Array.of(table)
 
 
+_WAYS = {"put": PUT, "take": TAKE}
+
+
 @dataclass(frozen=True)
 class Known:
     """A program, by the names of its events: what they are for, and whom they meet."""
 
     module: str
     scopes: dict[str, Scope]
-    peers: dict[str, list[int]]
+    peers: dict[str, list[tuple[int, int]]]  # rank and way
     exchanges: tuple[str, ...]  # of the entry, in order
 
     @classmethod
     def of(cls, program: Program, transport: Transport) -> Known:
         hlo = program.hlo()
         exchanges = by_instruction(hlo, transport.rank if transport.name == "xla" else None)
-        peers = {name: sorted({e.peer for e in found}) for name, found in exchanges.items()}
+        peers = {
+            name: sorted({(e.peer, _WAYS.get(e.op, BOTH)) for e in found})
+            for name, found in exchanges.items()
+        }
         for name, started in started_by(hlo).items():
             peers[name] = sorted({peer for x in (name, *started) for peer in peers.get(x, ())})
         entry = entry_of(hlo)

@@ -86,5 +86,8 @@ def trace_of(group: Group, rank: int, recorded: m.Recorded | None) -> RankTrace:
         recorded.host,
         tuple((begun, done) for begun, done in steps.tolist()),
         streams,
-        tuple(Meeting(*row) for row in recorded.meetings.numpy().tolist()),
+        tuple(
+            Meeting(step, peer, start, end, way)
+            for step, peer, way, start, end in recorded.meetings.numpy().tolist()
+        ),
     )

@@ -18,6 +18,8 @@ from jaxlamina.profiling.spans import Span
 Pool = Literal["model", "attention"]
 POOLS: tuple[Pool, ...] = ("model", "attention")
 ALL = -1
+# Ways of an exchange: both ends wait for each other, or one puts a message where the other takes it.
+BOTH, PUT, TAKE = range(3)
 
 
 class Meeting(NamedTuple):
@@ -27,6 +29,7 @@ class Meeting(NamedTuple):
     peer: int
     start_ns: int
     end_ns: int
+    way: int = BOTH
 
     def later(self, ns: int) -> Meeting:
         return self._replace(start_ns=self.start_ns + ns, end_ns=self.end_ns + ns)
@@ -129,30 +132,34 @@ def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 def matched(traces: Sequence[RankTrace]) -> tuple[list[list[tuple[int, Meeting]]], int]:
     """Exchanges as the (rank, end) of each of these ranks that took part, and how many ends are alone: two ranks' k-th
-    exchanges with one another within a step belong together, unless they have different numbers of them."""
-    by_ends: dict[tuple[int, int, int], dict[int, list[Meeting]]] = {}
+    exchanges of one way with one another within a step belong together, unless they have different numbers of them."""
+    by_ends: dict[tuple[int, int, int, bool], dict[int, list[Meeting]]] = {}
     for trace in traces:
         for x in trace.meetings:
-            low, high = (ALL, ALL) if x.peer == ALL else sorted((trace.rank, x.peer))
-            by_ends.setdefault((x.step, low, high), {}).setdefault(trace.rank, []).append(x)
+            ends = (ALL, ALL) if x.peer == ALL else (trace.rank, x.peer)
+            if x.way == TAKE or (x.way == BOTH and ends[0] > ends[1]):
+                ends = ends[::-1]  # who puts comes first
+            by_ends.setdefault((x.step, *ends, x.way == BOTH), {}).setdefault(trace.rank, []).append(x)
     found: list[list[tuple[int, Meeting]]] = []
     n_alone = 0
-    for ends in by_ends.values():
-        if len(ends) < 2 or len({len(x) for x in ends.values()}) > 1:
-            n_alone += sum(map(len, ends.values()))
+    for of_ranks in by_ends.values():
+        if len(of_ranks) < 2 or len({len(x) for x in of_ranks.values()}) > 1:
+            n_alone += sum(map(len, of_ranks.values()))
             continue
-        found += [list(zip(ends, pair, strict=True)) for pair in zip(*ends.values(), strict=True)]
+        found += [list(zip(of_ranks, pair, strict=True)) for pair in zip(*of_ranks.values(), strict=True)]
     return found, n_alone
 
 
 def waits_of(traces: Sequence[RankTrace]) -> tuple[dict[int, list[tuple[int, int]]], int]:
-    """For each rank when it was in an exchange and another end was not, and how many ends have no other end."""
+    """For each rank when it was in an exchange and another end was not, or what it takes was not yet put, and how many ends
+    have no other end."""
     pairs, n_alone = matched(traces)
     waits: dict[int, list[tuple[int, int]]] = {trace.rank: [] for trace in traces}
     for pair in pairs:
-        all_there = max(x.start_ns for _, x in pair)
+        puts = [x.end_ns for _, x in pair if x.way == PUT]
+        all_there = max(puts or [x.start_ns for _, x in pair])
         for rank, x in pair:
-            if all_there > x.start_ns:
+            if all_there > x.start_ns and x.way != PUT:
                 waits[rank].append((x.start_ns, min(all_there, x.end_ns)))
     return waits, n_alone
 

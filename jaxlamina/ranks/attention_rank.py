@@ -50,7 +50,7 @@ def serve(cluster: Cluster, rank: int) -> int:
         )
         failing.tell = lambda line: client.close(fault=line)
         device = device_of()
-        transport = open_transport(cluster.transport, rank, cluster.n_ranks, device)
+        transport = open_transport(cluster.transport, rank, cluster.n_ranks, device, cluster.peer_memory)
         watch = Watch(cluster.step_deadline_s, failing.of_own)
         role = ModelRank if rank < cluster.n_model else AttentionRank
         role(cluster, rank, transport, client, watch).run()

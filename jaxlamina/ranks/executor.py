@@ -312,8 +312,9 @@ class RanksExecutor:
 
 def pays_q_first(transport: Transport) -> bool:
     """Whether sending q by itself gains more than one message more costs, as measured (docs/benchmarks.md): between
-    accelerators over XLA's collectives it does; between ranks on CPUs, and by MPI through hosts' memory, it does not."""
-    return transport.name == "xla" and transport.device.platform != "cpu"
+    accelerators over XLA's collectives it does; by memory that both reach, between ranks on CPUs, and by MPI through hosts'
+    memory, it does not."""
+    return transport.name == "xla" and transport.device.platform != "cpu" and not transport.by_memory
 
 
 def _layer(spec: AttentionSpec, n_query_heads: int) -> m.Layer:

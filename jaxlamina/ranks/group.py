@@ -220,7 +220,9 @@ def join(cluster: Cluster, rank: int) -> Group:
     try:
         group.gather()
         group.device = device_of()
-        group.transport = open_transport(cluster.transport, rank, cluster.n_ranks, group.device)
+        group.transport = open_transport(
+            cluster.transport, rank, cluster.n_ranks, group.device, cluster.peer_memory
+        )
     except BaseException as error:
         group.leave_because(f"{cluster.describe(0)}: {first_line(error)}")
         raise

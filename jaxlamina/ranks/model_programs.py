@@ -43,8 +43,8 @@ from splitter import SplitModel
 
 class ModelProgram:
     """Traces one bucket's step on one replica or stage. ``step`` is the function to compile; ``model`` is cut for one
-    staggered batch, or for a step's rows and a chunk's tokens, and then ``ends`` is the model cut for those that logits are
-    of."""
+    staggered batch, or for a step's rows and a chunk's tokens. ``ends``: the model cut for those that logits are of, if its
+    last slice is run for other rows than the rest."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class ModelSide:
     def compile(self, shape: StepShape) -> tuple[Program, Any]:
         """The program of a bucket on this rank: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
         split = self.model.split(shape.model_rows, shape.tokens, of_all=shape.of_all)
-        ends = None if shape.chunk is None else self.model.split(shape.batch + 1)
+        ends = self._ends(shape)
         own = self.layout.slices_on(self.replica, split.n + 1)
         weights = tuple(self._bound(split, i) if i in own else () for i in range(split.n + 1))
         traced = ModelProgram(self._end(), self.layout, split, self.specs, shape, self.replica, ends)
@@ -57,6 +57,13 @@ class ModelSide:
         if self.shards:
             step = self._of_shards(step, split)
         return self.transport.compile(with_streamed_products(step, self.transport.device), *args), args[0]
+
+    def _ends(self, shape: StepShape) -> SplitModel | None:
+        """The model cut for the rows that the last slice is run for at once, if these are not those of other slices."""
+        if shape.chunk is not None:
+            return self.model.split(shape.batch + 1)
+        of_one = shape.n_batches > 1 and self.layout.n_replicas == 1 and not self.layout.stages
+        return self.model.split(shape.batch) if of_one else None
 
     def _end(self) -> Any:
         if not self.shards:

@@ -20,6 +20,7 @@ from jaxlamina.ranks.layout import Tie, schedule_of, span
 from jaxlamina.ranks.wires import HeadsWire, PlacedIndices, PlacedWire, pack, with_own
 from jaxlamina.schedules import Exchange, Migration, Operator, SliceRun
 from pallas_kernels.order import tied, zero_after
+from splitter.slices import Slice
 
 if TYPE_CHECKING:
     from jaxlamina.ranks.model_programs import ModelProgram
@@ -51,6 +52,8 @@ class StaggeredStep:
         self.sent: dict[Operator, tuple[Any, Any, Any]] = {}
         self.answers: dict[Operator, list[jax.Array]] = {}
         self.logits: dict[int, jax.Array] = {}
+        # Of batches whose last slice waits for the others': its context, and the attention output before it.
+        self.lasts: dict[int, tuple[Any, Any]] = {}
         self.tie: Tie = None
 
     def run(self) -> jax.Array:
@@ -68,10 +71,14 @@ class StaggeredStep:
     def _slice(self, j: int, i: int) -> None:
         part, known = self.model.slices[i], self.known[j]
         context = tuple(known[v] for v in part.context_vars)
-        given = self.weights[i], context, self._out(Operator(j, i - 1)) if i else None
+        out = self._out(Operator(j, i - 1)) if i else None
         if i == self.model.n:
-            self.logits[j] = part.final(*given)[:, -1]
+            if self.p.ends is None:
+                self.logits[j] = part.final(self.weights[i], context, out)[:, -1]
+            else:
+                self.lasts[j] = context, out
             return
+        given = self.weights[i], context, out
         q, rest = part.q_part(*given)
         k, v, context = part.kv_part(self.weights[i], rest)
         known.update(zip(self.model.slices[i + 1].context_vars, context, strict=True))
@@ -135,6 +142,8 @@ class StaggeredStep:
     def _collected(self) -> jax.Array:
         """All batches' logits as the step's rows: a batch has every n-th. Those of other replicas' batches come last."""
         n, last = self.p.shape.n_batches, self.model.n
+        if self.p.ends is not None:
+            return tied(self._ended(self.p.ends.slices[last]), self.tie)
         for j in range(n):
             owner = self.schedule.replica_of(j, last)
             if owner != FRONT:
@@ -142,11 +151,28 @@ class StaggeredStep:
         found = jnp.stack([self.logits[j] for j in range(n)], axis=1).reshape(self.p.shape.batch, -1)
         return tied(found, self.tie)
 
+    def _ended(self, final: Slice) -> jax.Array:
+        """All batches' last slice as one, which reads its weights, the longest of all, once."""
+        contexts, outs = zip(*(self.lasts[j] for j in range(self.p.shape.n_batches)), strict=True)
+        with span("slice", self.model.n):
+            context = tuple(
+                _joined(xs, v.aval)
+                for xs, v in zip(zip(*contexts, strict=True), final.context_vars, strict=True)
+            )
+            out = jnp.stack(outs, axis=1).reshape(-1, *outs[0].shape[1:])
+            return final.final(self.weights[-1], context, out)[:, -1]
+
     def _delivered(self) -> jax.Array:
         for j in sorted(self.logits):
             self.tie = self.t.send(self.logits[j].astype(jnp.float32), FRONT, after=self.tie)
         assert self.tie is not None
         return zero_after(self.tie).reshape(1)
+
+
+def _joined(xs: Sequence[jax.Array], like: Any) -> jax.Array:
+    """What `_rows` has cut, as a slice of all rows has it; what has no rows as it is."""
+    axes = [axis for axis, (n, m) in enumerate(zip(xs[0].shape, like.shape, strict=True)) if n != m]
+    return jnp.stack(xs, axis=axes[0] + 1).reshape(like.shape) if axes else xs[0]
 
 
 def _rows(arrays: Sequence[jax.Array], j: int, n: int) -> list[jax.Array]:

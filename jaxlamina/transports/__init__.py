@@ -44,6 +44,8 @@ class Transport(Protocol):
     rank: int
     n_ranks: int
     device: jax.Device
+    # Whether a step's messages are written into the receiver's memory, so that nobody waits for the other end.
+    by_memory: bool
     # Whether a trace shall name every kernel of programs compiled from now on: see `compiler_options`.
     traceable: bool
 
@@ -110,8 +112,11 @@ class Transport(Protocol):
         ...
 
 
-def open_transport(name: str, rank: int, n_ranks: int, device: jax.Device) -> Transport:
-    """The transport that a cluster file names. ``UserError`` where its package or its start-up is missing."""
+def open_transport(
+    name: str, rank: int, n_ranks: int, device: jax.Device, peer_memory: bool = True
+) -> Transport:
+    """The transport that a cluster file names. ``peer_memory``: whether GPUs of one host may write into each other's.
+    ``UserError`` where its package or its start-up is missing."""
     if name == "mpi":
         from jaxlamina.transports.mpi import MpiTransport
 
@@ -119,7 +124,7 @@ def open_transport(name: str, rank: int, n_ranks: int, device: jax.Device) -> Tr
     if name == "xla":
         from jaxlamina.transports.xla import XlaTransport
 
-        return XlaTransport(rank, n_ranks, device)
+        return XlaTransport(rank, n_ranks, device, peer_memory)
     raise UserError(f"transport={name!r} must be one of {', '.join(TRANSPORTS)}")
 
 

@@ -20,6 +20,8 @@ _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
 _TARGET = re.compile(r'custom_call_target="mpi_(\w+?)_ffi"')
+# A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced in.
+_BY_MEMORY = re.compile(r'op_name="[^"]*exchange/(put|take)\.(\d+)/')
 _PAIR = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _AXES = re.compile(r"replica_groups=\S*mesh\S*\[(.*?)\]\s*\{(.*?)\}")
@@ -91,28 +93,32 @@ def first_difference(
 # ---- the lists of several ranks
 
 
+# What meets what; puts and takes are in the order of their own kind only, since a put does not wait.
+_MEETING = ({"send", "recv", "all"}, {"send", "recv", "all"}), ({"put"}, {"take"}), ({"take"}, {"put"})
+
+
 def _difference(
     lists: Mapping[int, Sequence[Exchange]], rank: int, peer: int, describe: Callable[[int], str]
 ) -> str | None:
-    ours = [i for i, e in enumerate(lists[rank]) if e.op == "all" or e.peer == peer]
-    theirs = [i for i, e in enumerate(lists[peer]) if e.op == "all" or e.peer == rank]
-    for i, j in zip(ours, theirs, strict=False):
-        if not _fit(lists[rank][i], lists[peer][j]):
-            return f"{_place(lists, rank, i, describe)}, but {_place(lists, peer, j, describe)}"
-    common = min(len(ours), len(theirs))
-    if len(ours) == len(theirs):
-        return None
-    if len(ours) < len(theirs):
-        rank, peer, ours, theirs = peer, rank, theirs, ours
-    return (
-        f"{_place(lists, rank, ours[common], describe)}, but {describe(peer)} has no more exchanges with "
-        f"{describe(rank)} after {common}"
-    )
+    for our_ops, their_ops in _MEETING:
+        ours = [i for i, e in enumerate(lists[rank]) if e.op in our_ops and e.peer in (peer, -1)]
+        theirs = [i for i, e in enumerate(lists[peer]) if e.op in their_ops and e.peer in (rank, -1)]
+        for i, j in zip(ours, theirs, strict=False):
+            if not _fit(lists[rank][i], lists[peer][j]):
+                return f"{_place(lists, rank, i, describe)}, but {_place(lists, peer, j, describe)}"
+        common = min(len(ours), len(theirs))
+        if len(ours) != len(theirs):
+            one, other, more = (rank, peer, ours) if len(ours) > common else (peer, rank, theirs)
+            return (
+                f"{_place(lists, one, more[common], describe)}, but {describe(other)} has no more exchanges with "
+                f"{describe(one)} after {common}"
+            )
+    return None
 
 
 def _fit(ours: Exchange, theirs: Exchange) -> bool:
     ops = {ours.op, theirs.op}
-    return (ops == {"send", "recv"} or ops == {"all"}) and (
+    return ops in ({"send", "recv"}, {"put", "take"}, {"all"}) and (
         tuple(ours.shape) == tuple(theirs.shape) and ours.dtype == theirs.dtype
     )
 
@@ -121,15 +127,17 @@ def _circle(lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], s
     """Runs the lists with sends that wait for their receive, as large ones do; a line on who waits for whom for ever."""
     at = dict.fromkeys(lists, 0)
     waiting = set(lists)
+    put_at = _puts(lists)
     while waiting:
         rank = waiting.pop()
         while at[rank] < len(lists[rank]):
-            met = _partners(lists, at, rank)
+            peer = lists[rank][at[rank]].peer
+            met = _partners(lists, at, rank, put_at)
             if not met:
                 break
             for one in met:
                 at[one] += 1
-            waiting.update(met)
+            waiting.update(met if peer < 0 else {*met, peer})
     stuck = [rank for rank in sorted(lists) if at[rank] < len(lists[rank])]
     if not stuck:
         return None
@@ -137,15 +145,38 @@ def _circle(lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], s
     return f"ranks would wait for one another for ever: {found}"
 
 
-def _partners(lists: Mapping[int, Sequence[Exchange]], at: Mapping[int, int], rank: int) -> list[int]:
-    """All ranks of the exchange that ``rank`` is at, if each of them is at it too; else none."""
+def _puts(lists: Mapping[int, Sequence[Exchange]]) -> dict[tuple[int, int], int]:
+    """(rank, index) of what it takes -> the index of that put in its sender's list."""
+    found: dict[tuple[int, int], int] = {}
+    for rank, exchanges in lists.items():
+        for sender in {e.peer for e in exchanges if e.op == "take"}:
+            takes = [i for i, e in enumerate(exchanges) if (e.op, e.peer) == ("take", sender)]
+            puts = [i for i, e in enumerate(lists[sender]) if (e.op, e.peer) == ("put", rank)]
+            found |= {(rank, i): j for i, j in zip(takes, puts, strict=True)}
+    return found
+
+
+def _partners(
+    lists: Mapping[int, Sequence[Exchange]],
+    at: Mapping[int, int],
+    rank: int,
+    put_at: Mapping[tuple[int, int], int],
+) -> list[int]:
+    """All ranks of the exchange that ``rank`` is at, if each of them is at it too; else none. A put is its sender's alone,
+    and a take its receiver's once the put is done."""
     here = lists[rank][at[rank]]
+    if here.op == "put" or (here.op == "take" and put_at[rank, at[rank]] < at[here.peer]):
+        return [rank]
+    if here.op == "take":
+        return []
     ranks = sorted(lists) if here.op == "all" else [rank, here.peer]
     for other in ranks:
         if at[other] >= len(lists[other]):
             return []
         there = lists[other][at[other]]
-        if other != rank and not (there.op == here.op == "all" or (there.op != "all" and there.peer == rank)):
+        if other != rank and not (
+            there.op == here.op == "all" or (there.op in ("send", "recv") and there.peer == rank)
+        ):
             return []
     return ranks
 
@@ -154,7 +185,8 @@ def _place(lists: Mapping[int, Sequence[Exchange]], rank: int, i: int, describe:
     e = lists[rank][i]
     what = f"{e.dtype}[{', '.join(map(str, e.shape))}]"
     peer = describe(e.peer) if e.peer in lists else f"rank {e.peer}"
-    does = {"send": f"sends {what} to {peer}", "recv": f"receives {what} from {peer}"}
+    sends, receives = f"sends {what} to {peer}", f"receives {what} from {peer}"
+    does = {"send": sends, "put": sends, "recv": receives, "take": receives}
     return f"{describe(rank)}, exchange {i + 1} of {len(lists[rank])}: {does.get(e.op, f'a collective of {what}')}"
 
 
@@ -327,6 +359,8 @@ def _integer(i: _Instruction, name: str) -> int:
 
 
 def _xla(i: _Instruction, shapes: _Shapes, rank: int) -> Sequence[Exchange]:
+    if i.opcode == "custom-call":
+        return _by_memory(i, shapes)
     opcode = i.opcode.removesuffix("-start")
     if opcode in ("send", "recv"):
         raise ValueError(f"{i.name!r} is a {opcode} made from a permute, which is not understood here")
@@ -350,6 +384,15 @@ def _xla(i: _Instruction, shapes: _Shapes, rank: int) -> Sequence[Exchange]:
     if opcode == "all-to-all":  # on CPU it has an operand a rank
         operands = operands[:1]
     return [Exchange("all", -1, shape, dtype) for shape, dtype in operands]
+
+
+def _by_memory(i: _Instruction, shapes: _Shapes) -> Sequence[Exchange]:
+    found = _BY_MEMORY.search(i.attributes)
+    if not found:
+        return ()
+    text = shapes[i.operands[0]] if found[1] == "put" else i.shape
+    ((shape, dtype),) = _arrays(text)
+    return (Exchange("put" if found[1] == "put" else "take", int(found[2]), shape, dtype),)
 
 
 def _takes_part(i: _Instruction, rank: int) -> bool:

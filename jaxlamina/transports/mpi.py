@@ -36,7 +36,7 @@ class MpiTransport:
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
-        self.traceable = False
+        self.traceable = self.by_memory = False
         try:
             import mpi4jax
             from mpi4py import MPI

@@ -4,12 +4,16 @@ Each rank jits its own `shard_map` over the same mesh of one device a process, w
 rank to rank in one program meets the one in the other: NCCL, ICI, or Gloo on CPU. XLA deletes a collective whose result
 nothing uses, on one side alone, so every result here flows into the next exchange or out of the program.
 
+Between GPUs that reach each other's memory, messages of a decode step's size do not go by collectives: the sender's own
+kernel writes them there (`mailbox`, `pallas_kernels.mail`), and neither end waits for the other to come.
+
 Source: DESIGN "Two different programs on one mesh".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import jax
@@ -22,6 +26,9 @@ from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
 from jaxlamina.transports import SPAN, compiler_options
 from jaxlamina.transports.exchanges import xla_exchanges
+from jaxlamina.transports.mailbox import Mailbox
+from pallas_kernels.gpu.mail import Ring
+from pallas_kernels.mail import n_bytes, put, take
 from pallas_kernels.order import tied, zero_after
 
 AXIS = "ranks"
@@ -33,7 +40,7 @@ class XlaTransport:
 
     name = "xla"
 
-    def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
+    def __init__(self, rank: int, n_ranks: int, device: jax.Device, peer_memory: bool = True) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
         self.traceable = False
         firsts = {d.process_index: d for d in reversed(jax.devices(device.platform))}
@@ -54,8 +61,17 @@ class XlaTransport:
         self._sent: tuple[Any, Any] = (None, None)
         # A 0 that XLA cannot know to be one, of the program that is being traced.
         self._unknown_zero: jax.Array | None = None
+        self._mail: Mail | None = None
         if n_ranks > 2:
             self._meet()
+        if peer_memory and device.platform == "gpu":
+            self._mail = Mail.open(rank, n_ranks, device, self._gather)
+        self.by_memory = self._mail is not None
+
+    def _gather(self, own: np.ndarray) -> np.ndarray:
+        """Every rank's array ``[k]``, all alike, as ``[n_ranks, k]``."""
+        program = self.compile(lambda x: lax.all_gather(x, AXIS), own)
+        return np.asarray(self.unbind(program(own)))
 
     def _meet(self) -> None:
         """Runs one exchange of all ranks: the first makes what they talk through, and waits for all of them, while some of
@@ -66,17 +82,21 @@ class XlaTransport:
         jax.block_until_ready(program(given))
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
+        if self._mail is not None and self._mail.carries(x, to):
+            return self._mail.put(x, to, after)
         # Nobody sends to this rank here, so what it gets is zeros: the tie.
         return self._tie(self._permute(tied(x, after), self.rank, to))
 
     def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
+        if self._mail is not None and self._mail.carries(like, source):
+            return self._mail.take(like, source, after)
         return self._permute(self._given(like, after), source, self.rank)
 
     def send_each(
         self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
     ) -> jax.Array:
         assert len(xs), "nothing is sent"
-        if not self._are_all(len(xs)):
+        if not self._are_all(len(xs), xs[0]):
             for x, rank in zip(xs, to, strict=True):
                 after = self.send(x, rank, after)
             assert after is not None
@@ -86,20 +106,20 @@ class XlaTransport:
     def recv_part(
         self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
     ) -> jax.Array:
-        if not self._are_all(of):
+        if not self._are_all(of, like):
             return self.recv(like, source, after)
         every = jax.ShapeDtypeStruct((self.n_ranks, *like.shape), like.dtype)
         return self._all_to_all(self._given(every, after))[source]
 
     def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
-        if not self._are_all(of):
+        if not self._are_all(of, x):
             return self.send(x, to, after)
         return self._tie(self._all_to_all(self._rows([tied(x, after)], [to])))
 
     def recv_each(
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
     ) -> list[jax.Array]:
-        if not self._are_all(len(sources)):
+        if not self._are_all(len(sources), like):
             return _in_turn(lambda source, after: self.recv(like, source, after), sources, after)
         every = jax.ShapeDtypeStruct((self.n_ranks, *like.shape), like.dtype)
         rows = self._all_to_all(self._given(every, after))
@@ -112,7 +132,7 @@ class XlaTransport:
         with_: Sequence[int],
         after: jax.Array | None = None,
     ) -> list[jax.Array]:
-        if not self._are_all(len(xs)):
+        if not self._are_all(len(xs), xs[0], like):
             known = dict(zip(with_, xs, strict=True))
             return _in_turn(lambda rank, after: self._swap(known[rank], like, rank, after), with_, after)
         rows = [self._as_sent(tied(x, after), like) for x in xs]
@@ -122,7 +142,7 @@ class XlaTransport:
     def swap_part(
         self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
     ) -> jax.Array:
-        if not self._are_all(of):
+        if not self._are_all(of, x, like):
             return self._swap(x, like, with_, after)
         got = self._all_to_all(self._rows([self._as_sent(tied(x, after), like)], [with_]))
         return self._as_got(got[with_], x.dtype, like)
@@ -132,14 +152,17 @@ class XlaTransport:
         row_of, nothing = dict(zip(to, xs, strict=True)), jnp.zeros_like(xs[0])
         return jnp.stack([row_of.get(rank, nothing) for rank in range(self.n_ranks)])
 
-    def _are_all(self, n_workers: int) -> bool:
+    def _are_all(self, n_workers: int, *messages: Any) -> bool:
         """Whether one all-to-all of all ranks serves an exchange with so many workers: if there are several, and no model
-        rank but one, which would have to take part."""
-        return 1 < n_workers == self.n_ranks - 1
+        rank but one, which would have to take part, and not all of it goes by memory anyway."""
+        by_memory = self._mail is not None and all(self._mail.carries_to_all(x) for x in messages)
+        return 1 < n_workers == self.n_ranks - 1 and not by_memory
 
     def _swap(
         self, x: jax.Array, like: jax.ShapeDtypeStruct, peer: int, after: jax.Array | None
     ) -> jax.Array:
+        if self._mail is not None and self._mail.carries(x, peer) and self._mail.carries(like, peer):
+            return self._mail.take(like, peer, self._mail.put(x, peer, after))
         return self._as_got(self._permute_both(self._as_sent(tied(x, after), like), peer), x.dtype, like)
 
     def _permute_both(self, x: jax.Array, peer: int) -> jax.Array:
@@ -187,18 +210,23 @@ class XlaTransport:
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
     ) -> XlaProgram:
-        def program(*args: Any) -> Any:
+        mail = self._mail
+
+        def program(table: Any, *args: Any) -> Any:
             leaves = [x for x in jax.tree.leaves(args) if x.size]
             self._unknown_zero = zero_after(leaves[-1]) if leaves else None
+            if mail is not None:
+                mail.begin(table)
             return function(*args)
 
         mapped = jax.shard_map(
             program, mesh=self._mesh, in_specs=self._spec, out_specs=self._spec, check_vma=False
         )
-        shapes = jax.tree.map(self._shape, args)
-        jitted = jax.jit(mapped, donate_argnums=tuple(donate_argnums))
+        table = () if mail is None else self.bind(mail.table)
+        shapes = jax.tree.map(self._shape, (table, *args))
+        jitted = jax.jit(mapped, donate_argnums=tuple(i + 1 for i in donate_argnums))
         options = compiler_options(self.device, self.traceable)
-        return XlaProgram(jitted.lower(*shapes).compile(compiler_options=options), self)
+        return XlaProgram(jitted.lower(*shapes).compile(compiler_options=options), self, table)
 
     def bind(self, tree: Any) -> Any:
         return jax.tree.map(self._bound, tree)
@@ -238,6 +266,44 @@ class XlaTransport:
         return jax.make_array_from_single_device_arrays(self._global(own.shape), self._sharding, [own])
 
 
+class Mail:
+    """Messages through memory: which go that way, and how, in the program that is being traced."""
+
+    def __init__(self, box: Mailbox) -> None:
+        self.ring, self.peers, self.table = box.ring, box.peers, box.table
+        self._is_complete = box.is_complete
+        self._traced: Any = None  # the table, as the program has it
+        self._tags = count()
+
+    @classmethod
+    def open(
+        cls, rank: int, n_ranks: int, device: jax.Device, gather: Callable[[np.ndarray], np.ndarray]
+    ) -> Mail | None:
+        """None where no rank can be reached this way; all ranks must come here."""
+        box = Mailbox(rank, n_ranks, device, Ring(), gather)
+        return cls(box) if box.peers else None
+
+    def carries(self, like: Any, peer: int) -> bool:
+        """The same at both ends."""
+        return peer in self.peers and self.ring.carries(n_bytes(like))
+
+    def carries_to_all(self, like: Any) -> bool:
+        """The same on all ranks."""
+        return self._is_complete and self.ring.carries(n_bytes(like))
+
+    def begin(self, table: jax.Array) -> None:
+        """A program is traced, which is given the table."""
+        self._traced, self._tags = table, count()
+
+    def put(self, x: jax.Array, to: int, after: jax.Array | None) -> jax.Array:
+        with jax.named_scope(SPAN), jax.named_scope(f"put.{to}"):
+            return put(x, self._traced, to, next(self._tags), self.ring, after)
+
+    def take(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None) -> jax.Array:
+        with jax.named_scope(SPAN), jax.named_scope(f"take.{source}"):
+            return take(like, self._traced, source, next(self._tags), self.ring, after)
+
+
 def _in_turn(
     exchange: Callable[[int, jax.Array | None], jax.Array], ranks: Sequence[int], after: jax.Array | None
 ) -> list[jax.Array]:
@@ -255,12 +321,12 @@ def _pieces(like: jax.ShapeDtypeStruct, dtype: Any) -> int:
 class XlaProgram:
     """A compiled program; arguments that are not bound yet are on the way in, results stay bound."""
 
-    def __init__(self, compiled: Any, transport: XlaTransport) -> None:
-        self._compiled, self._bind = compiled, transport.bind
+    def __init__(self, compiled: Any, transport: XlaTransport, table: Any) -> None:
+        self._compiled, self._bind, self._table = compiled, transport.bind, table
         self._exchanges = xla_exchanges(compiled.as_text(), transport.rank)
 
     def __call__(self, *args: Any) -> Any:
-        return self._compiled(*self._bind(args))
+        return self._compiled(self._table, *self._bind(args))
 
     def exchanges(self) -> tuple[Exchange, ...]:
         return self._exchanges

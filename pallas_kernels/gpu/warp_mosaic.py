@@ -279,6 +279,32 @@ class MosaicWarp:
         address = Reg(pointer) + self.i64(offset)
         self._predicated("st.global.b32 [$1], $2;", where, address, value)
 
+    def load_pointer(self, pointer: ir.Value, offset: Any) -> ir.Value:
+        """An address that is stored somewhere."""
+        address = Reg(pointer) + self.i64(offset)
+        return _asm("ld.global.b64 $0, [$1];", ["i64"], [address.value], effects=True)[0].value
+
+    def load_word(self, pointer: ir.Value, offset: Any, where: Reg) -> list[Reg]:
+        address, flag = Reg(pointer) + self.i64(offset), arith.extui(_type("i32"), where.value)
+        ptx = "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+        return _asm(ptx, ["i32"] * 4, [address.value, flag], memory=True)
+
+    def store_word(self, pointer: ir.Value, offset: Any, word: Sequence[Reg], where: Reg) -> None:
+        address = Reg(pointer) + self.i64(offset)
+        self._predicated("st.global.v4.b32 [$1], {$2, $3, $4, $5};", where, address, *word)
+
+    def wait_for(self, pointer: ir.Value, offset: Any, least: Reg, where: Reg) -> None:
+        address, flag = Reg(pointer) + self.i64(offset), arith.extui(_type("i32"), where.value)
+        ptx = (
+            "{ .reg .pred p, q; .reg .b32 v; setp.eq.b32 q, $0, 0; @q bra done;"
+            " again: ld.acquire.sys.global.b32 v, [$1]; sub.s32 v, v, $2; setp.lt.s32 p, v, 0; @p bra again; done: }"
+        )
+        _asm(ptx, [], [flag, address.value, least.value], memory=True)
+
+    def release(self, pointer: ir.Value, offset: Any, value: Reg, where: Reg) -> None:
+        address = Reg(pointer) + self.i64(offset)
+        self._predicated("st.release.sys.global.b32 [$1], $2;", where, address, value)
+
     def prefetch(self, pointer: ir.Value, offset: Any) -> None:
         _asm("prefetch.global.L2 [$0];", [], [(Reg(pointer) + self.i64(offset)).value], effects=True)
 

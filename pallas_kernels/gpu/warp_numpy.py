@@ -9,6 +9,7 @@ barrier's phase ends, so that a program which reads too early fails here, too. K
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,6 +190,33 @@ class WarpMachine:
     def store_b32(self, pointer: str, offset: Any, value: np.ndarray, where: Any) -> None:
         """32 bits a lane, where `where`."""
         self.store_f32(pointer, offset, [np.ascontiguousarray(value, np.uint32).view(np.float32)], where)
+
+    def load_pointer(self, pointer: str, offset: int) -> int:
+        """A 64-bit address that is stored somewhere: a key of ``memory``."""
+        return int(self._global[pointer][offset : offset + 8].view(np.int64)[0])
+
+    def load_word(self, pointer: Any, offset: Any, where: Any) -> list[np.ndarray]:
+        """16 bytes a lane as four i32, where `where`; else 0."""
+        inside = np.where(where, offset, 0)
+        return [np.where(where, self.load(pointer, inside + 4 * i, "i32"), np.int32(0)) for i in range(4)]
+
+    def store_word(self, pointer: Any, offset: Any, word: Sequence[np.ndarray], where: Any) -> None:
+        self.store_f32(pointer, offset, [np.ascontiguousarray(x).view(np.float32) for x in word], where)
+
+    def wait_for(self, pointer: Any, offset: Any, least: np.ndarray, where: Any) -> None:
+        """Until the i32 there has come to ``least``, by their difference as an i32; in the one lane where `where`."""
+        until = time.monotonic() + _DEADLINE_S
+        for lane in np.flatnonzero(np.broadcast_to(where, (LANES,))):
+            with np.errstate(over="ignore"):
+                while (self.load(pointer, offset, "i32")[lane] - least[lane]) < 0:
+                    assert time.monotonic() < until, (
+                        f"warp {self._warp} waited {_DEADLINE_S} s for a message: a deadlock"
+                    )
+                    time.sleep(1e-4)
+
+    def release(self, pointer: Any, offset: Any, value: np.ndarray, where: Any) -> None:
+        """An i32, seen by others only with all that was read or written before it."""
+        self.store_b32(pointer, offset, value, where)
 
     def prefetch(self, pointer: str, offset: Any) -> None:
         """A hint; the address must be valid all the same."""

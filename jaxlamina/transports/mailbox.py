@@ -1,0 +1,153 @@
+"""Memory of one GPU that other processes' GPUs write into, and theirs as this process reaches it.
+
+CUDA's own calls, since JAX has none for memory that processes share. A rank's mailbox has a ring for each other rank
+(`pallas_kernels.gpu.mail`); which ranks can reach each other is found out by trying, and both sides of a pair agree on it.
+Knows addresses; no array and no message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from pallas_kernels.gpu.mail import ADDRESSES, N_FIELDS, Ring
+
+_HANDLE_BYTES = 64
+_HOST_BYTES = 128
+_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+Gather = Callable[[np.ndarray], np.ndarray]
+
+
+class _CudaError(Exception):
+    pass
+
+
+class Mailbox:
+    """``peers``: the ranks that this one exchanges messages with through memory, maybe none, and ``why_not`` then says why.
+    ``is_complete``: whether every rank reaches every other. ``table [n_ranks, N_FIELDS]`` int32: what kernels are told."""
+
+    def __init__(self, rank: int, n_ranks: int, device: jax.Device, ring: Ring, gather: Gather) -> None:
+        """``gather``: every rank's array ``[k]`` as ``[n_ranks, k]``, uint8. All ranks must come here."""
+        self.ring = ring
+        self.why_not = ""
+        self._bases = [0] * n_ranks  # of each rank's mailbox as this process has it mapped
+        self._cuda: _Cuda | None = None
+        card = np.zeros(_HANDLE_BYTES + _HOST_BYTES, np.uint8)
+        try:
+            self._cuda = _Cuda(device)
+            self._bases[rank] = self._cuda.allocate(n_ranks * self._bytes_each)
+            handle = self._cuda.handle_of(self._bases[rank])
+            card = np.frombuffer(handle + _host().ljust(_HOST_BYTES, b"\0"), np.uint8)
+        except (OSError, AttributeError, _CudaError) as error:
+            self.why_not = str(error)
+        opened = self._open(rank, gather(card))
+        # A pair needs both: row r is what rank r has opened.
+        each = gather(np.array([bool(base) for base in opened], np.uint8))
+        self.is_complete = all(each[r][q] for r in range(n_ranks) for q in range(n_ranks) if r != q)
+        self.peers = frozenset(r for r in range(n_ranks) if r != rank and each[rank][r] and each[r][rank])
+        self.table = np.stack([self._row(rank, r, opened[r]) for r in range(n_ranks)])
+
+    def _open(self, rank: int, cards: np.ndarray) -> list[int]:
+        """Every rank's mailbox, 0 for one that is out of reach."""
+        opened = [0] * len(cards)
+        for r, card in enumerate(cards):
+            handle, host = bytes(card[:_HANDLE_BYTES]), bytes(card[_HANDLE_BYTES:]).rstrip(b"\0")
+            if r == rank or self._cuda is None or not self._bases[rank]:
+                continue
+            if host != _host():
+                self.why_not = self.why_not or f"rank {r} is on another host, or has no such memory"
+                continue
+            try:
+                opened[r] = self._cuda.open(handle)
+            except _CudaError as error:
+                self.why_not = str(error)
+        return opened
+
+    @property
+    def _bytes_each(self) -> int:
+        """Of one peer's messages, with the marks of what came and of what it took, and both ways' counts."""
+        return self.ring.data_bytes + 4 * self.ring.mark_bytes
+
+    def _row(self, rank: int, peer: int, far: int) -> np.ndarray:
+        """Rank ``peer`` in the table: its ring for messages from here, and this rank's for messages from it."""
+        row = np.zeros(N_FIELDS, np.int32)
+        if peer in self.peers:
+            near, far = self._bases[rank] + peer * self._bytes_each, far + rank * self._bytes_each
+            come, taken, sent, received = (self.ring.data_bytes + i * self.ring.mark_bytes for i in range(4))
+            places = {
+                "far_data": far, "far_come": far + come, "near_taken": near + taken, "near_sent": near + sent,
+                "near_data": near, "near_come": near + come, "far_taken": far + taken, "near_received": near + received,
+            }  # fmt: skip
+            row[:] = np.array([places[name] for name in ADDRESSES], np.int64).view(np.int32)
+        return row
+
+
+def _host() -> bytes:
+    """This machine, as no other has it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()[:60]} {boot}".encode()[:_HOST_BYTES]
+
+
+class _Handle(ctypes.Structure):
+    """Passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_char * _HANDLE_BYTES)]
+
+
+class _Cuda:
+    """The few calls of CUDA's driver that are needed, in the context that JAX uses too."""
+
+    def __init__(self, device: jax.Device) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._context = ctypes.c_void_p()
+        ordinal = ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(ordinal), int(device.local_hardware_id))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+
+    def allocate(self, n_bytes: int) -> int:
+        """Memory of zeros, for as long as the process lives."""
+        pointer = ctypes.c_uint64()
+        with self._current():
+            self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(n_bytes))
+            self._call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(0), ctypes.c_size_t(n_bytes))
+            self._call("cuCtxSynchronize")
+        return pointer.value
+
+    def handle_of(self, pointer: int) -> bytes:
+        """What another process `open`s the memory with."""
+        handle = ctypes.create_string_buffer(_HANDLE_BYTES)
+        with self._current():
+            self._call("cuIpcGetMemHandle", handle, ctypes.c_uint64(pointer))
+        return handle.raw
+
+    def open(self, handle: bytes) -> int:
+        pointer, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+        with self._current():
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, _ENABLE_PEER_ACCESS)
+        return pointer.value
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, name: str, *args: object) -> None:
+        status = getattr(self._library, name)(*args)
+        if status:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(text))
+            raise _CudaError(f"{name}: {(text.value or b'error').decode()} ({status})")

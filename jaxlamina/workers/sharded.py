@@ -1,0 +1,90 @@
+"""Unsplit execution over several devices of this process, to compare with: tensor parallelism by `jax.sharding`.
+
+Weights by columns and rows in turn, as Megatron-LM has them, so that a layer needs two sums; KV and attention by heads.
+XLA places the products and the sums, from the arrays' shardings alone. Decode steps only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlamina.errors import UserError
+from jaxlamina.workers.batch import DecodeBatch
+from jaxlamina.workers.model_worker import ModelFn, Params
+from jaxlamina.workers.unsplit import Attend, UnsplitExecutor
+from pallas_kernels import Pool, decode_attention
+
+_AXIS = "devices"
+_BY_ROWS = ("o_proj", "down_proj")  # their inputs are shared out already
+_WHOLE = ("embed_tokens",)  # rows of it are looked up
+_HEADS = PartitionSpec(None, None, _AXIS)  # q, k, v [B, T, N, H]
+_POOL = PartitionSpec(None, _AXIS)  # [S, K, H]
+
+
+class ShardedExecutor(UnsplitExecutor):
+    """``decode`` as `UnsplitExecutor`'s. `UserError` where the model's KV heads cannot be shared out evenly."""
+
+    def __init__(
+        self, model: ModelFn, params: Params, *, n_slots: int, devices: Sequence[jax.Device]
+    ) -> None:
+        super().__init__(model, params, n_slots=n_slots, device=devices[0])
+        n_heads = {spec.n_kv_heads for spec in self.specs}
+        if any(n % len(devices) for n in n_heads):
+            raise UserError(f"{n_heads} KV heads cannot be shared out over {len(devices)} devices")
+        self._mesh = Mesh(np.array(devices), (_AXIS,))
+        self.params = {name: self._put(x, _spec_of(name, x)) for name, x in self.params.items()}
+        for pools in (self.kv.k, self.kv.v):
+            pools[:] = [self._put(pool, _POOL) for pool in pools]
+        self._decode = jax.jit(self._traced_decode, donate_argnums=(1, 2))
+
+    def decode(self, batch: DecodeBatch) -> jax.Array:
+        """One token more for each row: logits ``[B, V]`` float32."""
+        given = jax.tree.map(lambda x: self._put(x, PartitionSpec()), batch)
+        self.kv.k, self.kv.v, logits = self._decode(self.params, self.kv.k, self.kv.v, *given)
+        return logits
+
+    def _put(self, x: Any, spec: PartitionSpec) -> jax.Array:
+        return jax.device_put(x, NamedSharding(self._mesh, spec))
+
+    def _decode_attend(
+        self,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        slot_table: jax.Array,
+        lengths: jax.Array,
+        new_slots: jax.Array,
+    ) -> Attend:
+        """Each device attends with its own heads."""
+        whole = PartitionSpec()
+        attends = {
+            spec: jax.jit(
+                jax.shard_map(
+                    partial(decode_attention, **spec.scoring),
+                    mesh=self._mesh,
+                    in_specs=(_HEADS, _HEADS, _HEADS, _POOL, _POOL, whole, whole, whole),
+                    out_specs=(_POOL, _POOL, _HEADS),
+                    check_vma=False,
+                )
+            )
+            for spec in dict.fromkeys(self.specs)
+        }
+
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            given = q, k, v, k_pools[i], v_pools[i], slot_table, lengths, new_slots
+            k_pools[i], v_pools[i], out = attends[self.specs[i]](*given)
+            return out
+
+        return attend
+
+
+def _spec_of(name: str, x: jax.Array) -> PartitionSpec:
+    """Of a weight ``[out, in]``."""
+    if x.ndim < 2 or any(part in name for part in _WHOLE):
+        return PartitionSpec()
+    return PartitionSpec(None, _AXIS) if any(part in name for part in _BY_ROWS) else PartitionSpec(_AXIS)
