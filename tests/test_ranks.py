@@ -78,6 +78,17 @@ def test_warm_programs_and_scored_prompts(transport: str, partition: str) -> Non
     assert scored["same"] and scored["n"] == 39, scored
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transport", "more"),
+    [("xla", {"tensor_parallel": 2}), ("xla", {"pipeline_parallel": 2}), mpi({"n_batches": 3})],
+    ids=str,
+)
+def test_scored_prompts_over_several_model_workers(transport: str, more: dict) -> None:
+    [found] = run_job(transport, (2, 1), [("scored", {"model": "llama"})], **more)
+    assert found["same"] and found["n"] == 39, found
+
+
 def test_three_workers_cannot_share_two_heads() -> None:
     found = run_job("xla", 3, [("refused", {"model": "llama"})], partition="heads")
     assert "2 KV heads" in found[0]["line"] and "3 attention workers" in found[0]["line"]
