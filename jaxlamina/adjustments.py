@@ -9,7 +9,7 @@ step can be launched while that token is still being drawn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,9 +58,7 @@ class Adjustments(NamedTuple):
     banned_after: Any = None  # [B, E, 2] int32
     bias: Any = None  # ([B, E] int32, [B, E] float32)
     penalties: Penalties | None = None
-    newest: Any = (
-        None  # [B, 1] int32, where a step goes on from tokens on the device and something looks at them
-    )
+    newest: Any = None  # [B, 1] int32, where something looks at it; ``NO_TOKEN`` for none
 
 
 def bans_of(
@@ -85,7 +83,7 @@ def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
 
 def build(rows: Sequence[Adjusted], size: int, newest: Any = None) -> Adjustments:
     """``Adjustments`` of ``rows``, padded to ``size``. ``newest`` [size, 1] int32: what came after each row's
-    ``written``, on the host or the device; None: nothing did."""
+    ``written``, on the host or the device; None: nothing did, or ``written`` has it."""
     after = [[token for pair in row.banned_after for token in pair] for row in rows]
     banned_after = _table(after, size)
     penalties = _penalties(rows, size) if any(row.penalised for row in rows) else None
@@ -96,13 +94,17 @@ def build(rows: Sequence[Adjusted], size: int, newest: Any = None) -> Adjustment
         for b, row in enumerate(rows):
             values[b, : len(row.logit_bias)] = list(row.logit_bias.values())
         bias = biased, values
+    if banned_after is None and penalties is None:
+        newest = None
+    elif newest is None:
+        newest = np.full((size, 1), NO_TOKEN, np.int32)
     return Adjustments(
         masks=_masks([row.mask for row in rows], size),
         banned=_table([row.banned for row in rows], size),
         banned_after=None if banned_after is None else banned_after.reshape(size, -1, 2),
         bias=bias,
         penalties=penalties,
-        newest=None if banned_after is None and penalties is None else newest,
+        newest=newest,
     )
 
 
@@ -127,53 +129,103 @@ def _penalties(rows: Sequence[Adjusted], size: int) -> Penalties:
         prompt = row.prompt if row.repetition_penalty != 1 else ()
         found.n_prompt[b] = len(prompt)
         tokens.append(np.concatenate([np.asarray(prompt, np.int32), np.asarray(row.written, np.int32)]))
-    table = _table(tokens, size, least=64)
-    return found._replace(tokens=table if table is not None else np.full((size, 64), NO_TOKEN, np.int32))
+    table = _table(tokens, size, LEAST_COUNTED)
+    if table is None:
+        table = np.full((size, LEAST_COUNTED), NO_TOKEN, np.int32)
+    return found._replace(tokens=table)
 
 
-def _table(rows: Sequence[Sequence[int] | np.ndarray], size: int, least: int = 1) -> np.ndarray | None:
-    """``[size, E]`` int32, E a power of two so that not every mix of requests is a new program; None if all are empty."""
+def power_of_4(n: int, least: int = 1) -> int:
+    """``least`` times the power of four that holds ``n``: sizes are few, so that not every mix of requests is a new
+    program.
+
+    >>> [power_of_4(n) for n in (1, 2, 4, 5, 17)], power_of_4(65, least=64)
+    ([1, 4, 4, 16, 64], 256)
+    """
+    size = least
+    while size < n:
+        size *= 4
+    return size
+
+
+# The least width of a table: of banned tokens and biases, and of tokens that penalties count.
+LEAST_TOKENS, LEAST_COUNTED = 32, 64
+
+
+def _table(
+    rows: Sequence[Sequence[int] | np.ndarray], size: int, least: int = LEAST_TOKENS
+) -> np.ndarray | None:
+    """``[size, E]`` int32, E a `power_of_4`; None if all are empty."""
     widest = max(map(len, rows), default=0)
     if not widest:
         return None
-    table = np.full((size, max(least, 1 << (widest - 1).bit_length())), NO_TOKEN, np.int32)
+    table = np.full((size, power_of_4(widest, least)), NO_TOKEN, np.int32)
     for b, row in enumerate(rows):
         table[b, : len(row)] = row
     return table
 
 
+def stages(a: Adjustments) -> list[tuple[Callable[..., jax.Array], tuple[Any, ...]]]:
+    """What ``a`` asks for, in order: functions of logits ``[B, V]`` float32 and of the arrays beside them."""
+    found: list[tuple[Callable[..., jax.Array], tuple[Any, ...]]] = []
+    if a.masks is not None:
+        found.append((_masked, (a.masks,)))
+    if a.banned is not None:
+        found.append((_banned, (a.banned,)))
+    if a.banned_after is not None:
+        found.append((_banned_after, (a.banned_after, a.newest)))
+    if a.bias is not None:
+        found.append((_biased, a.bias))
+    if a.penalties is not None:
+        found.append((_penalised, (a.penalties, a.newest)))
+    return found
+
+
 def adjust(logits: jax.Array, a: Adjustments) -> jax.Array:
     """``logits`` [B, V] float32 as ``a`` asks: masked and banned tokens are -inf; then biases are added; then penalties."""
-    rows = jnp.arange(logits.shape[0])[:, None]
-    adjusted = logits
-    if a.masks is not None:
-        bits = (a.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-        allowed = bits.reshape(len(bits), -1)[:, : logits.shape[1]] > 0
-        adjusted = jnp.where(allowed, adjusted, -jnp.inf)
-    if a.banned is not None:
-        adjusted = adjusted.at[rows, a.banned].set(-jnp.inf, mode="drop")
-    if a.banned_after is not None and a.newest is not None:
-        before, token = a.banned_after[..., 0], a.banned_after[..., 1]
-        adjusted = adjusted.at[rows, jnp.where(before == a.newest, token, NO_TOKEN)].set(
-            -jnp.inf, mode="drop"
-        )
-    if a.bias is not None:
-        adjusted = adjusted.at[rows, a.bias[0]].add(a.bias[1], mode="drop")
-    return adjusted if a.penalties is None else _penalised(adjusted, a.penalties, a.newest)
+    for stage, arrays in stages(a):
+        logits = stage(logits, *arrays)
+    return logits
 
 
-def _penalised(logits: jax.Array, p: Penalties, newest: jax.Array | None) -> jax.Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
+def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(len(bits), -1)[:, : logits.shape[1]] > 0
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
+def _banned(logits: jax.Array, banned: jax.Array) -> jax.Array:
+    return logits.at[_rows(logits), banned].set(-jnp.inf, mode="drop")
+
+
+def _banned_after(logits: jax.Array, pairs: jax.Array, newest: jax.Array) -> jax.Array:
+    before, token = pairs[..., 0], pairs[..., 1]
+    tokens = jnp.where(before == newest, token, NO_TOKEN)
+    return logits.at[_rows(logits), tokens].set(-jnp.inf, mode="drop")
+
+
+def _biased(logits: jax.Array, tokens: jax.Array, biases: jax.Array) -> jax.Array:
+    return logits.at[_rows(logits), tokens].add(biases, mode="drop")
+
+
+def _penalised(logits: jax.Array, p: Penalties, newest: jax.Array) -> jax.Array:
+    rows = _rows(logits)
     written = jnp.arange(p.tokens.shape[1]) >= p.n_prompt[:, None]
     n_written = (
         jnp.zeros(logits.shape, jnp.int32).at[rows, p.tokens].add(written.astype(jnp.int32), mode="drop")
     )
     seen = jnp.zeros(logits.shape, bool).at[rows, p.tokens].set(True, mode="drop")
-    if newest is not None:
-        n_written = n_written.at[rows, newest].add(1, mode="drop")
-        seen = seen.at[rows, newest].set(True, mode="drop")
+    n_written = n_written.at[rows, newest].add(1, mode="drop")
+    seen = seen.at[rows, newest].set(True, mode="drop")
     factor = jnp.where(seen, p.repetition[:, None], 1.0)
     penalised = jnp.where(logits > 0, logits / factor, logits * factor)
     penalised -= p.frequency[:, None] * n_written
     penalised -= p.presence[:, None] * (n_written > 0)
     return penalised
+
+
+def _rows(logits: jax.Array) -> jax.Array:
+    return jnp.arange(logits.shape[0])[:, None]
+
+
+STAGES = (_masked, _banned, _banned_after, _biased, _penalised)  # all that `stages` may name

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlamina.errors import UserError
+from jaxlamina.policies import check_policy_name
 from jaxlamina.roles import Pools, Role
 
 Platform = Literal["cpu", "cuda", "tpu"]
@@ -96,6 +97,8 @@ class Cluster:
     kv_slots: int | None = None
     kv_dtype: Literal["auto", "int8", "int8-channel"] = "auto"
     host_kv_slots: int = 0
+    scheduling_policy: str = "fifo"
+    kv_manager: Literal["token", "padded"] = "token"
 
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():
@@ -112,6 +115,7 @@ class Cluster:
             address(name, getattr(self, name))
         if not self.model:
             raise UserError("model='' must be a name, a folder or a file")
+        check_policy_name(self.scheduling_policy)
         self._check_combination()
 
     def _check_combination(self) -> None:

@@ -18,16 +18,17 @@ import jax
 import numpy as np
 
 from jaxlamina.admission import Admission
-from jaxlamina.buckets import Buckets, bucket
+from jaxlamina.buckets import Buckets
+from jaxlamina.drawing import Drawing
 from jaxlamina.errors import UserError
-from jaxlamina.in_flight import HostTime, NewestTokens, Rows, Step
-from jaxlamina.jobs import Continuation, Job
+from jaxlamina.in_flight import HostTime, Rows, Scored, Step
+from jaxlamina.jobs import Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.logprobs import LogprobEntries
-from jaxlamina.outputs import FinishReason, RequestOutput
+from jaxlamina.outputs import RequestOutput, TokenEvent, events_at_end
 from jaxlamina.policies import Policy
 from jaxlamina.request import Request, State
-from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
+from jaxlamina.sampling import Sampled, Sampler, SamplingParams
 from jaxlamina.scheduler import Scheduler, StepPlan
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
@@ -40,7 +41,8 @@ class Executor(Protocol):
     One with a host store also has ``move_out(slots, host_slots)`` and ``move_in(host_slots, slots)``; one that places
     tokens on several workers ``release(slots)``, which are nobody's now. One that must know a step's tokens on the host
     has a true ``needs_host_tokens``: no step is launched ahead of it then. One that launches a step as many programs has
-    a true ``launches_by_slice``.
+    a true ``launches_by_slice``. One that can score prompts has ``prefill_all(batch)``: `prefill`, whose logits
+    ``[B, T, V]`` are those after every token.
     """
 
     n_slots: int
@@ -52,21 +54,6 @@ class Executor(Protocol):
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Logits ``[B, V]`` float32 after each row's last token."""
         ...
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One token of a request. ``new_text`` may be empty: half a character, or held for a stop string.
-
-    ``index``: which of the request's continuations it is of. Where the continuations that are given are chosen at the
-    end (``best_of``, beam search), all of their events come then; the last token's has the rest of the text.
-    """
-
-    request_id: str
-    token_id: int
-    new_text: str
-    output: RequestOutput | None  # with its last event, once all of the request is finished
-    index: int = 0
 
 
 @dataclass
@@ -140,13 +127,12 @@ class Engine:
             policy=policy,
             padded=padded,
         )
-        self.sampler = Sampler()
+        self.drawing = Drawing(max_num_seqs, buckets, vocab_size, len(eos_token_ids))
         self._entries = LogprobEntries(tokenizer)
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling and not getattr(executor, "needs_host_tokens", False)
         self.mixed_steps = mixed_steps
         self._ahead: Step | None = None  # launched, and not read
-        self._newest = NewestTokens(max_num_seqs, buckets.batch[-1])
         self._host_time = HostTime(clock)
         self.admission = Admission(
             tokenizer,
@@ -158,7 +144,10 @@ class Engine:
         self._live: dict[str, tuple[Job, list[Request]]] = {}
         # Requests that were there when a step failed: what their slots hold is not known.
         self._lost: set[str] = set()
-        self._rows_of = jax.jit(lambda logits, rows: logits[rows])
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.drawing.sampler
 
     @property
     def idle(self) -> bool:
@@ -189,6 +178,7 @@ class Engine:
             width=width,
             lockstep=lockstep,
             priority=priority,
+            scores_prompt=params.prompt_logprobs is not None,
         )
         self.scheduler.add(request)
         self._live[job.request_id] = job, [request]
@@ -266,10 +256,10 @@ class Engine:
             return None
         self.stats.n_preemptions += len(plan.preempted)
         self._move(plan)
-        self._newest.begin()
+        self.drawing.begin()
         step = Step()
         prompts = list(zip(plan.prefills, plan.spans, strict=True))
-        if plan.decodes and prompts and self.mixed_steps:
+        if plan.decodes and prompts and self.mixed_steps and not prompts[0][0].scores_prompt:
             step.batches += self._decode_and_prefill(plan.decodes, *prompts.pop(0))
         elif plan.decodes:
             step.batches.append(self._decode(plan.decodes))
@@ -291,11 +281,15 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Rows:
         batch = self._decode_batch(requests)
-        return self._draw(requests, self._run(lambda: self.executor.decode(batch)), batch.tokens)
+        return self._drawn(requests, self._run(lambda: self.executor.decode(batch)), batch.tokens)
 
     def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
+        executor: Any = self.executor
         batch = self._prefill_batch(request, span)
-        return self._prefilled(request, span, self._run(lambda: self.executor.prefill(batch)))
+        if not request.scores_prompt:
+            return self._prefilled(request, span, self._run(lambda: executor.prefill(batch)))
+        of_all = self._run(lambda: executor.prefill_all(batch))
+        return self._prefilled(request, span, *self.drawing.score(request, span, of_all))
 
     def _decode_and_prefill(
         self, requests: Sequence[Request], request: Request, span: tuple[int, int]
@@ -303,13 +297,13 @@ class Engine:
         executor: Any = self.executor
         batch, prompt = self._decode_batch(requests), self._prefill_batch(request, span)
         of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, prompt))
-        return [self._draw(requests, of_rows, batch.tokens), self._prefilled(request, span, of_prompt)]
+        return [self._drawn(requests, of_rows, batch.tokens), self._prefilled(request, span, of_prompt)]
 
     def _decode_batch(self, requests: Sequence[Request]) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
         slots = [request.slots.view() for request in requests]
         batch = DecodeBatch.build(known, slots, self.buckets, self.executor.n_slots)
-        return batch._replace(tokens=self._newest.take(requests, batch.tokens))
+        return batch._replace(tokens=self.drawing.newest(requests, batch.tokens))
 
     def _prefill_batch(self, request: Request, span: tuple[int, int]) -> PrefillBatch:
         start, stop = span
@@ -319,8 +313,10 @@ class Engine:
             [tokens], [slots[start:stop]], self.buckets, self.executor.n_slots, earlier=earlier
         )
 
-    def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> Rows:
-        """``logits`` after the last token of a prompt's ``span``."""
+    def _prefilled(
+        self, request: Request, span: tuple[int, int], logits: jax.Array, scored: Scored | None = None
+    ) -> Rows:
+        """``logits`` after the last token of a prompt's ``span``; ``scored``: of its tokens, if that is wanted."""
         start, stop = span
         job: Job = request.payload
         if job.n_cached_tokens is None:
@@ -331,13 +327,12 @@ class Engine:
         self.stats.n_prompt_tokens += stop - start
         self.stats.n_prompt_tokens_computed += stop - start
         if stop < request.n_tokens:  # the rest comes in the next steps, and with it the first token
-            return self._launched(Rows([request], is_decode=False, logits=logits))
+            return self._launched(Rows([request], is_decode=False, logits=logits, scored=scored))
         requests = [request]
         if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
             requests = self._branch([request], [0] * request.width)
-            rows = np.zeros(bucket(len(requests), self.buckets.batch), np.int32)
-            logits = self._rows_of(logits, rows)
-        return self._draw(requests, logits)
+            logits = self.drawing.repeated(logits, len(requests))
+        return self._drawn(requests, logits, scored=scored)
 
     def _run(self, run: Callable[[], T]) -> T:
         by_slice = getattr(self.executor, "launches_by_slice", False)
@@ -351,42 +346,19 @@ class Engine:
         self._live[job.request_id] = job, requests
         return requests
 
-    def _draw(self, requests: Sequence[Request], logits: jax.Array, newest: Any = None) -> Rows:
-        """A token for each row that is drawn; of beams' rows their candidates. ``newest`` [B, 1] int32: the tokens that
-        a decode step took in, maybe on the device."""
-        beams: list[Job] = [request.payload for request in requests if request.lockstep]
-        candidates = sampled = None
-        if beams:
-            most = max(max(job.beams.n_candidates, job.params.logprobs or 0) for job in beams if job.beams)
-            candidates = self.sampler.likeliest(logits, most)
-        if len(beams) < len(requests):
-            sampled = self.sampler(logits, self._sampling_of(requests, logits.shape[0], newest))
-            self._newest.keep(requests, sampled.tokens)
-            for request in requests:
-                request.n_in_flight += not request.lockstep
-        # Beams branch; a grammar's next mask comes of the token before it.
-        shapes_next = any(r.lockstep or r.payload.params.structured_outputs for r in requests)
-        rows = Rows(requests, newest is not None, sampled, candidates, shapes_next=shapes_next)
-        return self._launched(rows)
+    def _drawn(
+        self,
+        requests: Sequence[Request],
+        logits: jax.Array,
+        newest: Any = None,
+        scored: Scored | None = None,
+    ) -> Rows:
+        return self._launched(self.drawing.draw(requests, logits, newest, scored))
 
     def _launched(self, rows: Rows) -> Rows:
         rows.fetch()
         self._host_time.launched(rows)
         return rows
-
-    def _sampling_of(self, requests: Sequence[Request], size: int, newest: Any) -> SamplingBatch:
-        rows = []
-        for request in requests:
-            job: Job = request.payload
-            row = job.row(
-                request.index,
-                position=request.n_tokens,
-                known=request.output_token_ids,
-                n_in_flight=request.n_in_flight,
-                newest_follows=newest is not None,
-            )
-            rows.append(row)
-        return SamplingBatch.build(rows, size, newest)
 
     # -- taking in ----------------------------------------------------------------------------------------------
 
@@ -396,7 +368,7 @@ class Engine:
         of_beams: dict[str, dict[int, Candidates]] = {}  # by the request's index
         n_wanted = 0
         for rows in step.batches:
-            (sampled, candidates), seconds = self._host_time.read(rows)
+            found, seconds = self._host_time.read(rows)
             wanted = [(row, r) for row, r in enumerate(rows.requests) if self._is_live(r)]
             n_wanted += len(wanted)
             if rows.is_decode:
@@ -404,19 +376,30 @@ class Engine:
                 self.stats.n_decode_tokens += len(wanted)
             else:
                 self.stats.prefill_s += seconds
+            if rows.scored is not None and found.scored is not None:
+                self._keep_scores(rows.requests[0], rows.scored, found.scored)
             if rows.logits is not None:
                 continue
             self.stats.n_generated_tokens += len(wanted)
             for row, request in wanted:
                 if request.lockstep:
-                    tokens, logprobs = candidates
+                    assert found.candidates is not None
+                    tokens, logprobs = found.candidates
                     of_request = of_beams.setdefault(request.request_id, {})
                     of_request[request.index] = tokens[row], logprobs[row]
                 else:
-                    events += self._accept(request, sampled, row)
+                    assert found.sampled is not None
+                    events += self._accept(request, found.sampled, row)
         events += self._advance_beams(of_beams)
         self.stats.n_steps += n_wanted > 0
         return events
+
+    def _keep_scores(self, request: Request, scored: Scored, reported: Sampled) -> None:
+        job: Job = request.payload
+        if job.request_id in self._live and job.params.prompt_logprobs is not None:
+            for row in range(scored.n):
+                entry = self._entries.of_row(reported, row, job.params.prompt_logprobs)
+                job.prompt_logprobs[scored.first + row] = entry
 
     def _is_live(self, request: Request) -> bool:
         """Whether what is drawn for a sequence is still wanted."""
@@ -444,9 +427,11 @@ class Engine:
         if job.params.needed_logprobs is not None:
             assert sampled.logprobs is not None
             c.cumulative_logprob += float(sampled.logprobs[row])
+        entry = None
         if job.params.logprobs is not None:
-            c.logprobs.append(self._entries.of_drawn(sampled, row, job.params.logprobs))
-        reason, stop_reason = _why_stop(job, c, token)
+            entry = self._entries.of_row(sampled, row, job.params.logprobs)
+            c.logprobs.append(entry)
+        reason, stop_reason = job.why_stop(c, token)
         output = None
         if reason is not None:
             job.finish(c, reason, stop_reason)
@@ -454,9 +439,10 @@ class Engine:
             if all(other.finished for other in job.continuations):
                 output = self._close(job)
         if job.params.chosen_at_end:
-            return [] if output is None else _events_at_end(output)
+            return [] if output is None else events_at_end(output)
         new_text = c.text.release(finished=reason is not None)
-        return [TokenEvent(job.request_id, token, new_text, output, c.index)]
+        of_prompt = job.prompt_entries if c.index == 0 and len(c.token_ids) == 1 else None
+        return [TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt)]
 
     def _finish(self, request: Request, *, keep: bool = True) -> None:
         job: Job = request.payload
@@ -485,7 +471,7 @@ class Engine:
             if job.beams.done:
                 for member in members:
                     self._finish(member)
-                events += _events_at_end(self._close(job))
+                events += events_at_end(self._close(job))
                 continue
             members = self._branch(members, [beam.parent for beam in job.beams.live])
             for member, beam in zip(members, job.beams.live, strict=True):
@@ -494,31 +480,3 @@ class Engine:
 
 
 Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities
-
-
-def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | None, str | int | None]:
-    n = len(c.token_ids)
-    if token in job.end_ids and n > job.params.min_tokens:
-        return "stop", job.stop_of(token)
-    if c.text.add(token, may_stop=n > job.params.min_tokens):
-        return "stop", c.text.stopped_by
-    ended = None if c.matcher is None else c.matcher.accept(token)
-    if ended is not None:
-        return ended, None
-    if n >= job.max_tokens:
-        return "length", None
-    return None, None
-
-
-def _events_at_end(output: RequestOutput) -> list[TokenEvent]:
-    """Every token of continuations that are known only now."""
-    events = []
-    for completion in output.outputs:
-        last = len(completion.token_ids) - 1
-        for i, token in enumerate(completion.token_ids):
-            closes = i == last and completion is output.outputs[-1]
-            text = completion.text if i == last else ""
-            events.append(
-                TokenEvent(output.request_id, token, text, output if closes else None, completion.index)
-            )
-    return events

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,22 @@ from jaxlamina.sampling import Sampled
 T = TypeVar("T")
 
 
+class Scored(NamedTuple):
+    """How likely ``n`` tokens of a prompt are, the first at position ``first``; ``reported`` has padding after them."""
+
+    first: int
+    n: int
+    reported: Sampled
+
+
+class Found(NamedTuple):
+    """What comes of a batch, as numpy arrays."""
+
+    scored: Sampled | None
+    sampled: Sampled | None
+    candidates: tuple[np.ndarray, np.ndarray] | None
+
+
 @dataclass(frozen=True)
 class Rows:
     """A batch of a step, launched: what comes of its first rows, one a request."""
@@ -26,28 +42,30 @@ class Rows:
     requests: Sequence[Request]
     is_decode: bool
     sampled: Sampled | None = None  # of the rows that are drawn; what it has for others is thrown away
-    candidates: tuple[jax.Array, jax.Array] | None = (
-        None  # of beams: likeliest tokens, their log-probabilities
-    )
+    # Of beams: likeliest tokens, their log-probabilities.
+    candidates: tuple[jax.Array, jax.Array] | None = None
+    scored: Scored | None = None  # of a prompt whose log-probabilities are wanted; that of the first request
     logits: jax.Array | None = None  # of a part of a prompt, which gives no token
     shapes_next: bool = False  # what it gives must be known before the next step can be launched
 
     @property
     def is_done(self) -> bool:
-        results: list[Any] = jax.tree.leaves((self.sampled, self.candidates, self.logits))
-        return bool(results[-1].is_ready())
+        return bool(jax.tree.leaves((self._results, self.logits))[-1].is_ready())
 
     def fetch(self) -> None:
         """Starts the copy to the host."""
-        for x in jax.tree.leaves((self.sampled, self.candidates)):
+        for x in jax.tree.leaves(self._results):
             x.copy_to_host_async()
 
-    def read(self) -> tuple[Sampled | None, tuple[np.ndarray, np.ndarray] | None]:
-        """Waits for (``sampled``, ``candidates``) as numpy arrays."""
+    def read(self) -> Found:
+        """Waits for all of it."""
         if self.logits is not None:
             self.logits.block_until_ready()
-        found: Any = jax.device_get((self.sampled, self.candidates))
-        return found
+        return Found(*jax.device_get(self._results))
+
+    @property
+    def _results(self) -> tuple[Any, ...]:
+        return self.scored and self.scored.reported, self.sampled, self.candidates
 
 
 @dataclass
@@ -90,6 +108,13 @@ class NewestTokens:
         first = len(self._places)
         self._places |= {request: first + row for row, request in enumerate(requests)}
         self._tokens = _placed(self._tokens, tokens, first)
+
+    def warm_up(self, tokens: jax.Array) -> None:
+        """Compiles both for a batch of as many rows as ``tokens`` [B] int32; nothing may be in flight."""
+        for _ in range(2):  # only the second has what is kept where the first put it
+            self._tokens = _placed(self._tokens, tokens, 0)
+        n = len(tokens)
+        _picked(self._tokens, np.full(n, -1, np.int32), np.zeros((n, 1), np.int32))
 
 
 @jax.jit
@@ -139,7 +164,7 @@ class HostTime:
     def launched(self, rows: Rows) -> None:
         self._latest = rows
 
-    def read(self, rows: Rows) -> tuple[Any, float]:
+    def read(self, rows: Rows) -> tuple[Found, float]:
         """(`Rows.read`, seconds since those before were read or there was something to do.)"""
         was_done = rows.is_done
         found = rows.read()

@@ -51,9 +51,12 @@ class Job:
     beams: BeamSearch | None = None
     n_cached_tokens: int | None = None  # of its prompt, when it was first computed
     n_preemptions: int = 0
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # if wanted: one a token
 
     def __post_init__(self) -> None:
         p = self.params
+        if p.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
         if p.use_beam_search:
             self.beams = BeamSearch(
                 p.n_sequences,
@@ -108,6 +111,21 @@ class Job:
         """What ``stop_reason`` says of an end token: None for the model's own end of sequence."""
         return token if token in (self.params.stop_token_ids or ()) else None
 
+    def why_stop(self, c: Continuation, token: int) -> tuple[FinishReason | None, str | int | None]:
+        """Why ``token``, the newest of ``c``, ends it, and which stop string or token did; (None, None) if it does not.
+        Its text and its grammar have taken the token in then."""
+        n = len(c.token_ids)
+        if token in self.end_ids and n > self.params.min_tokens:
+            return "stop", self.stop_of(token)
+        if c.text.add(token, may_stop=n > self.params.min_tokens):
+            return "stop", c.text.stopped_by
+        ended = None if c.matcher is None else c.matcher.accept(token)
+        if ended is not None:
+            return ended, None
+        if n >= self.max_tokens:
+            return "length", None
+        return None, None
+
     def finish(self, c: Continuation, reason: FinishReason, stop_reason: str | int | None) -> None:
         """No more tokens for one continuation; text that was held back may still complete a stop string."""
         if c.text.finish():
@@ -146,7 +164,13 @@ class Job:
             n_preemptions=self.n_preemptions,
             n_cached_tokens=self.n_cached_tokens or 0,
             outputs=outputs,
+            prompt_logprobs=self.prompt_entries,
         )
+
+    @property
+    def prompt_entries(self) -> tuple[PositionLogprobs | None, ...] | None:
+        """``prompt_logprobs`` as they are given out; None unless they are wanted."""
+        return None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs)
 
     def _ranked(self) -> tuple[CompletionOutput, ...]:
         found = [c.finished for c in self.continuations if c.finished is not None]

@@ -161,8 +161,6 @@ class LLM:
                           attention_workers=(attention_workers, 1), partition=(partition, "heads"))  # fmt: skip
             attention_workers, partition = len(group.workers), group.cluster.partition
         checked_partition(partition, attention_workers, [self.config.num_key_value_heads])
-        # Elsewhere a step's programs depend on where its tokens lie, too.
-        self.programs_by_bucket = attention_workers == 1 or partition == "heads"
         if group is not None:
             self.model_device, attention_devices = group.device, [group.device]
         else:

@@ -19,9 +19,10 @@ class LogprobEntries:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
+        self._decoded: dict[int, str] = {}
 
-    def of_drawn(self, sampled: Sampled, row: int, n_top: int) -> PositionLogprobs:
-        """Of the token drawn for ``row``, and the ``n_top`` likeliest ones."""
+    def of_row(self, sampled: Sampled, row: int, n_top: int) -> PositionLogprobs:
+        """Of the token that ``row`` has, drawn or given, and the ``n_top`` likeliest ones."""
         assert sampled.logprobs is not None and sampled.ranks is not None
         assert sampled.top_tokens is not None and sampled.top_logprobs is not None
         chosen = int(sampled.tokens[row]), sampled.logprobs[row], sampled.ranks[row]
@@ -52,6 +53,11 @@ class LogprobEntries:
         return entry
 
     def _logprob(self, token: int, logprob: Any, rank: Any) -> Logprob:
-        tokenizer = self._tokenizer
-        decoded = "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
-        return Logprob(float(logprob), int(rank), decoded)
+        return Logprob(float(logprob), int(rank), self._shown(token))
+
+    def _shown(self, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        if token not in self._decoded:  # the same ones come again and again
+            self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._decoded[token]

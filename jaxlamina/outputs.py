@@ -16,7 +16,7 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
-# One generated position: token id → Logprob, the chosen token first, then the likeliest ones in order.
+# One position: token id → Logprob, the token that stands there first, then the likeliest ones in order.
 PositionLogprobs = dict[int, Logprob]
 
 
@@ -48,6 +48,8 @@ class RequestOutput:
     the model's length), "abort" (the caller gave up, or a grammar outgrew its library's limits). ``stop_reason`` says which stop string or stop token
     it was, None for the model's own end-of-sequence token. ``cumulative_logprob``: of all its tokens; None unless
     logprobs were asked for or sequences were ranked by it. ``n_cached_tokens``: prompt tokens whose KV was there.
+    ``prompt_logprobs``: one entry a prompt token, None for the first, which follows nothing (and for what an aborted
+    request did not come to); None unless asked for.
     """
 
     request_id: str
@@ -62,3 +64,42 @@ class RequestOutput:
     n_preemptions: int = 0
     n_cached_tokens: int = 0
     outputs: tuple[CompletionOutput, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token of a request. ``new_text`` may be empty: half a character, or held for a stop string.
+
+    ``index``: which of the request's continuations it is of. Where the continuations that are given are chosen at the
+    end (``best_of``, beam search), all of their events come then; the last token's has the rest of the text.
+    ``logprobs``: the token's entry, where they are asked for; ``prompt_logprobs``: with the request's first event.
+    """
+
+    request_id: str
+    token_id: int
+    new_text: str
+    output: RequestOutput | None  # with its last event, once all of the request is finished
+    index: int = 0
+    logprobs: PositionLogprobs | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+
+
+def events_at_end(output: RequestOutput) -> list[TokenEvent]:
+    """Every token of continuations that are known only now."""
+    events: list[TokenEvent] = []
+    for completion in output.outputs:
+        last = len(completion.token_ids) - 1
+        for i, token in enumerate(completion.token_ids):
+            closes = i == last and completion is output.outputs[-1]
+            event = TokenEvent(
+                output.request_id,
+                token,
+                completion.text if i == last else "",
+                output if closes else None,
+                completion.index,
+                None if completion.logprobs is None else completion.logprobs[i],
+                None if events else output.prompt_logprobs,
+            )
+            events.append(event)
+    return events

@@ -7,17 +7,20 @@ clock and no device.
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxlamina.errors import UserError
-from jaxlamina.request import Request
+
+if TYPE_CHECKING:
+    from jaxlamina.request import Request
 
 
 class Policy(Protocol):
     """The order of requests: the lowest rank is admitted first, the greatest gives way first when slots run out.
 
     Of equal ranks whoever came first goes first. ``preemptive``: running requests of a greater rank give way to a
-    waiting one, even while there is room for those that run.
+    waiting one, even while there is room for those that run. One that never looks at a request's ``priority`` may say so by
+    a true ``ignores_priority``: a server then refuses requests that have one.
     """
 
     preemptive: bool
@@ -32,6 +35,7 @@ class Fifo:
     """First come, first served: the oldest always finish, and nobody starves."""
 
     preemptive = False
+    ignores_priority = True
 
     def rank(self, request: Request) -> int:
         return 0
@@ -66,6 +70,7 @@ class ShortestRemaining:
     as short ones come fast enough to fill the pool."""
 
     preemptive = False
+    ignores_priority = True
 
     def rank(self, request: Request) -> int:
         return request.n_tokens_left
@@ -87,10 +92,9 @@ def load_policy(name: str) -> Policy:
     """
     if name in POLICIES:
         return POLICIES[name]()
+    check_policy_name(name)
     where = f"scheduling_policy={name!r}"
-    module, colon, cls = name.partition(":")
-    if not (colon and module and cls):
-        raise UserError(f"{where} must be one of {', '.join(POLICIES)}, or a class: package.module:Class")
+    module, _, cls = name.partition(":")
     try:
         policy = getattr(importlib.import_module(module), cls)()
     except Exception as error:  # whatever the user's own code raises
@@ -100,7 +104,18 @@ def load_policy(name: str) -> Policy:
     return found
 
 
+def check_policy_name(name: str) -> None:
+    """``UserError`` for what cannot name a policy; whether a class is there is seen by `load_policy`."""
+    module, _, cls = name.partition(":")
+    if name not in POLICIES and not (module and cls):
+        raise UserError(
+            f"scheduling_policy={name!r} must be one of {', '.join(POLICIES)}, or a class: package.module:Class"
+        )
+
+
 def _check(where: str, policy: Any) -> None:
+    from jaxlamina.request import Request  # loads numpy, which the names alone do not need
+
     if not isinstance(getattr(policy, "preemptive", None), bool):
         raise UserError(f"{where} has no attribute preemptive, True or False: add it")
     try:

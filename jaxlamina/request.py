@@ -36,6 +36,7 @@ class Request:
     width: int = 1  # how many sequences it becomes once its prompt is computed
     lockstep: bool = False  # those sequences run in the same steps
     priority: int = 0  # lower goes first, where the policy looks at it
+    scores_prompt: bool = False  # how likely its prompt is, is wanted: so all of it is computed
     output_token_ids: list[int] = field(default_factory=list)
     slots: SlotList = field(default_factory=SlotList)
     host_slots: np.ndarray | None = None  # [n] int32, while its KV is on the host

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina import adjustments
-from jaxlamina.adjustments import NO_TOKEN, Adjusted, Adjustments
+from jaxlamina.adjustments import NO_TOKEN, Adjusted, Adjustments, power_of_4
 from jaxlamina.errors import UserError
 from jaxlamina.structured import StructuredOutputs
 
@@ -51,6 +52,8 @@ class SamplingParams:
     - ``stop``: strings that end the text (left out of it); ``stop_token_ids``: tokens that do.
     - ``ignore_eos``: go on after the model's end-of-sequence token.
     - ``logprobs``: None, or how many of the likeliest tokens to report beside the chosen one.
+    - ``prompt_logprobs``: the same of each prompt token but the first. All of the prompt is computed then, whatever the
+      prefix cache has of it, in chunks of at most 512 tokens.
     - ``n``: give so many continuations; ``best_of``: draw so many (default ``n``) and give the ``n`` of them
       with the highest cumulative log-probability, best first. The prompt is computed and kept once.
     - ``use_beam_search``: no drawing: keep the ``beam_width`` (default ``best_of``) likeliest continuations a step
@@ -75,6 +78,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
     use_beam_search: bool = False
@@ -92,8 +96,9 @@ class SamplingParams:
         self._check_adjustments()
         if self.seed is not None:
             _require_int(self.seed, "seed", 0, 2**64 - 1, " or None")
-        if self.logprobs is not None:
-            _require_int(self.logprobs, "logprobs", 0, MAX_LOGPROBS, " or None (no logprobs)")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(self, name)) is not None:
+                _require_int(asked, name, 0, MAX_LOGPROBS, f" or None (no {name})")
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f"ignore_eos={self.ignore_eos!r} must be True or False")
         if not isinstance(self.stop, str | list | tuple | None):
@@ -309,68 +314,91 @@ class SamplingBatch(NamedTuple):
         )
 
 
+# How many likeliest tokens are reported: three programs at most, and five is what people ask for.
+LOGPROBS_WIDTHS = (0, 5, MAX_LOGPROBS)
+
+
 def _logprobs_width(asked: Sequence[int | None]) -> int | None:
-    """0, 5 or 20 for the widest request: three programs at most, and five is what people ask for."""
+    """Of `LOGPROBS_WIDTHS` what does for the widest request; None if nobody asks."""
     widest = max((n for n in asked if n is not None), default=None)
-    return None if widest is None else next(size for size in (0, 5, MAX_LOGPROBS) if widest <= size)
+    return None if widest is None else next(size for size in LOGPROBS_WIDTHS if widest <= size)
 
 
 class Sampler:
-    """Chooses tokens for a batch; counts the programs it had compiled for it."""
+    """Chooses tokens for a batch; counts the programs it had compiled for it.
+
+    What is done to logits, the choice, and what is reported of it are programs of their own: as many as there are kinds
+    of each, and not as many as there are mixes.
+    """
 
     def __init__(self) -> None:
         self.n_compiled = 0
-        self._choose = jax.jit(self._traced, static_argnames=("filters", "n_top"))
-        self._top = jax.jit(self._traced_top, static_argnames="n")
+        self._adjust = {stage: self._jit(stage) for stage in adjustments.STAGES}
+        self._choose = self._jit(choose, "filters")
+        self._report = self._jit(report, "n_top")
+        self._top = self._jit(likeliest, "n")
 
     def __call__(self, logits: jax.Array, batch: SamplingBatch) -> Sampled:
         """``logits`` [B, V] float32 → ``Sampled`` on the same device. Errors of shape are jax's."""
         knobs = batch.knobs if batch.draws else None  # a greedy step ships none of them
-        return self._choose(logits, knobs, batch.adjustments, filters=batch.filters, n_top=batch.n_top)
+        adjusted = logits
+        for stage, arrays in adjustments.stages(batch.adjustments):
+            adjusted = self._adjust[stage](adjusted, *arrays)
+        tokens = self._choose(adjusted, knobs, filters=batch.filters)
+        return Sampled(tokens) if batch.n_top is None else self.report(logits, tokens, batch.n_top)
+
+    def report(self, logits: jax.Array, tokens: Any, n_top: int) -> Sampled:
+        """Of ``tokens`` [B] int32, drawn or given, what ``logits`` float32 of B rows, [B, V] or [1, B, V], say; of ``n_top``
+        likeliest tokens a row, or a few more."""
+        return self._report(logits, tokens, n_top=_logprobs_width([n_top]))
 
     def likeliest(self, logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-        """``logits`` [B, V] float32 → the ``n`` or a few more likeliest tokens of each row [B, n'] int32, likeliest
+        """``logits`` [B, V] float32 → the ``n`` or some more likeliest tokens of each row [B, n'] int32, likeliest
         first, and their log-probabilities [B, n'] float32."""
-        return self._top(logits, n=min(logits.shape[1], 1 << max(0, n - 1).bit_length()))
+        return self._top(logits, n=min(logits.shape[1], power_of_4(n)))
 
-    def _traced_top(self, logits: jax.Array, *, n: int) -> tuple[jax.Array, jax.Array]:
-        self.n_compiled += 1
-        logprobs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), n)
-        return tokens.astype(jnp.int32), logprobs
+    def _jit(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        @wraps(function)
+        def counted(*args: Any, **options: Any) -> Any:
+            self.n_compiled += 1  # Python runs once a program
+            return function(*args, **options)
 
-    def _traced(
-        self, logits: jax.Array, knobs: Knobs | None, asked: Adjustments, *, filters: bool, n_top: int | None
-    ) -> Sampled:
-        self.n_compiled += 1  # Python runs once a program
-        return choose(logits, knobs, asked, filters=filters, n_top=n_top)
+        return jax.jit(counted, static_argnames=static)
 
 
-def choose(
-    logits: jax.Array, knobs: Knobs | None, asked: Adjustments, *, filters: bool, n_top: int | None
-) -> Sampled:
-    """One token a row of ``logits`` [B, V] float32, the likeliest without ``knobs``; the rest as ``SamplingBatch``.
+def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> jax.Array:
+    """One token a row of ``logits`` [B, V] float32, which may be adjusted: [B] int32, the likeliest without ``knobs``;
+    ``filters`` as of ``SamplingBatch``."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if knobs is None:
+        return tokens
+    scaled = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
+    if filters:
+        scaled = filter_logits(scaled, knobs.top_k, knobs.top_p, knobs.min_p)
+    drawn = jax.vmap(_draw)(scaled, knobs.seeds, knobs.positions)
+    return jnp.where(knobs.temperature > 0, drawn, tokens)
 
-    Log-probabilities and ranks are the model's own: of ``logits`` before they are adjusted."""
-    adjusted = adjustments.adjust(logits, asked)
-    tokens = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
-    if knobs is not None:
-        scaled = adjusted / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
-        if filters:
-            scaled = filter_logits(scaled, knobs.top_k, knobs.top_p, knobs.min_p)
-        drawn = jax.vmap(_draw)(scaled, knobs.seeds, knobs.positions)
-        tokens = jnp.where(knobs.temperature > 0, drawn, tokens)
-    if n_top is None:
-        return Sampled(tokens)
+
+def report(logits: jax.Array, tokens: jax.Array, *, n_top: int) -> Sampled:
+    """Log-probabilities and ranks of ``tokens`` [B] int32, and the ``n_top`` likeliest: the model's own, so ``logits``
+    [B, V] or [1, B, V] float32 are those before anything is done to them."""
+    logits = logits.reshape(-1, logits.shape[-1])
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    top_logprobs, top_tokens = jax.lax.top_k(logprobs, n_top)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    top_logits, top_tokens = jax.lax.top_k(logits, n_top)
     return Sampled(
         tokens,
-        jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0],
+        (chosen - total)[:, 0],
         1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32),
         top_tokens.astype(jnp.int32),
-        top_logprobs,
+        top_logits - total,
     )
+
+
+def likeliest(logits: jax.Array, *, n: int) -> tuple[jax.Array, jax.Array]:
+    """The ``n`` likeliest tokens a row of ``logits`` [B, V] float32, and their log-probabilities."""
+    logprobs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), n)
+    return tokens.astype(jnp.int32), logprobs
 
 
 def _draw(logits: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:

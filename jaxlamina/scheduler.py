@@ -39,6 +39,9 @@ from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, a
 from jaxlamina.policies import Fifo, Policy
 from jaxlamina.request import Request, State
 
+# Tokens computed in one step of a prompt that is scored: there are logits of each, a row of the vocabulary.
+SCORED_CHUNK = 512
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -70,7 +73,8 @@ class Scheduler:
     as the longest of them may become, none sharing slots with another. Whoever does not fit waits, so that nobody runs
     out of slots (FineInfer §3.3.3, the SimpleReqManager). ``prefix_cache`` and ``host`` must be of the same ``slots``.
     Cached prefixes shorter than ``min_prefix_tokens`` are not used: starting after a handful of tokens saves nothing,
-    and runs other programs than a whole prompt does.
+    and runs other programs than a whole prompt does. A prompt that is scored uses none, and comes in chunks of at most
+    `SCORED_CHUNK`.
     """
 
     def __init__(
@@ -175,12 +179,19 @@ class Scheduler:
         n_tokens, start = request.n_tokens, request.n_computed
         if start is None:
             return request.n_cached, n_tokens
-        assert self.prefill_chunk is not None
-        stop = min(n_tokens, start + self.prefill_chunk)
+        chunk = self._chunk_of(request)
+        assert chunk is not None
+        stop = min(n_tokens, start + chunk)
         request.n_computed = stop if stop < n_tokens else None
         if request.n_computed is None and self.prefix_cache is not None:
             self.prefix_cache.insert(request.all_token_ids(), request.slots.view())
         return start, stop
+
+    def _chunk_of(self, request: Request) -> int | None:
+        """Tokens of its prompt that a step computes at most; None: all."""
+        if not request.scores_prompt:
+            return self.prefill_chunk
+        return min(SCORED_CHUNK, self.prefill_chunk or SCORED_CHUNK)
 
     def branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
         """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its slots.
@@ -394,7 +405,7 @@ class Scheduler:
         if unit[0].host_slots is not None:
             return self._make_room(n + len(_on_host(unit)) + len(unit))
         rows = [request.all_token_ids() for request in unit]
-        cached = self._match(rows[0]) if len(unit) == 1 else np.empty(0, np.int32)
+        cached = self._match(unit[0], rows[0]) if len(unit) == 1 else np.empty(0, np.int32)
         fits = self._make_room(n + _n_distinct(rows) - len(cached))
         self.slots.free(cached)
         return fits
@@ -441,21 +452,22 @@ class Scheduler:
             return self._take_slots_together(unit, margin, most_new)
         [request] = unit
         tokens = request.all_token_ids()
-        cached = self._match(tokens)
+        cached = self._match(request, tokens)
         n_new = len(tokens) - len(cached)
         if (most_new is not None and n_new > most_new) or not self._make_room(n_new + margin):
             self.slots.free(cached)
             return False
-        if self.prefill_chunk is not None and n_new > self.prefill_chunk:
+        chunk = self._chunk_of(request)
+        if chunk is not None and n_new > chunk:
             self._give(request, tokens, cached, None)
             request.n_computed = request.n_cached
         else:
             self._give(request, tokens, cached, self.prefix_cache)
         return True
 
-    def _match(self, tokens: Sequence[int]) -> np.ndarray:
+    def _match(self, request: Request, tokens: Sequence[int]) -> np.ndarray:
         """Slots of the cached prefix, the last token left out: it must be computed, for what comes after it."""
-        if self.prefix_cache is None:
+        if self.prefix_cache is None or request.scores_prompt:
             return np.empty(0, np.int32)
         found = self.prefix_cache.match(tokens[:-1])
         if len(found) < self.min_prefix_tokens:

@@ -49,6 +49,16 @@ class StructuredOutputs:
                     f"structured_outputs.choice={self.choice!r:.80} must be a list of strings that are not empty"
                 )
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> StructuredOutputs:
+        """From a mapping of the names above to values, as users write it."""
+        unknown = sorted(fields.keys() - {"json", "regex", "choice"})
+        if unknown:
+            raise UserError(
+                f"structured_outputs.{unknown[0]:.40} is not supported: give json, regex or choice"
+            )
+        return cls(**fields)
+
     @property
     def schema(self) -> Any:
         """``json`` as a value, or None."""

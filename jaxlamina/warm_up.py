@@ -1,4 +1,4 @@
-"""Compiling before anybody waits: every program that requests of a model may meet, run once on rows that store nothing.
+"""Compiling before anybody waits: every program that requests of a model may meet, run once on rows that are nobody's.
 
 Knows buckets and an executor; nothing of requests or servers. Sizes as data (`shapes`), so that a bar can show how many
 are left.
@@ -16,15 +16,7 @@ import numpy as np
 
 from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.engine import Engine
-from jaxlamina.sampling import Row, SamplingBatch, SamplingParams
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
-
-# The sampler's programs: the likeliest token, a drawn one, and one drawn of those that a filter leaves.
-_WAYS_TO_CHOOSE = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=1.0, top_p=0.9),
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,9 @@ def _with_fewest(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 def warm_up(
     engine: Engine, todo: Sequence[Shape], on_done: Callable[[int], None], stopped: Callable[[], bool]
 ) -> None:
-    """Runs each of ``todo`` once, and the sampler once a batch size and way to choose. No request may be there.
+    """Runs each of ``todo`` once, and once a batch size all that may be done with logits. No request may be there, nor
+    anything in the prefix cache. Where several workers share requests or tokens, a step's programs depend on where its
+    tokens lie, too; those of full and evenly shared rows are run.
 
     ``on_done(n)`` after each; ``stopped()`` is asked before each, and True ends it early.
     """
@@ -87,30 +81,56 @@ def warm_up(
         for logits in of_rows:
             if len(logits) not in sampled:
                 sampled.add(len(logits))
-                _sample(engine, logits)
+                engine.drawing.warm_up(logits, engine.admission.max_model_len)
         jax.block_until_ready(of_rows)
         on_done(n)
 
 
 def _run(engine: Engine, shape: Shape) -> tuple[jax.Array, ...]:
     executor: Any = engine.executor
-    batch = _batch(shape, executor.n_slots)
-    if shape.alongside is not None:
-        return tuple(executor.decode_with_chunk(batch, _batch(shape.alongside, executor.n_slots)))
-    return (executor.decode(batch) if shape.kind == "decode" else executor.prefill(batch),)
+    places = getattr(executor, "places_tokens", False)
+    made = _stored_batch if places else _empty_batch
+    most = engine.admission.max_model_len
+    parts = [made(part, executor.n_slots, most) for part in (shape, shape.alongside) if part is not None]
+    if places:
+        for batch in parts:
+            n_distinct = len(np.unique(batch.slot_table[:, 0])) if batch.slot_table.size else 0
+            executor.assume_stored(type(batch)(*(x[:n_distinct] for x in batch)))
+    if len(parts) == 2:
+        found = tuple(executor.decode_with_chunk(*parts))
+    else:
+        found = (executor.decode(*parts) if shape.kind == "decode" else executor.prefill(*parts),)
+    if places:
+        executor.release(np.arange(executor.n_slots))
+    return found
 
 
-def _batch(shape: Shape, nowhere: int) -> DecodeBatch | PrefillBatch:
+def _empty_batch(shape: Shape, n_slots: int, _most: int) -> DecodeBatch | PrefillBatch:
+    """Rows of padding alone."""
     b, t = shape.batch, shape.n_tokens
     tokens, table, lengths = _zeros(b, t), _zeros(b, shape.context), _zeros(b)
     if shape.kind == "decode":
-        return DecodeBatch(tokens, _zeros(b, 1), table, lengths, _zeros(b) + nowhere)
-    return PrefillBatch(tokens, _zeros(b, t), _zeros(b), _zeros(b, t) + nowhere, table, lengths)
+        return DecodeBatch(tokens, _zeros(b, 1), table, lengths, _zeros(b) + n_slots)
+    return PrefillBatch(tokens, _zeros(b, t), _zeros(b), _zeros(b, t) + n_slots, table, lengths)
 
 
-def _sample(engine: Engine, logits: jax.Array) -> None:
-    for params in _WAYS_TO_CHOOSE:
-        jax.block_until_ready(engine.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], len(logits))))
+def _stored_batch(shape: Shape, n_slots: int, most: int) -> DecodeBatch | PrefillBatch:
+    """Rows of as many tokens as go in, of at most ``most`` each; those that find no slots of their own are copies of
+    earlier ones, and store nothing."""
+    batch = _empty_batch(shape, n_slots, most)
+    n_stored = min(shape.context, most - 1, n_slots - 1)
+    n_new = min(shape.n_tokens, n_slots - n_stored)
+    n_each = n_stored + n_new
+    n_own = min(shape.batch, n_slots // n_each)
+    first = np.arange(shape.batch, dtype=np.int32) % n_own * n_each
+    batch.slot_table[:, :n_stored] = first[:, None] + np.arange(n_stored)
+    batch.lengths[:] = n_stored
+    batch.positions[:] = n_stored + np.minimum(np.arange(shape.n_tokens), n_new - 1)
+    new = batch.new_slots[:, None] if isinstance(batch, DecodeBatch) else batch.slots
+    new[:n_own, :n_new] = first[:n_own, None] + n_stored + np.arange(n_new)
+    if isinstance(batch, PrefillBatch):
+        batch.logits_at[:] = n_new - 1
+    return batch
 
 
 def _zeros(*shape: int) -> np.ndarray:

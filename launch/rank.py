@@ -99,6 +99,8 @@ def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
         "--max-model-len": cluster.max_model_len,
         "--kv-dtype": cluster.kv_dtype,
         "--host-kv-slots": cluster.host_kv_slots,
+        "--scheduling-policy": cluster.scheduling_policy,
+        "--kv-manager": cluster.kv_manager,
     }
     if name == "serve":
         wanted |= {"--max-num-seqs": cluster.max_num_seqs, "--kv-slots": cluster.kv_slots}

@@ -4,7 +4,8 @@ model unsplit in its own process, and prints one line of JSON for each.
     python rank_job.py '{"cluster": {…}, "scenarios": [["greedy", {"model": "llama"}], …]}'
 
 With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever. With
-``"behind": [first, last]`` they run each of these steps only once they have been told of what comes after it. With
+``"behind": [first, last]`` they run each of these steps only once they have been told of what comes after it; with
+``"slow": [first, last, seconds]`` each of these takes them so long. With
 ``"weigh": FOLDER`` model ranks but rank 0 note after each step what arrays they hold. A model is a name of `test_models`,
 or a name and what is changed of it.
 """
@@ -240,6 +241,60 @@ def stray(group: Any, unused: list[int]) -> float:
     return max(found)
 
 
+def warmed(group: Any, model: str) -> dict[str, Any]:
+    """A step of padding alone, every program once before there is a request, then requests: how many programs more they
+    need, and whether their tokens are those of the unsplit model."""
+    from jaxlamina import warm_up
+
+    limits = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16}
+    llm = LLM(source(model), group=group, **limits)
+    todo = warm_up.shapes(llm.buckets, max_model_len=64, max_chunk=16)
+    for shape in todo:
+        batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, 64)
+        run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
+        assert np.isfinite(run(batch)).all()
+    done: list[int] = []
+    warm_up.warm_up(llm.engine, todo, done.append, lambda: False)
+    n, n_sampler = llm.executor.programs.total, llm.engine.sampler.n_compiled
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, repetition_penalty=1.2, temperature=0)
+    found = []
+    for each in (llm, LLM(source(model), split=False, **limits)):
+        outputs = each.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+        found.append([o.token_ids for o in outputs])
+    return {
+        "same": found[0] == found[1],
+        "n_done": len(done) - len(todo),
+        "more": llm.executor.programs.total - n,
+        "more_of_sampler": llm.engine.sampler.n_compiled - n_sampler,
+        "programs": sorted(llm.executor.programs.counts),
+    }
+
+
+def scored(group: Any, model: str, **options: Any) -> dict[str, Any]:
+    """How likely prompts are, in chunks, against the unsplit model."""
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2, temperature=0)
+    limits = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 8} | options
+    found = []
+    for where in ({"group": group}, {"split": False}):
+        llm = LLM(source(model), **where, **limits)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+        entries = [entry for o in outputs for entry in (o.prompt_logprobs or ())[1:]]
+        found.append(np.asarray([next(iter(entry.values())).logprob for entry in entries if entry]))
+    return {
+        "n": len(found[0]),
+        "difference": float(np.abs(found[0] - found[1]).max()),
+        "same": bool(np.allclose(*found, atol=1e-4)),
+    }
+
+
+def ended(group: Any, model: str) -> dict[str, Any]:
+    """The first token ends it, when the next step has been launched: nobody wants that one."""
+    llm = LLM(source(model), group=group, max_num_seqs=2, max_model_len=32)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop_token_ids=range(96))
+    [out] = llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
+    return {"n_tokens": len(out.token_ids), "n_steps": group.n_steps}
+
+
 def refused(group: Any, model: str) -> dict[str, Any]:
     try:
         LLM(source(model), group=group, max_model_len=32)
@@ -345,6 +400,20 @@ def stay_behind(first: int, last: int) -> None:
     AttentionRank._on_step = behind  # type: ignore[method-assign]
 
 
+def slow(first: int, last: int, seconds: float) -> None:
+    """Has this attention rank take so long for each of these steps."""
+    from jaxlamina.ranks.attention_rank import AttentionRank
+
+    on_step = AttentionRank._on_step
+
+    def later(self: AttentionRank, message: Any) -> None:
+        if first <= message.step <= last:
+            time.sleep(seconds)
+        on_step(self, message)
+
+    AttentionRank._on_step = later  # type: ignore[method-assign]
+
+
 def weigh(folder: str) -> None:
     from jaxlamina.ranks.model_rank import ModelRank
 
@@ -357,7 +426,10 @@ def weigh(folder: str) -> None:
     ModelRank._on_step = weighed  # type: ignore[method-assign]
 
 
-SCENARIOS = {f.__name__: f for f in (greedy, branches, held, moves, with_chunk, refused, mismatch)}
+SCENARIOS = {
+    f.__name__: f
+    for f in (greedy, branches, held, moves, with_chunk, warmed, scored, ended, refused, mismatch)
+}
 
 
 def main() -> int:
@@ -369,6 +441,8 @@ def main() -> int:
             hold(**job["hold"])
         if "weigh" in job:
             weigh(job["weigh"])
+        if "slow" in job:
+            slow(*job["slow"])
         if "behind" in job:
             stay_behind(*job["behind"])
         return ranks.serve(cluster, rank)

@@ -35,6 +35,7 @@ def started(
     hold: Any = None,
     weigh: Any = None,
     behind: Any = None,
+    slow: Any = None,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's output is read through the first one's pipes."""
@@ -47,7 +48,8 @@ def started(
         },
         "scenarios": scenarios,
     }  # fmt: skip
-    job |= {name: x for name, x in (("hold", hold), ("weigh", weigh and str(weigh)), ("behind", behind)) if x}
+    more = {"hold": hold, "weigh": weigh and str(weigh), "behind": behind, "slow": slow}
+    job |= {name: x for name, x in more.items() if x}
     n = sum(dop)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [*JOB, json.dumps(job)]

@@ -41,7 +41,7 @@ def engine_of(llm: LLM, async_scheduling: bool, **options: Any) -> Engine:
         async_scheduling=async_scheduling,
         **options,
     )
-    engine.sampler = SAMPLER
+    engine.drawing.sampler = SAMPLER
     return engine
 
 
@@ -101,12 +101,17 @@ def check_same(got: RequestOutput, expected: RequestOutput) -> None:
     ]
     for a, b in zip(got.outputs, expected.outputs, strict=True):
         assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
-        assert (a.logprobs is None) == (b.logprobs is None)
-        for row_a, row_b in zip(a.logprobs or (), b.logprobs or (), strict=True):
-            assert list(row_a) == list(row_b)
-            for one, other in zip(row_a.values(), row_b.values(), strict=True):
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-                assert (one.rank, one.decoded_token) == (other.rank, other.decoded_token)
+        check_same_logprobs(a.logprobs, b.logprobs)
+    check_same_logprobs(got.prompt_logprobs, expected.prompt_logprobs)
+
+
+def check_same_logprobs(got: Any, expected: Any) -> None:
+    assert (got is None) == (expected is None)
+    for row_a, row_b in zip(got or (), expected or (), strict=True):
+        assert list(row_a or ()) == list(row_b or ())
+        for one, other in zip((row_a or {}).values(), (row_b or {}).values(), strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert (one.rank, one.decoded_token) == (other.rank, other.decoded_token)
 
 
 @st.composite
@@ -117,6 +122,7 @@ def parameters(draw: Any) -> SamplingParams:
         "stop_token_ids": draw(st.sampled_from([(), (), range(0, 96, 7), range(0, 96, 6)])),
         "min_tokens": draw(st.integers(0, max_tokens)) if draw(st.booleans()) else 0,
         "logprobs": draw(st.sampled_from([None, 3])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, 2])),
     }
     kind = draw(st.sampled_from(["greedy", "drawn", "samples", "best", "beams"]))
     if kind == "beams":
@@ -247,7 +253,7 @@ def recorded(engine: Engine) -> list[tuple[str, Any]]:
 
     def reading(rows: Any) -> Any:
         found = read(rows)
-        seen.append(("read", None if rows.sampled is None else found[0][0].tokens[: len(rows.requests)]))
+        seen.append(("read", None if rows.sampled is None else found[0].sampled.tokens[: len(rows.requests)]))
         return found
 
     engine.executor, engine._host_time.read = Recording(), reading  # type: ignore[method-assign]

@@ -62,6 +62,26 @@ def test_what_is_done_in_time_is_not_told(clocked):
     assert len(lines) == 1
 
 
+def test_what_waited_for_something_that_is_done_has_its_time_again(clocked):
+    watchdog, clock, lines = clocked
+    first, second = watchdog.begin("first"), watchdog.begin("second")
+    long = watchdog.begin("long", 1000)
+    clock.seconds += 50
+    watchdog.done(first)
+    watchdog.restart()
+    clock.seconds += 59
+    assert watchdog.check() == pytest.approx(1) and lines == []
+    clock.seconds += 1
+    watchdog.check()
+    assert lines == ["second was not done within 60 s"]
+    watchdog.done(second)
+    watchdog.restart()  # what was told is not begun again
+    clock.seconds += 1000
+    watchdog.check()
+    assert lines[1:] == ["long was not done within 1000 s"]
+    watchdog.done(long)
+
+
 def test_the_thread_tells_of_every_late_ticket_in_real_time():
     told: queue.Queue[tuple[str, float]] = queue.Queue()
     watchdog = Watchdog(0.3, lambda line: told.put((line, time.monotonic())))

@@ -128,7 +128,7 @@ def make(
         prefix_caching=prefix_caching,
         async_scheduling=async_scheduling,
     )
-    engine.sampler = SAMPLER
+    engine.drawing.sampler = SAMPLER
     return engine
 
 

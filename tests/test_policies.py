@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+from checkpoint_examples import tiny_words_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving import serving
 from test_chunked_prefill import llm
 from test_scheduler import make, play, request, run_step, workloads
 
@@ -287,3 +291,42 @@ def test_options_that_do_not_fit_are_refused_in_one_line():
         model.generate([prompt, prompt], priority=[1])
     with pytest.raises(UserError, match="priority='high' must be a whole number"):
         model.generate([prompt], priority=["high"])
+
+
+def test_a_servers_requests_go_by_their_priority(tmp_path):
+    """A row for one at a time: of two that wait, the one with the lower number is answered first, though it came last."""
+    folder = tiny_words_folder(tmp_path, max_position_embeddings=2048)
+    options = (
+        "--max-num-seqs",
+        "1",
+        "--scheduling-policy",
+        "priority",
+        "--kv-manager",
+        "padded",
+        "--no-warm-up",
+    )
+    order = []
+    with serving("--model", str(folder), *options) as server:
+
+        def ask(n_tokens: int, priority: int) -> threading.Thread:
+            body = {"prompt": "w1 w2", "max_tokens": n_tokens, "ignore_eos": True, "priority": priority}
+
+            def run() -> None:
+                server.post("/v1/completions", body)
+                order.append(priority)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        server.post(
+            "/v1/completions", {"prompt": "w1 w2", "max_tokens": 1500, "priority": 7}
+        )  # compiled then
+        threads = [ask(1500, 0)]
+        server.wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
+        for n, priority in enumerate((5, -3), start=1):
+            threads.append(ask(4, priority))
+            server.wait_until(lambda n=n: server.metric("vllm:num_requests_waiting") == n)
+        for thread in threads:
+            thread.join(60)
+    assert order == [0, -3, 5]

@@ -62,6 +62,33 @@ def test_a_step_is_launched_before_the_one_before_it_is_run() -> None:
     assert found["ahead"]
 
 
+@pytest.mark.parametrize(
+    ("transport", "partition"),
+    [("xla", "requests"), slow("xla", "tokens"), slow("xla", "heads"), slow("mpi", "tokens")],
+)
+def test_warm_programs_and_scored_prompts(transport: str, partition: str) -> None:
+    """Steps of padding alone run, what is run once needs nothing more, and prompts are as likely as unsplit."""
+    found, scored = run_job(
+        transport, 2, [("warmed", {"model": "llama"}), ("scored", {"model": "llama"})], partition=partition
+    )
+    assert found["same"] and found["n_done"] == found["more_of_sampler"] == 0, found
+    assert found["more"] <= (1 if partition == "tokens" else 0), (
+        found
+    )  # where tokens fall to workers by chance
+    assert scored["same"] and scored["n"] == 39, scored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transport", "more"),
+    [("xla", {"tensor_parallel": 2}), ("xla", {"pipeline_parallel": 2}), mpi({"n_batches": 3})],
+    ids=str,
+)
+def test_scored_prompts_over_several_model_workers(transport: str, more: dict) -> None:
+    [found] = run_job(transport, (2, 1), [("scored", {"model": "llama"})], **more)
+    assert found["same"] and found["n"] == 39, found
+
+
 def test_three_workers_cannot_share_two_heads() -> None:
     found = run_job("xla", 3, [("refused", {"model": "llama"})], partition="heads")
     assert "2 KV heads" in found[0]["line"] and "3 attention workers" in found[0]["line"]
@@ -141,6 +168,28 @@ def test_a_step_past_its_deadline_ends_rank_0_with_its_name(transport: str, how:
         rf"rank 1 \(attention worker 0\) was not done within {deadline_s} s"
     )
     assert re.search(rf"^{line}", err, re.MULTILINE), err
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_slow_steps_that_wait_for_each_other_are_not_late(transport: str) -> None:
+    """Each takes two thirds of what it may."""
+    scenario = ("greedy", {"model": "llama", "n_tokens": 8})
+    [found] = run_job(transport, 1, [scenario], slow=(8, 999, 2.0), step_deadline_s=3.0)
+    check_greedy(found, n_tokens=8)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_job_does_not_end_before_a_step_that_nobody_wants(transport: str, tmp_path: Path) -> None:
+    """One that never ends is said to be late, as any other is."""
+    hold = {"step": 2, "how": "sleep", "note": str(tmp_path / "held")}
+    scenario = ("ended", {"model": "llama"})
+    with started(transport, 1, [scenario], hold=hold, step_deadline_s=4.0) as processes:
+        out, err = processes[0].communicate(timeout=DEADLINE_S)
+        codes = [process.wait(timeout=20) for process in processes]
+    assert '"n_tokens": 1' in out and codes[0] != 0, (out, codes)
+    assert re.search(r"^error: rank 0 .*: step 2 \(decode, .* was not done within 4 s$", err, re.MULTILINE), (
+        err
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("int8-channel", marks=pytest.mark.slow)])

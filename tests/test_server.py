@@ -101,8 +101,70 @@ def test_logprobs_of_a_completion(client):
         assert len(top) == 3 and logprob == top[token] == max(top.values()) < 0
     chunks = client.completions.create(**arguments, stream=True)
     parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
-    assert [token for part in parts for token in part.tokens] == found.tokens
+    assert [part.tokens for part in parts] == [[token] for token in found.tokens]  # each with its own chunk
+    assert [part.top_logprobs for part in parts] == [[top] for top in found.top_logprobs]
     assert [at for part in parts for at in part.text_offset] == found.text_offset
+
+
+def test_logprobs_of_a_prompt_that_is_echoed(client, server):
+    """OpenAI's layout, as lm-evaluation-harness reads it."""
+    prompts = [PROMPT, "One, two, three,"]
+    arguments = {"model": MODEL, "prompt": prompts, "max_tokens": 2, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**arguments, echo=True)
+    plain = client.completions.create(**arguments)
+    for prompt, choice, without in zip(prompts, whole.choices, plain.choices, strict=True):
+        found = choice.logprobs
+        n = len(server.post("/tokenize", {"prompt": prompt})["tokens"])
+        assert choice.text == prompt + without.text == "".join(found.tokens) and len(found.tokens) == n + 2
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(n + 2)]
+        for token, logprob, top in zip(
+            found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True
+        ):
+            assert len(top) in (2, 3) and top[token] == logprob <= max(top.values()) < 0
+        assert found.tokens[n:] == without.logprobs.tokens
+        assert found.token_logprobs[n:] == pytest.approx(without.logprobs.token_logprobs, abs=1e-4)
+    for i, choice in enumerate(whole.choices):  # streamed, the prompt is the first chunk
+        chunks = client.completions.create(**arguments | {"prompt": prompts[i]}, echo=True, stream=True)
+        parts = [c for chunk in chunks for c in chunk.choices if c.logprobs]
+        assert parts[0].text == prompts[i] and len(parts) == 3
+        for name in ("tokens", "text_offset"):
+            streamed = [x for part in parts for x in getattr(part.logprobs, name)]
+            assert streamed == getattr(choice.logprobs, name)
+
+
+def test_a_prompt_that_is_echoed_alone(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 0}
+    found = client.completions.create(**asked)
+    [choice] = found.choices
+    assert choice.text == PROMPT == "".join(choice.logprobs.tokens) and choice.finish_reason == "length"
+    assert (found.usage.completion_tokens, len(choice.logprobs.token_logprobs)) == (0, 5)
+    assert text_of(client.completions.create(**asked, stream=True)) == PROMPT
+    with pytest.raises(openai.BadRequestError, match="writes nothing"):
+        client.completions.create(**asked | {"echo": False})
+
+
+def test_prompt_logprobs_as_vllm_gives_them(client):
+    asked = {"extra_body": {"prompt_logprobs": 1}, "max_tokens": 1, "temperature": 0, "model": MODEL}
+    [choice] = client.completions.create(prompt=PROMPT, **asked).choices
+    first, *others = choice.model_extra["prompt_logprobs"]
+    assert first is None and len(others) == 4 and choice.text == " Paris"
+    for entry in others:
+        assert len(entry) in (1, 2) and all(int(token) >= 0 for token in entry)
+        assert all(set(x) == {"logprob", "rank", "decoded_token"} for x in entry.values())
+    assert [next(iter(entry.values()))["decoded_token"] for entry in others] == [
+        " capital",
+        " of",
+        " France",
+        " is",
+    ]
+    found = client.chat.completions.create(messages=QUESTION, **asked)
+    assert len(found.model_extra["prompt_logprobs"]) == found.usage.prompt_tokens
+    plain = client.chat.completions.create(messages=QUESTION, **asked | {"extra_body": {}})
+    assert "prompt_logprobs" not in plain.model_extra
+    with pytest.raises(openai.BadRequestError, match="not streamed") as error:
+        client.completions.create(prompt=PROMPT, **asked, stream=True)
+    assert error.value.param == "prompt_logprobs"
 
 
 def test_several_choices_and_beams(client):
@@ -160,8 +222,8 @@ def test_logprobs_and_choices_of_a_chat(client):
         assert entry.bytes == list(entry.token.encode()) and len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].logprob == entry.logprob >= entry.top_logprobs[1].logprob
     chunks = client.chat.completions.create(**arguments, temperature=0, stream=True)
-    streamed = [e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content]
-    assert streamed == entries
+    streamed = [c.logprobs.content for chunk in chunks for c in chunk.choices if c.logprobs]
+    assert streamed == [[entry] for entry in entries]  # each with its own chunk
     several = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, n=2, seed=1)
     assert [c.index for c in several.choices] == [0, 1]
 
@@ -197,12 +259,70 @@ def test_calls_of_tools(client, server):
     )
 
 
+TOWN = {
+    "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+    "additionalProperties": False, "$defs": {"City": {"type": "string", "maxLength": 12}},
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": TOWN}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+
+
+@pytest.mark.parametrize("name", ["get_weather", "get_time", None])
+def test_a_call_that_is_forced(client, name):
+    choice = "required" if name is None else {"type": "function", "function": {"name": name}}
+    question = [{"role": "user", "content": "Say hello."}]
+    asked = {"model": MODEL, "messages": question, "tools": TOOLS, "tool_choice": choice, "temperature": 0}
+    asked |= {"max_tokens": 60, "logprobs": True}
+    [answer] = client.chat.completions.create(**asked).choices
+    [call] = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    assert call.function.name in ({name} if name else {"get_weather", "get_time"})
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "get_weather":
+        assert list(arguments) == ["city"] and len(arguments["city"]) <= 12
+    else:
+        assert arguments == {}
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    [streamed] = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+    assert (streamed.function.name, streamed.function.arguments, streamed.index) == (
+        call.function.name,
+        call.function.arguments,
+        0,
+    )
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    [cut] = client.chat.completions.create(**asked | {"max_tokens": 4}).choices
+    assert cut.finish_reason == "length" and cut.message.tool_calls is None and cut.message.content[0] == "{"
+
+
+def test_a_call_that_cannot_be_forced(client):
+    asked = {"model": MODEL, "messages": QUESTION, "tools": TOOLS}
+    for choice in ("always", {"type": "function", "function": {"name": "other"}}, {"type": "function"}):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(**asked, tool_choice=choice)
+        assert error.value.param == "tool_choice"
+    with pytest.raises(openai.BadRequestError, match="give one"):
+        client.chat.completions.create(
+            **asked, tool_choice="required", response_format={"type": "json_object"}
+        )
+
+
+def test_a_priority_under_a_policy_that_has_none_is_refused(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+    client.completions.create(**asked, extra_body={"priority": 0})
+    with pytest.raises(openai.BadRequestError, match="--scheduling-policy priority") as error:
+        client.completions.create(**asked, extra_body={"priority": 3})
+    assert error.value.param == "priority"
+
+
 def test_what_is_not_supported_is_refused_by_name(client):
     cases = {
         "presence_penalty": 3.5,
         "logit_bias": {"five": 1},
         "response_format": {"type": "grammar"},
-        "tool_choice": "required",
+        "tool_choice": "always",
     }
     for name, value in cases.items():
         tools = {"tools": [{"type": "function", "function": {"name": "f"}}]} if name == "tool_choice" else {}

@@ -124,7 +124,8 @@ def test_any_body(server, path, raw):
         (b'{"prompt": "w1", "n": 2, "temperature": 0}', "temperature=0"),
         (b'{"prompt": "w1", "best_of": 2, "n": 3}', "best_of"),
         (b'{"prompt": "w1", "stream_options": {"include_usage": true}}', "stream_options"),
-        (b'{"prompt": "w1", "echo": true, "logprobs": 1}', "echo"),
+        (b'{"prompt": "w1", "prompt_logprobs": 21}', "prompt_logprobs"),
+        (b'{"prompt": "w1", "priority": 1}', "priority=1 would change nothing"),
         (b'{"prompt": "w1", "suffix": "w2"}', "suffix"),
     ],
 )

@@ -6,9 +6,11 @@ import dataclasses
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_engine import LetterTokenizer
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
@@ -17,10 +19,10 @@ from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
-from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest
-from jaxlamina.server.tools import ToolCallParser, parse
+from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, Tool
+from jaxlamina.server.tools import ToolCallParser, call_schema, parse
 from jaxlamina.structured import StructuredOutputs
-from jaxlamina.warm_up import Shape, shapes, warm_up
+from jaxlamina.warm_up import Shape, _empty_batch, shapes, warm_up
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 
@@ -52,7 +54,8 @@ def test_how_a_text_is_cut_makes_no_difference(text, cuts):
         more, calls = parser.add(text[start:end])
         shown += more
         names += [call.function.name for call in calls]
-    shown += parser.finish()
+    rest, more = parser.finish()
+    shown, names = shown + rest, names + [call.function.name for call in more]
     whole, calls = parse(text)
     assert shown == whole and names == [call.function.name for call in calls]
     assert parser.n_calls == len(names)
@@ -60,11 +63,11 @@ def test_how_a_text_is_cut_makes_no_difference(text, cuts):
 
 def test_every_sampling_parameter_can_be_given():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert set(PASSED) | {"logprobs", "logit_bias", "structured_outputs"} == fields
+    assert set(PASSED) | {"logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"} == fields
     body = {
         "prompt": "x", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "n": 2, "best_of": 3,
         "max_tokens": 9, "min_tokens": 2, "stop": ["a"], "stop_token_ids": [4], "ignore_eos": True, "logprobs": 5,
-        "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "bad_words": ["b"],
+        "prompt_logprobs": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "bad_words": ["b"],
     }  # fmt: skip
     wanted = {name: value for name, value in body.items() if name != "prompt"}
     assert sampling_params(CompletionRequest(**body)) == SamplingParams(**wanted)
@@ -78,6 +81,27 @@ def test_every_sampling_parameter_can_be_given():
     beams = {"prompt": "x", "use_beam_search": True, "beam_width": 4, "length_penalty": 0.5}
     found = sampling_params(CompletionRequest(**beams))
     assert (found.beam_width, found.length_penalty, found.temperature) == (4, 0.5, 0)
+
+
+def test_log_probabilities_of_a_prompt_are_asked_for_in_two_ways():
+    asked = [({"echo": True, "logprobs": 3}, 3), ({"echo": True}, None), ({"logprobs": 3}, None)]
+    asked += [({"echo": True, "logprobs": 3, "prompt_logprobs": n}, max(3, n)) for n in (0, 5)]
+    for fields, n in asked:
+        assert sampling_params(CompletionRequest(prompt="x", **fields)).prompt_logprobs == n
+
+
+def test_references_of_a_tools_schema_hold_in_the_schema_of_calls():
+    node = {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "x": {"$ref": "#/$defs/X"}},
+        "$defs": {"X": {"type": "integer"}},
+    }
+    tools = [Tool(function={"name": name, "parameters": node}) for name in ("a", "b")]
+    for i, call in enumerate(call_schema(tools)["anyOf"]):
+        place, arguments = f"#/anyOf/{i}/properties/arguments", call["properties"]["arguments"]
+        assert arguments["properties"]["next"]["anyOf"][0] == {"$ref": place}
+        assert arguments["properties"]["x"] == {"$ref": f"{place}/$defs/X"}
+        assert call["properties"]["name"] == {"const": "ab"[i]}
 
 
 def test_defaults_of_completions_and_chats():
@@ -126,7 +150,7 @@ def test_what_is_to_be_compiled():
 def test_after_warming_up_nothing_is_compiled(options):
     config = ModelConfig.from_hf(MODELS["llama"])
     llm = LLM(
-        InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2,
+        InMemoryModel(config, random_params(config, seed=1), LetterTokenizer(), eos_token_ids=(2,)), max_num_seqs=2,
         max_model_len=40,
         max_num_batched_tokens=16, **options,
     )  # fmt: skip
@@ -137,14 +161,46 @@ def test_after_warming_up_nothing_is_compiled(options):
     n = llm.stats()["n_compilations"]
     assert n > len(todo) // 2 and llm.stats()["n_steps"] == 0
     tokens = [[1, 2, 3], [*range(1, 31)], [5] * 18]
-    for params in (
-        SamplingParams(temperature=0, max_tokens=8),
-        SamplingParams(temperature=0.7, seed=1, max_tokens=8),
-        SamplingParams(temperature=0.7, top_k=5, seed=2, max_tokens=8),
-    ):
+    ways = [{"temperature": 0}, {"temperature": 0.7, "seed": 1}, {"temperature": 0.7, "seed": 2, "top_k": 5}]
+    kinds = [{}, {"n": 2}, {"best_of": 2, "logprobs": 20}, {"min_tokens": 3, "logprobs": 3}]
+    kinds += [{"repetition_penalty": 1.3, "logit_bias": {3: 1.0}}]
+    kinds += [{"presence_penalty": 1.0, "bad_words": ["ab", "c"], "logprobs": 0}]
+    asked = [
+        way | kind
+        for way in ways
+        for kind in kinds
+        if way["temperature"] or kind.keys().isdisjoint({"n", "best_of"})
+    ]
+    asked += [{"temperature": 0, "use_beam_search": True, "beam_width": n, "logprobs": 2} for n in (1, 2)]
+    for fields in asked:
         for _ in range(2):  # the second time from what is cached
-            llm.generate([{"prompt_token_ids": row} for row in tokens], params)
+            llm.generate(
+                [{"prompt_token_ids": row} for row in tokens], SamplingParams(max_tokens=8, **fields)
+            )
     assert llm.stats()["n_compilations"] == n, llm.stats()["compilations"]
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("mistral-window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("partition", ["requests", "tokens"])
+def test_warming_up_workers_that_share_requests_or_tokens(model, partition):
+    """Steps of full rows need no program more; others may."""
+    config = ModelConfig.from_hf(MODELS[model])
+    params = random_params(config, seed=1)
+    options = {"max_num_seqs": 2, "max_model_len": 40, "kv_slots": 60}
+    llm = LLM(InMemoryModel(config, params), attention_workers=2, partition=partition, **options)
+    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    for shape in todo:  # rows of padding alone are a step, too
+        run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
+        assert np.isfinite(run(_empty_batch(shape, llm.executor.n_slots, 40))).all()
+    warm_up(llm.engine, todo, lambda n: None, lambda: False)
+    n = llm.stats()["n_compilations"]
+    warm_up(llm.engine, todo, lambda n: None, lambda: False)
+    assert llm.stats()["n_compilations"] == n
+    prompts = [{"prompt_token_ids": row} for row in ([1, 2, 3], [*range(1, 31)])]
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    expected = LLM(InMemoryModel(config, params), **options).generate(prompts, greedy)
+    assert [o.token_ids for o in llm.generate(prompts, greedy)] == [o.token_ids for o in expected]
     llm.engine.check_integrity()
 
 

@@ -11,18 +11,17 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxlamina.cache import cache_dir
 from jaxlamina.cli import model_options, served
 from jaxlamina.cli.batch_input import Requests, parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
+from jaxlamina.cli.progress import bar
 
 _LOOK_EVERY_S = 0.3
 
@@ -126,22 +125,12 @@ def _job(client: Any, requests: Requests, batch_id: str | None) -> BatchJob:
 
 
 def _wait(console: Console, client: Any, jobs: Sequence[BatchJob]) -> None:
-    with _lines_bar(console, sum(len(job.requests.lines) for job in jobs)) as on_progress:
+    n_all = sum(len(job.requests.lines) for job in jobs)
+    with bar(console, "prompts") as on_progress:
         while True:
-            on_progress(sum(job.n_done for job in jobs))
+            on_progress(sum(job.n_done for job in jobs), n_all)
             if all(job.is_over for job in jobs):  # no later than a batch's 24 hours
                 return
             time.sleep(_LOOK_EVERY_S)
             for job in jobs:
                 job.look(client)
-
-
-@contextmanager
-def _lines_bar(console: Console, n: int) -> Iterator[Callable[[int], None]]:
-    if not console.is_terminal:
-        yield lambda n_done: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("prompts", total=n)
-        yield lambda n_done: progress.update(task, completed=n_done)

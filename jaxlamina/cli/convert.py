@@ -19,12 +19,12 @@ def convert(
     """Convert weights between formats: GGUF, safetensors or orbax in, safetensors or orbax out."""
     from rich.console import Console
 
-    from jaxlamina.cli.progress import bytes_bar
+    from jaxlamina.cli.progress import bar
 
     console = Console(stderr=True)
     with console.status("starting JAX"):
         from jaxlamina.weights import convert as convert_
-    with bytes_bar(console, "converting") as on_progress:
+    with bar(console, "converting", in_bytes=True) as on_progress:
         folder = convert_(source, target, to=to, dtype=dtype, progress=on_progress)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     console.print(

@@ -88,6 +88,9 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities of each token and so many rivals.")
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="With --json: the same of each prompt token but the first.")
+    ] = None,
     n: Annotated[int, typer.Option(help="Write so many continuations of each prompt.")] = 1,
     best_of: Annotated[
         int | None, typer.Option(help="Draw so many and show the -n likeliest of them; default: as many.")
@@ -122,15 +125,8 @@ def generate(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Prompt tokens computed in one step; longer prompts come in chunks.")
     ] = 2048,
-    scheduling_policy: Annotated[
-        str,
-        typer.Option(
-            help="Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class."
-        ),
-    ] = "fifo",
-    kv_manager: Annotated[
-        str, typer.Option(help="KV: token, or padded as a contiguous KV cache is, to compare with.")
-    ] = "token",
+    scheduling_policy: model_options.SchedulingPolicy = "fifo",
+    kv_manager: model_options.KvManager = "token",
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -148,8 +144,9 @@ def generate(
         raise UserError("the prompt is empty: give some text")
     if system is not None and chat is False:
         raise UserError("--system needs the chat template: leave out --raw")
-    if logprobs is not None and not as_json:
-        raise UserError("--logprobs are shown in the JSON output only: add --json")
+    for option, asked in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
+        if asked is not None and not as_json:
+            raise UserError(f"{option} are shown in the JSON output only: add --json")
     if profile is not None:
         _check_profile(profile, max_tokens)
     console = Console(stderr=True)
@@ -176,6 +173,7 @@ def generate(
             stop_token_ids=stop_token_ids or None,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             n=n,
             best_of=best_of,
             use_beam_search=use_beam_search or beam_width is not None,
@@ -270,11 +268,11 @@ def _structured(given: str | None) -> StructuredOutputs | None:
         asked = json.loads(given)
     except ValueError:
         asked = None
-    if not isinstance(asked, dict) or not asked.keys() <= {"json", "regex", "choice"}:
+    if not isinstance(asked, dict):
         raise UserError(
             f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
         )
-    return StructuredOutputs(**asked)
+    return StructuredOutputs.of(asked)
 
 
 def _write_several(outputs: list[RequestOutput], n: int) -> None:

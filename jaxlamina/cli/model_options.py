@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxlamina.cli.progress import bytes_bar
+from jaxlamina.cli.progress import bar
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,6 +30,15 @@ KvDtype = Annotated[str, typer.Option(help="KV: auto (as --dtype), int8, or int8
 Partition = Annotated[
     str, typer.Option(help="What several attention workers share out: heads, requests or tokens.")
 ]
+SchedulingPolicy = Annotated[
+    str,
+    typer.Option(
+        help="Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class."
+    ),
+]
+KvManager = Annotated[
+    str, typer.Option(help="KV: token, or padded as a contiguous KV cache is, to compare with.")
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(help="A file with a chat template, or the template, in place of the model's own."),
@@ -44,7 +53,7 @@ def load(console: Console, model: str, *, chat_template: str | None = None, **op
     group = ranks.current()
     if group is not None:
         options |= {"group": group}
-    with bytes_bar(console, "reading weights") as on_load:
+    with bar(console, "reading weights", in_bytes=True) as on_load:
         llm = LLM(model, on_load=on_load, **options)
     if chat_template is not None:
         if llm.tokenizer is None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxlamina.cli import model_options
+from jaxlamina.cli.progress import bar
 from jaxlamina.errors import UserError
 from jaxlamina.server.settings import MAX_BODY_MIB, MAX_CONCURRENT_REQUESTS, SHUTDOWN_TIMEOUT_S, Settings
 
@@ -66,6 +64,8 @@ def serve(
             help="Start prompts from KV that others left.",
         ),
     ] = True,
+    scheduling_policy: model_options.SchedulingPolicy = "fifo",
+    kv_manager: model_options.KvManager = "token",
     chat_template: model_options.ChatTemplate = None,
     seed: Annotated[int, typer.Option(min=0, help="Requests without a seed get theirs from it.")] = 0,
     warm_up: Annotated[
@@ -122,6 +122,8 @@ def serve(
             attention_workers=attention_workers,
             partition=partition,
             prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            kv_manager=kv_manager,
             seed=seed,
         )
         address = "http://{}:{}".format(*_shown(*listener.getsockname()[:2]))
@@ -129,7 +131,7 @@ def serve(
         def say(text: str) -> None:
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-        with programs_bar(console) as on_progress:
+        with bar(console, "compiling") as on_progress:
             app = App(llm, settings, on_progress, lambda: say(f"ready: {address}/v1"))
             listener.listen()
             say(f"serving {settings.served_model_names[0]} at {address}")
@@ -141,26 +143,3 @@ def serve(
 
 def _shown(host: str, port: int) -> tuple[str, int]:
     return (f"[{host}]" if ":" in host else host), port
-
-
-@contextmanager
-def programs_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Yields ``on_progress(n_done, n_all)``, which may come from another thread. A bar on a terminal, elsewhere nothing."""
-    if not console.is_terminal:
-        yield lambda n_done, n_all: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=console, transient=True)
-    task = progress.add_task("compiling", total=None)
-
-    def on_progress(n_done: int, n_all: int) -> None:
-        if not n_done and n_all:
-            progress.start()
-        progress.update(task, completed=n_done, total=n_all)
-        if n_done == n_all:
-            progress.stop()
-
-    try:
-        yield on_progress
-    finally:
-        progress.stop()

@@ -12,7 +12,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
 
 CHUNK = "chunk."
@@ -74,7 +74,8 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     how many requests and new tokens an attention worker serves where it does not serve all. ``q_first``: q travels
     alone, before k and v are computed. ``n_batches``: the requests go as so many staggered batches of equal size, of
     each of which ``rows`` and ``new`` are. ``chunk``: of a decode step, the part of a prompt that is computed alongside,
-    itself a step of one request. ``mini_batches``: the requests' messages of each layer go in so many parts.
+    itself a step of one request. ``mini_batches``: the requests' messages of each layer go in so many parts. ``of_all``:
+    logits of all tokens of prompts, not of each one's last.
     """
 
     kind: Literal["decode", "prefill", "chunk"]
@@ -87,6 +88,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_batches: int = 1
     chunk: StepShape | None = None
     mini_batches: int = 1
+    of_all: bool = False
 
     @property
     def batch_each(self) -> int:
@@ -106,6 +108,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts += [f"in {self.n_batches} staggered"] if self.n_batches > 1 else []
         parts += [f"in {self.mini_batches} mini-batches"] if self.mini_batches > 1 else []
         parts += [] if self.q_first or self.n_batches > 1 else ["q with k and v"]
+        parts += ["logits of all"] if self.of_all else []
         parts += [] if self.chunk is None else [f"with {self.chunk}"]
         return ", ".join(parts)
 

@@ -17,6 +17,7 @@ _SLEEP_S = 1.0
 @dataclass
 class _Job:
     what: str
+    deadline_s: float
     until: float
     text: str = ""
 
@@ -25,8 +26,8 @@ class Watchdog:
     """``begin`` something and say when it is ``done``; if that takes more than ``deadline_s`` seconds, ``on_late(line)``
     is called, once for it and from the watchdog's thread.
 
-    ``now``: seconds of a clock that only goes forward. ``begin``, ``note`` and ``done`` take microseconds and wake no
-    thread, so every step can have its ticket.
+    ``now``: seconds of a clock that only goes forward. ``begin``, ``note``, ``done`` and ``restart`` take microseconds
+    and wake no thread, so every step can have its ticket.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class Watchdog:
 
     def begin(self, what: str, deadline_s: float | None = None) -> int:
         """A ticket for ``what``, as in "step 12 (decode, batch 8, context 256)"; ``deadline_s``: another than usual."""
-        job = _Job(what, self._now() + (deadline_s or self.deadline_s))
+        seconds = deadline_s or self.deadline_s
+        job = _Job(what, seconds, self._now() + seconds)
         with self._lock:
             ticket = next(self._tickets)
             self._jobs[ticket] = job
@@ -64,6 +66,13 @@ class Watchdog:
         with self._lock:
             self._jobs.pop(ticket, None)
 
+    def restart(self) -> None:
+        """What is not done has all of its time again: it had to wait for something that is done now."""
+        with self._lock:
+            now = self._now()
+            for job in self._jobs.values():
+                job.until = max(job.until, now + job.deadline_s)
+
     def check(self) -> float:
         """Tells of what is late by now; returns in how many seconds the next can be."""
         with self._lock:
@@ -72,7 +81,7 @@ class Watchdog:
             next_s = min([self.deadline_s, *(job.until - now for job in self._jobs.values())])
         for job in late:
             note = f" ({job.text})" if job.text else ""
-            self._on_late(f"{job.what} was not done within {self.deadline_s:g} s{note}")
+            self._on_late(f"{job.what} was not done within {job.deadline_s:g} s{note}")
         return next_s
 
     def close(self) -> None:

@@ -143,6 +143,10 @@ class RanksExecutor:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
         return self._step(batch.kind, batch, (batch.tokens, batch.positions, batch.logits_at))
 
+    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
+        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
+        return self._step(batch.kind, batch, (batch.tokens, batch.positions), of_all=True)
+
     def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
         """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program a rank, which
         reads weights once for both (Lamina 2024 §5.6): logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s.
@@ -178,6 +182,15 @@ class RanksExecutor:
         """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
         self.pool.release(as_slots(slots))
 
+    @property
+    def places_tokens(self) -> bool:
+        """Whether a step's programs depend on where its tokens lie."""
+        return self.pool.placement is not None
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
+        """As of `LocalExecutor`."""
+        self.pool.assume_stored(batch)
+
     def exchanges(self, shape: m.StepShape) -> tuple[m.Exchange, ...]:
         """What this rank's program of a prepared bucket exchanges, in order."""
         return self._programs[shape][0].exchanges()
@@ -190,12 +203,12 @@ class RanksExecutor:
         n_batches: int = 1,
         on_done: Callable[[float], None] = lambda _: None,
         mini_batches: int = 1,
+        of_all: bool = False,
     ) -> jax.Array:
         self._check_current()
         q_first = self.q_first and mini_batches == 1
         shape, arrays, at = self.pool.plan(kind, batch, q_first, n_batches)
-        if mini_batches > 1:
-            shape = msgspec.structs.replace(shape, mini_batches=mini_batches)
+        shape = msgspec.structs.replace(shape, mini_batches=mini_batches, of_all=of_all)
         return self._launch(shape, arrays, at, inputs, on_done)
 
     def _launch(

@@ -45,14 +45,19 @@ def current() -> Group | None:
     return _current
 
 
+_Launched = tuple[int, Any, float, Callable[[float], None]]  # ticket, array, since when, on_done
+
+
 class Watch:
-    """Reports steps that are not done in time. A step's array is waited for by a thread, so nobody else need."""
+    """Reports steps that are not done in time, which is since they were begun or the step before them was done: one that is
+    launched ahead waits for it. A step's array is waited for by a thread, so nobody else need."""
 
     def __init__(self, deadline_s: float, on_late: Callable[[str], None]) -> None:
         self.watchdog = Watchdog(deadline_s, on_late)
-        self._queue: queue.SimpleQueue[tuple[int, Any, float, Callable[[float], None]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Launched | threading.Event] = queue.SimpleQueue()
         self._on_late = on_late
-        threading.Thread(target=self._wait, name="step watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._wait, name="step watch", daemon=True)
+        self._thread.start()
 
     def begin(self, what: str, deadline_s: float | None = None) -> int:
         return self.watchdog.begin(what, deadline_s)
@@ -62,10 +67,21 @@ class Watch:
         now, or since the step before it was done."""
         self._queue.put((ticket, array, time.perf_counter(), on_done))
 
+    def settle(self) -> None:
+        """Waits until all steps are done. One that never is ends this process by its deadline."""
+        settled = threading.Event()
+        self._queue.put(settled)
+        while self._thread.is_alive() and not settled.wait(0.1):
+            pass
+
     def _wait(self) -> None:
         last = 0.0
         while True:
-            ticket, array, since, on_done = self._queue.get()
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            ticket, array, since, on_done = item
             try:
                 if not array.is_deleted():
                     array.block_until_ready()
@@ -74,6 +90,7 @@ class Watch:
                 self._on_late(f"a step failed: {first_line(error)}")
                 return
             self.watchdog.done(ticket)
+            self.watchdog.restart()
             now = time.perf_counter()
             on_done(now - max(since, last))
             last = now
@@ -145,6 +162,7 @@ class Group:
         if self.owed is not None:
             self.leave_because(f"{self.cluster.describe(0)} left before {self.owed}")
             return
+        self.watch.settle()  # a step may run that was launched ahead and that nobody wants
         self._closed = self._failing.over = True
         self.control.close()
         leave(self.cluster)

@@ -20,7 +20,7 @@ from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.kv_pools import pieces
-from jaxlamina.workers.partition import NO_SLOT, Placement, RowsPlan, place_new, plan_rows
+from jaxlamina.workers.partition import NO_SLOT, Placement, RowsPlan, place_new, place_stored, plan_rows
 from jaxlamina.workers.spec import AttentionSpec
 
 Arrays = dict[str, m.Array]
@@ -100,14 +100,9 @@ class RemotePool:
         return shape, arrays, None if at is None or chunk_at is None else (at, chunk_at)
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
-        """Takes it that a batch's earlier tokens were stored a row at a time: for measuring steps without a prefill."""
-        if self.placement is None:
-            return
-        b, c = batch.slot_table.shape
-        positions = np.broadcast_to(np.arange(c, dtype=np.int32), (b, c))
-        slots = np.where(positions < batch.lengths[:, None], batch.slot_table, self.n_slots)
-        none = np.zeros((b, 0), np.int32), np.zeros(b, np.int32)
-        place_new(self.placement, self._token_block, *none, positions, slots)
+        """As `jaxlamina.workers.partition.place_stored` has it."""
+        if self.placement is not None:
+            place_stored(self.placement, self._token_block, batch.slot_table, batch.lengths)
 
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
         if self.placement is None:
@@ -202,12 +197,13 @@ def _one_after_another(plans: Sequence[RowsPlan]) -> RowsPlan:
 def level(plans: Sequence[RowsPlan], b: int, c: int, n_new: int, *, n_workers: int) -> list[RowsPlan]:
     """Workers' parts, all padded to the same rows, stored tokens a row and new tokens, of sizes that are few (`quarters`).
 
-    ``b``, ``c``, ``n_new``: of a batch: its rows, width of its slot table, and new tokens.
+    ``b``, ``c``, ``n_new``: of a batch: its rows, width of its slot table (0: nothing is asked of stored tokens), and new
+    tokens. What is asked or sent is never of size 0, though nobody may have any of it: no program could send that.
     """
     n = n_workers
-    r = quarters(max(len(p.rows) for p in plans), b, n)
-    c = quarters(max(p.slot_table.shape[1] for p in plans), c, n)
-    new = quarters(max(len(p.new) for p in plans), n_new, n)
+    r = quarters(max(1, *(len(p.rows) for p in plans)), b, n) if c else 0
+    c = quarters(max(1, *(p.slot_table.shape[1] for p in plans)), c, n) if c else 0
+    new = quarters(max(1, *(len(p.new) for p in plans)), n_new, n)
     found = []
     for p in plans:
         table = np.zeros((r, c), np.int32)

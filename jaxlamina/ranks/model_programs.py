@@ -68,9 +68,9 @@ class ModelProgram:
         inputs: tuple[jax.Array, ...],
         at: Any,
     ) -> jax.Array:
-        """Logits ``[B, V]`` after each row's last token; on a rank that is not rank 0 a ``[1]`` that is there when all
+        """Logits ``[B, V]`` after each row's last token, or ``[B, T, V]`` ``of_all``; on a rank that is not rank 0 a ``[1]`` that is there when all
         is sent. ``weights``: each slice's, of other ranks' slices none. ``inputs``: tokens and positions ``[B, T]``, and
-        for more than one token a row ``logits_at [B]``.
+        for more than one token a row ``logits_at [B]``, unless logits are of all.
 
         With a chunk of T tokens alongside: logits ``[B + 1, V]``, the chunk's last; tokens and positions ``[B + T, 1]``,
         ``logits_at [1]`` within the chunk. ``at``: `PlacedIndices`, of the rows and of the chunk if there is one."""
@@ -86,7 +86,8 @@ class ModelProgram:
         if own.stop <= n:
             return self._handed_on(own.stop, context, out, tie)
         with span("slice", n):
-            logits = self.model.slices[n].final(weights[n], context, out)[:, -1]
+            logits = self.model.slices[n].final(weights[n], context, out)
+            logits = logits if self.shape.of_all else logits[:, -1]
         if self.replica == FRONT:
             return tied(logits, tie)
         return zero_after(self.t.send(logits.astype(jnp.float32), FRONT, after=tie)).reshape(1)
@@ -95,7 +96,8 @@ class ModelProgram:
     def logits_like(self) -> jax.ShapeDtypeStruct:
         """One staggered batch's logits, as a rank gets them that did not run the last slice."""
         n_words = self.model.traced.jaxpr.outvars[0].aval.shape[-1]
-        return jax.ShapeDtypeStruct((self.shape.batch_each, n_words), jnp.float32)
+        each = (self.shape.tokens,) if self.shape.of_all else ()
+        return jax.ShapeDtypeStruct((self.shape.batch_each, *each, n_words), jnp.float32)
 
     # --- from stage to stage ---
     def _begun(self, i: int, inputs: tuple[jax.Array, ...]) -> tuple[Context, Any, Tie]:
@@ -273,7 +275,9 @@ def inputs_of(shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
     if shape.chunk is not None:
         return ints((shape.model_rows, 1)), ints((shape.model_rows, 1)), ints((1,))
     tokens = ints((shape.batch, shape.tokens))
-    return (tokens, tokens) if shape.kind == "decode" else (tokens, tokens, ints((shape.batch,)))
+    return (
+        (tokens, tokens) if shape.kind == "decode" or shape.of_all else (tokens, tokens, ints((shape.batch,)))
+    )
 
 
 def indices_of(layout: Layout, shape: StepShape) -> Any:

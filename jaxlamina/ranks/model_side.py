@@ -47,7 +47,7 @@ class ModelSide:
 
     def compile(self, shape: StepShape) -> tuple[Program, Any]:
         """The program of a bucket on this rank: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
-        split = self.model.split(shape.model_rows, shape.tokens)
+        split = self.model.split(shape.model_rows, shape.tokens, of_all=shape.of_all)
         ends = self._ends(shape)
         own = self.layout.slices_on(self.replica, split.n + 1)
         weights = tuple(self._bound(split, i) if i in own else () for i in range(split.n + 1))

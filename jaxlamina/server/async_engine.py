@@ -114,6 +114,7 @@ class _Add:
     answers: Answers
     prompts: Sequence[Prompt]
     params: SamplingParams
+    priority: int
     reply: _Reply[None]
 
 
@@ -200,11 +201,11 @@ class AsyncEngine:
             raise Unavailable(self._why_not())
 
     async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, counted: bool = True
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0, counted: bool = True
     ) -> Answers:
         """Queues ``prompts`` together and returns once all are accepted.
 
-        ``counted``: against ``max_concurrent``. Raises `UserError` for what cannot be served (then none of them is),
+        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. Raises `UserError` for what cannot be served (then none of them is),
         `Unavailable`, `TooMany`.
         """
         self.check_ready()
@@ -215,7 +216,7 @@ class AsyncEngine:
         self._none_open.clear()
         reply: _Reply[None] = _Reply(self._loop)
         try:
-            await self._post(_Add(answers, prompts, params, reply), reply)
+            await self._post(_Add(answers, prompts, params, priority, reply), reply)
         except BaseException:
             answers.close()
             raise
@@ -325,7 +326,9 @@ class AsyncEngine:
         now = time.perf_counter()
         try:
             for index, prompt in enumerate(message.prompts):
-                request_id = self._engine.add_request(prompt.token_ids, message.params, prompt.text)
+                request_id = self._engine.add_request(
+                    prompt.token_ids, message.params, prompt.text, priority=message.priority
+                )
                 self._running[request_id] = _Running(message.answers, index, now)
         except UserError as error:
             self._abort(message.answers)

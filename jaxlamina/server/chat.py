@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxlamina.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from jaxlamina.server.forms import Form, ranked, usage
+from jaxlamina.server.forms import Form, prompt_field, ranked
 from jaxlamina.server.protocol import (
     ChatAnswer,
     ChatChoice,
@@ -21,29 +21,28 @@ from jaxlamina.server.protocol import (
     ToolCall,
     Usage,
 )
-from jaxlamina.server.tools import ToolCallParser, parse
+from jaxlamina.server.tools import ToolUse, parse, parser_for
 
 
 class ChatForm(Form):
-    """``calls_tools``: the text is searched for calls."""
+    """``use``: whether the text may have calls of tools in it, or must be one."""
 
     prefix = "chatcmpl"
 
-    def __init__(self, body: ChatCompletionRequest, model: str, calls_tools: bool) -> None:
+    def __init__(self, body: ChatCompletionRequest, model: str, use: ToolUse) -> None:
         super().__init__(
             model,
             body.n or 1,
-            holds=bool(body.logprobs),
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
         )
-        self._n_top = body.top_logprobs or 0
-        self._calls_tools = calls_tools
-        self._parsers = [ToolCallParser() for _ in range(self.n if calls_tools else 0)]
+        self._n_top, self._n_prompt_top = body.top_logprobs or 0, body.prompt_logprobs
+        self._use: ToolUse = use
+        self._parsers = [parser_for(use) for _ in range(self.n)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
         choices = []
         for choice, _, completion in self.choices(outputs):
-            text, calls = parse(completion.text) if self._calls_tools else (completion.text, [])
+            text, calls = parse(completion.text, self._use)
             choices.append(
                 ChatChoice(
                     index=choice,
@@ -53,37 +52,48 @@ class ChatForm(Form):
                     stop_reason=completion.stop_reason,
                 )
             )
-        return ChatCompletionResponse(id=self.id, model=self.model, choices=choices, usage=usage(outputs))
+        return ChatCompletionResponse(
+            id=self.id,
+            model=self.model,
+            choices=choices,
+            usage=self.usage(outputs),
+            prompt_logprobs=prompt_field(outputs[0], self._n_prompt_top),
+        )
 
     def opening(self) -> Iterator[ChatCompletionChunk]:
         for choice in range(self.n):
             yield self._chunk(ChunkChoice(index=choice, delta=Delta(role="assistant", content="")))
 
     def piece(self, choice: int, text: str, entry: PositionLogprobs | None) -> Iterator[ChatCompletionChunk]:
+        parser = self._parsers[choice]
         calls: list[ToolCall] = []
-        if self._calls_tools:
-            parser = self._parsers[choice]
-            n_before = parser.n_calls
+        if parser is not None:
             text, calls = parser.add(text)
-            numbered = [
-                DeltaToolCall(index=n_before + i, **call.model_dump()) for i, call in enumerate(calls)
-            ]
         if text or entry is not None:
             logprobs = self._logprobs(None if entry is None else [entry])
             yield self._chunk(ChunkChoice(index=choice, delta=Delta(content=text), logprobs=logprobs))
-        if calls:
-            yield self._chunk(ChunkChoice(index=choice, delta=Delta(tool_calls=numbered)))
+        yield from self._called(choice, calls)
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[ChatCompletionChunk]:
+        parser = self._parsers[choice]
         reason: str = completion.finish_reason
-        if self._calls_tools:
-            parser = self._parsers[choice]
-            if rest := parser.finish():
+        if parser is not None:
+            rest, calls = parser.finish()
+            if rest:
                 yield self._chunk(ChunkChoice(index=choice, delta=Delta(content=rest)))
+            yield from self._called(choice, calls)
             reason = "tool_calls" if parser.n_calls else reason
         yield self._chunk(
             ChunkChoice(index=choice, delta=Delta(), finish_reason=reason, stop_reason=completion.stop_reason)
         )
+
+    def _called(self, choice: int, calls: Sequence[ToolCall]) -> Iterator[ChatCompletionChunk]:
+        """A chunk with calls that are complete now."""
+        parser = self._parsers[choice]
+        if parser is not None and calls:
+            first = parser.n_calls - len(calls)
+            numbered = [DeltaToolCall(index=first + i, **call.model_dump()) for i, call in enumerate(calls)]
+            yield self._chunk(ChunkChoice(index=choice, delta=Delta(tool_calls=numbered)))
 
     def usage_chunk(self, counts: Usage) -> ChatCompletionChunk:
         return ChatCompletionChunk(id=self.id, model=self.model, choices=[], usage=counts)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxlamina.server.async_engine import Prompt
-from jaxlamina.server.forms import Form, ranked, usage
+from jaxlamina.server.forms import Form, prompt_field, ranked
 from jaxlamina.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
@@ -19,42 +19,75 @@ from jaxlamina.server.protocol import (
 class CompletionForm(Form):
     prefix = "cmpl"
 
-    def __init__(self, body: CompletionRequest, model: str, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        body: CompletionRequest,
+        model: str,
+        prompts: Sequence[Prompt],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        """``decode``: token ids as text."""
         super().__init__(
             model,
             body.n or 1,
-            holds=body.logprobs is not None,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            gives_written=body.max_tokens != 0,
         )
-        self._n_top = body.logprobs or 0
+        self._n_top, self._n_prompt_top = body.logprobs or 0, body.prompt_logprobs
         self._echoes = [prompt.text or "" for prompt in prompts] if body.echo else [""] * len(prompts)
+        # A prompt's first token has no entry, so its text must be known; empty unless prompts are echoed with entries.
+        scores = body.echo and body.logprobs is not None
+        self._firsts = [decode(prompt.token_ids[:1]) for prompt in prompts] if scores else []
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
 
     def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
-        choices = [
-            CompletionChoice(
-                index=choice,
-                text=self._echoes[choice // self.n] + completion.text,
-                logprobs=self._logprobs(choice, completion.logprobs),
-                finish_reason=completion.finish_reason,
-                stop_reason=completion.stop_reason,
+        choices = []
+        for choice, output, completion in self.choices(outputs):
+            completion = self._given(completion)
+            entries: Sequence[PositionLogprobs | None] | None = completion.logprobs
+            if self._firsts:
+                entries = [*(output.prompt_logprobs or ()), *(entries or ())]
+            choices.append(
+                CompletionChoice(
+                    index=choice,
+                    text=self._echoes[choice // self.n] + completion.text,
+                    logprobs=self._logprobs(choice, entries),
+                    finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
+                    prompt_logprobs=prompt_field(output, self._n_prompt_top),
+                )
             )
-            for choice, _, completion in self.choices(outputs)
-        ]
-        return CompletionResponse(id=self.id, model=self.model, choices=choices, usage=usage(outputs))
+        return CompletionResponse(id=self.id, model=self.model, choices=choices, usage=self.usage(outputs))
 
     def opening(self) -> Iterator[CompletionResponse]:
         for which, echo in enumerate(self._echoes):
-            for index in range(self.n if echo else 0):
-                yield self._chunk(CompletionChoice(index=self._choice(which, index), text=echo))
+            if echo and not self._firsts:
+                yield from self._echoed(which, None)
+
+    def scored(self, which: int, entries: Sequence[PositionLogprobs | None]) -> Iterator[CompletionResponse]:
+        yield from self._echoed(which, entries)
+
+    def _echoed(
+        self, which: int, entries: Sequence[PositionLogprobs | None] | None
+    ) -> Iterator[CompletionResponse]:
+        for choice in range(which * self.n, (which + 1) * self.n):
+            logprobs = self._logprobs(choice, entries)
+            yield self._chunk(CompletionChoice(index=choice, text=self._echoes[which], logprobs=logprobs))
 
     def piece(self, choice: int, text: str, entry: PositionLogprobs | None) -> Iterator[CompletionResponse]:
         logprobs = self._logprobs(choice, None if entry is None else [entry])
         yield self._chunk(CompletionChoice(index=choice, text=text, logprobs=logprobs))
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[CompletionResponse]:
+        completion = self._given(completion)
         why, by = completion.finish_reason, completion.stop_reason
         yield self._chunk(CompletionChoice(index=choice, text="", finish_reason=why, stop_reason=by))
+
+    def _given(self, completion: CompletionOutput) -> CompletionOutput:
+        if self.gives_written:
+            return completion
+        none = None if completion.logprobs is None else ()
+        return CompletionOutput(completion.index, "", (), None, none, "length")
 
     def usage_chunk(self, counts: Usage) -> CompletionResponse:
         return CompletionResponse(id=self.id, model=self.model, choices=[], usage=counts)
@@ -62,18 +95,31 @@ class CompletionForm(Form):
     def _chunk(self, choice: CompletionChoice) -> CompletionResponse:
         return CompletionResponse(id=self.id, model=self.model, choices=[choice])
 
-    def _logprobs(self, choice: int, entries: Sequence[PositionLogprobs] | None) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, choice: int, entries: Sequence[PositionLogprobs | None] | None
+    ) -> CompletionLogprobs | None:
         if entries is None:
             return None
-        chosen = [next(iter(entry.values())) for entry in entries]
-        offsets, at = [], self._offsets.get(choice, 0)
-        for logprob in chosen:
-            offsets.append(at)
-            at += len(logprob.decoded_token)
+        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        at = self._offsets.get(choice, 0)
+        for entry in entries:
+            token, logprob = (self._firsts[choice // self.n], None) if entry is None else _stands(entry)
+            found.tokens.append(token)
+            found.token_logprobs.append(logprob)
+            found.top_logprobs.append(None if entry is None else self._tops(entry))
+            found.text_offset.append(at)
+            at += len(token)
         self._offsets[choice] = at
-        return CompletionLogprobs(
-            tokens=[logprob.decoded_token for logprob in chosen],
-            token_logprobs=[logprob.logprob for logprob in chosen],
-            top_logprobs=[dict(ranked(entry, self._n_top)) for entry in entries],
-            text_offset=offsets,
-        )
+        return found
+
+    def _tops(self, entry: PositionLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that stands there. Of several that look alike the likeliest counts."""
+        found: dict[str, float] = {}
+        for token, logprob in [*ranked(entry, self._n_top), _stands(entry)]:
+            found.setdefault(token, logprob)
+        return found
+
+
+def _stands(entry: PositionLogprobs) -> tuple[str, float]:
+    stands = next(iter(entry.values()))
+    return stands.decoded_token, stands.logprob

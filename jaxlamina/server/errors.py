@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from jaxlamina.errors import UserError
 
-_NAMED_FIRST = re.compile(r"(\w+)=")  # how `SamplingParams` names the field that is wrong
+_NAMED_FIRST = re.compile(r"(\w+)(?:=|\.\w)")  # how `SamplingParams` names the field that is wrong
 _LONGEST_MESSAGE = 1000
 
 

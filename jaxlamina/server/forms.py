@@ -13,23 +13,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jaxlamina.engine import TokenEvent
-from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from jaxlamina.server.protocol import PromptTokensDetails, Usage
+from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenEvent
+from jaxlamina.server.protocol import PromptEntry, PromptLogprob, PromptTokensDetails, Usage
 
 
 class Form(ABC):
-    """One request's answer. ``holds``: a stream's chunks need what only a finished request has (log-probabilities), so
-    each prompt's chunks come together at its end.
-    """
+    """One request's answer. ``gives_written``: what the model writes is part of it."""
 
     prefix: str
 
-    def __init__(self, model: str, n: int, *, holds: bool, include_usage: bool) -> None:
-        self.model, self.n = model, n
+    def __init__(self, model: str, n: int, *, include_usage: bool, gives_written: bool = True) -> None:
+        self.model, self.n, self.gives_written = model, n, gives_written
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._holds, self._include_usage = holds, include_usage
-        self._held: dict[int, list[TokenEvent]] = {}
+        self._include_usage = include_usage
         self._finished: dict[int, RequestOutput] = {}
 
     @abstractmethod
@@ -42,13 +38,10 @@ class Form(ABC):
 
     def chunks(self, which: int, event: TokenEvent) -> Iterator[BaseModel]:
         """What prompt number ``which``'s event adds to the stream."""
-        if self._holds:
-            events = self._held.setdefault(which, [])
-            events.append(event)
-            if event.output is not None:
-                yield from self._with_logprobs(which, events, event.output)
-        elif event.new_text:
-            yield from self.piece(self._choice(which, event.index), event.new_text, None)
+        if event.prompt_logprobs is not None:
+            yield from self.scored(which, event.prompt_logprobs)
+        if self.gives_written and (event.new_text or event.logprobs is not None):
+            yield from self.piece(self._choice(which, event.index), event.new_text, event.logprobs)
         if event.output is not None:
             self._finished[which] = event.output
             for completion in event.output.outputs:
@@ -57,7 +50,11 @@ class Form(ABC):
     def closing(self) -> Iterator[BaseModel]:
         """Chunks after the last token."""
         if self._include_usage:
-            yield self.usage_chunk(usage([*self._finished.values()]))
+            yield self.usage_chunk(self.usage([*self._finished.values()]))
+
+    def scored(self, which: int, entries: Sequence[PositionLogprobs | None]) -> Iterator[BaseModel]:
+        """How likely prompt number ``which`` is; before the first piece of its choices."""
+        yield from ()
 
     @abstractmethod
     def piece(self, choice: int, text: str, entry: PositionLogprobs | None) -> Iterator[BaseModel]:
@@ -78,29 +75,21 @@ class Form(ABC):
             for completion in output.outputs:
                 yield self._choice(which, completion.index), output, completion
 
-    def _with_logprobs(
-        self, which: int, events: Sequence[TokenEvent], output: RequestOutput
-    ) -> Iterator[BaseModel]:
-        entries = {completion.index: iter(completion.logprobs or ()) for completion in output.outputs}
-        for event in events:
-            yield from self.piece(
-                self._choice(which, event.index), event.new_text, next(entries[event.index])
-            )
+    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        """What ``outputs``, one a prompt, cost."""
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        completions = [completion for output in outputs for completion in output.outputs]
+        written = sum(len(completion.token_ids) for completion in completions) if self.gives_written else 0
+        cached = sum(output.n_cached_tokens for output in outputs)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=written,
+            total_tokens=prompt + written,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
 
     def _choice(self, which: int, index: int) -> int:
         return which * self.n + index
-
-
-def usage(outputs: Sequence[RequestOutput]) -> Usage:
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    written = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    cached = sum(output.n_cached_tokens for output in outputs)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
 
 
 def ranked(entry: PositionLogprobs, n: int) -> list[tuple[str, float]]:
@@ -109,12 +98,31 @@ def ranked(entry: PositionLogprobs, n: int) -> list[tuple[str, float]]:
     return [(logprob.decoded_token, logprob.logprob) for logprob in likeliest]
 
 
+def prompt_field(output: RequestOutput, n: int | None) -> list[PromptEntry | None] | None:
+    """vLLM's ``prompt_logprobs`` of an answer, of ``n`` likeliest tokens a position; None: it is not wanted."""
+    if n is None or output.prompt_logprobs is None:
+        return None
+    return [None if entry is None else _entry(entry, n) for entry in output.prompt_logprobs]
+
+
+def _entry(entry: PositionLogprobs, n: int) -> PromptEntry:
+    stands = next(iter(entry))
+    return {
+        str(token): PromptLogprob(**logprob._asdict())
+        for token, logprob in entry.items()
+        if token == stands or logprob.rank <= n
+    }
+
+
 def dump(answer: BaseModel) -> dict[str, Any]:
     """A whole answer or a chunk as plain data; a chunk has no fields that it says nothing about."""
     found = answer.model_dump()
-    if found.get("usage") is None:
-        found.pop("usage", None)
+    for field in ("usage", "prompt_logprobs"):
+        if found.get(field) is None:
+            found.pop(field, None)
     for choice in found.get("choices", ()):
+        if choice.get("prompt_logprobs") is None:
+            choice.pop("prompt_logprobs", None)
         if "delta" in choice:
             choice["delta"] = {name: value for name, value in choice["delta"].items() if value is not None}
         elif "message" in choice and choice["message"]["tool_calls"] is None:

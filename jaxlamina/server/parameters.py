@@ -11,6 +11,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.sampling import SamplingParams
 from jaxlamina.server.errors import of_user_error, refused
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+from jaxlamina.server.tools import call_schema, tool_use
 from jaxlamina.structured import StructuredOutputs
 
 # Fields that mean the same in a request and in `SamplingParams`.
@@ -26,7 +27,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
-    "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "suffix": (None, ""),
     "chat_template": (None,),
@@ -49,10 +49,14 @@ def sampling_params(body: CompletionRequest | ChatCompletionRequest) -> Sampling
         given["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     else:
         given["logprobs"] = body.logprobs
-        if body.echo and body.logprobs is not None:
-            raise refused(
-                "echo with logprobs is not supported: prompts' log-probabilities are not kept", "echo"
-            )
+        if body.max_tokens == 0:
+            if not body.echo:
+                raise refused(
+                    "max_tokens=0 writes nothing: ask for at least 1, or for the prompt by echo=true",
+                    "max_tokens",
+                )
+            given["max_tokens"] = 1  # the model writes one, which is not given out
+    given["prompt_logprobs"] = _prompt_logprobs(body)
     if body.use_beam_search:
         given.setdefault("temperature", 0.0)  # beam search draws nothing
     given["logit_bias"] = _logit_bias(body.logit_bias or {})
@@ -60,6 +64,19 @@ def sampling_params(body: CompletionRequest | ChatCompletionRequest) -> Sampling
         return SamplingParams(**given, structured_outputs=_structured(body))
     except UserError as error:
         raise of_user_error(error) from None
+
+
+def _prompt_logprobs(body: CompletionRequest | ChatCompletionRequest) -> int | None:
+    """What is asked for by vLLM's field, by OpenAI's ``echo`` with ``logprobs``, or by both."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise refused(
+            "prompt_logprobs are not streamed: leave stream out, or take echo with logprobs",
+            "prompt_logprobs",
+        )
+    asked = [body.prompt_logprobs]
+    if isinstance(body, CompletionRequest) and body.echo:
+        asked.append(body.logprobs)
+    return max((n for n in asked if n is not None), default=None)
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
@@ -71,7 +88,20 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
 
 
 def _structured(body: SamplingFields) -> StructuredOutputs | None:
-    """What ``response_format`` (OpenAI's) or ``structured_outputs`` (vLLM's) ask for."""
+    """What a call that is forced, ``response_format`` (OpenAI's) or ``structured_outputs`` (vLLM's) ask for."""
+    wanted = _structured_field(body)
+    use, tools = tool_use(body) if isinstance(body, ChatCompletionRequest) else ("none", ())
+    if use != "forced":
+        return wanted
+    if wanted is not None:
+        raise refused(
+            "tool_choice asks for a call, and response_format or structured_outputs for something else: give one",
+            "tool_choice",
+        )
+    return StructuredOutputs(json=call_schema(tools))
+
+
+def _structured_field(body: SamplingFields) -> StructuredOutputs | None:
     format_ = body.response_format
     asked = format_ is not None and format_.type != "text"
     if asked and body.structured_outputs:
@@ -79,10 +109,7 @@ def _structured(body: SamplingFields) -> StructuredOutputs | None:
             "response_format and structured_outputs are two ways to say it: give one", "response_format"
         )
     if body.structured_outputs:
-        unknown = sorted(body.structured_outputs.keys() - {"json", "regex", "choice"})
-        if unknown:
-            raise refused(f"structured_outputs.{unknown[0]:.40} is not supported", "structured_outputs")
-        return StructuredOutputs(**body.structured_outputs)
+        return StructuredOutputs.of(body.structured_outputs)
     if not asked:
         return None
     assert format_ is not None

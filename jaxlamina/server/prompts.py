@@ -6,6 +6,7 @@ Knows the tokenizer, the chat template and the model's length; nothing of sampli
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlamina.chat_template import variables_of
@@ -59,7 +60,7 @@ class Prompts:
         for name in _OURS:
             if name in more:
                 raise refused(f"chat_template_kwargs must not have {name!r}", "chat_template_kwargs")
-        if self.takes_tools(body):
+        if self.tool_use(body) != "none":
             more["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         messages = [_plain(message) for message in body.messages]
         try:
@@ -71,26 +72,21 @@ class Prompts:
         tokens = self._encode(text, False, "messages")
         return self._checked(Prompt(tokens, text), max_tokens, "messages")
 
-    def takes_tools(self, body: ChatFields) -> bool:
-        """Whether the answer may call tools. Raises `ApiError` if it should and this model's template has no place for
-        them."""
-        choice = body.tool_choice
-        if not body.tools:
-            if choice not in (None, "none", "auto"):
-                raise refused("tool_choice needs tools", "tool_choice")
-            return False
-        if choice == "none":
-            return False
-        if choice not in (None, "auto"):
-            raise refused('tool_choice must be "auto" or "none": a call cannot be forced', "tool_choice")
+    def tool_use(self, body: ChatFields) -> tools.ToolUse:
+        """Whether the answer may call tools, or must. Raises `ApiError` if it should and this model's template has no place
+        for them, or asks for calls in a form that is not read here."""
+        use, _ = tools.tool_use(body)
+        if use == "none":
+            return use
         template = self._with_tokenizer("messages").chat_template
         if template is None or "tools" not in variables_of(template):
             raise refused("this model's chat template has no place for tools: leave them out", "tools")
-        if tools.OPEN not in template:
+        if use == "auto" and tools.OPEN not in template:
             raise refused(
-                "this model's calls of tools are not in a form that is read here: leave tools out", "tools"
+                'this model\'s calls of tools are not in a form that is read here: leave tools out, or take tool_choice="required"',
+                "tools",
             )
-        return True
+        return use
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """The token ids that a completion or a chat would have."""
@@ -109,7 +105,7 @@ class Prompts:
         self._check_vocabulary(body.tokens, "tokens")
         return self.decode(body.tokens)
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         return str(self._with_tokenizer("text").decode(tokens, skip_special_tokens=False))
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:

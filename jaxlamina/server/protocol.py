@@ -51,6 +51,8 @@ class SamplingFields(_Model):
     stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
@@ -65,13 +67,15 @@ class SamplingFields(_Model):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
 
 
 class CompletionRequest(SamplingFields):
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool = False
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = (
+        None  # 0: the prompt is echoed, and nothing written
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
@@ -146,10 +150,21 @@ class Usage(_Model):
 
 
 class CompletionLogprobs(_Model):
+    """A token each. None: the prompt's first, which follows nothing."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(_Model):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptEntry = dict[str, PromptLogprob]  # by token id
 
 
 class CompletionChoice(_Model):
@@ -158,6 +173,7 @@ class CompletionChoice(_Model):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: list[PromptEntry | None] | None = None
 
 
 class _Answer(_Model):
@@ -207,6 +223,7 @@ class ChatChoice(_Model):
 class ChatCompletionResponse(_Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: list[PromptEntry | None] | None = None
 
 
 class DeltaToolCall(ToolCall):

@@ -68,7 +68,8 @@ class App:
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxlamina-"))
         )
         locked = self._stack.enter_context(contextlib.closing(Folder(folder)))
-        service = Service(self.engine, Prompts(llm), settings.served_model_names)
+        ignores_priority = getattr(llm.engine.scheduler.policy, "ignores_priority", False)
+        service = Service(self.engine, Prompts(llm), settings.served_model_names, ignores_priority)
         files = Files(locked.path / "files")
         n_at_once = max(1, llm.engine.scheduler.max_num_seqs - 1)
         self._batches = Batches(locked.path / "batches", files, service, n_at_once)
@@ -152,8 +153,6 @@ class App:
 
 def _todo(llm: LLM, settings: Settings) -> list[Shape]:
     """What is to be compiled before requests are taken, as far as it can be known."""
-    if not llm.programs_by_bucket:
-        return []
     in_chunks = (
         settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < llm.max_model_len
     )

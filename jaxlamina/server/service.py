@@ -16,7 +16,7 @@ from jaxlamina.sampling import SamplingParams
 from jaxlamina.server.async_engine import Answers, AsyncEngine, Prompt, TooMany, Unavailable
 from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.completions import CompletionForm
-from jaxlamina.server.errors import ApiError, of_user_error, unavailable
+from jaxlamina.server.errors import ApiError, of_user_error, refused, unavailable
 from jaxlamina.server.forms import Form, dump
 from jaxlamina.server.parameters import sampling_params
 from jaxlamina.server.prompts import Prompts
@@ -28,8 +28,12 @@ Body = CompletionRequest | ChatCompletionRequest
 class Service:
     """Raises `ApiError` for whatever cannot be answered. ``counted``: see `AsyncEngine.submit`."""
 
-    def __init__(self, engine: AsyncEngine, prompts: Prompts, names: Sequence[str]) -> None:
+    def __init__(
+        self, engine: AsyncEngine, prompts: Prompts, names: Sequence[str], ignores_priority: bool
+    ) -> None:
+        """``ignores_priority``: the scheduling policy never looks at a request's."""
         self.engine, self.prompts, self.names = engine, prompts, tuple(names)
+        self._ignores_priority = ignores_priority
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -68,19 +72,27 @@ class Service:
         self.check_model(body.model)
         self.check_ready()
         params = sampling_params(body)
+        if body.priority and self._ignores_priority:
+            raise refused(
+                f"priority={body.priority} would change nothing: this server's scheduling policy does not look at it; leave it "
+                "out, or serve with --scheduling-policy priority (or chat-first)",
+                "priority",
+            )
         form: Form
         if isinstance(body, ChatCompletionRequest):
             prompts = [await asyncio.to_thread(self.prompts.chat, body, params.max_tokens)]
-            form = ChatForm(body, self.names[0], self.prompts.takes_tools(body))
+            form = ChatForm(body, self.names[0], self.prompts.tool_use(body))
         else:
             # 16 where nobody says how many is no wish that must be met in full
             prompts = await asyncio.to_thread(self.prompts.completion, body)
-            form = CompletionForm(body, self.names[0], prompts)
-        return form, await self._submit(prompts, params, counted)
+            form = CompletionForm(body, self.names[0], prompts, self.prompts.decode)
+        return form, await self._submit(prompts, params, body.priority, counted)
 
-    async def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, counted: bool) -> Answers:
+    async def _submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams, priority: int, counted: bool
+    ) -> Answers:
         try:
-            return await self.engine.submit(prompts, params, counted=counted)
+            return await self.engine.submit(prompts, params, priority=priority, counted=counted)
         except UserError as error:
             raise of_user_error(error) from None
         except Unavailable as error:

@@ -22,6 +22,7 @@ from jaxlamina.workers.partition import (
     RowsPlan,
     checked_partition,
     place_new,
+    place_stored,
     plan_rows,
 )
 from jaxlamina.workers.programs import Programs
@@ -304,6 +305,10 @@ class PlacedPool:
     def release(self, slots: Slots) -> None:
         """``slots`` are nobody's now: their places are free for others, which keeps the workers balanced."""
         self.placement.release(as_slots(slots))
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
+        """As `jaxlamina.workers.partition.place_stored` has it."""
+        place_stored(self.placement, self._token_block, batch.slot_table, batch.lengths)
 
     def _begin(
         self, slot_table: np.ndarray, lengths: np.ndarray, positions: np.ndarray, new_slots: np.ndarray

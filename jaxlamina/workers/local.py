@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.workers import capacity
-from jaxlamina.workers.attention_pool import attention_pool
+from jaxlamina.workers.attention_pool import PlacedPool, attention_pool
 from jaxlamina.workers.attention_worker import Partial, attention_workspace_bytes
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.calibration import channel_scales
@@ -129,9 +129,15 @@ class LocalExecutor:
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        model = self.model.prefill(*batch.tokens.shape)
-        inputs = jax.device_put((batch.tokens, batch.positions, batch.logits_at), self.device)
-        context = model.first_context(*inputs)
+        return self._prefill(batch, (batch.tokens, batch.positions, batch.logits_at), of_all=False)
+
+    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
+        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
+        return self._prefill(batch, (batch.tokens, batch.positions), of_all=True)
+
+    def _prefill(self, batch: PrefillBatch, inputs: tuple[np.ndarray, ...], of_all: bool) -> jax.Array:
+        model = self.model.prefill(*batch.tokens.shape, of_all=of_all)
+        context = model.first_context(*jax.device_put(inputs, self.device))
         self.attention.begin_prefill(batch)
         if batch.has_earlier:
             out, context = self._after_stored(model, context)
@@ -181,6 +187,17 @@ class LocalExecutor:
     def release(self, slots: Slots) -> None:
         """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
         self.attention.release(slots)
+
+    @property
+    def places_tokens(self) -> bool:
+        """Whether a step's programs depend on where its tokens lie."""
+        return isinstance(self.attention, PlacedPool)
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
+        """Takes it that a batch's earlier tokens, in slots that are all distinct, have been stored: for steps whose results
+        nobody looks at."""
+        if isinstance(self.attention, PlacedPool):
+            self.attention.assume_stored(batch)
 
     def _send_q(self, q: jax.Array) -> tuple[Any, jax.Array]:
         """q at the attention workers, and the tie for k and v: a scalar that is there only once q is."""

@@ -62,7 +62,7 @@ class PrefillSlice:
 
 @dataclass(frozen=True)
 class BoundModel(Generic[SliceT]):
-    """All slices of the model for one bucket: n of them, then the last one's ``final`` → logits [B, V]."""
+    """All slices of the model for one bucket: n of them, then the last one's ``final`` → logits [B, V] or [B, T, V]."""
 
     first_context: Callable[..., Context]
     slices: tuple[SliceT, ...]
@@ -88,11 +88,12 @@ class ModelWorker:
         self._model = model
         self._programs = programs
         self._decode: dict[int, BoundModel[DecodeSlice]] = {}
-        self._prefill: dict[tuple[int, int], BoundModel[PrefillSlice]] = {}
+        self._prefill: dict[tuple[int, int, bool], BoundModel[PrefillSlice]] = {}
 
-    def split(self, batch: int, n_tokens: int = 1) -> SplitModel:
-        """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits."""
-        return split(trace_step(self._model, self.like, batch, n_tokens))
+    def split(self, batch: int, n_tokens: int = 1, *, of_all: bool = False) -> SplitModel:
+        """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits, or those
+        ``of_all``."""
+        return split(trace_step(self._model, self.like, batch, n_tokens, of_all=of_all))
 
     def decode(self, batch: int) -> BoundModel[DecodeSlice]:
         """The model's slices for a decode step of ``batch`` rows, made on first use."""
@@ -101,13 +102,14 @@ class ModelWorker:
             self._decode[batch] = self._bind(self.split(batch), f"batch {batch}", DecodeSlice, jit)
         return self._decode[batch]
 
-    def prefill(self, batch: int, n_tokens: int) -> BoundModel[PrefillSlice]:
-        """The same for prompts padded to ``[batch, n_tokens]``."""
-        key = batch, n_tokens
+    def prefill(self, batch: int, n_tokens: int, *, of_all: bool = False) -> BoundModel[PrefillSlice]:
+        """The same for prompts padded to ``[batch, n_tokens]``; ``of_all``: with logits ``[B, T, V]`` of all tokens."""
+        key = batch, n_tokens, of_all
         if key not in self._prefill:
-            what = f"prefill {batch} × {n_tokens} tokens"
+            what = f"prefill {batch} × {n_tokens} tokens{', logits of all' if of_all else ''}"
             jit = partial(self._jit_prefill, what=what)
-            self._prefill[key] = self._bind(self.split(batch, n_tokens), what, PrefillSlice, jit)
+            model = self.split(batch, n_tokens, of_all=of_all)
+            self._prefill[key] = self._bind(model, what, PrefillSlice, jit, of_all)
         return self._prefill[key]
 
     def workspace_bytes(self, largest: LargestStep) -> int:
@@ -133,6 +135,7 @@ class ModelWorker:
         what: str,
         kind: Callable[..., SliceT],
         jit: Callable[[SliceProgram, AttentionSpec], tuple[Callable[..., Any], ...]],
+        of_all: bool = False,
     ) -> BoundModel[SliceT]:
         jitted: dict[Any, tuple[Callable[..., Any], ...]] = {}  # equal slices share their compiled code
         slices = []
@@ -145,7 +148,8 @@ class ModelWorker:
 
         def final(weights: Weights, context: Context, attention_out: jax.Array) -> jax.Array:
             self._programs.compiled(f"last slice, {what}")
-            return last.final(weights, context, attention_out)[:, -1]
+            logits = last.final(weights, context, attention_out)
+            return logits if of_all else logits[:, -1]
 
         final = jax.jit(with_streamed_products(final, self.device))
         return BoundModel(model.first_context, tuple(slices), final, self._weights(model, model.n))
@@ -198,10 +202,11 @@ def combined(partials: tuple[Partial, ...], spec: AttentionSpec) -> jax.Array | 
     return combine(*zip(*partials, strict=True))[0].astype(spec.dtype) if partials else None
 
 
-def trace_step(model: ModelFn, params: Params, batch: int, n_tokens: int) -> Traced:
-    """``model`` traced for ``[batch, n_tokens]``: a decode step for one token a row, else a prefill."""
+def trace_step(model: ModelFn, params: Params, batch: int, n_tokens: int, *, of_all: bool = False) -> Traced:
+    """``model`` traced for ``[batch, n_tokens]``: a decode step for one token a row, else a prefill, which takes the index
+    of each row's one token that logits are of, unless they are ``of_all``."""
     tokens = jax.ShapeDtypeStruct((batch, n_tokens), jnp.int32)
-    if n_tokens == 1:
+    if n_tokens == 1 or of_all:
 
         def decode(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
             return model(params, tokens, positions, None)

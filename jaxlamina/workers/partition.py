@@ -143,6 +143,18 @@ def place_new(
     placement.place(new_slots[real], wishes[real])
 
 
+def place_stored(
+    placement: Placement, token_block: int | None, slot_table: np.ndarray, lengths: np.ndarray
+) -> None:
+    """Takes it that rows' earlier tokens, in slots that are all distinct, were stored a row at a time: for measuring steps,
+    and compiling them, without a prefill."""
+    b, c = slot_table.shape
+    positions = np.broadcast_to(np.arange(c, dtype=np.int32), (b, c))
+    slots = np.where(positions < lengths[:, None], slot_table, placement.n_slots)
+    none = np.zeros((b, 0), np.int32), np.zeros(b, np.int32)
+    place_new(placement, token_block, *none, positions, slots)
+
+
 class RowsPlan(NamedTuple):
     """One worker's part of a step. R rows that have stored tokens here, M new tokens that are kept here."""
 

@@ -62,6 +62,7 @@ class UnsplitExecutor:
         decode = with_streamed_products(self._traced_decode, device)
         self._decode = jax.jit(decode, donate_argnums=(1, 2))
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
+        self._prefill_all = jax.jit(partial(self._traced_prefill, of_all=True), donate_argnums=(1, 2))
         self._mixed = jax.jit(with_streamed_products(self._traced_mixed, device), donate_argnums=(1, 2))
         workspace = 0
         if largest is not None and not isinstance(n_slots, int) and capacity.is_accelerator(device):
@@ -82,6 +83,11 @@ class UnsplitExecutor:
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
         self.kv.k, self.kv.v, logits = self._prefill(self.params, self.kv.k, self.kv.v, *batch)
+        return logits
+
+    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
+        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
+        self.kv.k, self.kv.v, logits = self._prefill_all(self.params, self.kv.k, self.kv.v, *batch)
         return logits
 
     def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
@@ -149,16 +155,19 @@ class UnsplitExecutor:
         slots: jax.Array,
         slot_table: jax.Array,
         lengths: jax.Array,
+        of_all: bool = False,
     ) -> tuple[list[Pool], list[Pool], jax.Array]:
         context = slot_table.shape[1]
         after = f" after {context}" if context else ""
+        after += ", logits of all" if of_all else ""
         self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens{after}")
         k_pools, v_pools = list(k_pools), list(v_pools)
         attend = self._prefill_attend(k_pools, v_pools, slots, slot_table, lengths)
-        traced = trace_step(self._model, self.params, *tokens.shape)
+        traced = trace_step(self._model, self.params, *tokens.shape, of_all=of_all)
+        inputs = (tokens, positions) if of_all else (tokens, positions, logits_at)
         with jax.default_device(self.device):
-            logits = traced.eval(params, tokens, positions, logits_at, attend=attend)
-        return k_pools, v_pools, logits[:, -1]
+            logits = traced.eval(params, *inputs, attend=attend)
+        return k_pools, v_pools, logits if of_all else logits[:, -1]
 
     def _traced_mixed(
         self,
