@@ -24,7 +24,7 @@ from jaxlamina.in_flight import HostTime, NewestTokens, Rows, Step
 from jaxlamina.jobs import Continuation, Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.logprobs import LogprobEntries
-from jaxlamina.outputs import FinishReason, RequestOutput
+from jaxlamina.outputs import FinishReason, RequestOutput, TokenEvent, events_at_end
 from jaxlamina.policies import Policy
 from jaxlamina.request import Request, State
 from jaxlamina.sampling import Sampled, Sampler, SamplingBatch, SamplingParams
@@ -32,6 +32,7 @@ from jaxlamina.scheduler import Scheduler, StepPlan
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
 T = TypeVar("T")
+Prompt = tuple[Request, tuple[int, int]]  # and the span of it that a step computes
 
 
 class Executor(Protocol):
@@ -40,7 +41,7 @@ class Executor(Protocol):
     One with a host store also has ``move_out(slots, host_slots)`` and ``move_in(host_slots, slots)``; one that places
     tokens on several workers ``release(slots)``, which are nobody's now. One that must know a step's tokens on the host
     has a true ``needs_host_tokens``: no step is launched ahead of it then. One that launches a step as many programs has
-    a true ``launches_by_slice``.
+    a true ``launches_by_slice``. One with so many ``prefill_workers`` has ``decode_with_prompts`` (`RanksExecutor`).
     """
 
     n_slots: int
@@ -52,21 +53,6 @@ class Executor(Protocol):
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Logits ``[B, V]`` float32 after each row's last token."""
         ...
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One token of a request. ``new_text`` may be empty: half a character, or held for a stop string.
-
-    ``index``: which of the request's continuations it is of. Where the continuations that are given are chosen at the
-    end (``best_of``, beam search), all of their events come then; the last token's has the rest of the text.
-    """
-
-    request_id: str
-    token_id: int
-    new_text: str
-    output: RequestOutput | None  # with its last event, once all of the request is finished
-    index: int = 0
 
 
 @dataclass
@@ -102,7 +88,8 @@ class Engine:
     many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
     chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
     ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
-    for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``.
+    for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``. One with prefill
+    workers computes all prompts on these, beside the decodes, one prompt or chunk of each worker a step.
     ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
     ``policy`` (None: first come, first served) and ``padded`` are the scheduler's.
     """
@@ -129,6 +116,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
+        self.n_prefill_workers: int = getattr(executor, "prefill_workers", 0)
         self.buckets = buckets
         slots = SlotAllocator(executor.n_slots)
         self.scheduler = Scheduler(
@@ -139,6 +127,7 @@ class Engine:
             host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
             policy=policy,
             padded=padded,
+            n_prefill_workers=self.n_prefill_workers,
         )
         self.sampler = Sampler()
         self._entries = LogprobEntries(tokenizer)
@@ -268,7 +257,10 @@ class Engine:
         self._move(plan)
         self._newest.begin()
         step = Step()
-        prompts = list(zip(plan.prefills, plan.spans, strict=True))
+        prompts: list[Prompt] = list(zip(plan.prefills, plan.spans, strict=True))
+        if prompts and self.n_prefill_workers:
+            step.batches += self._decode_beside_prompts(plan.decodes, prompts)
+            return step
         if plan.decodes and prompts and self.mixed_steps:
             step.batches += self._decode_and_prefill(plan.decodes, *prompts.pop(0))
         elif plan.decodes:
@@ -304,6 +296,21 @@ class Engine:
         batch, prompt = self._decode_batch(requests), self._prefill_batch(request, span)
         of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, prompt))
         return [self._draw(requests, of_rows, batch.tokens), self._prefilled(request, span, of_prompt)]
+
+    def _decode_beside_prompts(self, decodes: Sequence[Request], prompts: Sequence[Prompt]) -> list[Rows]:
+        """Decodes with the first prompt of each prefill worker; beams that come back are several of one, and the others
+        come after it."""
+        executor: Any = self.executor
+        now: dict[int, Prompt] = {}
+        for prompt in prompts:
+            now.setdefault(prompt[0].worker, prompt)
+        batch = self._decode_batch(decodes) if decodes else None
+        batches = {worker: self._prefill_batch(*prompt) for worker, prompt in now.items()}
+        of_rows, of_prompts = self._run(lambda: executor.decode_with_prompts(batch, batches))
+        found = [] if batch is None else [self._draw(decodes, of_rows, batch.tokens)]
+        found += [self._prefilled(*prompt, x) for prompt, x in zip(now.values(), of_prompts, strict=True)]
+        left = [prompt for prompt in prompts if prompt not in now.values()]
+        return found + self._decode_beside_prompts((), left) if left else found
 
     def _decode_batch(self, requests: Sequence[Request]) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
@@ -454,7 +461,7 @@ class Engine:
             if all(other.finished for other in job.continuations):
                 output = self._close(job)
         if job.params.chosen_at_end:
-            return [] if output is None else _events_at_end(output)
+            return [] if output is None else events_at_end(output)
         new_text = c.text.release(finished=reason is not None)
         return [TokenEvent(job.request_id, token, new_text, output, c.index)]
 
@@ -485,7 +492,7 @@ class Engine:
             if job.beams.done:
                 for member in members:
                     self._finish(member)
-                events += _events_at_end(self._close(job))
+                events += events_at_end(self._close(job))
                 continue
             members = self._branch(members, [beam.parent for beam in job.beams.live])
             for member, beam in zip(members, job.beams.live, strict=True):
@@ -508,17 +515,3 @@ def _why_stop(job: Job, c: Continuation, token: int) -> tuple[FinishReason | Non
     if n >= job.max_tokens:
         return "length", None
     return None, None
-
-
-def _events_at_end(output: RequestOutput) -> list[TokenEvent]:
-    """Every token of continuations that are known only now."""
-    events = []
-    for completion in output.outputs:
-        last = len(completion.token_ids) - 1
-        for i, token in enumerate(completion.token_ids):
-            closes = i == last and completion is output.outputs[-1]
-            text = completion.text if i == last else ""
-            events.append(
-                TokenEvent(output.request_id, token, text, output if closes else None, completion.index)
-            )
-    return events

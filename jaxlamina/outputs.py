@@ -62,3 +62,32 @@ class RequestOutput:
     n_preemptions: int = 0
     n_cached_tokens: int = 0
     outputs: tuple[CompletionOutput, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token of a request. ``new_text`` may be empty: half a character, or held for a stop string.
+
+    ``index``: which of the request's continuations it is of. Where the continuations that are given are chosen at the
+    end (``best_of``, beam search), all of their events come then; the last token's has the rest of the text.
+    """
+
+    request_id: str
+    token_id: int
+    new_text: str
+    output: RequestOutput | None  # with its last event, once all of the request is finished
+    index: int = 0
+
+
+def events_at_end(output: RequestOutput) -> list[TokenEvent]:
+    """Every token of continuations that are known only now."""
+    events = []
+    for completion in output.outputs:
+        last = len(completion.token_ids) - 1
+        for i, token in enumerate(completion.token_ids):
+            closes = i == last and completion is output.outputs[-1]
+            text = completion.text if i == last else ""
+            events.append(
+                TokenEvent(output.request_id, token, text, output if closes else None, completion.index)
+            )
+    return events
