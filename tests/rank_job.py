@@ -52,15 +52,17 @@ def source(model: str | list[Any]) -> Any:
     return InMemoryModel(config, random_params(config, seed=3))
 
 
-def greedy(group: Any, model: Any, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
-    """The same tokens as unsplit? The first prompt once before all together, so that two of them find a prefix."""
+def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **options: Any) -> dict[str, Any]:
+    """The same tokens as unsplit? The first prompt once before all together, so that two of them find a prefix. ``fourth``:
+    tokens of one prompt more."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     limits = {"max_num_seqs": 4, "max_model_len": 96} | options
     found = []
+    prompts = [*PROMPTS, *([[(7 * i) % 50 + 3 for i in range(fourth)]] if fourth else [])]
     llms = [LLM(source(model), group=group, **limits), LLM(source(model), split=False, **limits)]
     for llm in llms:
         alone = llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=1, ignore_eos=True))
-        together = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+        together = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         found.append([o.outputs[0].token_ids for o in (*alone, *together)])
         llm.engine.check_integrity()
     stats = llms[0].stats()
@@ -70,6 +72,7 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, **options: Any) -> dict[s
         "n_prefix_hit_tokens": stats["n_prefix_hit_tokens"],
         "programs": sorted(stats["compilations"]),
         "n_moved_in_tokens": stats["n_moved_in_tokens"],
+        "n_preemptions": stats["n_preemptions"],
         "ahead": llms[0].engine.async_scheduling,
     }
 
@@ -85,7 +88,8 @@ def branches(group: Any, model: str, **options: Any) -> dict[str, Any]:
         beams = SamplingParams(max_tokens=8, temperature=0, use_beam_search=True, beam_width=3, n=2)
         outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[:2]], [drawn, beams])
         found.append([c.token_ids for o in outputs for c in o.outputs])
-    return {"same": found[0] == found[1], "n": len(found[0])}
+        n_preemptions = llm.stats()["n_preemptions"]
+    return {"same": found[0] == found[1], "n": len(found[0]), "n_preemptions": n_preemptions}
 
 
 def held(group: Any, model: Any) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def with_chunk(
     params = random_params(config, seed=3, dtype=jnp.dtype(dtype))
     fn = partial(apply, config)
     over_ranks = RanksExecutor(
-        fn, params, group=group, kv_slots=n, most_slots=n, least_slots=2, largest=LargestStep(4, 32, 16),
+        fn, params, group=group, kv_slots=n, most_slots=n, least_slots=2, largest=LargestStep(4, 32, 16), config=config,
     )  # fmt: skip
     alone = UnsplitExecutor(fn, params, n_slots=n, device=group.device)
     # Slots of three requests, by position.
@@ -229,6 +233,20 @@ def chunked_beside_decodes(
         tokens,
         {slot for row, own in zip(rows, slots, strict=True) for slot in own[: len(row)]},
     )
+
+
+def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
+    """Every way of `bench step`, with its logits' largest difference from unsplit."""
+    import jax.numpy as jnp
+
+    from jaxlamina.bench import step_bench
+
+    found, _ = step_bench.measure(
+        source(model).config, [step_bench.StepCase(2, 8)], group=group, dtype=jnp.float32, n_rounds=1, unsplit=True,
+        local=False, prefill=prefill, staggered=[2], device=group.device,
+    )  # fmt: skip
+    prompts = {r.way: [r.n_prompt_tokens, r.ratio_to_decode, r.prompt_tokens_per_s] for r in found}
+    return {"difference": max(r.max_difference for r in found), "ways": prompts}
 
 
 def stray(group: Any, unused: list[int]) -> float:
@@ -357,7 +375,9 @@ def weigh(folder: str) -> None:
     ModelRank._on_step = weighed  # type: ignore[method-assign]
 
 
-SCENARIOS = {f.__name__: f for f in (greedy, branches, held, moves, with_chunk, refused, mismatch)}
+SCENARIOS = {
+    f.__name__: f for f in (greedy, branches, held, moves, with_chunk, step_bench, refused, mismatch)
+}
 
 
 def main() -> int:
