@@ -31,6 +31,7 @@ _AT_LEAST = {
     "mini_batches": 1,
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
+    "prefill_workers": 0,
     "max_num_seqs": 1,
     "max_model_len": 2,
     "kv_slots": 1,
@@ -57,6 +58,8 @@ class Cluster:
     - ``mini_batches``: parts of a batch's requests whose messages go one by one, so that the next part is on its way, and
       the last part's answer, while attention is computed for one (Lamina 2024 §5.2.1, "streaming"). 1: none. Of one batch
       at a time, each of whose tokens is on all attention workers (partition "heads").
+    - ``prefill_workers``: so many ranks more, after the attention workers, that compute prompts and nothing else, each with
+      the whole model. 0: model workers compute them.
     - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on
       each in turn), "fixed" (a batch stays on its model worker), or "auto": rotational where the numbers allow it.
     - ``peer_memory``: GPUs of one host write messages into each other's memory, where they can ("xla" only); False: all
@@ -80,6 +83,7 @@ class Cluster:
     mini_batches: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    prefill_workers: int = 0
     pipelining: Literal["auto", "rotational", "fixed"] = "auto"
     peer_memory: bool = True
     q_first: bool | None = None
@@ -204,7 +208,7 @@ class Cluster:
 
     @property
     def pools(self) -> Pools:
-        return Pools(*self.dop)
+        return Pools(*self.dop, n_prefill=self.prefill_workers)
 
     @property
     def n_replicas(self) -> int:
@@ -242,8 +246,8 @@ class Cluster:
         return f"error: {self.describe(rank)}: {' '.join(text.split())}"
 
     def platform(self, rank: int) -> Platform | None:
-        """The platform of a rank's pool; None leaves the choice to JAX."""
-        return self.model_platform if self.role(rank).pool == "model" else self.attention_platform
+        """The platform of a rank's pool, prefill workers' that of model workers; None leaves the choice to JAX."""
+        return self.attention_platform if self.role(rank).pool == "attention" else self.model_platform
 
     def as_config(self) -> dict[str, str | int | float | bool | None]:
         """What must be the same on every rank, as flat data: every field but how rank 0 is reached."""

@@ -29,10 +29,12 @@ from jaxlamina.outputs import RequestOutput, TokenEvent, events_at_end
 from jaxlamina.policies import Policy
 from jaxlamina.request import Request, State
 from jaxlamina.sampling import Sampled, Sampler, SamplingParams
-from jaxlamina.scheduler import Scheduler, StepPlan
+from jaxlamina.scheduler import Scheduler
+from jaxlamina.step_plan import StepPlan
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 
 T = TypeVar("T")
+Prompt = tuple[Request, tuple[int, int]]  # and the span of it that a step computes
 
 
 class Executor(Protocol):
@@ -42,7 +44,8 @@ class Executor(Protocol):
     tokens on several workers ``release(slots)``, which are nobody's now. One that must know a step's tokens on the host
     has a true ``needs_host_tokens``: no step is launched ahead of it then. One that launches a step as many programs has
     a true ``launches_by_slice``. One that can score prompts has ``prefill_all(batch)``: `prefill`, whose logits
-    ``[B, T, V]`` are those after every token.
+    ``[B, T, V]`` are those after every token. One with so many ``prefill_workers`` has ``decode_with_prompts``
+    (`RanksExecutor`).
     """
 
     n_slots: int
@@ -89,7 +92,8 @@ class Engine:
     many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
     chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
     ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
-    for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``.
+    for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``. One with prefill
+    workers computes all prompts on these, beside the decodes, one prompt or chunk of each worker a step.
     ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
     ``policy`` (None: first come, first served) and ``padded`` are the scheduler's.
     """
@@ -116,6 +120,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
+        self.n_prefill_workers: int = getattr(executor, "prefill_workers", 0)
         self.buckets = buckets
         slots = SlotAllocator(executor.n_slots)
         self.scheduler = Scheduler(
@@ -126,6 +131,7 @@ class Engine:
             host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
             policy=policy,
             padded=padded,
+            n_prefill_workers=self.n_prefill_workers,
         )
         self.drawing = Drawing(max_num_seqs, buckets, vocab_size, len(eos_token_ids))
         self._entries = LogprobEntries(tokenizer)
@@ -258,7 +264,10 @@ class Engine:
         self._move(plan)
         self.drawing.begin()
         step = Step()
-        prompts = list(zip(plan.prefills, plan.spans, strict=True))
+        prompts: list[Prompt] = list(zip(plan.prefills, plan.spans, strict=True))
+        if prompts and self.n_prefill_workers:
+            step.batches += self._decode_beside_prompts(plan.decodes, prompts)
+            return step
         if plan.decodes and prompts and self.mixed_steps and not prompts[0][0].scores_prompt:
             step.batches += self._decode_and_prefill(plan.decodes, *prompts.pop(0))
         elif plan.decodes:
@@ -286,10 +295,8 @@ class Engine:
     def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
         executor: Any = self.executor
         batch = self._prefill_batch(request, span)
-        if not request.scores_prompt:
-            return self._prefilled(request, span, self._run(lambda: executor.prefill(batch)))
-        of_all = self._run(lambda: executor.prefill_all(batch))
-        return self._prefilled(request, span, *self.drawing.score(request, span, of_all))
+        run = executor.prefill_all if request.scores_prompt else executor.prefill
+        return self._prefilled(request, span, self._run(lambda: run(batch)))
 
     def _decode_and_prefill(
         self, requests: Sequence[Request], request: Request, span: tuple[int, int]
@@ -298,6 +305,22 @@ class Engine:
         batch, prompt = self._decode_batch(requests), self._prefill_batch(request, span)
         of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, prompt))
         return [self._drawn(requests, of_rows, batch.tokens), self._prefilled(request, span, of_prompt)]
+
+    def _decode_beside_prompts(self, decodes: Sequence[Request], prompts: Sequence[Prompt]) -> list[Rows]:
+        """Decodes with the first prompt of each prefill worker; beams that come back are several of one, and the others
+        come after it."""
+        executor: Any = self.executor
+        now: dict[int, Prompt] = {}
+        for prompt in prompts:
+            now.setdefault(prompt[0].worker, prompt)
+        batch = self._decode_batch(decodes) if decodes else None
+        batches = {worker: self._prefill_batch(*prompt) for worker, prompt in now.items()}
+        scored = [worker for worker, (request, _) in now.items() if request.scores_prompt]
+        of_rows, of_prompts = self._run(lambda: executor.decode_with_prompts(batch, batches, scored))
+        found = [] if batch is None else [self._drawn(decodes, of_rows, batch.tokens)]
+        found += [self._prefilled(*prompt, x) for prompt, x in zip(now.values(), of_prompts, strict=True)]
+        left = [prompt for prompt in prompts if prompt not in now.values()]
+        return found + self._decode_beside_prompts((), left) if left else found
 
     def _decode_batch(self, requests: Sequence[Request]) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
@@ -313,11 +336,12 @@ class Engine:
             [tokens], [slots[start:stop]], self.buckets, self.executor.n_slots, earlier=earlier
         )
 
-    def _prefilled(
-        self, request: Request, span: tuple[int, int], logits: jax.Array, scored: Scored | None = None
-    ) -> Rows:
-        """``logits`` after the last token of a prompt's ``span``; ``scored``: of its tokens, if that is wanted."""
+    def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> Rows:
+        """``logits`` after the last token of a prompt's ``span``, of a prompt that is scored after every one."""
         start, stop = span
+        scored = None
+        if request.scores_prompt:
+            logits, scored = self.drawing.score(request, span, logits)
         job: Job = request.payload
         if job.n_cached_tokens is None:
             job.n_cached_tokens = start

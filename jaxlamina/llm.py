@@ -92,7 +92,8 @@ class LLM:
     - ``max_num_batched_tokens``: prompt tokens computed in one step; a longer prompt comes in chunks, between which running
       requests get their tokens. None: prompts are computed whole.
     - ``mixed_steps``: compute a prompt, or a chunk of one, in the program of the running requests' decode step, which reads
-      weights once for both and holds them up less; there are more programs to compile.
+      weights once for both and holds them up less; there are more programs to compile. Prefill workers of a ``group``
+      compute all prompts beside decode steps, whatever it says.
     - ``async_scheduling``: launch each step before the tokens of the one before it are looked at, so that the device need
       not wait for the host; the same tokens either way. Jobs of several model ranks go one step at a time regardless.
     - ``scheduling_policy``: who goes first, and who gives way last: "fifo", "priority", "chat-first",

@@ -42,6 +42,7 @@ class Request:
     host_slots: np.ndarray | None = None  # [n] int32, while its KV is on the host
     n_cached: int = 0  # positions whose KV was there when it was admitted: its prefill starts after them
     n_computed: int | None = None  # positions with KV, while its prefill goes on over several steps
+    worker: int = 0  # which prefill worker computes its prompt
     state: State = State.WAITING
     n_preemptions: int = 0
     n_in_flight: int = 0

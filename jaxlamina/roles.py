@@ -1,4 +1,5 @@
-"""Which rank does what under DOP (a, b): a model workers, then b attention workers, on one flat axis of a + b ranks.
+"""Which rank does what under DOP (a, b): a model workers, then b attention workers, then prefill workers if there are any,
+on one flat axis of ranks.
 
 Pure Python on plain data. Knows nothing of MPI, devices or how processes are started.
 """
@@ -11,16 +12,16 @@ from typing import Literal
 
 from jaxlamina.errors import UserError
 
-Pool = Literal["model", "attention"]
+Pool = Literal["model", "attention", "prefill"]
 
 
 @dataclass(frozen=True)
 class Role:
     """What one rank is.
 
-    rank: on the flat axis, 0 … a + b - 1. pool: whose worker it is. index: its place in that pool, from 0.
+    rank: on the flat axis, from 0. pool: whose worker it is. index: its place in that pool, from 0.
     replica: which model replica a model worker serves, and shard: its place in that replica's tensor-parallel group;
-    an attention worker has replica 0 and shard = index.
+    other workers have replica 0 and shard = index.
     """
 
     rank: int
@@ -35,17 +36,21 @@ class Pools:
     """DOP (a, b) (Lamina 2025, §4): n_model compute-pool ranks and n_attention memory-pool ranks.
 
     n_replicas: how many copies of the model the compute pool holds; each is sharded over n_model / n_replicas ranks.
+    n_prefill: ranks that compute prompts and nothing else (§5); DOP does not count them.
     """
 
     n_model: int
     n_attention: int
     n_replicas: int = 1
+    n_prefill: int = 0
 
     def __post_init__(self) -> None:
         for name in ("n_model", "n_attention", "n_replicas"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name}={value!r} must be a whole number, at least 1")
+        if isinstance(self.n_prefill, bool) or not isinstance(self.n_prefill, int) or self.n_prefill < 0:
+            raise UserError(f"n_prefill={self.n_prefill!r} must be a whole number, at least 0")
         if self.n_model % self.n_replicas:
             raise UserError(f"n_model={self.n_model} must be a multiple of n_replicas={self.n_replicas}")
 
@@ -59,7 +64,7 @@ class Pools:
 
     @property
     def n_ranks(self) -> int:
-        return self.n_model + self.n_attention
+        return self.n_model + self.n_attention + self.n_prefill
 
     @property
     def n_shards(self) -> int:
@@ -70,6 +75,9 @@ class Pools:
         """The role of one rank. Raises `UserError` for a rank outside 0 … n_ranks - 1."""
         if not 0 <= rank < self.n_ranks:
             raise UserError(f"{rank=} must be at least 0 and below {self.n_ranks}, the ranks of DOP {self}")
+        if rank in self.prefill_ranks:
+            index = rank - self.prefill_ranks[0]
+            return Role(rank, "prefill", index, 0, index)
         if rank >= self.n_model:
             index = rank - self.n_model
             return Role(rank, "attention", index, 0, index)
@@ -93,7 +101,11 @@ class Pools:
 
     @property
     def attention_ranks(self) -> Sequence[int]:
-        return range(self.n_model, self.n_ranks)
+        return range(self.n_model, self.n_model + self.n_attention)
+
+    @property
+    def prefill_ranks(self) -> Sequence[int]:
+        return range(self.n_model + self.n_attention, self.n_ranks)
 
     @property
     def replica_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -102,4 +114,5 @@ class Pools:
         return tuple(tuple(range(r * n, (r + 1) * n)) for r in range(self.n_replicas))
 
     def __str__(self) -> str:
-        return f"({self.n_model}, {self.n_attention})"
+        dop = f"({self.n_model}, {self.n_attention})"
+        return f"{dop} + {self.n_prefill} for prefill" if self.n_prefill else dop

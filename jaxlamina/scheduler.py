@@ -14,6 +14,9 @@ tokens are kept and prefilled again later ("recompute"). So the first in the ord
 Where the policy is preemptive, running requests of a greater rank give way to the first that waits, too: one by one until it
 fits. A prompt of theirs that is being computed in chunks, and may keep its slots, is interrupted for it.
 
+With prefill workers every prompt is computed by one of them, and each does one prompt or chunk a step. Whoever needs one is
+admitted as soon as one can begin with it, of several the one with the fewest prompt tokens to be computed.
+
 A request of several sequences starts as one, and is branched once its prompt is computed (`Scheduler.branch`): its
 slots then have several owners. From there on each sequence is a request of its own, unless they run in lockstep, as
 beams do: then all of them run in a step, or none.
@@ -28,7 +31,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -38,32 +40,10 @@ from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
 from jaxlamina.policies import Fifo, Policy
 from jaxlamina.request import Request, State
+from jaxlamina.step_plan import StepPlan
 
 # Tokens computed in one step of a prompt that is scored: there are logits of each, a row of the vocabulary.
 SCORED_CHUNK = 512
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What one step runs: first the copies of KV to the host or back, then ``decodes`` oldest first, then ``prefills``.
-
-    ``preempted`` lost their slots. A prefill may start from KV that one before it computes; ``spans`` has for each from
-    which position to which it goes, and one that does not reach the last token gives none yet. ``moves_again``: KV that
-    came back to the device and that others on the host still wait for; it must go to the same host slots again where
-    taking it from the host empties them.
-    """
-
-    prefills: tuple[Request, ...]
-    decodes: tuple[Request, ...]
-    preempted: tuple[Request, ...]
-    moves_out: tuple[Move, ...] = ()
-    moves_in: tuple[Move, ...] = ()
-    moves_again: tuple[Move, ...] = ()
-    spans: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        return self.decodes + self.prefills
 
 
 class Scheduler:
@@ -74,7 +54,7 @@ class Scheduler:
     out of slots (FineInfer §3.3.3, the SimpleReqManager). ``prefix_cache`` and ``host`` must be of the same ``slots``.
     Cached prefixes shorter than ``min_prefix_tokens`` are not used: starting after a handful of tokens saves nothing,
     and runs other programs than a whole prompt does. A prompt that is scored uses none, and comes in chunks of at most
-    `SCORED_CHUNK`.
+    `SCORED_CHUNK`. ``n_prefill_workers``: 0 if prompts are computed by who decodes.
     """
 
     def __init__(
@@ -89,6 +69,7 @@ class Scheduler:
         host: HostTier | None = None,
         policy: Policy | None = None,
         padded: bool = False,
+        n_prefill_workers: int = 0,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"{max_num_seqs=} must be at least 1")
@@ -107,6 +88,7 @@ class Scheduler:
         self.host = host
         self.policy = Fifo() if policy is None else policy
         self.padded = padded
+        self.n_prefill_workers = n_prefill_workers
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._n_added = 0
@@ -155,14 +137,16 @@ class Scheduler:
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
         prefills: list[Request] = []
         moves_in: list[Move] = []
-        begun = [request for request in self.running if request.n_computed is not None]
-        going_on = min(begun, key=self._place, default=None)
-        if may_admit and (going_on is None or self._displaces(going_on)):
-            only_first = bool(begun or preempted)
+        begun = sorted(self._begun(), key=self._place)
+        if may_admit and (self.n_prefill_workers or not begun or self._displaces(begun[0])):
+            only_first = bool(preempted or (begun and not self.n_prefill_workers))
             prefills, resumed, moves_in = self._admit(only_first=only_first)
             decodes += resumed
-        if going_on is not None and not prefills:
-            prefills = [going_on]
+        busy = {request.worker for request in prefills}
+        for request in begun:
+            if request.worker not in busy:
+                busy.add(request.worker)
+                prefills.append(request)
         spans = tuple(map(self._span, prefills))
         return StepPlan(
             tuple(prefills),
@@ -179,9 +163,7 @@ class Scheduler:
         n_tokens, start = request.n_tokens, request.n_computed
         if start is None:
             return request.n_cached, n_tokens
-        chunk = self._chunk_of(request)
-        assert chunk is not None
-        stop = min(n_tokens, start + chunk)
+        stop = min(n_tokens, start + (self._chunk_of(request) or n_tokens))
         request.n_computed = stop if stop < n_tokens else None
         if request.n_computed is None and self.prefix_cache is not None:
             self.prefix_cache.insert(request.all_token_ids(), request.slots.view())
@@ -356,7 +338,8 @@ class Scheduler:
         room = self.max_prefill_tokens
         while self.waiting:
             unit = self._next_unit()
-            if not self._has_rows(unit):
+            worker = self._worker_for(unit, prefills)
+            if worker is None or not self._has_rows(unit):
                 break
             margin = self._margin(unit)
             if unit[0].host_slots is not None:
@@ -367,17 +350,35 @@ class Scheduler:
                 resumed += unit
             else:
                 # one prefill always goes, however long
-                if not self._take_slots(unit, margin, room if prefills else None):
+                bound = room if prefills and not self.n_prefill_workers else None
+                if not self._take_slots(unit, margin, bound):
                     break
                 room -= sum(request.n_tokens - request.n_cached for request in unit)
                 prefills += unit
             del self.waiting[: len(unit)]
             for request in unit:
-                request.state = State.RUNNING
+                request.state, request.worker = State.RUNNING, worker
                 self.running.append(request)
-            if only_first or unit[0].n_computed is not None:
+            if only_first or (unit[0].n_computed is not None and not self.n_prefill_workers):
                 break
         return prefills, resumed, moves
+
+    def _begun(self) -> list[Request]:
+        """Running requests whose prompts are being computed."""
+        return [request for request in self.running if request.n_computed is not None]
+
+    def _worker_for(self, unit: Sequence[Request], admitted: Sequence[Request]) -> int | None:
+        """The prefill worker for the first that waits, or 0 if it needs none; None if all have a prompt that goes before,
+        of this step's ``admitted`` ones or of those that have begun."""
+        if not self.n_prefill_workers or unit[0].host_slots is not None:
+            return 0
+        outstanding, busy = [0] * self.n_prefill_workers, {request.worker for request in admitted}
+        for request in self._begun():
+            outstanding[request.worker] += request.n_tokens - (request.n_computed or 0)
+            if not self._displaces(request):
+                busy.add(request.worker)
+        free = [worker for worker in range(self.n_prefill_workers) if worker not in busy]
+        return min(free, key=outstanding.__getitem__, default=None)
 
     def _n_rows(self, unit: Sequence[Request]) -> int:
         """Sequences that run once ``unit`` does and newcomers have branched."""
@@ -458,7 +459,7 @@ class Scheduler:
             self.slots.free(cached)
             return False
         chunk = self._chunk_of(request)
-        if chunk is not None and n_new > chunk:
+        if self.n_prefill_workers or (chunk is not None and n_new > chunk):
             self._give(request, tokens, cached, None)
             request.n_computed = request.n_cached
         else:

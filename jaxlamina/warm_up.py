@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, Literal
 
 import jax
@@ -22,28 +22,38 @@ from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 @dataclass(frozen=True)
 class Shape:
     """One program's sizes. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens, padded;
-    ``alongside``: the prompt or chunk that a decode step has with it."""
+    ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers, by their index, of which
+    each has such a prompt or chunk at once."""
 
     kind: Literal["decode", "prefill", "chunk"]
     batch: int
     n_tokens: int
     context: int
     alongside: Shape | None = None
+    workers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.kind == "decode":
             text = f"decode, batch {self.batch}, context {self.context}"
             return text if self.alongside is None else f"{text}; {self.alongside}"
-        return f"{self.kind}, {self.n_tokens} tokens, context {self.context}"
+        text = f"{self.kind}, {self.n_tokens} tokens, context {self.context}"
+        return f"{text}, prefill workers {', '.join(map(str, self.workers))}" if self.workers else text
 
 
 def shapes(
-    buckets: Buckets, *, max_model_len: int, max_chunk: int | None, chunks: bool = True, mixed: bool = False
+    buckets: Buckets,
+    *,
+    max_model_len: int,
+    max_chunk: int | None,
+    chunks: bool = True,
+    mixed: bool = False,
+    n_prefill_workers: int = 0,
 ) -> list[Shape]:
     """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
 
     ``max_chunk``: prompt tokens computed in one step, None: all. ``chunks``: whether a prompt may follow stored tokens.
-    ``mixed``: whether a decode step may have a prompt or chunk alongside.
+    ``mixed``: whether a decode step may have a prompt or chunk alongside. ``n_prefill_workers``: then any of them may have
+    one at once, with a decode step or without.
     """
     decodes = [Shape("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context]
     longest = bucket(min(max_chunk or max_model_len, max_model_len), buckets.prompt)
@@ -54,6 +64,10 @@ def shapes(
             for fewest_earlier, context in _with_fewest(buckets.context):
                 if fewest_tokens + fewest_earlier <= max_model_len:
                     found.append(Shape("chunk", 1, size, context))
+    if n_prefill_workers:
+        sets = [s for n in range(n_prefill_workers) for s in combinations(range(n_prefill_workers), n + 1)]
+        found = [replace(prompt, workers=workers) for prompt in found for workers in sets]
+    mixed = mixed or n_prefill_workers > 0
     both = [replace(decode, alongside=prompt) for decode in decodes for prompt in found if mixed]
     return decodes + found + both
 
@@ -96,7 +110,13 @@ def _run(engine: Engine, shape: Shape) -> tuple[jax.Array, ...]:
         for batch in parts:
             n_distinct = len(np.unique(batch.slot_table[:, 0])) if batch.slot_table.size else 0
             executor.assume_stored(type(batch)(*(x[:n_distinct] for x in batch)))
-    if len(parts) == 2:
+    workers = (shape if shape.alongside is None else shape.alongside).workers
+    found: tuple[jax.Array, ...]
+    if workers:
+        rows = parts[0] if len(parts) == 2 else None
+        of_rows, of_prompts = executor.decode_with_prompts(rows, dict.fromkeys(workers, parts[-1]))
+        found = (*(() if rows is None else (of_rows,)), *of_prompts)
+    elif len(parts) == 2:
         found = tuple(executor.decode_with_chunk(*parts))
     else:
         found = (executor.decode(*parts) if shape.kind == "decode" else executor.prefill(*parts),)

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,17 @@ def source(model: str | list[Any]) -> Any:
     return InMemoryModel(config, random_params(config, seed=3))
 
 
-def greedy(group: Any, model: Any, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
-    """The same tokens as unsplit? The first prompt once before all together, so that two of them find a prefix."""
+def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **options: Any) -> dict[str, Any]:
+    """The same tokens as unsplit? The first prompt once before all together, so that two of them find a prefix. ``fourth``:
+    tokens of one prompt more."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     limits = {"max_num_seqs": 4, "max_model_len": 96} | options
     found = []
+    prompts = [*PROMPTS, *([[(7 * i) % 50 + 3 for i in range(fourth)]] if fourth else [])]
     llms = [LLM(source(model), group=group, **limits), LLM(source(model), split=False, **limits)]
     for llm in llms:
         alone = llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=1, ignore_eos=True))
-        together = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+        together = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         found.append([o.outputs[0].token_ids for o in (*alone, *together)])
         llm.engine.check_integrity()
     stats = llms[0].stats()
@@ -71,6 +74,7 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, **options: Any) -> dict[s
         "n_prefix_hit_tokens": stats["n_prefix_hit_tokens"],
         "programs": sorted(stats["compilations"]),
         "n_moved_in_tokens": stats["n_moved_in_tokens"],
+        "n_preemptions": stats["n_preemptions"],
         "ahead": llms[0].engine.async_scheduling,
     }
 
@@ -86,7 +90,8 @@ def branches(group: Any, model: str, **options: Any) -> dict[str, Any]:
         beams = SamplingParams(max_tokens=8, temperature=0, use_beam_search=True, beam_width=3, n=2)
         outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[:2]], [drawn, beams])
         found.append([c.token_ids for o in outputs for c in o.outputs])
-    return {"same": found[0] == found[1], "n": len(found[0])}
+        n_preemptions = llm.stats()["n_preemptions"]
+    return {"same": found[0] == found[1], "n": len(found[0]), "n_preemptions": n_preemptions}
 
 
 def held(group: Any, model: Any) -> dict[str, Any]:
@@ -169,7 +174,7 @@ def with_chunk(
     params = random_params(config, seed=3, dtype=jnp.dtype(dtype))
     fn = partial(apply, config)
     over_ranks = RanksExecutor(
-        fn, params, group=group, kv_slots=n, most_slots=n, least_slots=2, largest=LargestStep(4, 32, 16),
+        fn, params, group=group, kv_slots=n, most_slots=n, least_slots=2, largest=LargestStep(4, 32, 16), config=config,
     )  # fmt: skip
     alone = UnsplitExecutor(fn, params, n_slots=n, device=group.device)
     # Slots of three requests, by position.
@@ -232,6 +237,20 @@ def chunked_beside_decodes(
     )
 
 
+def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
+    """Every way of `bench step`, with its logits' largest difference from unsplit."""
+    import jax.numpy as jnp
+
+    from jaxlamina.bench import step_bench
+
+    found, _ = step_bench.measure(
+        source(model).config, [step_bench.StepCase(2, 8)], group=group, dtype=jnp.float32, n_rounds=1, unsplit=True,
+        local=False, prefill=prefill, staggered=[2], device=group.device,
+    )  # fmt: skip
+    prompts = {r.way: [r.n_prompt_tokens, r.ratio_to_decode, r.prompt_tokens_per_s] for r in found}
+    return {"difference": max(r.max_difference for r in found), "ways": prompts}
+
+
 def stray(group: Any, unused: list[int]) -> float:
     """The largest of what attention workers have in slots that nothing was stored in."""
     found = [0.0]
@@ -241,18 +260,19 @@ def stray(group: Any, unused: list[int]) -> float:
     return max(found)
 
 
-def warmed(group: Any, model: str) -> dict[str, Any]:
+def warmed(group: Any, model: str, max_model_len: int = 64) -> dict[str, Any]:
     """A step of padding alone, every program once before there is a request, then requests: how many programs more they
     need, and whether their tokens are those of the unsplit model."""
     from jaxlamina import warm_up
 
-    limits = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16}
+    limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": 16}
     llm = LLM(source(model), group=group, **limits)
-    todo = warm_up.shapes(llm.buckets, max_model_len=64, max_chunk=16)
-    for shape in todo:
-        batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, 64)
+    sizes = {"max_model_len": max_model_len, "max_chunk": 16}
+    for shape in warm_up.shapes(llm.buckets, **sizes):
+        batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
         run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
         assert np.isfinite(run(batch)).all()
+    todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.n_prefill_workers)
     done: list[int] = []
     warm_up.warm_up(llm.engine, todo, done.append, lambda: False)
     n, n_sampler = llm.executor.programs.total, llm.engine.sampler.n_compiled
@@ -271,19 +291,23 @@ def warmed(group: Any, model: str) -> dict[str, Any]:
 
 
 def scored(group: Any, model: str, **options: Any) -> dict[str, Any]:
-    """How likely prompts are, in chunks, against the unsplit model."""
+    """How likely prompts are, in chunks, one that nobody asks about first, against the unsplit model."""
     params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2, temperature=0)
+    prompts, asked = [[7] * 21, *PROMPTS], [replace(params, prompt_logprobs=None), *[params] * len(PROMPTS)]
     limits = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 8} | options
-    found = []
+    found, tokens, programs = [], [], []
     for where in ({"group": group}, {"split": False}):
         llm = LLM(source(model), **where, **limits)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], asked)
+        tokens.append([o.token_ids for o in outputs])
         entries = [entry for o in outputs for entry in (o.prompt_logprobs or ())[1:]]
         found.append(np.asarray([next(iter(entry.values())).logprob for entry in entries if entry]))
+        programs.append(sorted(llm.stats()["compilations"]))
     return {
         "n": len(found[0]),
         "difference": float(np.abs(found[0] - found[1]).max()),
-        "same": bool(np.allclose(*found, atol=1e-4)),
+        "same": bool(np.allclose(*found, atol=1e-4)) and tokens[0] == tokens[1],
+        "programs": programs[0],
     }
 
 
@@ -428,8 +452,10 @@ def weigh(folder: str) -> None:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (greedy, branches, held, moves, with_chunk, warmed, scored, ended, refused, mismatch)
-}
+    for f in (
+        greedy, branches, held, moves, with_chunk, step_bench, warmed, scored, ended, refused, mismatch,
+    )
+}  # fmt: skip
 
 
 def main() -> int:

@@ -50,7 +50,7 @@ def started(
     }  # fmt: skip
     more = {"hold": hold, "weigh": weigh and str(weigh), "behind": behind, "slow": slow}
     job |= {name: x for name, x in more.items() if x}
-    n = sum(dop)
+    n = sum(dop) + cluster.get("prefill_workers", 0)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [*JOB, json.dumps(job)]
     if transport == "mpi":
@@ -85,9 +85,9 @@ def run_job(
     return found
 
 
-def check_greedy(found: dict[str, Any], n_tokens: int = 64) -> None:
+def check_greedy(found: dict[str, Any], n_tokens: int = 64, n_prompts: int = 3) -> None:
     assert found["same"], found
-    assert found["n_tokens"] == [1] + [n_tokens] * 3
+    assert found["n_tokens"] == [1] + [n_tokens] * n_prompts
     # The first prompt again, and the third after it, start from what is stored.
     assert found["n_prefix_hit_tokens"] >= 18 + 17
     assert any(name.startswith("chunk") for name in found["programs"]), found["programs"]

@@ -83,6 +83,7 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
             "pipelining='fixed' is about several copies of the model, of which there is one with pipeline_parallel=2",
         ),
         ("pipeline_parallel = 0\n", "pipeline_parallel=0 must be at least 1"),
+        ("prefill_workers = -1\n", "prefill_workers=-1 must be at least 0"),
         (
             'n_batches = 3\npipelining = "rotational"\n',
             "one batch more than there are model workers, 2 for dop=(1, 1)",
@@ -141,6 +142,15 @@ def test_how_model_workers_have_the_model(how, mode, n_replicas, usual_n_batches
 def test_mixed_platforms_go_over_mpi():
     cluster = Cluster(transport="mpi", dop=(1, 2), model_platform="cuda", attention_platform="cpu")
     assert [cluster.platform(rank) for rank in range(3)] == ["cuda", "cpu", "cpu"]
+
+
+def test_prefill_workers_are_more_ranks_on_the_model_platform():
+    cluster = Cluster(
+        transport="mpi", dop=(1, 2), prefill_workers=2, model_platform="cuda", attention_platform="cpu"
+    )
+    assert cluster.n_ranks == 5 and list(cluster.pools.attention_ranks) == [1, 2]
+    assert [cluster.platform(rank) for rank in range(5)] == ["cuda", "cpu", "cpu", "cuda", "cuda"]
+    assert cluster.describe(4) == "rank 4 (prefill worker 1)"
 
 
 def test_what_ranks_compare_is_flat_and_has_every_key_but_how_rank_0_is_reached():

@@ -41,6 +41,15 @@ def test_roles_and_groups_partition_the_ranks(shards, replicas, n_attention):
             assert pools.attention_ranks[role.index] == role.rank
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
+def test_prefill_workers_come_last(n_model, n_attention, n_prefill):
+    pools = Pools(n_model, n_attention, n_prefill=n_prefill)
+    assert [*pools.model_ranks, *pools.attention_ranks, *pools.prefill_ranks] == list(range(pools.n_ranks))
+    found = [r for r in pools.roles if r.pool == "prefill"]
+    assert [(r.rank, r.index) for r in found] == [(rank, i) for i, rank in enumerate(pools.prefill_ranks)]
+    assert pools.roles[: n_model + n_attention] == Pools(n_model, n_attention).roles
+
+
 @pytest.mark.parametrize("text", ["", "2", "2,1,1", "a,b", "-1,2", "1.5,1", "0,1", "1,0"])
 def test_a_dop_that_is_none_is_a_user_error(text):
     with pytest.raises(UserError):
@@ -55,6 +64,10 @@ def test_errors_say_what_would_do():
     with pytest.raises(UserError, match=r"DOP \(2, 1\) needs 3 ranks, 2 were started: mpirun -n 3"):
         Pools(2, 1).check_world(2)
     Pools(2, 1).check_world(3)
+    with pytest.raises(UserError, match=r"DOP \(1, 1\) \+ 2 for prefill needs 4 ranks, 2 were started"):
+        Pools(1, 1, n_prefill=2).check_world(2)
+    with pytest.raises(UserError, match="n_prefill=-1 must be a whole number, at least 0"):
+        Pools(1, 1, n_prefill=-1)
 
 
 def test_open_mpi_says_which_rank_this_is():

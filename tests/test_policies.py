@@ -16,7 +16,8 @@ from jaxlamina import SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.policies import POLICIES, ChatFirst, Priority, ShortestRemaining, load_policy
 from jaxlamina.request import Request, State
-from jaxlamina.scheduler import Scheduler, StepPlan
+from jaxlamina.scheduler import Scheduler
+from jaxlamina.step_plan import StepPlan
 
 NAMES = ["fifo", "priority", "chat-first", "shortest-remaining"]
 

@@ -2,8 +2,8 @@
 
 Ways of running take turns on the same batches. Two times each: many steps launched ahead and waited for once, which is
 what the devices need, and steps waited for one by one, which a lone request feels. If asked for, also with a chunk of a
-prompt: in the decode step, or as a step after it. Knows executors and clocks; nothing of tables, nor of how ranks were
-started.
+prompt: in the decode step, as a step after it, or on a prefill worker meanwhile where the job has one. Knows executors and
+clocks; nothing of tables, nor of how ranks were started.
 """
 
 from __future__ import annotations
@@ -224,8 +224,9 @@ def _case(
             executor.pool.assume_stored(batch)
             if chunk is not None:
                 executor.pool.assume_stored(chunk)
+        has_workers = isinstance(executor, RanksExecutor) and bool(executor.group.prefill_ranks)
         n_prompt = 0 if chunk is None else chunk.tokens.shape[1]
-        for way in _ways(name, staggered, mini_batches, n_prompt, n_devices):
+        for way in _ways(name, staggered, mini_batches, n_prompt, n_devices, has_workers):
             on_progress(f"{case}: compiling {way.name}")
             rows = batch if way.share == 1 else shuffled_batch(part, n_slots, config.vocab_size)
             steps[way.name] = partial(_run, executor, way, rows, chunk)
@@ -256,7 +257,12 @@ def _case(
 
 
 def _ways(
-    name: str, staggered: Sequence[int], mini_batches: Sequence[int], prefill: int, n_devices: int
+    name: str,
+    staggered: Sequence[int],
+    mini_batches: Sequence[int],
+    prefill: int,
+    n_devices: int,
+    has_prefill_workers: bool = False,
 ) -> list[Way]:
     """How an executor is asked to run a step."""
     whole = [Way(name, {})]
@@ -269,14 +275,20 @@ def _ways(
             Way("split, q first", {"q_first": True, "n_batches": 1, "mini_batches": 1}),
             Way("split, q with k, v", {"q_first": False, "n_batches": 1, "mini_batches": 1}),
         ]
+    cut: list[Way] = []
+    if name == "split":
+        cut += [Way(f"split, {n} staggered", {"n_batches": n}) for n in staggered]
+        cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in mini_batches]
     chunks: list[Way] = []
+    here = {"prefill_workers": 0} if has_prefill_workers else {}
     for way in whole if prefill and name != "slice by slice" else []:  # which has a step for a chunk anyhow
         also = {"alongside": f"with {prefill} alongside", "after": f"then {prefill}"}
-        chunks += [Way(f"{way.name}, {words}", way.options, chunk, way.name) for chunk, words in also.items()]
-    if name != "split":
-        return whole + chunks
-    cut = [Way(f"split, {n} staggered", {"n_batches": n}) for n in staggered]
-    cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in mini_batches]
+        chunks += [
+            Way(f"{way.name}, {words}", way.options | here, chunk, way.name) for chunk, words in also.items()
+        ]
+    for way in [*whole, *cut] if prefill and has_prefill_workers else []:
+        words = f"{way.name}, {prefill} on a prefill worker"
+        chunks.append(Way(words, way.options | {"prefill_workers": 1}, "alongside", way.name))
     return whole + cut + chunks
 
 

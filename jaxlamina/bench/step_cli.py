@@ -42,7 +42,8 @@ def step_command(
         int | None,
         typer.Option(
             min=2,
-            help="Also with so many tokens of another prompt, in the decode step or in a step after it.",
+            help="Also with so many tokens of another prompt, in the decode step, in a step after it, or on a prefill worker "
+            "meanwhile where the job has one.",
         ),
     ] = None,
     devices: Annotated[

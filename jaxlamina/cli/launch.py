@@ -48,7 +48,8 @@ def launch(
         ),
     ] = None,
 ) -> None:
-    """Start all ranks of a job on this host: model workers, then attention workers; rank 0 runs COMMAND.
+    """Start all ranks of a job on this host: model workers, then attention workers, then prefill workers if there are any;
+    rank 0 runs COMMAND.
 
     Its stdout is the command's; other ranks' lines are on stderr, each with its rank. When one rank fails all are
     ended, and the last line says which and why.

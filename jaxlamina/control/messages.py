@@ -12,11 +12,14 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
 
 CHUNK = "chunk."
 """Before the names of a Step's arrays that are of the chunk alongside."""
+
+PREFILL = "prefill{}."
+"""Before those that are of the n-th prefill worker's part."""
 
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
@@ -75,7 +78,8 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alone, before k and v are computed. ``n_batches``: the requests go as so many staggered batches of equal size, of
     each of which ``rows`` and ``new`` are. ``chunk``: of a decode step, the part of a prompt that is computed alongside,
     itself a step of one request. ``mini_batches``: the requests' messages of each layer go in so many parts. ``of_all``:
-    logits of all tokens of prompts, not of each one's last.
+    logits of all tokens of prompts, not of each one's last. ``rank``: the prefill worker that runs it; 0: model ranks do.
+    ``prefills``: what prefill workers run at the same time, a part each.
     """
 
     kind: Literal["decode", "prefill", "chunk"]
@@ -89,6 +93,22 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk: StepShape | None = None
     mini_batches: int = 1
     of_all: bool = False
+    rank: int = 0
+    prefills: tuple[StepShape, ...] = ()
+
+    @property
+    def parts(self) -> tuple[StepShape, ...]:
+        """What model ranks run, or a prefill worker if they run nothing, and what prefill workers run beside it."""
+        return (msgspec.structs.replace(self, prefills=()), *self.prefills)
+
+    def part_of(self, prefill_rank: int) -> StepShape | None:
+        """What that prefill worker runs of it, or for 0 model ranks; None: nothing."""
+        return next((part for part in self.parts if part.rank == prefill_rank), None)
+
+    @property
+    def logits_of(self) -> tuple[int, ...]:
+        """What there are logits of in one staggered batch: ``[B]`` requests, or ``[B, T]`` tokens."""
+        return (self.batch_each, self.tokens) if self.of_all else (self.batch_each,)
 
     @property
     def batch_each(self) -> int:
@@ -109,7 +129,8 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts += [f"in {self.mini_batches} mini-batches"] if self.mini_batches > 1 else []
         parts += [] if self.q_first or self.n_batches > 1 else ["q with k and v"]
         parts += ["logits of all"] if self.of_all else []
-        parts += [] if self.chunk is None else [f"with {self.chunk}"]
+        parts += [f"on rank {self.rank}"] if self.rank else []
+        parts += [f"with {part}" for part in (self.chunk, *self.prefills) if part is not None]
         return ", ".join(parts)
 
 

@@ -15,7 +15,7 @@ from jaxlamina.profiling.collect import Recorder
 from jaxlamina.profiling.scopes import KINDS, Scope
 from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Meeting, RankTrace, Timeline, timeline
-from jaxlamina.ranks.executor import RanksExecutor
+from jaxlamina.ranks.executor import Own, RanksExecutor
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.transports import Program
 from jaxlamina.workers.batch import DecodeBatch
@@ -24,7 +24,7 @@ from jaxlamina.workers.batch import DecodeBatch
 class RecordingExecutor(RanksExecutor):
     """`RanksExecutor`, whose decode steps can be recorded on all ranks."""
 
-    _latest: tuple[m.StepShape, Program]
+    _latest: tuple[m.StepShape, Program | None]
 
     def __init__(self, *args: Any, group: Group, **options: Any) -> None:
         group.transport.traceable = True
@@ -44,9 +44,9 @@ class RecordingExecutor(RanksExecutor):
                 self.recorded = self.record(batch, n_steps)
         return super().decode(batch)
 
-    def _prepared(self, shape: m.StepShape) -> tuple[Program, Any]:
+    def _prepared(self, shape: m.StepShape) -> Own:
         found = super()._prepared(shape)
-        self._latest = shape, found[0]
+        self._latest = shape, found.program
         return found
 
     def record(self, batch: DecodeBatch, n_steps: int) -> Timeline:
@@ -54,6 +54,7 @@ class RecordingExecutor(RanksExecutor):
         before them: one that compiles, and one in which ranks begin to record. ``UserError`` if a rank cannot."""
         self.decode(batch).block_until_ready()
         shape, program = self._latest
+        assert program is not None
         others = (*self.group.model_ranks_in(shape), *self.group.workers)
         for rank in others:
             self.group.send(rank, m.Record(n_steps + 1))
@@ -72,9 +73,9 @@ class RecordingExecutor(RanksExecutor):
 def trace_of(group: Group, rank: int, recorded: m.Recorded | None) -> RankTrace:
     """What a rank sent, or that it took no part."""
     cluster = group.cluster
-    name, pool = cluster.describe(rank), "model" if rank < cluster.n_model else "attention"
+    name, pool = cluster.describe(rank), cluster.role(rank).pool
     if recorded is None:
-        return RankTrace(rank, name, pool, "")  # type: ignore[arg-type]
+        return RankTrace(rank, name, pool, "")
     streams: dict[int, list[Span]] = {}
     for stream, kind, index, batch, start, end in recorded.spans.numpy().tolist():
         streams.setdefault(stream, []).append(Span(Scope(KINDS[kind], index, batch), start, end))
@@ -82,7 +83,7 @@ def trace_of(group: Group, rank: int, recorded: m.Recorded | None) -> RankTrace:
     return RankTrace(
         rank,
         name,
-        pool,  # type: ignore[arg-type]
+        pool,
         recorded.host,
         tuple((begun, done) for begun, done in steps.tolist()),
         streams,

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 from jaxlamina.profiling import spans as s
 from jaxlamina.profiling.scopes import KINDS, Kind
 from jaxlamina.profiling.spans import Span
+from jaxlamina.roles import Pool
 
-Pool = Literal["model", "attention"]
-POOLS: tuple[Pool, ...] = ("model", "attention")
+POOLS: tuple[Literal["model", "attention"], ...] = ("model", "attention")  # of a decode step
 ALL = -1
 # Ways of an exchange: both ends wait for each other, or one puts a message where the other takes it.
 BOTH, PUT, TAKE = range(3)

@@ -1,6 +1,6 @@
-"""A job over real ranks: one model rank and b attention ranks, each a process with one program a step.
+"""A job over real ranks: model ranks, attention ranks and prefill workers, each a process with one program a step.
 
-`join` makes this process rank 0 and gives its `Group`, for `jaxlamina.LLM(group=…)`; `serve` makes it an attention rank
+`join` makes this process rank 0 and gives its `Group`, for `jaxlamina.LLM(group=…)`; `serve` makes it one of the others
 until rank 0 is done. Who starts the processes is `launch`'s affair.
 """
 

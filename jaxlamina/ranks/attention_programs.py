@@ -4,7 +4,7 @@ Pools are donated, one array a layer, so that each append is in place. The progr
 copies the pools. Knows no weight, no token and no request.
 
 Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k and v are on their way. §5: prompts' k and v
-come between those of decode steps; here within them.
+are taken in between what model workers send; here within the decode step, after each layer's answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxlamina.control.messages import StepShape
 from jaxlamina.ranks.layout import Layout, schedule_of, span
 from jaxlamina.ranks.wires import HeadsOf, Sizes, pack, pack_partial, packed_like, unpack
-from jaxlamina.schedules import AttentionRun, Operator
+from jaxlamina.schedules import AttentionRun, Exchange, Operator
 from jaxlamina.transports import Transport
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import Pool, append, attention_with_own, decode_attention, partial_attention
@@ -34,6 +34,7 @@ class StepInputs(NamedTuple):
     new_slots: Any  # [M], ≥ S for none
     q_positions: dict[int, Any]  # window -> [R, T], for tables that lost their positions
     chunk: StepInputs | None = None  # of the chunk alongside
+    prefills: tuple[StepInputs, ...] = ()  # of prefill workers' parts
 
     def part(self, j: int, n: int) -> StepInputs:
         """The j-th of n staggered batches' rows and new tokens."""
@@ -59,6 +60,9 @@ class AttentionProgram:
         self.t, self.layout, self.specs, self.shape = transport, layout, specs, shape
         self.n_query_heads = n_query_heads
         self.sizes: Sizes = layout.sizes(shape)
+        self.prefills = [
+            AttentionProgram(transport, layout, specs, n_query_heads, part) for part in shape.prefills
+        ]
         # Without a kernel of its own, attention gathers stored keys and values first, for which it needs no q: left to
         # itself XLA gathers those of all layers at the start, and keeps them.
         self._gathers = transport.device.platform == "cpu"
@@ -70,22 +74,37 @@ class AttentionProgram:
         k_pools, v_pools = list(k_pools), list(v_pools)
         if self.shape.n_batches > 1:
             return self._staggered(k_pools, v_pools, inputs)
+        last: jax.Array | None = None
+        for i in range(len(self.specs)):
+            k_pools[i], v_pools[i], last = self.layer(i, k_pools[i], v_pools[i], inputs, last)
+            k_pools[i], v_pools[i], last = self._taken_in(i, k_pools[i], v_pools[i], inputs, last)
+        assert last is not None, "a model without attention"
+        return k_pools, v_pools, zero_after(last).reshape(1)
+
+    def layer(
+        self, i: int, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array | None
+    ) -> tuple[Pool, Pool, jax.Array]:
+        """One layer of what is one batch, without that of prefill workers beside it; the last array is there when all is
+        sent, or came."""
+        heads = self._heads(i)
+        if self.shape.kind == "prefill":
+            kv = self._recv(i, heads.kv_like(self.sizes), last)
+            return *self._append(k_pool, v_pool, kv, inputs.new_slots), kv
         answer = self._answer
         if self.shape.chunk is not None:
             answer = self._answer_with_chunk
         elif self.shape.mini_batches > 1:
             answer = self._answer_in_parts
-        last: jax.Array | None = None
-        for i in range(len(self.specs)):
-            heads = self._heads(i)
-            if self.shape.kind == "prefill":
-                kv = self._recv(i, heads.kv_like(self.sizes), last)
-                k_pools[i], v_pools[i] = self._append(k_pools[i], v_pools[i], kv, inputs.new_slots)
-                last = kv
-            else:
-                k_pools[i], v_pools[i], last = answer(i, heads, k_pools[i], v_pools[i], inputs, last)
-        assert last is not None, "a model without attention"
-        return k_pools, v_pools, zero_after(last).reshape(1)
+        return answer(i, heads, k_pool, v_pool, inputs, last)
+
+    def _taken_in(
+        self, i: int, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array
+    ) -> tuple[Pool, Pool, jax.Array]:
+        """One layer of what prefill workers compute meanwhile; to come after the layer's answers, for which model ranks
+        wait."""
+        for program, part in zip(self.prefills, inputs.prefills, strict=True):
+            k_pool, v_pool, last = program.layer(i, k_pool, v_pool, part, last)
+        return k_pool, v_pool, last
 
     def _answer(
         self, i: int, heads: HeadsOf, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array | None
@@ -96,13 +115,13 @@ class AttentionProgram:
         with span("attention", i):
             k_pool, v_pool, answer, after = self._attend(i, k_pool, v_pool, q, kv, inputs, last)
         b = len(self.layout.workers)
-        return k_pool, v_pool, self.t.send_part(answer, self.layout.model_rank(i), b, after)
+        return k_pool, v_pool, self.t.send_part(answer, self._peer(i), b, after)
 
     def _answer_in_parts(
         self, i: int, heads: HeadsOf, k_pool: Pool, v_pool: Pool, inputs: StepInputs, last: jax.Array | None
     ) -> tuple[Pool, Pool, jax.Array]:
         """`_answer` by mini-batches: while one is attended to, the next one's message comes and the last one's answer goes."""
-        n, b, model_rank = self.shape.mini_batches, len(self.layout.workers), self.layout.model_rank(i)
+        n, b, peer = self.shape.mini_batches, len(self.layout.workers), self._peer(i)
         likes = heads.q_like(self.sizes.part(n)), heads.kv_like(self.sizes.part(n))
         message = tie = self._recv(i, packed_like(*likes), last)
         for j in range(n):
@@ -111,7 +130,7 @@ class AttentionProgram:
             with span("attention", i):
                 given = k_pool, v_pool, q, kv, inputs.part(j, n), tie
                 k_pool, v_pool, answer, _ = self._attend(i, *given)
-            tie = self.t.send_part(answer, model_rank, b, after=tie if following is None else following)
+            tie = self.t.send_part(answer, peer, b, after=tie if following is None else following)
             message = message if following is None else following
         return k_pool, v_pool, tie
 
@@ -141,7 +160,7 @@ class AttentionProgram:
             slots = reduce(tied, read, jnp.concatenate([inputs.new_slots, chunk.new_slots]))
             k_pool, v_pool = self._append(k_pool, v_pool, kv, slots)
         b = len(self.layout.workers)
-        return k_pool, v_pool, self.t.send_part(pack(*answers), self.layout.model_rank(i), b, after=kv)
+        return k_pool, v_pool, self.t.send_part(pack(*answers), self._peer(i), b, after=kv)
 
     def _staggered(
         self, k_pools: list[Pool], v_pools: list[Pool], inputs: StepInputs
@@ -152,6 +171,7 @@ class AttentionProgram:
         messages: dict[Operator, jax.Array] = {}
         # Each with what it must wait for, if that is not what it was made of: a tie is a kernel of its own.
         answers: dict[Operator, tuple[jax.Array, jax.Array]] = {}
+        n_sent = [0] * len(self.specs)  # each layer's answers
         last: jax.Array | None = None
 
         def answer_of(operator: Operator) -> tuple[jax.Array, jax.Array | None]:
@@ -179,6 +199,12 @@ class AttentionProgram:
                     answer, after = answer_of(item.receive)
                     last = self.t.swap_part(answer, like, item.replica, b, after=after)
                 messages[item.send] = last
+            if isinstance(item, Exchange) and item.receive is not None:
+                i = item.receive.layer
+                n_sent[i] += 1
+                if n_sent[i] == n:
+                    assert last is not None
+                    k_pools[i], v_pools[i], last = self._taken_in(i, k_pools[i], v_pools[i], inputs, last)
         assert last is not None, "a model without attention"
         return k_pools, v_pools, zero_after(last).reshape(1)
 
@@ -239,7 +265,11 @@ class AttentionProgram:
         return q, self._recv(i, kv_like, q) if has_new else None
 
     def _recv(self, i: int, like: jax.ShapeDtypeStruct, after: jax.Array | None) -> jax.Array:
-        return self.t.recv_part(like, self.layout.model_rank(i), len(self.layout.workers), after)
+        return self.t.recv_part(like, self._peer(i), len(self.layout.workers), after)
+
+    def _peer(self, i: int) -> int:
+        """The rank that layer i's q, k and v come from."""
+        return self.shape.rank or self.layout.model_rank(i)
 
     def _append(self, k_pool: Pool, v_pool: Pool, kv: jax.Array, slots: jax.Array) -> tuple[Pool, Pool]:
         k, v = jnp.split(kv, 2, axis=1)
@@ -276,4 +306,5 @@ def step_inputs_of(layout: Layout, shape: StepShape, specs: Sequence[AttentionSp
         ints((n * sizes.new,)),
         queries,
         None if shape.chunk is None else step_inputs_of(layout, shape.chunk, specs),
+        tuple(step_inputs_of(layout, part, specs) for part in shape.prefills),
     )

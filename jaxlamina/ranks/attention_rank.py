@@ -6,6 +6,7 @@ else: no weight, no token, no request. Which slots are whose is rank 0's affair.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +53,7 @@ def serve(cluster: Cluster, rank: int) -> int:
         device = device_of()
         transport = open_transport(cluster.transport, rank, cluster.n_ranks, device, cluster.peer_memory)
         watch = Watch(cluster.step_deadline_s, failing.of_own)
-        role = ModelRank if rank < cluster.n_model else AttentionRank
+        role = AttentionRank if cluster.role(rank).pool == "attention" else ModelRank
         role(cluster, rank, transport, client, watch).run()
         failing.over = True
         client.close()
@@ -225,7 +226,8 @@ def _slots(array: m.Array) -> np.ndarray:
 
 
 def _inputs(arrays: dict[str, m.Array]) -> StepInputs:
-    chunk = {name.removeprefix(m.CHUNK): x for name, x in arrays.items() if name.startswith(m.CHUNK)}
+    chunk = _under(m.CHUNK, arrays)
+    prefills = itertools.takewhile(bool, (_under(m.PREFILL.format(n), arrays) for n in itertools.count()))
     queries = {
         int(name.removeprefix("q")): array.numpy() for name, array in arrays.items() if name.startswith("q")
     }
@@ -235,4 +237,9 @@ def _inputs(arrays: dict[str, m.Array]) -> StepInputs:
         arrays["new_slots"].numpy(),
         queries,
         _inputs(chunk) if chunk else None,
+        tuple(map(_inputs, prefills)),
     )
+
+
+def _under(prefix: str, arrays: dict[str, m.Array]) -> dict[str, m.Array]:
+    return {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}

@@ -8,11 +8,12 @@ what KV looks like is the attention ranks' affair, and how tensors travel the tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -22,14 +23,14 @@ from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.choice import Choice
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.ranks.layout import layout_of, schedule_of
-from jaxlamina.ranks.memory_pool import Arrays, RemotePool
+from jaxlamina.ranks.memory_pool import Arrays, RemotePool, told_with
 from jaxlamina.ranks.model_rank import told_replica
-from jaxlamina.ranks.model_side import ModelSide, send_parameters, shards_of, traces
+from jaxlamina.ranks.model_side import ModelSide, receiver, send_parameters, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, with_chunk
+from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, levelled, with_chunk
 from jaxlamina.workers.calibration import channel_scales
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
@@ -38,6 +39,32 @@ from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitReport
+
+
+class Part(NamedTuple):
+    """A step, or one prefill worker's part of it: what each attention rank is told of it, and what the programs of the ranks
+    that run it are given."""
+
+    shape: m.StepShape
+    told: list[Arrays]
+    at: Any
+    inputs: tuple[Any, ...]
+
+
+class Own(NamedTuple):
+    """What rank 0 runs of a step: a program with its weights, unless only prefill workers are in it, and then one that takes
+    in their logits, if they are."""
+
+    program: Program | None
+    weights: Any
+    receive: Program | None
+
+    def exchanges(self) -> tuple[m.Exchange, ...]:
+        return tuple(e for program in (self.program, self.receive) if program for e in program.exchanges())
+
+
+def _nothing(_: float) -> None:
+    pass
 
 
 class RanksExecutor:
@@ -51,7 +78,7 @@ class RanksExecutor:
     Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``mini_batches``, as the
     cluster's; ``n_batches``, as how
     many staggered batches a decode step of at least as many rows runs (Lamina 2025 §4.3; "auto": see `Choice`); q goes with
-    k and v there.
+    k and v there; ``prefill_workers``, how many of the cluster's compute prompts. With none model ranks do.
 
     ``UserError`` for what cannot be; a rank that fails ends this process (`jaxlamina.ranks.group.Failing`).
     """
@@ -85,6 +112,7 @@ class RanksExecutor:
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches: int | Literal["auto"] = cluster.n_batches
         self.mini_batches = cluster.mini_batches
+        self.prefill_workers = cluster.prefill_workers
         self.choice = Choice((1, cluster.usual_n_batches))
         scales = None
         if kv_dtype == "int8-channel":
@@ -110,7 +138,9 @@ class RanksExecutor:
             group, self.layout, self.specs, self.n_slots, n_host_slots, cluster.token_block
         )
         self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards_of(cluster))
-        self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
+        self._programs: dict[m.StepShape, Own] = {}
+        self._compiled: dict[Any, Any] = {}  # rank 0's programs, which several steps may have in common
+        self._start = group.transport.bind(jax.device_put(np.zeros(1, np.int32), group.device))
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
 
     @property
@@ -125,6 +155,77 @@ class RanksExecutor:
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """One token more for each row: logits ``[B, V]`` float32."""
+        self._check_current()
+        rows, on_done = self._rows(batch)
+        [logits] = self._launch([rows], on_done)
+        return _without_padding(logits, batch)
+
+    def prefill(self, batch: PrefillBatch) -> jax.Array:
+        """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
+        return self._prefilled(batch, of_all=False)
+
+    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
+        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
+        return self._prefilled(batch, of_all=True)
+
+    def _prefilled(self, batch: PrefillBatch, of_all: bool) -> jax.Array:
+        if self.prefill_workers:
+            return self.decode_with_prompts(None, {0: batch}, [0] if of_all else [])[1][0]
+        self._check_current()
+        [logits] = self._launch([self._prompts(batch, self.q_first, of_all)])
+        return logits
+
+    def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
+        """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program a rank, which
+        reads weights once for both (Lamina 2024 §5.6): logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s.
+
+        Where there are prefill workers, `decode_with_prompts` on the first of them. Else one step after the other where
+        steps go as staggered batches or model workers share out the weights. Each token of the chunk is a row of the model,
+        so one that goes by a row's largest position (dynamic rope scaling) sees its own. ``ValueError`` for a chunk of
+        several requests.
+        """
+        if self.prefill_workers:
+            logits, [of_chunk] = self.decode_with_prompts(batch, {0: chunk})
+            assert logits is not None
+            return logits, of_chunk
+        tokens, positions = with_chunk(batch, chunk)
+        if self.n_batches != 1 or self.group.cluster.shares_weights:
+            return self.decode(batch), self.prefill(chunk)
+        self._check_current()
+        planned = self.pool.plan_with_chunk(batch, chunk, self.q_first)
+        [logits] = self._launch([Part(*planned, (tokens, positions, chunk.logits_at))])
+        return logits[:-1], logits[-1:]
+
+    def decode_with_prompts(
+        self, batch: DecodeBatch | None, prompts: Mapping[int, PrefillBatch], scored: Collection[int] = ()
+    ) -> tuple[jax.Array | None, list[jax.Array]]:
+        """One token more for each row, as `decode`, and meanwhile on prefill workers, by their index, what `prefill` does:
+        the logits of the rows, None without a batch, and those of the prompts, in their order (Lamina 2025 §5).
+
+        One may follow tokens of one before it in ``prompts``. ``scored``: the workers of whose prompts there are logits after
+        every token, as of `prefill_all`.
+        """
+        self._check_current()
+        parts = [] if batch is None else [self._rows(batch)[0]]
+        if self.layout.by_heads:  # programs are few then, and the step lasts as long as its largest prompt
+            # A prompt that is scored is left as small as it is: every token's logits are a row of the vocabulary.
+            others = {index: prompt for index, prompt in prompts.items() if index not in scored}
+            prompts = {
+                **prompts,
+                **dict(zip(others, levelled([*others.values()], self.n_slots), strict=True)),
+            }
+        for index, prompt in prompts.items():
+            # The intake is one message, so that it is over soon.
+            part = self._prompts(prompt, q_first=False, of_all=index in scored)
+            rank = self.group.prefill_ranks[index]
+            parts.append(part._replace(shape=msgspec.structs.replace(part.shape, rank=rank)))
+        logits = self._launch(parts)
+        if batch is None:
+            return None, logits
+        return _without_padding(logits[0], batch), logits[1:]
+
+    def _rows(self, batch: DecodeBatch) -> tuple[Part, Callable[[float], None]]:
+        """A decode step, its rows padded to whole staggered batches or mini-batches; and who is to be told its seconds."""
         n_rows = len(batch.tokens)
         bucket = n_rows, batch.slot_table.shape[1]
         if self.n_batches == "auto":
@@ -134,34 +235,17 @@ class RanksExecutor:
         mini_batches = self.mini_batches if n_batches == 1 and n_rows >= self.mini_batches else 1
         n_parts = max(n_batches, mini_batches)
         batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
-        took = partial(self.choice.took, bucket, n_batches)
-        inputs = batch.tokens, batch.positions
-        logits = self._step("decode", batch, inputs, n_batches, took, mini_batches)
-        return logits if len(logits) == n_rows else logits[:n_rows]
+        q_first = self.q_first and mini_batches == 1
+        shape, told, at = self.pool.plan("decode", batch, q_first, n_batches)
+        if mini_batches > 1:
+            shape = msgspec.structs.replace(shape, mini_batches=mini_batches)
+        rows = Part(shape, told, at, (batch.tokens, batch.positions))
+        return rows, partial(self.choice.took, bucket, n_batches)
 
-    def prefill(self, batch: PrefillBatch) -> jax.Array:
-        """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        return self._step(batch.kind, batch, (batch.tokens, batch.positions, batch.logits_at))
-
-    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
-        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
-        return self._step(batch.kind, batch, (batch.tokens, batch.positions), of_all=True)
-
-    def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
-        """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program a rank, which
-        reads weights once for both (Lamina 2024 §5.6): logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s.
-
-        One step after the other where steps go as staggered batches or model workers share out the weights. Each token of
-        the chunk is a row of the model, so one that goes by a row's largest position (dynamic rope scaling) sees its own.
-        ``ValueError`` for a chunk of several requests.
-        """
-        tokens, positions = with_chunk(batch, chunk)
-        if self.n_batches != 1 or self.group.cluster.shares_weights:
-            return self.decode(batch), self.prefill(chunk)
-        self._check_current()
-        planned = self.pool.plan_with_chunk(batch, chunk, self.q_first)
-        logits = self._launch(*planned, (tokens, positions, chunk.logits_at))
-        return logits[:-1], logits[-1:]
+    def _prompts(self, batch: PrefillBatch, q_first: bool, of_all: bool) -> Part:
+        shape, told, at = self.pool.plan(batch.kind, batch, q_first)
+        inputs = batch.tokens, batch.positions, *(() if of_all else (batch.logits_at,))
+        return Part(msgspec.structs.replace(shape, of_all=of_all), told, at, inputs)
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
@@ -193,46 +277,39 @@ class RanksExecutor:
 
     def exchanges(self, shape: m.StepShape) -> tuple[m.Exchange, ...]:
         """What this rank's program of a prepared bucket exchanges, in order."""
-        return self._programs[shape][0].exchanges()
+        return self._programs[shape].exchanges()
 
-    def _step(
-        self,
-        kind: str,
-        batch: DecodeBatch | PrefillBatch,
-        inputs: tuple[np.ndarray, ...],
-        n_batches: int = 1,
-        on_done: Callable[[float], None] = lambda _: None,
-        mini_batches: int = 1,
-        of_all: bool = False,
-    ) -> jax.Array:
-        self._check_current()
-        q_first = self.q_first and mini_batches == 1
-        shape, arrays, at = self.pool.plan(kind, batch, q_first, n_batches)
-        shape = msgspec.structs.replace(shape, mini_batches=mini_batches, of_all=of_all)
-        return self._launch(shape, arrays, at, inputs, on_done)
-
-    def _launch(
-        self,
-        shape: m.StepShape,
-        arrays: list[Arrays],
-        at: Any,
-        inputs: tuple[np.ndarray, ...],
-        on_done: Callable[[float], None] = lambda _: None,
-    ) -> jax.Array:
-        program, weights = self._prepared(shape)
+    def _launch(self, parts: Sequence[Part], on_done: Callable[[float], None] = _nothing) -> list[jax.Array]:
+        """Each part's logits."""
+        head, *beside = parts
+        shape, told = head.shape, head.told
+        if beside:
+            shape = msgspec.structs.replace(shape, prefills=tuple(part.shape for part in beside))
+        for n, part in enumerate(beside):
+            told = told_with(told, m.PREFILL.format(n), part.told)
+        own = self._prepared(shape)
         ticket = self.group.begin_step(shape)
         self.group.owed = f"step {self.group.n_steps} ({shape})"
-        for rank, of_worker in zip(self.group.workers, arrays, strict=True):
+        for rank, of_worker in zip(self.group.workers, told, strict=True):
             self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, of_worker))
-        if replicas := self.group.model_ranks_in(shape):
-            told = m.Step(self.group.n_steps, self._epoch, shape, told_replica(inputs, at))
-            for rank in replicas:
-                self.group.send(rank, told)
-        own = self.group.transport.bind(jax.device_put((inputs, at), self.device))
-        logits: jax.Array = self.group.transport.unbind(program(weights, *own))
+        for part in parts:
+            if ranks := self.group.model_ranks_in(part.shape):
+                step = m.Step(self.group.n_steps, self._epoch, shape, told_replica(part.inputs, part.at))
+                for rank in ranks:
+                    self.group.send(rank, step)
+        logits = self._run(own, head)
         self.group.owed = None
-        self.group.watch.until(ticket, logits, on_done)
+        self.group.watch.until(ticket, logits[-1], on_done)
         return logits
+
+    def _run(self, own: Own, head: Part) -> list[jax.Array]:
+        transport, found = self.group.transport, []
+        if own.program is not None:
+            given = transport.bind(jax.device_put((head.inputs, head.at), self.device))
+            found.append(transport.unbind(own.program(own.weights, *given)))
+        if own.receive is not None:
+            found += transport.unbind(own.receive(self._start))
+        return found
 
     def _check_current(self) -> None:
         if self._epoch != self.group.epoch:
@@ -240,8 +317,8 @@ class RanksExecutor:
                 "the ranks hold another model's KV since this one was made: one model a group at a time"
             )
 
-    def _prepared(self, shape: m.StepShape) -> tuple[Program, Any]:
-        """A bucket's program, compiled on all ranks and found to match before anyone runs it."""
+    def _prepared(self, shape: m.StepShape) -> Own:
+        """A bucket's programs, compiled on all ranks and found to match before anyone runs it."""
         if shape in self._programs:
             return self._programs[shape]
         if shape.n_batches > 1:  # what cannot be is said before anybody else hears of it
@@ -252,23 +329,40 @@ class RanksExecutor:
             self.group.send(rank, m.Prepare(shape, self.group.transport.traceable))
         self.programs.compiled(str(shape))
         try:
-            program, weights = self._side.compile(shape)
+            own = self._own(shape)
         finally:  # the others' answers are taken in whatever happens here, or they would be taken for the next ones
             answers = [self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in others]
-        lists = {0: program.exchanges()}
+        lists = {0: own.exchanges()}
         lists |= {rank: answer.exchanges for rank, answer in zip(others, answers, strict=True)}
         difference = first_difference(lists, self.group.cluster.describe)
         if difference is not None:
             raise UserError(f"the ranks' programs of {shape} do not match, so none is run: {difference}")
-        self._programs[shape] = program, weights
+        self._programs[shape] = own
         self.prepare_s += time.perf_counter() - began
-        return self._programs[shape]
+        return own
+
+    def _own(self, shape: m.StepShape) -> Own:
+        """Compiled where no step before had the same."""
+        rows, program, weights, receive = shape.part_of(0), None, None, None
+        if rows is not None:
+            if rows not in self._compiled:
+                self._compiled[rows] = self._side.compile(rows)
+            program, weights = self._compiled[rows]
+        sources = tuple((part.rank, part.logits_of) for part in shape.parts if part.rank)
+        if sources:
+            if sources not in self._compiled:
+                n_words = self.model.split(1).traced.jaxpr.outvars[0].aval.shape[-1]
+                likes = [jax.ShapeDtypeStruct((*of, n_words), jnp.float32) for _, of in sources]
+                ranks = [rank for rank, _ in sources]
+                self._compiled[sources] = receiver(self.group.transport, likes, ranks)
+            receive = self._compiled[sources]
+        return Own(program, weights, receive)
 
     def _share_out(
         self, model: ModelFn, params: Params, like: dict[str, Any], config: ModelConfig | None, kv_dtype: str
     ) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
-        """Sends the other model ranks their weights: all, or what each is to hold. Gives this rank's, and each slice's rank
-        if they are stages of a pipeline."""
+        """Sends the other model ranks and prefill workers their weights: all, or what each is to hold. Gives this rank's, and
+        each slice's rank if they are stages of a pipeline."""
         cluster, group, n = self.group.cluster, self.group, self.group.cluster.n_model
         axes = shard_axes(traces(model, like), like, n) if cluster.tensor_parallel > 1 else {}
         stages = Stages((), (frozenset(params),) * n)
@@ -278,7 +372,8 @@ class RanksExecutor:
         def share(rank: int) -> dict[str, jax.Array]:
             return shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
 
-        if not group.replicas:
+        others = (*group.replicas, *group.prefill_ranks)
+        if not others:
             return share(0), stages.ranks
         if config is None:
             raise UserError(
@@ -289,11 +384,14 @@ class RanksExecutor:
         for rank in group.replicas:
             names = tuple(sorted(stages.params[rank]))
             group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, stages.ranks))
-        for rank in group.replicas:  # one after another: this device may have no room for all at once
-            done = send_parameters(group.transport, jax.device_put(share(rank), self.device), rank)
+        for rank in group.prefill_ranks:
+            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, tuple(sorted(params)), ()))
+        for rank in others:  # one after another: this device may have no room for all at once
+            own = dict(params) if rank in group.prefill_ranks else share(rank)
+            done = send_parameters(group.transport, jax.device_put(own, self.device), rank)
             done.block_until_ready()
         group.watch.until(ticket, done)
-        for rank in group.replicas:
+        for rank in others:
             group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
         return share(0), stages.ranks
 
@@ -308,6 +406,11 @@ class RanksExecutor:
         for rank in self.group.workers:
             self.group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
         return n_slots
+
+
+def _without_padding(logits: jax.Array, batch: DecodeBatch) -> jax.Array:
+    n_rows = len(batch.tokens)
+    return logits if len(logits) == n_rows else logits[:n_rows]
 
 
 def pays_q_first(transport: Transport) -> bool:

@@ -103,6 +103,7 @@ class Group:
         self.cluster, self.transport, self.device = cluster, transport, device
         self.workers = tuple(cluster.pools.attention_ranks)
         self.replicas = tuple(range(1, cluster.n_model))  # model ranks but this one
+        self.prefill_ranks = tuple(cluster.pools.prefill_ranks)
         self.epoch = 0
         self.n_steps = 0
         self.owed: str | None = None  # a step that the others were told of, until this rank has begun it
@@ -146,8 +147,14 @@ class Group:
         return self.watch.begin(f"step {self.n_steps} ({shape}) with {peers}")
 
     def model_ranks_in(self, shape: StepShape) -> tuple[int, ...]:
-        """Model ranks but this one that take part in a step."""
-        return self.replicas if shape.n_batches > 1 or self.cluster.shares_weights else ()
+        """Model ranks but this one that take part in a step, and prefill workers that do."""
+        found: list[int] = []
+        for part in shape.parts:
+            if part.rank:
+                found.append(part.rank)
+            elif part.n_batches > 1 or self.cluster.shares_weights:
+                found += self.replicas
+        return tuple(found)
 
     def leave_because(self, line: str) -> None:
         """Ends this rank's part with a reason, which the others get as bad news."""

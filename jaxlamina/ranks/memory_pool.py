@@ -95,9 +95,11 @@ class RemotePool:
         rows, told, at = self.plan("decode", batch, q_first)
         of_chunk, chunk_told, chunk_at = self.plan(chunk.kind, chunk, q_first)
         shape = msgspec.structs.replace(rows, chunk=of_chunk)
-        pairs = zip(told, chunk_told, strict=True)
-        arrays = [own | {m.CHUNK + name: x for name, x in more.items()} for own, more in pairs]
-        return shape, arrays, None if at is None or chunk_at is None else (at, chunk_at)
+        return (
+            shape,
+            told_with(told, m.CHUNK, chunk_told),
+            None if at is None or chunk_at is None else (at, chunk_at),
+        )
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         """As `jaxlamina.workers.partition.place_stored` has it."""
@@ -177,6 +179,12 @@ class RemotePool:
             raise UserError("there are no host KV slots: give host_kv_slots (n_host_slots of an executor)")
         if len(host_slots) and not (0 <= host_slots.min() and host_slots.max() < self._n_host_slots):
             raise ValueError(f"host slots {host_slots} must be within 0 … {self._n_host_slots - 1}")
+
+
+def told_with(told: Sequence[Arrays], prefix: str, more: Sequence[Arrays]) -> list[Arrays]:
+    """What each attention rank is told, and ``more`` under names that begin with ``prefix``."""
+    pairs = zip(told, more, strict=True)
+    return [own | {prefix + name: x for name, x in of_part.items()} for own, of_part in pairs]
 
 
 def _staggered(rows: np.ndarray, n: int) -> list[np.ndarray]:

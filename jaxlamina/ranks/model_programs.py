@@ -96,8 +96,7 @@ class ModelProgram:
     def logits_like(self) -> jax.ShapeDtypeStruct:
         """One staggered batch's logits, as a rank gets them that did not run the last slice."""
         n_words = self.model.traced.jaxpr.outvars[0].aval.shape[-1]
-        each = (self.shape.tokens,) if self.shape.of_all else ()
-        return jax.ShapeDtypeStruct((self.shape.batch_each, *each, n_words), jnp.float32)
+        return jax.ShapeDtypeStruct((*self.shape.logits_of, n_words), jnp.float32)
 
     # --- from stage to stage ---
     def _begun(self, i: int, inputs: tuple[jax.Array, ...]) -> tuple[Context, Any, Tie]:

@@ -1,5 +1,5 @@
-"""A model rank other than rank 0: it gets its weights from rank 0, and runs its part of steps: its replica's of staggered
-ones, or its shard's or stage's of all.
+"""A model rank other than rank 0, or a prefill worker: it gets its weights from rank 0, and runs its part of steps: its
+replica's of staggered ones, or its shard's or stage's of all; a prefill worker its chunks of prompts.
 
 Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 inside its programs.
 """
@@ -33,7 +33,7 @@ _INPUTS = ("tokens", "positions", "logits_at")
 
 
 class ModelRank(ServedRank):
-    """One replica, shard or stage of the model as a process."""
+    """One replica, shard or stage of the model as a process, or all of it for prompts alone."""
 
     kind = "a model rank"
 
@@ -41,8 +41,9 @@ class ModelRank(ServedRank):
         self, cluster: Cluster, rank: int, transport: Transport, client: ControlClient, watch: Watch
     ) -> None:
         super().__init__(cluster, rank, transport, client, watch)
+        self._prefill_rank = rank if cluster.role(rank).pool == "prefill" else 0
         self._side: ModelSide | None = None
-        self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
+        self._programs: dict[m.StepShape, tuple[Program, Any]] = {}  # by its part of a step
         self._handlers |= {
             m.SetupModel: self._on_setup,
             m.Prepare: self._on_prepare,
@@ -54,7 +55,7 @@ class ModelRank(ServedRank):
         self._epoch += 1
         config = ModelConfig.from_hf(setup.config)
         function, like = partial(apply, config), abstract_params(config, jnp.dtype(setup.dtype))
-        n, shards = self._cluster.tensor_parallel, shards_of(self._cluster)
+        n, shards = self._cluster.tensor_parallel, () if self._prefill_rank else shards_of(self._cluster)
         own = shard_like(like, shard_axes(traces(function, like), like, n), n) if shards else like
         params = receive_parameters(self._transport, {name: own[name] for name in setup.params}, 0)
         jax.block_until_ready(params)
@@ -69,18 +70,25 @@ class ModelRank(ServedRank):
         assert self._side is not None
         began = time.perf_counter()
         self._transport.traceable = message.traceable
-        self._programs[message.shape] = self._side.compile(message.shape)
+        part = self._part(message.shape)
+        if part not in self._programs:
+            self._programs[part] = self._side.compile(part)
         took = time.perf_counter() - began
-        program, _ = self._programs[message.shape]
+        program, _ = self._programs[part]
         self._client.send(m.Prepared(message.shape, program.exchanges(), took))
 
     def _on_step(self, step: m.Step) -> None:
         ticket = self._begin(step)
-        program, weights = self._programs[step.shape]
+        program, weights = self._programs[self._part(step.shape)]
         arrays = {name: array.numpy() for name, array in step.arrays.items()}
         given = jax.device_put((inputs_from(arrays), indices_from(arrays)), self._transport.device)
         run = self._recorder.run(program, weights, *self._transport.bind(given))
         self._launched(ticket, self._transport.unbind(run))
+
+    def _part(self, shape: m.StepShape) -> m.StepShape:
+        part = shape.part_of(self._prefill_rank)
+        assert part is not None, "told of a step that others run"
+        return part
 
 
 def told_replica(inputs: tuple[np.ndarray, ...], at: PlacedIndices | None) -> dict[str, m.Array]:

@@ -140,16 +140,24 @@ def receive_parameters(
     transport: Transport, like: dict[str, jax.ShapeDtypeStruct], source: int
 ) -> dict[str, jax.Array]:
     """What ``source`` sends by `send_parameters`."""
+    names = sorted(like)
+    program = receiver(transport, [like[name] for name in names], [source] * len(names))
+    start = transport.bind(jax.device_put(jnp.zeros(1, jnp.int32), transport.device))
+    return dict(zip(names, transport.unbind(program(start)), strict=True))
 
-    def program(start: jax.Array) -> dict[str, jax.Array]:
-        last, found = start, {}
-        for name in sorted(like):
-            found[name] = last = transport.recv(like[name], source, zero_after(last))
+
+def receiver(transport: Transport, likes: Sequence[jax.ShapeDtypeStruct], sources: Sequence[int]) -> Program:
+    """A program that takes an int32 ``[1]`` and gives an array like each of ``likes``, received from ``sources`` one after
+    another."""
+
+    def program(start: jax.Array) -> list[jax.Array]:
+        last, found = start, []
+        for like, source in zip(likes, sources, strict=True):
+            last = transport.recv(like, source, zero_after(last))
+            found.append(last)
         return found
 
-    start = jax.device_put(jnp.zeros(1, jnp.int32), transport.device)
-    found: dict[str, jax.Array] = transport.unbind(transport.compile(program, start)(transport.bind(start)))
-    return found
+    return transport.compile(program, jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
 def shards_of(cluster: Cluster) -> tuple[int, ...]:

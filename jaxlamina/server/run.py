@@ -162,6 +162,7 @@ def _todo(llm: LLM, settings: Settings) -> list[Shape]:
         max_chunk=settings.max_num_batched_tokens,
         chunks=settings.prefix_caching or in_chunks,
         mixed=llm.engine.mixed_steps,
+        n_prefill_workers=llm.engine.n_prefill_workers,
     )
 
 

@@ -120,6 +120,30 @@ class PrefillBatch(NamedTuple):
         return batch
 
 
+def levelled(batches: Sequence[PrefillBatch], n_slots: int) -> list[PrefillBatch]:
+    """The same, all padded to the most tokens and the most earlier tokens of any: sizes that occur together are few then.
+
+    ``n_slots`` is S, the pool's size.
+    """
+    n_tokens, n_earlier = (
+        max((getattr(batch, name).shape[1] for batch in batches), default=0)
+        for name in ("tokens", "slot_table")
+    )
+
+    def wider(x: np.ndarray, width: int, **how: Any) -> np.ndarray:
+        return np.pad(x, [(0, 0), (0, width - x.shape[1])], **how)
+
+    return [
+        batch._replace(
+            tokens=wider(batch.tokens, n_tokens),
+            positions=wider(batch.positions, n_tokens, mode="edge"),
+            slots=wider(batch.slots, n_tokens, constant_values=n_slots),
+            slot_table=wider(batch.slot_table, n_earlier),
+        )
+        for batch in batches
+    ]
+
+
 def with_chunk(batch: DecodeBatch, chunk: PrefillBatch) -> tuple[Any, np.ndarray]:
     """(tokens, positions) of a decode step's B rows and then of a chunk's T tokens, ``[B + T, 1]`` int32; tokens are where
     the batch's are.

@@ -1,0 +1,280 @@
+"""Prompts on ranks of their own, beside decode steps: the unsplit model's tokens over real ranks, and who computes which prompt.
+
+A chunk on the model ranks is in `test_mixed_steps`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_jobs import check_greedy, mpi, run_job
+from test_policies import check_order
+from test_scheduler import make, play, request, run_step, workloads
+
+from jaxlamina.buckets import Buckets
+from jaxlamina.control.messages import StepShape
+from jaxlamina.policies import load_policy
+from jaxlamina.request import Request
+from jaxlamina.scheduler import SCORED_CHUNK, Scheduler
+from jaxlamina.step_plan import StepPlan
+from jaxlamina.warm_up import shapes
+from jaxlamina.workers import PrefillBatch
+from jaxlamina.workers.batch import levelled
+
+# --- over ranks ---
+
+# transport, (model workers, attention workers), prefill workers, partition, model, and what else the cluster's file says
+CASES: list[Any] = [
+    ("xla", (1, 1), 2, "heads", "llama", {}),
+    mpi((1, 2), 1, "tokens", "mistral-window", {}),
+]
+SLOW: list[tuple[str, tuple[int, int], int, str, str, dict[str, Any]]] = [
+    ("xla", (1, 2), 1, "requests", "llama", {"q_first": False}),
+    ("xla", (1, 2), 1, "heads", "qwen3", {"mini_batches": 2}),
+    ("xla", (1, 3), 2, "tokens", "llama", {}),
+    ("xla", (1, 1), 1, "heads", "llama", {"n_batches": 2}),
+    ("xla", (2, 1), 2, "heads", "llama", {"n_batches": 3}),
+    ("xla", (1, 2), 1, "requests", "mistral-window", {"n_batches": 2}),
+    ("xla", (2, 1), 1, "heads", "llama", {"tensor_parallel": 2}),
+    ("xla", (2, 2), 1, "tokens", "llama", {"pipeline_parallel": 2, "n_batches": 4}),
+    ("mpi", (1, 1), 2, "heads", "llama", {}),
+    ("mpi", (2, 1), 1, "heads", "llama", {"pipeline_parallel": 2}),
+    ("mpi", (2, 1), 1, "heads", "llama", {"n_batches": 3}),
+]
+
+
+def marked(case: tuple[Any, ...]) -> Any:
+    return pytest.param(*case, marks=[pytest.mark.slow, *([pytest.mark.mpi] if case[0] == "mpi" else [])])
+
+
+@pytest.mark.parametrize(
+    ("transport", "dop", "n_workers", "partition", "model", "how"), [*CASES, *map(marked, SLOW)]
+)
+def test_the_unsplit_models_tokens(
+    transport: str, dop: tuple[int, int], n_workers: int, partition: str, model: str, how: dict[str, Any]
+) -> None:
+    """Prompts in chunks while others decode, some after cached prefixes; among the slow tests also with requests that give way
+    and come back."""
+    usual = {"model": model, "n_tokens": 16, "fourth": 20, "max_num_batched_tokens": 8, "max_model_len": 48}
+    scenarios = [("greedy", usual)]
+    if transport == "xla" and dop != (1, 1):  # what differs between transports is in every step
+        scenarios.append(("greedy", usual | {"kv_slots": 60, "host_kv_slots": 16}))
+    cluster = {"partition": partition, "prefill_workers": n_workers, **how}
+    found, *few_slots = run_job(transport, dop, scenarios, **cluster)
+    check_greedy(found, n_tokens=16, n_prompts=4)
+    for more in few_slots:
+        assert more["same"] and more["n_preemptions"], more
+    prompts = [name for name in found["programs"] if "prefill" in name or "chunk" in name]
+    ranks = [f"on rank {sum(dop) + i}" for i in range(n_workers)]
+    assert all(any(rank in name for rank in ranks) for name in prompts), prompts
+    assert all(any(rank in name for name in prompts) for rank in ranks), prompts
+    beside = [name for name in prompts if name.startswith("decode")]
+    assert any("with chunk" in name for name in beside), prompts
+    if how.get("n_batches", 1) > 1:
+        assert any("staggered" in name for name in beside), beside
+    assert found["ahead"] == (dop[0] == 1)
+
+
+def test_samples_and_beams() -> None:
+    """Beams that gave way come back together: several prompts of one worker in a step."""
+    few = {"kv_slots": 40, "max_num_batched_tokens": 8}
+    [found] = run_job("xla", (1, 1), [("branches", {"model": "llama", **few})], prefill_workers=1)
+    assert found["same"] and found["n_preemptions"], found
+
+
+@pytest.mark.parametrize(
+    ("transport", "dop", "n_workers", "partition"),
+    [
+        ("xla", (1, 1), 2, "heads"),
+        pytest.param("xla", (1, 2), 1, "tokens", marks=pytest.mark.slow),
+        pytest.param(*mpi((1, 1), 1, "heads").values, marks=[pytest.mark.mpi, pytest.mark.slow]),
+    ],
+)
+def test_scored_prompts(transport: str, dop: tuple[int, int], n_workers: int, partition: str) -> None:
+    """Prompts are as likely as unsplit, and are computed by prefill workers, too, beside others."""
+    cluster = {"partition": partition, "prefill_workers": n_workers}
+    [found] = run_job(transport, dop, [("scored", {"model": "llama"})], **cluster)
+    assert found["same"] and found["n"] == 39, found
+    of_all = [name for name in found["programs"] if "logits of all" in name]
+    assert of_all and all("logits of all, on rank" in name for name in of_all), of_all
+    assert any(name.startswith("decode") for name in of_all), of_all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dop", "partition"), [((1, 1), "heads"), ((1, 2), "tokens")])
+def test_warm_programs(dop: tuple[int, int], partition: str) -> None:
+    """What is run once needs nothing more, but where tokens fall to workers by chance; and spoils nothing."""
+    scenario = "warmed", {"model": "llama", "max_model_len": 48}
+    [found] = run_job("xla", dop, [scenario], partition=partition, prefill_workers=1)
+    assert found["same"] and found["n_done"] == found["more_of_sampler"] == 0, found
+    assert partition == "tokens" or found["more"] == 0, found
+    assert any(name.startswith("decode") and "on rank" in name for name in found["programs"]), found
+
+
+@pytest.mark.slow
+def test_step_bench() -> None:
+    [bench] = run_job("xla", (1, 1), [("step_bench", {"model": "llama", "prefill": 4})], prefill_workers=1)
+    assert bench["difference"] < 1e-5, bench
+    ways = ["split, q first", "split, q with k, v", "split, 2 staggered"]
+    for way in ways:
+        n, ratio, per_s = bench["ways"][f"{way}, 4 on a prefill worker"]
+        assert n == 4 and ratio > 0 and per_s > 0
+    assert {f"{way}, with 4 alongside" for way in ways[:2]} < bench["ways"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "partition"), [("xla", "heads"), mpi("requests")])
+def test_logits_and_what_is_exchanged(transport: str, partition: str) -> None:
+    """A long prompt in chunks beside decode steps: logits to rounding, nothing stored where it should not be, and one
+    exchange more for rank 0 than in a decode step by itself."""
+    scenario = "with_chunk", {"model": "llama", "partition": partition}
+    [found] = run_job(transport, (1, 2), [scenario], partition=partition, prefill_workers=1)
+    assert found["finite"] and found["difference"] < 1e-5 and found["tokens"][0] == found["tokens"][1], found
+    assert found.get("stray", 0.0) == 0.0, found
+    counts = found["n_exchanges"]
+    beside = {n for name, n in counts.items() if "on rank 3" in name}
+    alone = {n for name, n in counts.items() if "on rank 3" not in name}
+    assert len(alone) == 1 and beside == {alone.pop() + 1}, counts
+
+
+# --- who computes which prompt ---
+
+
+@pytest.mark.parametrize("name", ["fifo", "chat-first"])
+@settings(max_examples=150, deadline=None)
+@given(
+    workload=workloads(),
+    aborted=st.sets(st.integers(0, 9)),
+    random=st.randoms(use_true_random=False),
+    n_workers=st.integers(1, 3),
+)
+def test_any_workload_finishes(name: str, workload, aborted, random, n_workers: int) -> None:
+    """Each worker has one prompt a step and brings it to an end, but for whom a preemptive policy puts first."""
+    workers: dict[Request, int] = {}
+
+    def check(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> None:
+        check_order(scheduler, plan, before)
+        units = {(r.worker, r.request_id) for r in plan.prefills}
+        assert len({worker for worker, _ in units}) == len(units)
+        assert all(0 <= worker < n_workers for worker, _ in units)
+        for r in [r for r in workers if r.n_computed is None]:
+            del workers[r]
+        begun = [r for r in scheduler.running if r.n_computed is not None]
+        for r in begun:
+            assert workers.setdefault(r, r.worker) == r.worker
+        assert {r.worker for r in begun} <= {r.worker for r in plan.prefills}, (
+            "none rests while it has a prompt"
+        )
+        if not scheduler.policy.preemptive:
+            assert len({r.worker for r in begun}) == len(begun)
+
+    play(workload, aborted, random, check, policy=load_policy(name), n_prefill_workers=n_workers)
+
+
+def drawn(plan: StepPlan) -> list[tuple[str, int, tuple[int, int]]]:
+    return [(r.request_id, r.worker, span) for r, span in zip(plan.prefills, plan.spans, strict=True)]
+
+
+def test_whoever_is_free_takes_the_next_prompt_and_the_others_wait_without_slots() -> None:
+    scheduler = make(100, max_num_seqs=8, prefill_chunk=4, n_prefill_workers=2)
+    for name, n in (("long", 10), ("short", 3), ("next", 6), ("last", 2)):
+        scheduler.add(request(name, n, 20))
+    plans = [drawn(run_step_of_chunks(scheduler)) for _ in range(4)]
+    assert plans == [
+        [("long", 0, (0, 4)), ("short", 1, (0, 3))],
+        [("next", 1, (0, 4)), ("long", 0, (4, 8))],
+        [("long", 0, (8, 10)), ("next", 1, (4, 6))],
+        [("last", 0, (0, 2))],
+    ]
+
+
+def test_of_several_the_one_with_the_fewest_prompt_tokens_left() -> None:
+    """Chats begin before batch work that has begun, on the worker that has least of it left."""
+    scheduler = make(
+        200, max_num_seqs=8, prefill_chunk=4, policy=load_policy("chat-first"), n_prefill_workers=3
+    )
+    for name, n in (("a", 40), ("b", 9), ("c", 20)):
+        work = request(name, n, 4)
+        work.priority = 1
+        scheduler.add(work)
+    run_step_of_chunks(scheduler)
+    for name in ("first", "second"):
+        scheduler.add(request(name, 2, 4))
+    plan = drawn(run_step_of_chunks(scheduler))
+    assert plan == [("first", 1, (0, 2)), ("second", 2, (0, 2)), ("a", 0, (4, 8))]
+    assert drawn(run_step_of_chunks(scheduler))[1:] == [("b", 1, (4, 8)), ("c", 2, (4, 8))]
+
+
+def run_step_of_chunks(scheduler: Scheduler) -> StepPlan:
+    """One step: a token for everyone but those whose prompts go on."""
+    plan = scheduler.schedule()
+    for r in plan.requests:
+        if r.n_computed is None:
+            r.output_token_ids.append(7)
+    return plan
+
+
+def test_prompts_without_chunks() -> None:
+    scheduler = make(60, max_num_seqs=4, n_prefill_workers=1)
+    for i in range(3):
+        scheduler.add(request(str(i), 9, 3))
+    assert [[r.request_id for r in run_step(scheduler).prefills] for _ in range(4)] == [
+        ["0"],
+        ["1"],
+        ["2"],
+        [],
+    ]
+
+
+def test_a_prompt_that_is_scored_comes_in_chunks() -> None:
+    scheduler = make(SCORED_CHUNK + 20, max_num_seqs=4, n_prefill_workers=1)
+    scored = request("scored", SCORED_CHUNK + 3, 3)
+    scored.scores_prompt = True
+    scheduler.add(scored)
+    assert [drawn(run_step_of_chunks(scheduler)) for _ in range(2)] == [
+        [("scored", 0, (0, SCORED_CHUNK))],
+        [("scored", 0, (SCORED_CHUNK, SCORED_CHUNK + 3))],
+    ]
+
+
+# --- what is compiled, and what is padded ---
+
+
+def test_steps_that_are_compiled_before_requests_come() -> None:
+    buckets = Buckets(batch=(1, 2), prompt=(8,), context=(16,))
+    sizes = {"max_model_len": 16, "max_chunk": 8}
+    alone = shapes(buckets, **sizes)
+    n_decodes = sum(shape.kind == "decode" for shape in alone)
+    n_prompts = len(alone) - n_decodes
+    for n_workers, n_sets in ((1, 1), (2, 3)):
+        found = shapes(buckets, **sizes, n_prefill_workers=n_workers)
+        assert len(set(found)) == len(found) == n_decodes + (n_decodes + 1) * n_prompts * n_sets
+        assert str(found[-1]).endswith(f"prefill workers {', '.join(map(str, range(n_workers)))}")
+
+
+def test_prompts_of_one_step_are_padded_to_the_largest() -> None:
+    n, buckets = 40, Buckets(batch=(1,), prompt=(2, 8), context=(4, 16))
+    first = PrefillBatch.build([[5, 6]], [[1, 2]], buckets, n)
+    chunk = PrefillBatch.build([[7, 8, 9]], [[20, 21, 22]], buckets, n, earlier=[list(range(10, 15))])
+    got, same = levelled([first, chunk], n)
+    assert got.kind == same.kind == "chunk"
+    for x, y in zip(same, chunk, strict=True):
+        assert np.array_equal(x, y)
+    assert got.tokens.tolist() == [[5, 6, *[0] * 6]] and got.positions.tolist() == [[0, 1, *[1] * 6]]
+    assert got.slots.tolist() == [[1, 2, *[n] * 6]] and got.slot_table.shape == (1, 16)
+    assert got.lengths.tolist() == [0] and got.logits_at.tolist() == [1]
+
+
+def test_a_steps_parts() -> None:
+    prompts = StepShape("prefill", 1, 16, 0, rank=3), StepShape("chunk", 1, 16, 32, q_first=False, rank=4)
+    step = StepShape("decode", 8, 1, 256, prefills=prompts)
+    assert str(step) == (
+        "decode, batch 8, context 256, with prefill, batch 1, tokens 16, context 0, on rank 3, "
+        "with chunk, batch 1, tokens 16, context 32, q with k and v, on rank 4"
+    )
+    assert step.part_of(0) == StepShape("decode", 8, 1, 256)
+    assert [step.part_of(rank) for rank in (3, 4, 5)] == [*prompts, None]
