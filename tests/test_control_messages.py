@@ -69,7 +69,12 @@ def values(hint: typing.Any) -> st.SearchStrategy:
     if origin is dict:
         return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
     if origin is tuple and args[-1] is Ellipsis:
-        return st.lists(values(args[0]), max_size=3).map(tuple)
+        several = st.lists(values(args[0]), max_size=3).map(tuple)
+        if (
+            args[0] is StepShape
+        ):  # of which one may hold several: mostly none, or there would be no end of them
+            return st.integers(0, 5).flatmap(lambda n: st.just(()) if n else several)
+        return several
     if origin is tuple:
         return st.tuples(*map(values, args))
     return structs(hint)
