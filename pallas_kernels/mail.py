@@ -18,6 +18,12 @@ from jax import Array
 from pallas_kernels.gpu.mail import Carrier, Ring
 
 
+def supports(device: jax.Device) -> bool:
+    """Whether the kernels run there: Hopper or later."""
+    major = str(getattr(device, "compute_capability", "0")).partition(".")[0]
+    return device.platform == "gpu" and int(major) >= 9
+
+
 def n_bytes(like: Any) -> int:
     """Of an array."""
     return math.prod(like.shape) * jnp.dtype(like.dtype).itemsize

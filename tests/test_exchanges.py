@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from jaxlamina.control.messages import Exchange
 from jaxlamina.transports.exchanges import first_difference, mpi_exchanges, xla_exchanges
+from pallas_kernels.gpu.mail import Ring
 
 DATA = Path(__file__).parent / "data" / "exchanges"
 VERSIONS = ("jax0.10.2", "jax0.11.2")
@@ -375,6 +376,10 @@ def test_what_is_put_does_not_wait_and_what_is_taken_does():
     assert first_difference({0: [put, take], 1: list(back[::-1])}) is None
     assert "wait for one another for ever" in first_difference({0: [take, put], 1: list(back[::-1])})
     assert "has no more exchanges" in first_difference({0: [put, take, put], 1: list(back)})
+    ahead = Ring().n_ahead
+    many = {n: {0: n * [put] + n * [take], 1: n * [back[0]] + n * [back[1]]} for n in (ahead, ahead + 1)}
+    assert first_difference(many[ahead]) is None
+    assert "wait for one another for ever" in first_difference(many[ahead + 1])  # both rings are full
     other = Exchange("take", 0, (4,), "float32")
     assert "but rank 1, exchange 2 of 2: receives float32[4]" in first_difference(
         {0: [put, take], 1: [back[0], other]}

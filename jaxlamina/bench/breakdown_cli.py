@@ -64,7 +64,7 @@ def breakdown_command(
     with Console(stderr=True).status("starting") as status:
         options = {"group": group, "dtype": DTYPES[dtype], "n_steps": steps, "staggered": n_batches}
         found = breakdown_bench.measure(shape, cases, **options, on_progress=status.update)
-    job = f"DOP {group.cluster.pools}, {group.cluster.transport}, {group.cluster.partition}"
+    job = group.description
     accelerator = group.device.device_kind
     title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; {accelerator}"
     if timeline is not None:

@@ -99,11 +99,7 @@ def step_command(
             device=device,
             on_progress=status.update,
         )
-    job = (
-        "one device"
-        if group is None
-        else f"DOP {group.cluster.pools}, {group.cluster.transport}, {group.cluster.partition}"
-    )
+    job = "one device" if group is None else group.description
     record = {
         "bench": "step",
         "model": config,

@@ -126,6 +126,12 @@ class Group:
         """Where a model is loaded: this rank's device, but the host's memory where no rank is to have all of it."""
         return jax.local_devices(backend="cpu")[0] if self.cluster.shares_weights else self.device
 
+    @property
+    def description(self) -> str:
+        """DOP, how messages travel, and what attention workers share out."""
+        how = self.cluster.transport + (" by memory" if self.transport.by_memory else "")
+        return f"DOP {self.cluster.pools}, {how}, {self.cluster.partition}"
+
     def gather(self) -> None:
         """Waits for all ranks. ``UserError`` that says which did not come, or came with another configuration."""
         self.control.gather(self.cluster.start_deadline_s)
@@ -233,6 +239,8 @@ def join(cluster: Cluster, rank: int) -> Group:
     except BaseException as error:
         group.leave_because(f"{cluster.describe(0)}: {first_line(error)}")
         raise
+    if why := getattr(group.transport, "why_not_by_memory", ""):
+        print(f"note: not all messages go by GPUs' memory: {why}", file=sys.stderr, flush=True)
     _current = group
     atexit.register(group.close)  # a program that ends without it lets the others go too
     return group

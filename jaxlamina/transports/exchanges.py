@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxlamina.control.messages import Exchange
+from pallas_kernels.gpu.mail import Ring
 
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT\s+)?%?([\w.\-]+) = ")
@@ -127,12 +128,12 @@ def _circle(lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], s
     """Runs the lists with sends that wait for their receive, as large ones do; a line on who waits for whom for ever."""
     at = dict.fromkeys(lists, 0)
     waiting = set(lists)
-    put_at = _puts(lists)
+    needs = _needs(lists)
     while waiting:
         rank = waiting.pop()
         while at[rank] < len(lists[rank]):
             peer = lists[rank][at[rank]].peer
-            met = _partners(lists, at, rank, put_at)
+            met = _partners(lists, at, rank, needs)
             if not met:
                 break
             for one in met:
@@ -145,14 +146,16 @@ def _circle(lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], s
     return f"ranks would wait for one another for ever: {found}"
 
 
-def _puts(lists: Mapping[int, Sequence[Exchange]]) -> dict[tuple[int, int], int]:
-    """(rank, index) of what it takes -> the index of that put in its sender's list."""
+def _needs(lists: Mapping[int, Sequence[Exchange]]) -> dict[tuple[int, int], int]:
+    """(rank, index) of a take or a put -> the index in its peer's list of what must be over first: of a take its put, of a
+    put the take that makes room for it in the ring, if there is one."""
     found: dict[tuple[int, int], int] = {}
     for rank, exchanges in lists.items():
         for sender in {e.peer for e in exchanges if e.op == "take"}:
             takes = [i for i, e in enumerate(exchanges) if (e.op, e.peer) == ("take", sender)]
             puts = [i for i, e in enumerate(lists[sender]) if (e.op, e.peer) == ("put", rank)]
             found |= {(rank, i): j for i, j in zip(takes, puts, strict=True)}
+            found |= {(sender, j): i for i, j in zip(takes, puts[Ring().n_ahead :], strict=False)}
     return found
 
 
@@ -160,23 +163,20 @@ def _partners(
     lists: Mapping[int, Sequence[Exchange]],
     at: Mapping[int, int],
     rank: int,
-    put_at: Mapping[tuple[int, int], int],
+    needs: Mapping[tuple[int, int], int],
 ) -> list[int]:
-    """All ranks of the exchange that ``rank`` is at, if each of them is at it too; else none. A put is its sender's alone,
-    and a take its receiver's once the put is done."""
+    """All ranks of the exchange that ``rank`` is at, if each of them is at it too; else none. A put and a take are one
+    rank's alone, once what they need is over."""
     here = lists[rank][at[rank]]
-    if here.op == "put" or (here.op == "take" and put_at[rank, at[rank]] < at[here.peer]):
-        return [rank]
-    if here.op == "take":
-        return []
+    if here.op in ("put", "take"):
+        return [rank] if needs.get((rank, at[rank]), -1) < at[here.peer] else []
     ranks = sorted(lists) if here.op == "all" else [rank, here.peer]
     for other in ranks:
         if at[other] >= len(lists[other]):
             return []
         there = lists[other][at[other]]
-        if other != rank and not (
-            there.op == here.op == "all" or (there.op in ("send", "recv") and there.peer == rank)
-        ):
+        meets = there.op == "all" if here.op == "all" else there.op in ("send", "recv") and there.peer == rank
+        if other != rank and not meets:
             return []
     return ranks
 

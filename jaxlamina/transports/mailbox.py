@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.gpu.mail import ADDRESSES, N_FIELDS, Ring
+from pallas_kernels.mail import supports
 
 _HANDLE_BYTES = 64
 _HOST_BYTES = 128
@@ -41,6 +42,10 @@ class Mailbox:
         self._cuda: _Cuda | None = None
         card = np.zeros(_HANDLE_BYTES + _HOST_BYTES, np.uint8)
         try:
+            if not supports(device):
+                raise _CudaError(
+                    f"{device.device_kind} is not a GPU whose kernels write messages: Hopper or later"
+                )
             self._cuda = _Cuda(device)
             self._bases[rank] = self._cuda.allocate(n_ranks * self._bytes_each)
             handle = self._cuda.handle_of(self._bases[rank])

@@ -64,8 +64,10 @@ class XlaTransport:
         self._mail: Mail | None = None
         if n_ranks > 2:
             self._meet()
-        if peer_memory and device.platform == "gpu":
-            self._mail = Mail.open(rank, n_ranks, device, self._gather)
+        self.why_not_by_memory = ""
+        if peer_memory and device.platform == "gpu" and n_ranks > 1:
+            box = Mailbox(rank, n_ranks, device, Ring(), self._gather)
+            self._mail, self.why_not_by_memory = Mail(box) if box.peers else None, box.why_not
         self.by_memory = self._mail is not None
 
     def _gather(self, own: np.ndarray) -> np.ndarray:
@@ -274,14 +276,6 @@ class Mail:
         self._is_complete = box.is_complete
         self._traced: Any = None  # the table, as the program has it
         self._tags = count()
-
-    @classmethod
-    def open(
-        cls, rank: int, n_ranks: int, device: jax.Device, gather: Callable[[np.ndarray], np.ndarray]
-    ) -> Mail | None:
-        """None where no rank can be reached this way; all ranks must come here."""
-        box = Mailbox(rank, n_ranks, device, Ring(), gather)
-        return cls(box) if box.peers else None
 
     def carries(self, like: Any, peer: int) -> bool:
         """The same at both ends."""

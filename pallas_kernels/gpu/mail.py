@@ -35,6 +35,11 @@ class Ring:
     n_warps: int = 8
 
     @property
+    def n_ahead(self) -> int:
+        """Messages that can be put before the first is taken; that the last one was taken is said with the next."""
+        return self.n_slots - 1
+
+    @property
     def data_bytes(self) -> int:
         return self.n_slots * self.slot_bytes
 
