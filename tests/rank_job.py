@@ -249,6 +249,22 @@ def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
     return {"difference": max(r.max_difference for r in found), "ways": prompts}
 
 
+def warmed(group: Any, model: str) -> dict[str, Any]:
+    """What is compiled by requests after all that they may meet has been compiled."""
+    from jaxlamina.warm_up import shapes, warm_up
+
+    llm = LLM(source(model), group=group, max_num_seqs=2, max_model_len=48, max_num_batched_tokens=24)
+    sizes = {"max_model_len": 48, "max_chunk": 24, "n_prefill_workers": llm.engine.n_prefill_workers}
+    todo = shapes(llm.buckets, **sizes)
+    warm_up(llm.engine, todo, lambda _: None, lambda: False)
+    known = llm.stats()["compilations"]
+    rows = [[*SHARED], [7, 8], [*range(3, 41)], [*range(9, 31)], [*SHARED, 33, 34]]
+    for _ in range(2):
+        llm.generate([{"prompt_token_ids": row} for row in rows], SamplingParams(temperature=0, max_tokens=9))
+    more = llm.stats()["compilations"]
+    return {"n": len(todo), "more": sorted(name for name in more if more[name] != known.get(name))}
+
+
 def stray(group: Any, unused: list[int]) -> float:
     """The largest of what attention workers have in slots that nothing was stored in."""
     found = [0.0]
@@ -376,7 +392,7 @@ def weigh(folder: str) -> None:
 
 
 SCENARIOS = {
-    f.__name__: f for f in (greedy, branches, held, moves, with_chunk, step_bench, refused, mismatch)
+    f.__name__: f for f in (greedy, branches, held, moves, with_chunk, step_bench, warmed, refused, mismatch)
 }
 
 

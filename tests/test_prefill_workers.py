@@ -87,6 +87,13 @@ def test_samples_and_beams() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_after_warming_up_nothing_is_compiled(n_workers: int) -> None:
+    [found] = run_job("xla", (1, 1), [("warmed", {"model": "llama"})], prefill_workers=n_workers)
+    assert found["n"] > 10 and not found["more"], found
+
+
+@pytest.mark.slow
 def test_step_bench() -> None:
     [bench] = run_job("xla", (1, 1), [("step_bench", {"model": "llama", "prefill": 4})], prefill_workers=1)
     assert bench["difference"] < 1e-5, bench
