@@ -62,7 +62,8 @@ def shapes(
     if chunks:
         for fewest_tokens, size in _with_fewest(prompts):
             for fewest_earlier, context in _with_fewest(buckets.context):
-                if fewest_tokens + fewest_earlier <= max_model_len:
+                # Prefill workers' chunks of one step are padded to the largest, of tokens and of earlier ones.
+                if fewest_tokens + fewest_earlier <= max_model_len or n_prefill_workers > 1:
                     found.append(Shape("chunk", 1, size, context))
     if n_prefill_workers:
         sets = [s for n in range(n_prefill_workers) for s in combinations(range(n_prefill_workers), n + 1)]

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,14 +261,16 @@ def stray(group: Any, unused: list[int]) -> float:
     return max(found)
 
 
-def warmed(group: Any, model: str, max_model_len: int = 64) -> dict[str, Any]:
-    """A step of padding alone, every program once before there is a request, then requests: how many programs more they
-    need, and whether their tokens are those of the unsplit model."""
+def warmed(
+    group: Any, model: str, max_model_len: int = 64, chunk: int = 16, prompts: Sequence[list[int]] = PROMPTS
+) -> dict[str, Any]:
+    """A step of padding alone, every program once before there is a request, then requests, each twice: the programs that
+    they need more, and whether their tokens are those of the unsplit model."""
     from jaxlamina import warm_up
 
-    limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": 16}
+    limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
     llm = LLM(source(model), group=group, **limits)
-    sizes = {"max_model_len": max_model_len, "max_chunk": 16}
+    sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
     for shape in warm_up.shapes(llm.buckets, **sizes):
         batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
         run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
@@ -275,18 +278,21 @@ def warmed(group: Any, model: str, max_model_len: int = 64) -> dict[str, Any]:
     todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.n_prefill_workers)
     done: list[int] = []
     warm_up.warm_up(llm.engine, todo, done.append, lambda: False)
-    n, n_sampler = llm.executor.programs.total, llm.engine.sampler.n_compiled
-    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, repetition_penalty=1.2, temperature=0)
+    known, n_sampler = llm.stats()["compilations"], llm.engine.sampler.n_compiled
+    params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2, repetition_penalty=1.2, temperature=0)
     found = []
     for each in (llm, LLM(source(model), split=False, **limits)):
-        outputs = each.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+        outputs = [
+            o for _ in range(2) for o in each.generate([{"prompt_token_ids": p} for p in prompts], params)
+        ]
         found.append([o.token_ids for o in outputs])
+    now = llm.stats()["compilations"]
     return {
         "same": found[0] == found[1],
         "n_done": len(done) - len(todo),
-        "more": llm.executor.programs.total - n,
+        "more": sorted(name for name in now if now[name] != known.get(name)),
         "more_of_sampler": llm.engine.sampler.n_compiled - n_sampler,
-        "programs": sorted(llm.executor.programs.counts),
+        "programs": sorted(now),
     }
 
 
