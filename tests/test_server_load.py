@@ -62,7 +62,7 @@ def plans():
     found = []
     for i in range(N_CLIENTS):
         n_words, at = rng.choice((2, 6, 12, 30)), rng.randrange(len(WORDS) - 30)
-        plan = Plan(" ".join(WORDS[at : at + n_words]), rng.choice((4, 12, 32)))
+        plan = Plan(" ".join(WORDS[at : at + n_words]), rng.choice((4, 12, 24)))
         asked = SamplingParams(temperature=0, max_tokens=plan.max_tokens, logprobs=2)
         [out] = llm.generate(plan.prompt, asked)
         for token, entry in zip(out.token_ids, out.logprobs, strict=True):
@@ -154,7 +154,11 @@ def check_that_it_ends_well(server):
 
 @needs_model
 @pytest.mark.parametrize(
-    "more", [(), ("--host-kv-slots", "200")], ids=["computed again", "moved to the host"]
+    "more",
+    [
+        pytest.param((), id="computed again"),
+        pytest.param(("--host-kv-slots", "200"), id="moved to the host", marks=pytest.mark.slow),
+    ],
 )
 def test_many_streams_over_a_small_pool(plans, more):
     with serving(*POOL, *more, "--no-warm-up") as server:
