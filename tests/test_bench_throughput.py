@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.loads import Size
-from jaxlamina.bench.throughput_bench import ALONE, OURS, TRANSFORMERS, Report, Run
+from jaxlamina.bench.throughput_bench import ALONE, OURS, PADDED, TRANSFORMERS, Report, Run
 from jaxlamina.bench.throughput_peers import needed_blocks
 from jaxlamina.errors import UserError
 
@@ -48,6 +48,17 @@ def test_all_requests_are_served_to_their_full_length(folder: Path) -> None:
     assert low <= median <= high
     assert "ours is" in result.stdout and "limit 3" not in result.stdout, "the limit is of another load"
     assert {"device", "versions", "date", "load"} <= record.keys()
+
+
+def test_a_padded_kv_cache_of_the_same_bytes_has_smaller_batches(folder: Path) -> None:
+    options = ["--model", str(folder), "--dataset-name", "alpaca-like", "--max-model-len", "40"]
+    result = bench(*options, "--num-prompts", "12", "--max-num-seqs", "8", "--kv-slots", "120", "--padded")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    [token], [padded] = record["results"][OURS], record["results"][PADDED]
+    assert record["kv_slots"] == 120 and token["n_output"] == padded["n_output"]
+    assert padded["batch"] < token["batch"] and padded["n_preemptions"] == 0
+    assert record["ratios"].keys() == {PADDED} and "KV of 120 tokens" in result.stdout
 
 
 def test_a_shape_with_random_weights_is_served_unsplit(folder: Path) -> None:

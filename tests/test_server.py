@@ -69,6 +69,8 @@ def test_a_completion(client):
 def test_prompts_as_text_or_token_ids_one_or_several(client, server):
     ids = server.post("/tokenize", {"prompt": PROMPT})["tokens"]
     assert server.post("/detokenize", {"tokens": ids}) == {"prompt": PROMPT}
+    info = server.get("/tokenizer_info")
+    assert (info["eos_token"], info["model_max_length"]) == ("<|im_end|>", 256) and info["chat_template"]
     arguments = {"model": MODEL, "max_tokens": 3, "temperature": 0}
     [plain] = client.completions.create(prompt=PROMPT, **arguments).choices
     for prompt in ([PROMPT, "One, two,"], [ids, [1, 2, 3]]):

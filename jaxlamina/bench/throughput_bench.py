@@ -1,5 +1,5 @@
-"""How many requests and tokens a second come of a full queue: this engine, beside one request at a time and beside
-transformers' continuous batching. No HTTP, no text.
+"""How many requests and tokens a second come of a full queue: this engine, beside one request at a time, beside a padded
+KV cache of the same bytes and beside transformers' continuous batching. No HTTP, no text.
 
 Knows `LLM`, peers' processes and clocks; nothing of how results are shown.
 """
@@ -27,14 +27,14 @@ from jaxlamina.sampling import SamplingParams
 
 # Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32 ShareGPT-like requests.
 RATIO_LIMIT = 3.0
-OURS, ALONE, TRANSFORMERS = "ours", "ours, one at a time", "transformers"
+OURS, ALONE, PADDED, TRANSFORMERS = "ours", "ours, one at a time", "ours, padded KV", "transformers"
 _ROOM = 1.2  # of memory beside weights and KV, for what a step works with
 
 
 @dataclass(frozen=True)
 class Options:
     """``model``: a checkpoint's name, or None for random weights of ``config``. ``n_alone``: of the requests the first so
-    many are also served one after another. Other options as of `LLM`."""
+    many are also served one after another. ``padded``: also serve all with a padded KV cache. Other options as of `LLM`."""
 
     model: str | None
     config: ModelConfig
@@ -45,6 +45,14 @@ class Options:
     n_rounds: int
     n_alone: int
     compare: bool
+    kv_slots: int | None = None
+    padded: bool = False
+
+    @property
+    def kv_token_bytes(self) -> int:
+        config = self.config
+        n_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return n_values * int(DTYPES[self.dtype].dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class Report:
     left_out: dict[str, str] = field(default_factory=dict)
     device: str = ""
     warm_up_s: float = 0.0
+    kv_slots: int = 0
     in_turns: bool = True
     same_tokens: int | None = None
 
@@ -139,12 +148,19 @@ def measure(
         report.device = ours.device.device_kind
         if theirs is not None:
             theirs.check_same_platform(ours.device.platform)
+        padded = _Ours(options, longest, group, kv_manager="padded") if options.padded else None
+        report.kv_slots = ours.kv_slots
         on_progress("compiling")
         report.warm_up_s = ours.warm_up(load, options.n_alone)
+        if padded is not None:
+            report.warm_up_s += padded.warm_up(load, 0)
         for i in range(options.n_rounds):
             head = f"round {i + 1} of {options.n_rounds}"
             on_progress(f"{head}, {len(sizes)} requests")
             _round(ours, load, options.n_alone, report)
+            if padded is not None:
+                on_progress(f"{head}, {PADDED}")
+                report.runs.setdefault(PADDED, []).append(padded.run(load))
             if theirs is not None and report.in_turns:
                 on_progress(f"{head}, {TRANSFORMERS}")
                 theirs.turn()
@@ -184,7 +200,9 @@ def _round(ours: _Ours, load: _Load, n_alone: int, report: Report) -> None:
 class _Ours:
     """The engine, without a tokenizer and without a prefix cache: every round does all the work."""
 
-    def __init__(self, options: Options, longest: int, group: Group | None) -> None:
+    def __init__(
+        self, options: Options, longest: int, group: Group | None, kv_manager: str = "token"
+    ) -> None:
         self.tokens: list[list[int]] = []
         self._options = options
         self._llm = LLM(
@@ -195,8 +213,11 @@ class _Ours:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=longest,
             prefix_caching=False,
+            kv_slots=options.kv_slots,
+            kv_manager=kv_manager,
             group=group,
         )
+        self.kv_slots = int(self._llm.stats()["kv_slots"])
         self.device = self._llm.model_device
 
     def warm_up(self, load: _Load, n_alone: int) -> float:
@@ -321,8 +342,7 @@ def _prompts(
 
 def _needed_bytes(options: Options, sizes: Sequence[Size]) -> float:
     """Memory for weights, and for KV of as many of these requests as can run at once."""
-    config, itemsize = options.config, DTYPES[options.dtype].dtype.itemsize
-    weights = sum(x.size for x in abstract_params(config).values())
-    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    itemsize = DTYPES[options.dtype].dtype.itemsize
+    weights = itemsize * sum(x.size for x in abstract_params(options.config).values())
     longest = max(size.n_tokens for size in sizes)
-    return _ROOM * itemsize * (weights + a_token * options.max_num_seqs * longest)
+    return _ROOM * (weights + options.kv_token_bytes * options.max_num_seqs * longest)

@@ -44,6 +44,15 @@ def throughput_command(
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Draw no longer requests. Default: the model's length.")
     ] = None,
+    kv_slots: Annotated[
+        int | None, typer.Option(min=1, help="Tokens whose KV is kept, of all requests together.")
+    ] = None,
+    padded: Annotated[
+        bool,
+        typer.Option(
+            "--padded", help="Also with a padded KV cache of as many bytes, as --kv-manager padded."
+        ),
+    ] = False,
     no_split: Annotated[bool, typer.Option("--no-split", help="One program a step.")] = False,
     one_at_a_time: Annotated[
         int, typer.Option(min=0, help="Also serve so many of the requests one after another.")
@@ -84,6 +93,8 @@ def throughput_command(
             raise UserError("--layers is for --config: a model of trained weights has all of its layers")
         shape = split_bench.with_layers(shape, layers)
     group = ranks.current()
+    if padded and group is not None:
+        raise UserError("--padded is for one process: run it without launch")
     most = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     sizes = _sizes(dataset_name, num_prompts, input_len, output_len, most, seed)
     where = machine.describe(["torch", "transformers"] if compare else [])
@@ -97,6 +108,8 @@ def throughput_command(
         n_rounds=rounds,
         n_alone=one_at_a_time,
         compare=compare is not None,
+        kv_slots=kv_slots,
+        padded=padded,
     )
     with Console(stderr=True).status("starting") as status:
         report = throughput_bench.measure(
@@ -115,6 +128,8 @@ def throughput_command(
         "mean_lengths": means(sizes),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "kv_slots": report.kv_slots,
+        "kv_bytes": report.kv_slots * options.kv_token_bytes,
         "seed": seed,
         "warm_up_s": report.warm_up_s,
         "results": {way: [run.to_dict() for run in runs] for way, runs in report.runs.items()},
@@ -151,7 +166,7 @@ def _limit(record: dict[str, Any], ratio: float) -> str:
 
 
 def _show(out: Console, record: dict[str, Any], report: Any, where: Any) -> None:
-    from jaxlamina.bench.throughput_bench import ALONE, OURS, TRANSFORMERS
+    from jaxlamina.bench.throughput_bench import ALONE, OURS, PADDED, TRANSFORMERS
 
     out.print(where.line(), style="dim", soft_wrap=True)
     if where.busy():
@@ -160,12 +175,16 @@ def _show(out: Console, record: dict[str, Any], report: Any, where: Any) -> None
     out.print(
         f"{record['model']}, {record['n_layers']} layers, {record['dtype']}, {record['accelerator']}, "
         f"{record['job']}: {record['num_prompts']} requests ({record['dataset_name']}, on average {n_in:.0f} prompt and "
-        f"{n_out:.0f} output tokens), {record['max_num_seqs']} at once at most; compiled in {report.warm_up_s:.1f} s",
+        f"{n_out:.0f} output tokens), {record['max_num_seqs']} at once at most, KV of {record['kv_slots']:,} "
+        f"tokens ({record['kv_bytes'] / 2**20:.0f} MiB); compiled in {report.warm_up_s:.1f} s",
         soft_wrap=True,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("way", no_wrap=True)
-    for name in ("requests", "s", "requests/s", "output tok/s", "all tok/s", "batch", "host ms/step"):
+    for name in (
+        *("requests", "s", "requests/s", "output tok/s", "all tok/s"),
+        *("batch", "preempted", "host ms/step"),
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for way, runs in report.runs.items():
         for run in runs:
@@ -178,13 +197,14 @@ def _show(out: Console, record: dict[str, Any], report: Any, where: Any) -> None
                 f"{run.output_per_s:.1f}",
                 f"{run.tokens_per_s:.1f}",
                 "–" if run.batch is None else f"{run.batch:.1f}",
+                "–" if run.n_preemptions is None else f"{run.n_preemptions}",
                 host or "–",
             )
     out.print(table)
     out.print(
         "batch: sequences that got a token, mean over steps; host: the device waited for it", style="dim"
     )
-    for way in (ALONE, TRANSFORMERS):
+    for way in (ALONE, PADDED, TRANSFORMERS):
         if way in report.runs:
             ratio, low, high = report.ratio(way)
             limit = _limit(record, ratio) if way == ALONE else ""

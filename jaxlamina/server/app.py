@@ -173,6 +173,10 @@ def _add_completions(app: FastAPI, parts: Parts) -> None:
         parts.service.check_model(body.model)
         return JsonResponse({"prompt": await asyncio.to_thread(parts.service.prompts.detokenize, body)})
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return JsonResponse(parts.service.prompts.tokenizer_info())
+
 
 # -- models, files, batches -------------------------------------------------------------------------------------------
 

@@ -303,6 +303,8 @@ class AsyncEngine:
             while self._take_in():
                 if not self._engine.idle:
                     self._give_out(self._engine.step())
+            if self._engine.idle:  # the end: no slot may be lost or shared by now
+                self._engine.check_integrity()
         except BaseException as error:  # noqa: BLE001 (whatever it is, nobody is answered any more)
             _log.error("the engine has failed", exc_info=True)
             _call(self._loop, self._end, "failed", f"{type(error).__name__}: {error}")

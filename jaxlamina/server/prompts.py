@@ -105,6 +105,12 @@ class Prompts:
         self._check_vocabulary(body.tokens, "tokens")
         return self.decode(body.tokens)
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What lm-evaluation-harness asks for, by vLLM's names, before it has texts tokenized here."""
+        tokenizer = self._with_tokenizer("text")
+        found = {name: tokenizer.named_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return found | {"chat_template": tokenizer.chat_template, "model_max_length": self.max_model_len}
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._with_tokenizer("text").decode(tokens, skip_special_tokens=False))
 
