@@ -17,6 +17,7 @@ import numpy as np
 from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.engine import Engine
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.workers.kv_pools import move_sizes
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,22 @@ def warm_up(
                 engine.drawing.warm_up(logits, engine.admission.max_model_len)
         jax.block_until_ready(of_rows)
         on_done(n)
+    if not stopped():
+        _move(engine)
+
+
+def _move(engine: Engine) -> None:
+    """To the host and back, whatever is there: it is nobody's. Not where workers share requests or tokens: what they move
+    depends on where it lies."""
+    executor: Any = engine.executor
+    host = engine.scheduler.host
+    if host is None or getattr(executor, "places_tokens", False):
+        return
+    most = min(engine.admission.max_model_len, executor.n_slots, host.capacity)
+    for n in move_sizes(most):
+        slots = np.arange(min(n, most))
+        executor.move_out(slots, slots)
+        executor.move_in(slots, slots)
 
 
 def _run(engine: Engine, shape: Shape) -> tuple[jax.Array, ...]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from itertools import pairwise
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -178,6 +179,24 @@ def test_after_warming_up_nothing_is_compiled(options):
                 [{"prompt_token_ids": row} for row in tokens], SamplingParams(max_tokens=8, **fields)
             )
     assert llm.stats()["n_compilations"] == n, llm.stats()["compilations"]
+    llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_moves_to_the_host_are_compiled_before(workers, caplog):
+    config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 128})
+    llm = LLM(
+        InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=4, max_model_len=80, kv_slots=100,
+        host_kv_slots=150, attention_workers=workers,
+    )  # fmt: skip
+    warm_up(llm.engine, shapes(llm.buckets, max_model_len=80, max_chunk=None), lambda n: None, lambda: False)
+    assert llm.engine.kv_stats()["host_kv_slots_used"] == 0
+    with jax.log_compiles():
+        prompts = [{"prompt_token_ids": [*range(1, n)]} for n in (8, 17, 33, 40, 9)]
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert llm.engine.kv_stats()["n_moved_out_tokens"] > 64
+    compiled = [r.message for r in caplog.records if "Finished XLA compilation" in r.message]
+    assert not [m for m in compiled if "_rows_at" in m or "_with_rows" in m]
     llm.engine.check_integrity()
 
 

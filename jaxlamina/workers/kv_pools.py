@@ -181,6 +181,15 @@ def padded(slots: np.ndarray, fill: int) -> np.ndarray:
     return out
 
 
+def move_sizes(n: int) -> list[int]:
+    """The sizes of programs that move up to ``n`` slots."""
+    return [
+        size
+        for size in (1 << i for i in range(_MOST.bit_length()))
+        if _LEAST <= size <= _width(min(n, _MOST))
+    ]
+
+
 def _width(n: int) -> int:
     return max(_LEAST, 1 << (n - 1).bit_length())
 
