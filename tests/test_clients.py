@@ -23,7 +23,7 @@ from jaxlamina.errors import UserError
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
+    return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +89,14 @@ def test_a_conversation_with_a_server(server, start, tmp_path):
 
 
 def test_an_answer_is_stopped_and_the_conversation_goes_on(server, start):
-    process = start("chat", "--url", server.url, "--max-tokens", "900", "--temperature", "0")
+    process = start("chat", "--url", server.url, "--max-tokens", "4000", "--temperature", "0")
     process.stdin.write("/set ignore_eos=true\nw1 w2\n")
     process.stdin.flush()
     assert process.stdout.read(8)
     process.send_signal(signal.SIGINT)
     server.wait_until(lambda: server.metric("jaxlamina:kv_slots_used") == 0)
     out, err = finish(process, "/set max_tokens=2\nw3\n")
-    assert len(out) == 2 and len(out[0].split()) < 850 and len(out[1].split()) == 2, (out, err)
+    assert len(out) == 2 and len(out[0].split()) < 4000 and len(out[1].split()) == 2, (out, err)
 
 
 def test_results_of_batches_come_between_answers(server, start):
@@ -166,7 +166,7 @@ def test_batches_at_a_server_are_grouped_and_in_order(server, start, tmp_path):
     names = [line.partition(" ")[0] for line in out[1:8]]
     assert names == ["[1]", "[2]", "[3]", "[4]", "[5]", "[6]", "[mine]"]
     assert [len(line.split()) - 1 for line in out[heads[2] + 1 :]] == [2, 3]
-    out, _ = finish(start("batch", '["w1", "w1"] [2, 2000]', "--url", server.url, "--json"), code=1)
+    out, _ = finish(start("batch", '["w1", "w1"] [2, 5000]', "--url", server.url, "--json"), code=1)
     right, wrong = map(json.loads, out)
     assert right["response"]["status_code"] == 200 and right["custom_id"] == "1"
     assert wrong["response"]["body"]["error"]["code"] == "context_length_exceeded"

@@ -56,6 +56,7 @@ def test_the_base_install_needs_no_mpi_and_no_torch():
         "bench",
         "gpu",
         "dev",
+        "lm-eval",
     }
 
 

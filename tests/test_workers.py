@@ -160,7 +160,7 @@ def test_everything_the_model_worker_made_in_a_step_can_be_deleted():
 
     decode, prefill = worker.decode, worker.prefill
     worker.decode = lambda *shape: watch(decode(*shape))
-    worker.prefill = lambda *shape: watch(prefill(*shape))
+    worker.prefill = lambda *shape, **options: watch(prefill(*shape, **options))
     steps = [rows.prefill, *[rows.decode] * N_STEPS]
     weights = {id(x) for x in worker.params.values()}
     for step in steps:
