@@ -196,6 +196,19 @@ def test_whoever_is_free_takes_the_next_prompt_and_the_others_wait_without_slots
     ]
 
 
+def test_a_prompt_goes_on_while_a_younger_request_gives_way() -> None:
+    """Of two workers one is done with a younger request's short prompt, for whose next token there is no slot."""
+    scheduler = make(10, max_num_seqs=8, prefill_chunk=2, n_prefill_workers=2)
+    older, younger = request("older", 7, 1), request("younger", 1, 4)
+    scheduler.add(older)
+    scheduler.add(younger)
+    assert drawn(run_step_of_chunks(scheduler)) == [("older", 0, (0, 2)), ("younger", 1, (0, 1))]
+    assert drawn(run_step_of_chunks(scheduler)) == [("older", 0, (2, 4))]
+    scheduler.slots.allocate(1)  # somebody else's
+    plan = run_step_of_chunks(scheduler)
+    assert plan.preempted == (younger,) and drawn(plan) == [("older", 0, (4, 6))]
+
+
 def test_of_several_the_one_with_the_fewest_prompt_tokens_left() -> None:
     """Chats begin before batch work that has begun, on the worker that has least of it left."""
     scheduler = make(

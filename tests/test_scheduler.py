@@ -196,9 +196,13 @@ def play(workload, aborted: set[int], random, check=lambda scheduler, plan, befo
 def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Request]], random, check) -> None:
     """One step: moves, writes, a random token each; beams choose their parents at random."""
     before = list(scheduler.running)
+    begun = {r for r in before if r.n_computed is not None}
     plan = scheduler.schedule()
     assert sum(r.width for r in scheduler.running) <= scheduler.max_num_seqs
-    assert not (plan.preempted and plan.prefills) or scheduler.policy.preemptive
+    if (
+        plan.preempted and not scheduler.policy.preemptive
+    ):  # prompts that have begun go on, nobody is admitted
+        assert set(plan.prefills) <= begun - set(plan.preempted)
     check(scheduler, plan, before)
     pool.move(plan)
     for r in plan.decodes:
