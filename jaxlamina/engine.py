@@ -290,7 +290,8 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Rows:
         batch = self._decode_batch(requests)
-        return self._drawn(requests, self._run(lambda: self.executor.decode(batch)), batch.tokens)
+        logits = self._run(lambda: self.executor.decode(batch))
+        return self._launched(self.drawing.draw(requests, logits, batch.tokens))
 
     def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
         executor: Any = self.executor
@@ -304,7 +305,8 @@ class Engine:
         executor: Any = self.executor
         batch, prompt = self._decode_batch(requests), self._prefill_batch(request, span)
         of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, prompt))
-        return [self._drawn(requests, of_rows, batch.tokens), self._prefilled(request, span, of_prompt)]
+        rows = self._launched(self.drawing.draw(requests, of_rows, batch.tokens))
+        return [rows, self._prefilled(request, span, of_prompt)]
 
     def _decode_beside_prompts(self, decodes: Sequence[Request], prompts: Sequence[Prompt]) -> list[Rows]:
         """Decodes with the first prompt of each prefill worker; beams that come back are several of one, and the others
@@ -317,7 +319,9 @@ class Engine:
         batches = {worker: self._prefill_batch(*prompt) for worker, prompt in now.items()}
         scored = [worker for worker, (request, _) in now.items() if request.scores_prompt]
         of_rows, of_prompts = self._run(lambda: executor.decode_with_prompts(batch, batches, scored))
-        found = [] if batch is None else [self._drawn(decodes, of_rows, batch.tokens)]
+        found = []
+        if batch is not None:
+            found.append(self._launched(self.drawing.draw(decodes, of_rows, batch.tokens)))
         found += [self._prefilled(*prompt, x) for prompt, x in zip(now.values(), of_prompts, strict=True)]
         left = [prompt for prompt in prompts if prompt not in now.values()]
         return found + self._decode_beside_prompts((), left) if left else found
@@ -356,7 +360,7 @@ class Engine:
         if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
             requests = self._branch([request], [0] * request.width)
             logits = self.drawing.repeated(logits, len(requests))
-        return self._drawn(requests, logits, scored=scored)
+        return self._launched(self.drawing.draw(requests, logits, scored=scored))
 
     def _run(self, run: Callable[[], T]) -> T:
         by_slice = getattr(self.executor, "launches_by_slice", False)
@@ -369,15 +373,6 @@ class Engine:
         job, _ = self._live[requests[0].request_id]
         self._live[job.request_id] = job, requests
         return requests
-
-    def _drawn(
-        self,
-        requests: Sequence[Request],
-        logits: jax.Array,
-        newest: Any = None,
-        scored: Scored | None = None,
-    ) -> Rows:
-        return self._launched(self.drawing.draw(requests, logits, newest, scored))
 
     def _launched(self, rows: Rows) -> Rows:
         rows.fetch()

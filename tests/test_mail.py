@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.gpu.mail import ADDRESSES, N_FIELDS, Carrier, Ring
-from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine
+from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine, run_together
 
 RING = Ring(n_slots=2, slot_bytes=4096, n_ctas=2, n_warps=4)
 
@@ -42,7 +43,6 @@ class Pair:
         name, done = (object(), object())
         memory = self.memory
         memory[name], memory[done] = message, np.full(4, 0xFF, np.uint8)
-        errors: list[BaseException] = []
 
         def cta(index: int) -> None:
             together = Cta(0, self.ring.n_warps)
@@ -55,18 +55,9 @@ class Pair:
                 else:
                     carrier.take(name, message.size)
 
-            try:
-                together.run([lambda warp=warp: program(warp) for warp in range(self.ring.n_warps)])
-            except BaseException as error:  # noqa: BLE001 (for the test's thread)
-                errors.append(error)
+            together.run([partial(program, warp) for warp in range(self.ring.n_warps)])
 
-        threads = [threading.Thread(target=cta, args=(i,)) for i in range(self.ring.n_ctas)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        run_together([partial(cta, index) for index in range(self.ring.n_ctas)])
         if what == "put":
             assert memory[done].view(np.float32)[0] == 0.0
 

@@ -268,20 +268,17 @@ def _ways(
     whole = [Way(name, {})]
     if name == "unsplit" and n_devices > 1:  # devices do not meet: one shows what all take
         whole.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
-    if "by weights" in name:
-        return whole
+    cut: list[Way] = []
     if name == "split":
         whole = [
             Way("split, q first", {"q_first": True, "n_batches": 1, "mini_batches": 1}),
             Way("split, q with k, v", {"q_first": False, "n_batches": 1, "mini_batches": 1}),
         ]
-    cut: list[Way] = []
-    if name == "split":
         cut += [Way(f"split, {n} staggered", {"n_batches": n}) for n in staggered]
         cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in mini_batches]
     chunks: list[Way] = []
     here = {"prefill_workers": 0} if has_prefill_workers else {}
-    for way in whole if prefill and name != "slice by slice" else []:  # which has a step for a chunk anyhow
+    for way in whole if prefill and name in ("unsplit", "split") else []:  # others have no step for both
         also = {"alongside": f"with {prefill} alongside", "after": f"then {prefill}"}
         chunks += [
             Way(f"{way.name}, {words}", way.options | here, chunk, way.name) for chunk, words in also.items()

@@ -29,6 +29,12 @@ def likes_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
 
 
+def row_axis(x: Any, like: Any) -> int | None:
+    """The axis of rows of what a slice of other rows has in place of ``like``; None for what has no rows."""
+    axes = (axis for axis, (n, m) in enumerate(zip(x.shape, like.shape, strict=True)) if n != m)
+    return next(axes, None)
+
+
 def send_arrays(t: Transport, arrays: Sequence[jax.Array], to: int, after: Tie) -> Tie:
     """``arrays`` to rank ``to``, who takes them by `recv_arrays`. What is there when the last message is sent."""
     for line in _by_dtype(arrays):

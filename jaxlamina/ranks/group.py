@@ -239,7 +239,7 @@ def join(cluster: Cluster, rank: int) -> Group:
     except BaseException as error:
         group.leave_because(f"{cluster.describe(0)}: {first_line(error)}")
         raise
-    if why := getattr(group.transport, "why_not_by_memory", ""):
+    if why := group.transport.why_not_by_memory:
         print(f"note: not all messages go by GPUs' memory: {why}", file=sys.stderr, flush=True)
     _current = group
     atexit.register(group.close)  # a program that ends without it lets the others go too

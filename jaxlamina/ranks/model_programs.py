@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import msgspec
 
 from jaxlamina.control.messages import StepShape
-from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, send_arrays
+from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.layout import Layout, Tie, span
 from jaxlamina.ranks.staggered_step import FRONT, StaggeredStep
 from jaxlamina.ranks.wires import (
@@ -264,8 +264,8 @@ def _rows_out(wire: Any, answers: Sequence[jax.Array], q: Any, k: Any, v: Any, s
 
 def _rows_at(x: jax.Array, like: Any, rows: jax.Array) -> jax.Array:
     """``rows`` of what a slice of more rows has in place of ``like``; what has no rows as it is."""
-    axes = [axis for axis, (n, m) in enumerate(zip(x.shape, like.shape, strict=True)) if n != m]
-    return jnp.take(x, rows, axis=axes[0], mode="clip") if axes else x
+    axis = row_axis(x, like)
+    return x if axis is None else jnp.take(x, rows, axis=axis, mode="clip")
 
 
 def inputs_of(shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -274,9 +274,9 @@ def inputs_of(shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
     if shape.chunk is not None:
         return ints((shape.model_rows, 1)), ints((shape.model_rows, 1)), ints((1,))
     tokens = ints((shape.batch, shape.tokens))
-    return (
-        (tokens, tokens) if shape.kind == "decode" or shape.of_all else (tokens, tokens, ints((shape.batch,)))
-    )
+    if shape.kind == "decode" or shape.of_all:
+        return tokens, tokens
+    return tokens, tokens, ints((shape.batch,))
 
 
 def indices_of(layout: Layout, shape: StepShape) -> Any:

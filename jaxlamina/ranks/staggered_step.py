@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, send_arrays
+from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.layout import Tie, schedule_of, span
 from jaxlamina.ranks.wires import HeadsWire, PlacedIndices, PlacedWire, pack, with_own
 from jaxlamina.schedules import Exchange, Migration, Operator, SliceRun
@@ -78,8 +78,7 @@ class StaggeredStep:
             else:
                 self.lasts[j] = context, out
             return
-        given = self.weights[i], context, out
-        q, rest = part.q_part(*given)
+        q, rest = part.q_part(self.weights[i], context, out)
         k, v, context = part.kv_part(self.weights[i], rest)
         known.update(zip(self.model.slices[i + 1].context_vars, context, strict=True))
         self.sent[Operator(j, i)] = q, k, v
@@ -171,8 +170,8 @@ class StaggeredStep:
 
 def _joined(xs: Sequence[jax.Array], like: Any) -> jax.Array:
     """What `_rows` has cut, as a slice of all rows has it; what has no rows as it is."""
-    axes = [axis for axis, (n, m) in enumerate(zip(xs[0].shape, like.shape, strict=True)) if n != m]
-    return jnp.stack(xs, axis=axes[0] + 1).reshape(like.shape) if axes else xs[0]
+    axis = row_axis(xs[0], like)
+    return xs[0] if axis is None else jnp.stack(xs, axis=axis + 1).reshape(like.shape)
 
 
 def _rows(arrays: Sequence[jax.Array], j: int, n: int) -> list[jax.Array]:

@@ -46,6 +46,8 @@ class Transport(Protocol):
     device: jax.Device
     # Whether a step's messages are written into the receiver's memory, so that nobody waits for the other end.
     by_memory: bool
+    # Why some go another way all the same, if they were to go so.
+    why_not_by_memory: str
     # Whether a trace shall name every kernel of programs compiled from now on: see `compiler_options`.
     traceable: bool
 

@@ -37,6 +37,7 @@ class MpiTransport:
     def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
         self.traceable = self.by_memory = False
+        self.why_not_by_memory = ""
         try:
             import mpi4jax
             from mpi4py import MPI

@@ -62,12 +62,15 @@ class XlaTransport:
         # A 0 that XLA cannot know to be one, of the program that is being traced.
         self._unknown_zero: jax.Array | None = None
         self._mail: Mail | None = None
+        self._table: Any = ()  # of the mailbox, as programs take it
         if n_ranks > 2:
             self._meet()
         self.why_not_by_memory = ""
         if peer_memory and device.platform == "gpu" and n_ranks > 1:
             box = Mailbox(rank, n_ranks, device, Ring(), self._gather)
-            self._mail, self.why_not_by_memory = Mail(box) if box.peers else None, box.why_not
+            self.why_not_by_memory = box.why_not
+            if box.peers:
+                self._mail, self._table = Mail(box), self.bind(box.table)
         self.by_memory = self._mail is not None
 
     def _gather(self, own: np.ndarray) -> np.ndarray:
@@ -224,11 +227,10 @@ class XlaTransport:
         mapped = jax.shard_map(
             program, mesh=self._mesh, in_specs=self._spec, out_specs=self._spec, check_vma=False
         )
-        table = () if mail is None else self.bind(mail.table)
-        shapes = jax.tree.map(self._shape, (table, *args))
+        shapes = jax.tree.map(self._shape, (self._table, *args))
         jitted = jax.jit(mapped, donate_argnums=tuple(i + 1 for i in donate_argnums))
         options = compiler_options(self.device, self.traceable)
-        return XlaProgram(jitted.lower(*shapes).compile(compiler_options=options), self, table)
+        return XlaProgram(jitted.lower(*shapes).compile(compiler_options=options), self, self._table)
 
     def bind(self, tree: Any) -> Any:
         return jax.tree.map(self._bound, tree)
@@ -272,18 +274,17 @@ class Mail:
     """Messages through memory: which go that way, and how, in the program that is being traced."""
 
     def __init__(self, box: Mailbox) -> None:
-        self.ring, self.peers, self.table = box.ring, box.peers, box.table
-        self._is_complete = box.is_complete
+        self._box = box
         self._traced: Any = None  # the table, as the program has it
         self._tags = count()
 
     def carries(self, like: Any, peer: int) -> bool:
         """The same at both ends."""
-        return peer in self.peers and self.ring.carries(n_bytes(like))
+        return peer in self._box.peers and self._box.ring.carries(n_bytes(like))
 
     def carries_to_all(self, like: Any) -> bool:
         """The same on all ranks."""
-        return self._is_complete and self.ring.carries(n_bytes(like))
+        return self._box.is_complete and self._box.ring.carries(n_bytes(like))
 
     def begin(self, table: jax.Array) -> None:
         """A program is traced, which is given the table."""
@@ -291,11 +292,11 @@ class Mail:
 
     def put(self, x: jax.Array, to: int, after: jax.Array | None) -> jax.Array:
         with jax.named_scope(SPAN), jax.named_scope(f"put.{to}"):
-            return put(x, self._traced, to, next(self._tags), self.ring, after)
+            return put(x, self._traced, to, next(self._tags), self._box.ring, after)
 
     def take(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None) -> jax.Array:
         with jax.named_scope(SPAN), jax.named_scope(f"take.{source}"):
-            return take(like, self._traced, source, next(self._tags), self.ring, after)
+            return take(like, self._traced, source, next(self._tags), self._box.ring, after)
 
 
 def _in_turn(

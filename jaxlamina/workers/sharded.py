@@ -6,8 +6,7 @@ XLA places the products and the sums, from the arrays' shardings alone. Decode s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlamina.errors import UserError
 from jaxlamina.workers.batch import DecodeBatch
 from jaxlamina.workers.model_worker import ModelFn, Params
-from jaxlamina.workers.unsplit import Attend, UnsplitExecutor
-from pallas_kernels import Pool, decode_attention
+from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.unsplit import UnsplitExecutor
 
 _AXIS = "devices"
 _BY_ROWS = ("o_proj", "down_proj")  # their inputs are shared out already
@@ -52,35 +51,16 @@ class ShardedExecutor(UnsplitExecutor):
     def _put(self, x: Any, spec: PartitionSpec) -> jax.Array:
         return jax.device_put(x, NamedSharding(self._mesh, spec))
 
-    def _decode_attend(
-        self,
-        k_pools: list[Pool],
-        v_pools: list[Pool],
-        slot_table: jax.Array,
-        lengths: jax.Array,
-        new_slots: jax.Array,
-    ) -> Attend:
+    def _decode_kernel(self, spec: AttentionSpec) -> Callable[..., Any]:
         """Each device attends with its own heads."""
         whole = PartitionSpec()
-        attends = {
-            spec: jax.jit(
-                jax.shard_map(
-                    partial(decode_attention, **spec.scoring),
-                    mesh=self._mesh,
-                    in_specs=(_HEADS, _HEADS, _HEADS, _POOL, _POOL, whole, whole, whole),
-                    out_specs=(_POOL, _POOL, _HEADS),
-                    check_vma=False,
-                )
-            )
-            for spec in dict.fromkeys(self.specs)
-        }
-
-        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            given = q, k, v, k_pools[i], v_pools[i], slot_table, lengths, new_slots
-            k_pools[i], v_pools[i], out = attends[self.specs[i]](*given)
-            return out
-
-        return attend
+        return jax.shard_map(
+            super()._decode_kernel(spec),
+            mesh=self._mesh,
+            in_specs=(_HEADS, _HEADS, _HEADS, _POOL, _POOL, whole, whole, whole),
+            out_specs=(_POOL, _POOL, _HEADS),
+            check_vma=False,
+        )
 
 
 def _spec_of(name: str, x: jax.Array) -> PartitionSpec:

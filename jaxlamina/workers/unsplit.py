@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -209,9 +210,7 @@ class UnsplitExecutor:
     ) -> Attend:
         """Attention of a decode step's rows, which puts the pools with the new tokens in the old ones' place."""
         # jitted, so that equal layers' attention is traced and lowered once
-        attends = {
-            spec: jax.jit(partial(decode_attention, **spec.scoring)) for spec in dict.fromkeys(self.specs)
-        }
+        attends = {spec: jax.jit(self._decode_kernel(spec)) for spec in dict.fromkeys(self.specs)}
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             layer = attends[self.specs[i]]
@@ -220,6 +219,10 @@ class UnsplitExecutor:
             return out
 
         return attend
+
+    def _decode_kernel(self, spec: AttentionSpec) -> Callable[..., Any]:
+        """`decode_attention` for layers of one kind."""
+        return partial(decode_attention, **spec.scoring)
 
     def _prefill_attend(
         self,

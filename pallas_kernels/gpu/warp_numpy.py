@@ -46,22 +46,29 @@ class Cta:
 
     def run(self, programs: Sequence[Callable[[], None]]) -> None:
         """All warps to their ends; the first error of any of them is raised."""
-        errors: list[BaseException] = []
+        run_together(programs, self.together.abort)
 
-        def guarded(program: Callable[[], None]) -> None:
-            try:
-                program()
-            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-                errors.append(error)
-                self.together.abort()
 
-        threads = [threading.Thread(target=guarded, args=(p,), daemon=True) for p in programs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+def run_together(
+    programs: Sequence[Callable[[], None]], on_error: Callable[[], object] = lambda: None
+) -> None:
+    """Each in a thread, all to their ends; the first error of any of them is raised. ``on_error``: called at once at each."""
+    errors: list[BaseException] = []
+
+    def guarded(program: Callable[[], None]) -> None:
+        try:
+            program()
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            errors.append(error)
+            on_error()
+
+    threads = [threading.Thread(target=guarded, args=(p,), daemon=True) for p in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 class WarpMachine:
