@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import tempfile
 
 # Before transformers or tokenizers are imported: no test may ask a hub for anything.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -67,6 +68,14 @@ LONG_FILES = (
     "test_server_batches",
     "test_server_input",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for what jobs of ranks are compared with, which several tests need: of this run, whose processes share it."""
+    if "JAXLAMINA_TEST_REFERENCES" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="jaxlamina-tests-")
+        os.environ["JAXLAMINA_TEST_REFERENCES"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

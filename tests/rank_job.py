@@ -13,13 +13,14 @@ or a name and what is changed of it.
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,44 +56,65 @@ def source(model: str | list[Any]) -> Any:
     return InMemoryModel(config, random_params(config, seed=3))
 
 
+def unsplit(
+    what: list[Any], tokens_of: Callable[[LLM], list[list[int]]], model: Any, limits: dict[str, Any]
+) -> list[list[int]]:
+    """The same model's tokens, unsplit in this process; or kept from another job of this run of the tests, which needed the
+    same."""
+    folder = os.environ.get("JAXLAMINA_TEST_REFERENCES")
+    name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    kept = Path(folder) / f"{name}.json" if folder else None
+    if kept is not None and kept.exists():
+        return json.loads(kept.read_bytes())
+    found = tokens_of(LLM(source(model), split=False, **limits))
+    if kept is not None:
+        begun = kept.with_suffix(f".{os.getpid()}")
+        begun.write_text(json.dumps(found))
+        begun.replace(kept)  # whole, or not there
+    return found
+
+
 def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **options: Any) -> dict[str, Any]:
     """The same tokens as unsplit? The first prompt once before all together, so that two of them find a prefix. ``fourth``:
     tokens of one prompt more."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     limits = {"max_num_seqs": 4, "max_model_len": 96} | options
-    found = []
     prompts = [*PROMPTS, *([[(7 * i) % 50 + 3 for i in range(fourth)]] if fourth else [])]
-    llms = [LLM(source(model), group=group, **limits), LLM(source(model), split=False, **limits)]
-    for llm in llms:
+
+    def tokens_of(llm: LLM) -> list[list[int]]:
         alone = llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=1, ignore_eos=True))
         together = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
-        found.append([o.outputs[0].token_ids for o in (*alone, *together)])
         llm.engine.check_integrity()
-    stats = llms[0].stats()
+        return [list(o.outputs[0].token_ids) for o in (*alone, *together)]
+
+    over_ranks = LLM(source(model), group=group, **limits)
+    found = tokens_of(over_ranks)
+    stats = over_ranks.stats()
     return {
-        "same": found[0] == found[1],
-        "n_tokens": [len(x) for x in found[0]],
+        "same": found == unsplit([model, prompts, n_tokens, limits], tokens_of, model, limits),
+        "n_tokens": [len(x) for x in found],
         "n_prefix_hit_tokens": stats["n_prefix_hit_tokens"],
         "programs": sorted(stats["compilations"]),
         "n_moved_in_tokens": stats["n_moved_in_tokens"],
         "n_preemptions": stats["n_preemptions"],
-        "ahead": llms[0].engine.async_scheduling,
+        "ahead": over_ranks.engine.async_scheduling,
     }
 
 
 def branches(group: Any, model: str, **options: Any) -> dict[str, Any]:
     """Samples of one prompt with KV in common, and beams, whose KV is copied when they part."""
     limits = {"max_num_seqs": 8, "max_model_len": 64} | options
-    found = []
-    for over_ranks in (True, False):
-        where = {"group": group} if over_ranks else {"split": False}
-        llm = LLM(source(model), **where, **limits)
-        drawn = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=5, ignore_eos=True)
-        beams = SamplingParams(max_tokens=8, temperature=0, use_beam_search=True, beam_width=3, n=2)
+    drawn = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=5, ignore_eos=True)
+    beams = SamplingParams(max_tokens=8, temperature=0, use_beam_search=True, beam_width=3, n=2)
+
+    def tokens_of(llm: LLM) -> list[list[int]]:
         outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[:2]], [drawn, beams])
-        found.append([c.token_ids for o in outputs for c in o.outputs])
-        n_preemptions = llm.stats()["n_preemptions"]
-    return {"same": found[0] == found[1], "n": len(found[0]), "n_preemptions": n_preemptions}
+        return [list(c.token_ids) for o in outputs for c in o.outputs]
+
+    over_ranks = LLM(source(model), group=group, **limits)
+    found = tokens_of(over_ranks)
+    same = found == unsplit(["branches", model, limits], tokens_of, model, limits)
+    return {"same": same, "n": len(found), "n_preemptions": over_ranks.stats()["n_preemptions"]}
 
 
 def held(group: Any, model: Any) -> dict[str, Any]:

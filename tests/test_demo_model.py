@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import zipfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.models import apply
 from jaxlamina.weights import convert, demo, open_checkpoint
@@ -200,6 +202,37 @@ def test_logits_are_those_of_transformers(checkpoint, logits, torch_model):
     ours = logits(ids)
     assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
     np.testing.assert_array_equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@needs_model
+@needs_torch
+def test_prompt_logprobs_are_those_of_transformers(torch_model):
+    """Of a prompt in three chunks."""
+    import torch
+
+    text = (
+        "Gravity is a fundamental interaction. It is the weakest of the four, and the one that we know best. "
+        * 3
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=3)
+    llm = LLM(NAME, max_num_seqs=2, max_model_len=128, max_num_batched_tokens=32)
+    [out] = llm.generate(text, replace(greedy, prompt_logprobs=5))
+    tokens = list(out.prompt_token_ids)
+    assert len(tokens) > 2 * 32 and len(out.prompt_logprobs) == len(tokens)
+    with torch.no_grad():
+        expected = torch.log_softmax(
+            torch_model(torch.tensor([tokens])).logits[0, :-1].float(), dim=-1
+        ).numpy()
+    found = [next(iter(entry.values())).logprob for entry in out.prompt_logprobs[1:]]
+    np.testing.assert_allclose(found, expected[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-3)
+    for row, token, entry in zip(expected, tokens[1:], out.prompt_logprobs[1:], strict=True):
+        assert next(iter(entry)) == token and len(entry) in (5, 6)
+        ranked = sorted(entry.values(), key=lambda logprob: -logprob.logprob)[:5]
+        np.testing.assert_allclose([x.logprob for x in ranked], np.sort(row)[::-1][:5], atol=1e-3)
+        assert entry[token].decoded_token == llm.tokenizer.decode([token])
+        assert abs(entry[token].rank - 1 - (row > row[token]).sum()) <= 1
+    # What is written after it is what is written without.
+    assert llm.generate(text, greedy)[0].token_ids == out.token_ids
 
 
 @needs_model

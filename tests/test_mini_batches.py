@@ -21,8 +21,8 @@ from jaxlamina.errors import UserError
 def test_messages_in_parts_give_the_unsplit_models_tokens(
     transport: str, dop: tuple[int, int], n: int
 ) -> None:
-    found = run_job(transport, dop, [("greedy", {"model": "llama"})], mini_batches=n)
-    check_greedy(found[0])
+    found = run_job(transport, dop, [("greedy", {"model": "llama", "n_tokens": 30})], mini_batches=n)
+    check_greedy(found[0], n_tokens=30)
     assert any(f"in {n} mini-batches" in name for name in found[0]["programs"]), found[0]["programs"]
 
 

@@ -24,13 +24,14 @@ TEXT_SHA256 = "a692944c927f5db1be61ee0430f073ad0da33699f7d25eb54aa1317c2fe93a49"
 # 20 windows of so many tokens from the beginning of the text (303,415 tokens, sha256 173c87a5…9e7dd08): what their tokens
 # hash to, as little-endian int32, and their perplexity by transformers in float32, no BOS.
 WINDOWS = {
+    64: ("19fdf74c6f38251a92b058c3b5a084e6d2b35f173e6385f20d2626713e7d75b5", 93.063),
     256: ("4b1374b004e4fc40c45c3826330945c79430de6700209e98e6dc89bb71ce1a7c", 42.909),
     1024: ("9432f86c0d3d46ca12954e346761c4bd256f66fe6a78b0531a86ebdb98f0bc39", 23.229),
 }
 
 
 @pytest.mark.timeout(1800)  # a step of 20 rows is a tenth of a second and more
-@pytest.mark.parametrize("length", [256, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (256, 1024))])
 def test_smollm2_on_wikitext_by_decode(length: int):
     """As transformers, over 20 windows as one batch."""
     tokens_sha256, expected = WINDOWS[length]

@@ -86,12 +86,13 @@ def test_samples_and_beams() -> None:
     assert found["same"] and found["n_preemptions"], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "dop", "n_workers", "partition"),
     [
         ("xla", (1, 1), 2, "heads"),
-        pytest.param("xla", (1, 2), 1, "tokens", marks=pytest.mark.slow),
-        pytest.param(*mpi((1, 1), 1, "heads").values, marks=[pytest.mark.mpi, pytest.mark.slow]),
+        ("xla", (1, 2), 1, "tokens"),
+        mpi((1, 1), 1, "heads"),
     ],
 )
 def test_scored_prompts(transport: str, dop: tuple[int, int], n_workers: int, partition: str) -> None:

@@ -99,7 +99,7 @@ HEADS, REQUESTS, TOKENS = (
         ("llama", REQUESTS),
         ("llama", TOKENS),
         ("mistral-window", {}),
-        ("mistral-window", TOKENS),
+        pytest.param("mistral-window", TOKENS, marks=pytest.mark.slow),
     ],
     ids=lambda o: o if isinstance(o, str) else "-".join(map(str, o.values())) or "split",
 )

@@ -1,4 +1,4 @@
-"""How likely prompts are: as transformers says, whatever chunks they come in and whatever runs beside them."""
+"""How likely prompts are, whatever chunks they come in and whatever runs beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_demo_model import NAME, needs_model, needs_torch, torch_model  # noqa: F401 (a fixture)
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
@@ -17,9 +16,6 @@ from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.outputs import TokenEvent
 from jaxlamina.scheduler import SCORED_CHUNK
 
-TEXT = (
-    "Gravity is a fundamental interaction. It is the weakest of the four, and the one that we know best. " * 3
-)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 SCORED = replace(GREEDY, prompt_logprobs=5)
 
@@ -34,32 +30,6 @@ def logprobs_of(entries: Any) -> np.ndarray:
     """Of the tokens that stand there, the first one's left out."""
     assert entries[0] is None
     return np.asarray([next(iter(entry.values())).logprob for entry in entries[1:]])
-
-
-@needs_model
-@needs_torch
-def test_they_are_those_of_transformers(torch_model):  # noqa: F811
-    import torch
-
-    llm = LLM(NAME, max_num_seqs=2, max_model_len=128, max_num_batched_tokens=32)
-    [out] = llm.generate(TEXT, SCORED)
-    tokens = list(out.prompt_token_ids)
-    assert len(tokens) > 2 * 32 and len(out.prompt_logprobs) == len(tokens)  # of three chunks
-    with torch.no_grad():
-        expected = torch.log_softmax(
-            torch_model(torch.tensor([tokens])).logits[0, :-1].float(), dim=-1
-        ).numpy()
-    np.testing.assert_allclose(
-        logprobs_of(out.prompt_logprobs), expected[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-3
-    )
-    for row, token, entry in zip(expected, tokens[1:], out.prompt_logprobs[1:], strict=True):
-        assert next(iter(entry)) == token and len(entry) in (5, 6)
-        ranked = sorted(entry.values(), key=lambda logprob: -logprob.logprob)[:5]
-        np.testing.assert_allclose([x.logprob for x in ranked], np.sort(row)[::-1][:5], atol=1e-3)
-        assert entry[token].decoded_token == llm.tokenizer.decode([token])
-        assert abs(entry[token].rank - 1 - (row > row[token]).sum()) <= 1
-    # What is written after it is what is written without.
-    assert llm.generate(TEXT, GREEDY)[0].token_ids == out.token_ids
 
 
 PROMPTS = [[5, 9, 11, 3, 4, 17, 8, 2, 1, 6, 12, 40, 41, 50, 51, 52, 53, *range(20, 40)], [7, 8], [3]]

@@ -22,6 +22,7 @@ from test_demo_model import NAME, needs_model
 from jaxlamina import LLM, SamplingParams
 
 N_CLIENTS = 64
+N_PLANS = 32  # different requests
 # Sixteen sequences that may have 96 tokens each, and KV for one and a third of them.
 POOL = (
     "--kv-slots",
@@ -60,7 +61,7 @@ def plans():
     rng = random.Random(11)
     llm = LLM(NAME, max_num_seqs=1, max_model_len=96, prefix_caching=False)
     found = []
-    for i in range(N_CLIENTS):
+    for i in range(N_PLANS):
         n_words, at = rng.choice((2, 6, 12, 30)), rng.randrange(len(WORDS) - 30)
         plan = Plan(" ".join(WORDS[at : at + n_words]), rng.choice((4, 12, 24)))
         asked = SamplingParams(temperature=0, max_tokens=plan.max_tokens, logprobs=2)
@@ -129,7 +130,9 @@ async def load(server, plans, rng, until):
 
         async def serve(i):
             while True:
-                await ask(client, plans[i], rng.choice((None, None, None, None, None, 0, 1, 4)), count)
+                await ask(
+                    client, plans[i % N_PLANS], rng.choice((None, None, None, None, None, 0, 1, 4)), count
+                )
                 i = rng.randrange(len(plans))
                 if until():
                     return

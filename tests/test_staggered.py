@@ -49,15 +49,17 @@ def test_staggered_batches_give_the_unsplit_models_tokens(
     transport: str, dop: tuple[int, int], n_batches: int, mode: str, partition: str
 ) -> None:
     pipelining: dict[str, Any] = {"n_batches": n_batches, "pipelining": mode}
-    found = run_job(transport, dop, [("greedy", {"model": "llama"})], partition=partition, **pipelining)
-    check_greedy(found[0])
+    found = run_job(
+        transport, dop, [("greedy", {"model": "llama", "n_tokens": 30})], partition=partition, **pipelining
+    )
+    check_greedy(found[0], n_tokens=30)
     assert found[0]["ahead"] == (dop[0] == 1)  # other model ranks must be told tokens
     assert any(f"in {n_batches} staggered" in name for name in found[0]["programs"]), found[0]["programs"]
 
 
 def test_auto_tries_both_and_gives_the_same_tokens() -> None:
-    found = run_job("xla", (1, 1), [("greedy", {"model": "llama"})], n_batches="auto")
-    check_greedy(found[0])
+    found = run_job("xla", (1, 1), [("greedy", {"model": "llama", "n_tokens": 30})], n_batches="auto")
+    check_greedy(found[0], n_tokens=30)
     decodes = [name for name in found[0]["programs"] if name.startswith("decode, batch 4")]
     assert {"staggered" in name for name in decodes} == {True, False}, decodes
 
