@@ -443,6 +443,12 @@ def test_prefix_command_ends_with_json(tiny_folder: Path) -> None:
 # ---- step bench
 
 
+def test_prompt_tokens_go_beside_steps_of_whole_batches() -> None:
+    names = [way.name for way in step_bench._ways("unsplit", [], [], 4, n_devices=2)]
+    two = "unsplit, 2 devices by requests"
+    assert names == ["unsplit", two, "unsplit, with 4 alongside", "unsplit, then 4"]
+
+
 def test_step_bench_with_prompt_tokens() -> None:
     config, case = ModelConfig.from_hf(TINY), step_bench.StepCase(2, 8)
     found, _ = step_bench.measure(

@@ -266,9 +266,9 @@ def _ways(
 ) -> list[Way]:
     """How an executor is asked to run a step."""
     whole = [Way(name, {})]
+    cut: list[Way] = []  # with a prompt's chunk only on workers of its own
     if name == "unsplit" and n_devices > 1:  # devices do not meet: one shows what all take
-        whole.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
-    cut: list[Way] = []
+        cut.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
     if name == "split":
         whole = [
             Way("split, q first", {"q_first": True, "n_batches": 1, "mini_batches": 1}),
