@@ -94,7 +94,7 @@ class Drawing:
 
     def warm_up(self, logits: jax.Array, max_tokens: int) -> None:
         """Runs every program that rows of ``logits`` [B, V] may meet, for requests of at most ``max_tokens`` tokens, but
-        those of prompts' log-probabilities, of very many bans a row, and of beams that many tokens may end."""
+        those of prompts' log-probabilities (`warm_up_scores`), of very many bans a row, and of beams that many tokens may end."""
         n = len(logits)
         tokens = None
         for params in _WAYS_TO_CHOOSE:
@@ -113,6 +113,13 @@ class Drawing:
             for size in self._buckets.batch:
                 self.repeated(logits, size)
         jax.block_until_ready(tokens)
+
+    def warm_up_scores(self, logits: jax.Array) -> None:
+        """Runs every program that a scored prompt's ``logits`` [1, T, V] may meet."""
+        following = np.zeros(logits.shape[1], np.int32)
+        for n_top in LOGPROBS_WIDTHS:
+            self.sampler.report(logits, following, n_top)
+        jax.block_until_ready(self._rows_of(logits, np.zeros(1, np.int32)))
 
     def _kinds_of_adjustment(self, max_tokens: int) -> list[Adjusted]:
         found = [

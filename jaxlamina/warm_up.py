@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.engine import Engine
+from jaxlamina.scheduler import SCORED_CHUNK
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.kv_pools import move_sizes
 
@@ -24,7 +25,7 @@ from jaxlamina.workers.kv_pools import move_sizes
 class Shape:
     """One program's sizes. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens, padded;
     ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers, by their index, of which
-    each has such a prompt or chunk at once."""
+    each has such a prompt or chunk at once; ``of_all``: logits of all tokens, for a prompt that is scored."""
 
     kind: Literal["decode", "prefill", "chunk"]
     batch: int
@@ -32,12 +33,13 @@ class Shape:
     context: int
     alongside: Shape | None = None
     workers: tuple[int, ...] = ()
+    of_all: bool = False
 
     def __str__(self) -> str:
         if self.kind == "decode":
             text = f"decode, batch {self.batch}, context {self.context}"
             return text if self.alongside is None else f"{text}; {self.alongside}"
-        text = f"{self.kind}, {self.n_tokens} tokens, context {self.context}"
+        text = f"{self.kind}, {self.n_tokens} tokens, context {self.context}{', logits of all' * self.of_all}"
         return f"{text}, prefill workers {', '.join(map(str, self.workers))}" if self.workers else text
 
 
@@ -49,12 +51,14 @@ def shapes(
     chunks: bool = True,
     mixed: bool = False,
     n_prefill_workers: int = 0,
+    scored: bool = False,
 ) -> list[Shape]:
     """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
 
     ``max_chunk``: prompt tokens computed in one step, None: all. ``chunks``: whether a prompt may follow stored tokens.
     ``mixed``: whether a decode step may have a prompt or chunk alongside. ``n_prefill_workers``: then any of them may have
-    one at once, with a decode step or without.
+    one at once, with a decode step or without. ``scored``: also those of prompts whose log-probabilities are wanted, if no
+    prefill worker computes them.
     """
     decodes = [Shape("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context]
     longest = bucket(min(max_chunk or max_model_len, max_model_len), buckets.prompt)
@@ -71,7 +75,22 @@ def shapes(
         found = [replace(prompt, workers=workers) for prompt in found for workers in sets]
     mixed = mixed or n_prefill_workers > 0
     both = [replace(decode, alongside=prompt) for decode in decodes for prompt in found if mixed]
+    if scored and not n_prefill_workers:
+        both += _scored(buckets, max_model_len, max_chunk)
     return decodes + found + both
+
+
+def _scored(buckets: Buckets, max_model_len: int, max_chunk: int | None) -> list[Shape]:
+    """Nothing of such a prompt comes from a cache: each chunk follows whole ones."""
+    most = min(SCORED_CHUNK, max_chunk or SCORED_CHUNK)
+    found: dict[Shape, None] = {}
+    for start in range(0, max_model_len, most):
+        longest = bucket(min(most, max_model_len - start), buckets.prompt)
+        context = bucket(start, buckets.context) if start else 0
+        for size in buckets.prompt:
+            if size <= longest:
+                found[Shape("chunk" if start else "prefill", 1, size, context, of_all=True)] = None
+    return list(found)
 
 
 def _with_fewest(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -94,6 +113,11 @@ def warm_up(
         if stopped():
             return
         of_rows = _run(engine, shape)
+        if shape.of_all:
+            for logits in of_rows:
+                engine.drawing.warm_up_scores(logits)
+            on_done(n)
+            continue
         for logits in of_rows:
             if len(logits) not in sampled:
                 sampled.add(len(logits))
@@ -137,7 +161,8 @@ def _run(engine: Engine, shape: Shape) -> tuple[jax.Array, ...]:
     elif len(parts) == 2:
         found = tuple(executor.decode_with_chunk(*parts))
     else:
-        found = (executor.decode(*parts) if shape.kind == "decode" else executor.prefill(*parts),)
+        run = executor.prefill_all if shape.of_all else executor.prefill
+        found = (executor.decode(*parts) if shape.kind == "decode" else run(*parts),)
     if places:
         executor.release(np.arange(executor.n_slots))
     return found

@@ -143,6 +143,18 @@ def test_what_is_to_be_compiled():
     assert len(shapes(buckets, max_model_len=32, max_chunk=None, chunks=False)) == 4 + 3
 
 
+def test_what_is_to_be_compiled_for_scored_prompts():
+    buckets = Buckets(batch=(1,), prompt=(16, 24, 32), context=(16, 32, 64))
+    plain = shapes(buckets, max_model_len=60, max_chunk=20)
+    found = shapes(buckets, max_model_len=60, max_chunk=20, scored=True)
+    assert found[: len(plain)] == plain
+    # Chunks of 20, after 20 and after 40 tokens.
+    kinds = [("prefill", 0), ("chunk", 32), ("chunk", 64)]
+    assert found[len(plain) :] == [Shape(k, 1, n, c, of_all=True) for k, c in kinds for n in (16, 24)]
+    found = shapes(buckets, max_model_len=30, max_chunk=None, scored=True)
+    assert [s for s in found if s.of_all] == [Shape("prefill", 1, n, 0, of_all=True) for n in (16, 24, 32)]
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"split": False}, {"kv_dtype": "int8"}))],
@@ -155,7 +167,7 @@ def test_after_warming_up_nothing_is_compiled(options):
         max_model_len=40,
         max_num_batched_tokens=16, **options,
     )  # fmt: skip
-    todo = shapes(llm.buckets, max_model_len=40, max_chunk=16)
+    todo = shapes(llm.buckets, max_model_len=40, max_chunk=16, scored=True)
     done = []
     warm_up(llm.engine, todo, done.append, lambda: False)
     assert done == [*range(1, len(todo) + 1)]
@@ -172,6 +184,7 @@ def test_after_warming_up_nothing_is_compiled(options):
         for kind in kinds
         if way["temperature"] or kind.keys().isdisjoint({"n", "best_of"})
     ]
+    asked += [{"temperature": 0, "prompt_logprobs": n} for n in (0, 5, 20)]
     asked += [{"temperature": 0, "use_beam_search": True, "beam_width": n, "logprobs": 2} for n in (1, 2)]
     for fields in asked:
         for _ in range(2):  # the second time from what is cached

@@ -74,6 +74,12 @@ def serve(
             "--warm-up/--no-warm-up", help="Compile all programs first; or each when it is first needed."
         ),
     ] = True,
+    warm_up_prompt_logprobs: Annotated[
+        bool,
+        typer.Option(
+            "--warm-up-prompt-logprobs", help="Also those of echo with logprobs and prompt_logprobs."
+        ),
+    ] = False,
     max_concurrent_requests: Annotated[
         int, typer.Option(min=1, help="Requests answered at once; one more gets status 429.")
     ] = MAX_CONCURRENT_REQUESTS,
@@ -98,6 +104,7 @@ def serve(
         files_dir=files_dir,
         log_level=uvicorn_log_level,
         warm_up=warm_up,
+        warm_up_scored_prompts=warm_up_prompt_logprobs,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=enable_prefix_caching,
     )

@@ -163,6 +163,7 @@ def _todo(llm: LLM, settings: Settings) -> list[Shape]:
         chunks=settings.prefix_caching or in_chunks,
         mixed=llm.engine.mixed_steps,
         n_prefill_workers=llm.engine.n_prefill_workers,
+        scored=settings.warm_up_scored_prompts,
     )
 
 

@@ -31,5 +31,6 @@ class Settings:
     files_dir: Path | None = None
     log_level: str = "info"
     warm_up: bool = True
+    warm_up_scored_prompts: bool = False
     max_num_batched_tokens: int | None = 2048
     prefix_caching: bool = True
