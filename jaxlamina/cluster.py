@@ -103,6 +103,7 @@ class Cluster:
     host_kv_slots: int = 0
     scheduling_policy: str = "fifo"
     kv_manager: Literal["token", "padded"] = "token"
+    kv_headroom: float | None = None
 
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():
@@ -119,6 +120,8 @@ class Cluster:
             address(name, getattr(self, name))
         if not self.model:
             raise UserError("model='' must be a name, a folder or a file")
+        if self.kv_headroom is not None and not 0 <= self.kv_headroom <= 1:
+            raise UserError(f"kv_headroom={self.kv_headroom} must be from 0 to 1")
         check_policy_name(self.scheduling_policy)
         self._check_combination()
 
@@ -295,7 +298,7 @@ def _check_keys(values: Mapping[str, Any], where: str) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML's values as the fields want them: pairs for lists, floats for whole seconds."""
+    """TOML's values as the fields want them: pairs for lists, floats for whole numbers."""
     plain = dict(values)
     dop = plain.get("dop")
     if isinstance(dop, str):
@@ -303,7 +306,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
         plain["dop"] = (pools.n_model, pools.n_attention)
     elif isinstance(dop, list):
         plain["dop"] = tuple(dop)
-    for name in _SECONDS:
+    for name in (*_SECONDS, "kv_headroom"):
         if type(plain.get(name)) is int:
             plain[name] = float(plain[name])
     return plain

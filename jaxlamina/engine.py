@@ -95,7 +95,7 @@ class Engine:
     for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``. One with prefill
     workers computes all prompts on these, beside the decodes, one prompt or chunk of each worker a step.
     ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
-    ``policy`` (None: first come, first served) and ``padded`` are the scheduler's.
+    ``policy`` (None: first come, first served), ``padded`` and ``headroom`` are the scheduler's.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Engine:
         async_scheduling: bool = True,
         policy: Policy | None = None,
         padded: bool = False,
+        headroom: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
@@ -131,6 +132,7 @@ class Engine:
             host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
             policy=policy,
             padded=padded,
+            headroom=headroom,
             n_prefill_workers=self.n_prefill_workers,
         )
         self.drawing = Drawing(max_num_seqs, buckets, vocab_size, len(eos_token_ids))

@@ -100,6 +100,8 @@ class LLM:
       "shortest-remaining" or a class of your own, "package.module:Class" (`jaxlamina.policies`).
     - ``kv_manager``: "token" takes a slot when a token needs it; "padded" counts every running sequence as long as the
       longest of them may become, as a contiguous KV cache does, to compare with.
+    - ``kv_headroom``: of what running requests may still write, the share that must have room before another is admitted:
+      1 so that none gives way for want of slots, 0 so that as many run as possible. None: as requests have written before.
     - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
       ``split``, ``q_first``, ``devices``, ``attention_workers`` and ``partition`` say elsewhere, its cluster says.
     - ``recording``: with a ``group``, decode steps can be recorded on all ranks: ``executor`` is a
@@ -132,6 +134,7 @@ class LLM:
         async_scheduling: bool = True,
         scheduling_policy: str = "fifo",
         kv_manager: str = "token",
+        kv_headroom: float | None = None,
         group: Group | None = None,
         recording: bool = False,
         seed: int = 0,
@@ -152,6 +155,8 @@ class LLM:
             raise UserError(f"{kv_slots=} must be at least 1")
         if kv_manager not in KV_MANAGERS:
             raise UserError(f"{kv_manager=} must be one of {', '.join(KV_MANAGERS)}")
+        if kv_headroom is not None and not 0 <= kv_headroom <= 1:
+            raise UserError(f"{kv_headroom=} must be from 0 to 1, or None")
         policy = load_policy(scheduling_policy)
         if attention_workers != 1 and not split:
             raise UserError(f"{attention_workers=} needs the model split: leave out split=False")
@@ -229,6 +234,7 @@ class LLM:
             async_scheduling=async_scheduling,
             policy=policy,
             padded=kv_manager == "padded",
+            headroom=kv_headroom,
             kv_slot_bytes=sum(spec.slot_bytes for spec in specs),
         )
 
@@ -319,6 +325,7 @@ class LLM:
             "compilations": dict(self.executor.programs.counts) | {"sampler": self.engine.sampler.n_compiled},
             "buckets": dataclasses.asdict(self.buckets),
             **self.engine.kv_stats(),
+            "kv_headroom": self.engine.scheduler.headroom.share,
             "model_device": str(self.model_device),
             "attention_device": self._attention_pool,
         }

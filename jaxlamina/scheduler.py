@@ -5,7 +5,7 @@ where they are given, a prefix cache and a host tier; what the tokens mean, and 
 business.
 
 Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in
-the policy's order as long as they fit. A prompt longer than ``prefill_chunk`` is computed in several steps, between
+the policy's order as long as they fit, beside what those that run are expected to take yet (`headroom`). A prompt longer than ``prefill_chunk`` is computed in several steps, between
 which the others decode; until it is done nobody of the same rank is admitted. A newcomer starts from the longest prefix
 whose KV is cached. When slots run out, cached prefixes that nobody uses go first; then the running request that is last in
 the policy's order gives all of its slots back and waits again: its KV moves to the host if there is room ("swap"), else its
@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from jaxlamina.errors import UserError
+from jaxlamina.headroom import Headroom, most_wanted
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
 from jaxlamina.policies import Fifo, Policy
 from jaxlamina.request import Request, State
@@ -54,7 +55,8 @@ class Scheduler:
     out of slots (FineInfer §3.3.3, the SimpleReqManager). ``prefix_cache`` and ``host`` must be of the same ``slots``.
     Cached prefixes shorter than ``min_prefix_tokens`` are not used: starting after a handful of tokens saves nothing,
     and runs other programs than a whole prompt does. A prompt that is scored uses none, and comes in chunks of at most
-    `SCORED_CHUNK`. ``n_prefill_workers``: 0 if prompts are computed by who decodes.
+    `SCORED_CHUNK`. ``headroom``: which share of what requests may still write has room when others are admitted, 0 to 1; None:
+    as others have written. ``n_prefill_workers``: 0 if prompts are computed by who decodes.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Scheduler:
         host: HostTier | None = None,
         policy: Policy | None = None,
         padded: bool = False,
+        headroom: float | None = None,
         n_prefill_workers: int = 0,
     ) -> None:
         if max_num_seqs < 1:
@@ -88,6 +91,7 @@ class Scheduler:
         self.host = host
         self.policy = Fifo() if policy is None else policy
         self.padded = padded
+        self.headroom = Headroom(headroom)
         self.n_prefill_workers = n_prefill_workers
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -193,7 +197,7 @@ class Scheduler:
         for j in range(len(members), len(parents)):
             new = Request(first.request_id, first.prompt_token_ids, first.max_tokens, first.payload, j)
             new.lockstep, new.state = first.lockstep, State.RUNNING
-            new.priority, new.arrival = first.priority, first.arrival
+            new.priority, new.arrival, new.n_cached = first.priority, first.arrival, len(first.slots)
             found.append(new)
         for j in moved:
             slots, tokens = old[parents[j]]
@@ -222,6 +226,7 @@ class Scheduler:
             self.running.remove(request)
         elif request.state is State.WAITING:
             self.waiting.remove(request)
+        self.headroom.ended(request)
         self._release(request, keep=keep)
         request.state = State.FINISHED
 
@@ -393,9 +398,19 @@ class Scheduler:
         return n_rows <= self.max_num_seqs
 
     def _margin(self, unit: Sequence[Request]) -> int:
-        """Slots to leave free beside those of ``unit``: everyone running must be able to take one step more, or the
-        newcomer would be thrown out at once. Alone it needs none: `add` saw to it that the pool holds it."""
-        return self._n_rows(unit) if self.running else 0
+        """Slots to leave free beside those of ``unit``: for what everyone running is expected to take, and for one step more of
+        each at least, or the newcomer would be thrown out at once. Who gives way to it needs no more than that. Alone it
+        needs none: `add` saw to it that the pool holds it."""
+        if self.padded or not self.running:  # padded ones have had their room from the beginning
+            return self._n_rows(unit) if self.running else 0
+        rows = []
+        for request in (*self.running, *unit):
+            new = request.state is State.WAITING
+            n = 1 if not new and self._displaces(request) else self.headroom.of(request)
+            # What was there before it may be others'.
+            rows.append((n, request.n_tokens if new else len(request.slots) - request.n_cached))
+            rows += [(n, 0)] * (request.width - 1)
+        return most_wanted(rows)
 
     def _would_fit(self) -> bool:
         """Whether the first that waits can be admitted in this step, whose decodes have not taken their slots yet."""

@@ -93,7 +93,7 @@ def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
     given = {argument.partition("=")[0] for argument in arguments}
     for option in _OF_THE_CLUSTER & given:
         raise UserError(f"{name}'s {option} is for one process; over ranks the cluster says it: leave it out")
-    wanted: dict[str, str | int | None] = {
+    wanted: dict[str, str | float | None] = {
         "--model": cluster.model,
         "--dtype": cluster.dtype,
         "--max-model-len": cluster.max_model_len,
@@ -101,6 +101,7 @@ def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
         "--host-kv-slots": cluster.host_kv_slots,
         "--scheduling-policy": cluster.scheduling_policy,
         "--kv-manager": cluster.kv_manager,
+        "--kv-headroom": cluster.kv_headroom,
     }
     if name == "serve":
         wanted |= {"--max-num-seqs": cluster.max_num_seqs, "--kv-slots": cluster.kv_slots}

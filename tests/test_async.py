@@ -39,6 +39,7 @@ def engine_of(llm: LLM, async_scheduling: bool, **options: Any) -> Engine:
         max_num_seqs=options.pop("max_num_seqs", 4),
         max_model_len=llm.max_model_len,
         async_scheduling=async_scheduling,
+        headroom=0.0,  # so that some give way
         **options,
     )
     engine.drawing.sampler = SAMPLER

@@ -114,6 +114,7 @@ def make(
     host_kv_slots: int = 0,
     prefix_caching: bool = True,
     async_scheduling: bool = True,
+    headroom: float | None = 0.0,
 ) -> Engine:
     buckets = Buckets(batch=(1, 2, 4, 8), prompt=(4, 16, 64), context=(8, 64))
     engine = Engine(
@@ -127,6 +128,7 @@ def make(
         host_kv_slots=host_kv_slots,
         prefix_caching=prefix_caching,
         async_scheduling=async_scheduling,
+        headroom=headroom,
     )
     engine.drawing.sampler = SAMPLER
     return engine

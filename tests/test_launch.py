@@ -108,9 +108,9 @@ def test_the_command_gets_what_the_cluster_file_says_of_the_model_and_it_does_no
     found = with_options(["serve", "--max-num-seqs", "2"], replace(cluster, kv_slots=99))
     assert {"--model=tiny", "--dtype=bfloat16", "--kv-slots=99"} < set(found)
     assert not any(word.startswith("--max-num-seqs=") for word in found)
-    policies = replace(cluster, scheduling_policy="chat-first", kv_manager="padded")
+    policies = replace(cluster, scheduling_policy="chat-first", kv_manager="padded", kv_headroom=0.5)
     for command in (["serve"], ["generate", "x"]):
-        assert {"--scheduling-policy=chat-first", "--kv-manager=padded"} < set(
+        assert {"--scheduling-policy=chat-first", "--kv-manager=padded", "--kv-headroom=0.5"} < set(
             with_options(command, policies)
         )
     with pytest.raises(UserError, match="serve's --partition is for one process"):

@@ -34,7 +34,9 @@ def llm() -> LLM:
 def small() -> LLM:
     """A random model without a tokenizer, in a pool that four of its longest requests do not fit into."""
     config = ModelConfig.from_hf(MODELS["llama"])
-    return LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=4, kv_slots=64)
+    return LLM(
+        InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=4, kv_slots=64, kv_headroom=0.0
+    )
 
 
 def recorded(model: LLM) -> list[np.ndarray]:

@@ -264,6 +264,7 @@ def test_a_models_tokens_do_not_depend_on_the_policy_nor_on_launching_ahead():
         max_num_batched_tokens=16,
         scheduling_policy="chat-first",
         kv_manager="padded",
+        kv_headroom=0.0,
     )
     engine = model.engine
     assert isinstance(engine.scheduler.policy, ChatFirst) and engine.scheduler.padded

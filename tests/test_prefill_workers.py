@@ -62,7 +62,7 @@ def test_the_unsplit_models_tokens(
     usual = {"model": model, "n_tokens": 16, "fourth": 20, "max_num_batched_tokens": 8, "max_model_len": 48}
     scenarios = [("greedy", usual)]
     if transport == "xla" and dop != (1, 1):  # what differs between transports is in every step
-        scenarios.append(("greedy", usual | {"kv_slots": 60, "host_kv_slots": 16}))
+        scenarios.append(("greedy", usual | {"kv_slots": 60, "host_kv_slots": 16, "kv_headroom": 0.0}))
     cluster = {"partition": partition, "prefill_workers": n_workers, **how}
     found, *few_slots = run_job(transport, dop, scenarios, **cluster)
     check_greedy(found, n_tokens=16, n_prompts=4)
@@ -81,7 +81,7 @@ def test_the_unsplit_models_tokens(
 
 def test_samples_and_beams() -> None:
     """Beams that gave way come back together: several prompts of one worker in a step."""
-    few = {"kv_slots": 40, "max_num_batched_tokens": 8}
+    few = {"kv_slots": 40, "kv_headroom": 0.0, "max_num_batched_tokens": 8}
     [found] = run_job("xla", (1, 1), [("branches", {"model": "llama", **few})], prefill_workers=1)
     assert found["same"] and found["n_preemptions"], found
 

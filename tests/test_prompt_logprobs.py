@@ -49,7 +49,7 @@ def scores(llm: LLM, params: Any = SCORED) -> list[np.ndarray]:
         {"max_num_batched_tokens": 8, "mixed_steps": True},
         {"max_num_batched_tokens": 8, "async_scheduling": False},
         {"attention_workers": 2, "partition": "tokens", "max_num_batched_tokens": 16},
-        {"kv_slots": 64, "scheduling_policy": "shortest-remaining"},
+        {"kv_slots": 64, "kv_headroom": 0.0, "scheduling_policy": "shortest-remaining"},
     ],
     ids=str,
 )

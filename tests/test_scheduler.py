@@ -17,6 +17,7 @@ from jaxlamina.scheduler import Scheduler, _n_distinct
 def make(capacity: int, max_num_seqs: int = 4, *, caching: bool = False, n_host: int = 0, **kw) -> Scheduler:
     slots = SlotAllocator(capacity)
     kw.setdefault("min_prefix_tokens", 1)
+    kw.setdefault("headroom", 0.0)  # so many as can run do; `test_headroom` is about others
     return Scheduler(
         slots,
         max_num_seqs=max_num_seqs,
@@ -156,6 +157,7 @@ def play(workload, aborted: set[int], random, check=lambda scheduler, plan, befo
     owned as counted, and ``check(scheduler, plan, running before)`` holds of every step."""
     capacity, max_num_seqs, max_prefill_tokens, chunk, n_host, caching, shapes = workload
     budget = {"max_prefill_tokens": max_prefill_tokens, "prefill_chunk": chunk}
+    options.setdefault("headroom", random.choice([0.0, 0.5, 1.0, None]))
     scheduler = make(capacity, max_num_seqs, caching=caching, n_host=n_host, **budget, **options)
     pool = PretendPool(capacity, n_host)
     arrivals: dict[int, list[Request]] = {}

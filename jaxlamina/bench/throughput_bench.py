@@ -47,6 +47,7 @@ class Options:
     compare: bool
     kv_slots: int | None = None
     padded: bool = False
+    kv_headroom: float | None = None
 
     @property
     def kv_token_bytes(self) -> int:
@@ -215,6 +216,7 @@ class _Ours:
             prefix_caching=False,
             kv_slots=options.kv_slots,
             kv_manager=kv_manager,
+            kv_headroom=options.kv_headroom,
             group=group,
         )
         self.kv_slots = int(self._llm.stats()["kv_slots"])

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def throughput_command(
             "--padded", help="Also with a padded KV cache of as many bytes, as --kv-manager padded."
         ),
     ] = False,
+    kv_headroom: model_options.KvHeadroom = None,
     no_split: Annotated[bool, typer.Option("--no-split", help="One program a step.")] = False,
     one_at_a_time: Annotated[
         int, typer.Option(min=0, help="Also serve so many of the requests one after another.")
@@ -110,6 +112,7 @@ def throughput_command(
         compare=compare is not None,
         kv_slots=kv_slots,
         padded=padded,
+        kv_headroom=kv_headroom,
     )
     with Console(stderr=True).status("starting") as status:
         report = throughput_bench.measure(
@@ -129,6 +132,7 @@ def throughput_command(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "kv_slots": report.kv_slots,
+        "kv_headroom": kv_headroom,
         "kv_bytes": report.kv_slots * options.kv_token_bytes,
         "seed": seed,
         "warm_up_s": report.warm_up_s,

@@ -127,6 +127,7 @@ def generate(
     ] = 2048,
     scheduling_policy: model_options.SchedulingPolicy = "fifo",
     kv_manager: model_options.KvManager = "token",
+    kv_headroom: model_options.KvHeadroom = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -197,6 +198,7 @@ def generate(
         max_num_batched_tokens=max_num_batched_tokens,
         scheduling_policy=scheduling_policy,
         kv_manager=kv_manager,
+        kv_headroom=kv_headroom,
         recording=profile is not None,
     )
     load_s = time.perf_counter() - started

@@ -39,6 +39,14 @@ SchedulingPolicy = Annotated[
 KvManager = Annotated[
     str, typer.Option(help="KV: token, or padded as a contiguous KV cache is, to compare with.")
 ]
+KvHeadroom = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Share of what running requests may still write that has room when another is let in. Default: as others wrote.",
+    ),
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(help="A file with a chat template, or the template, in place of the model's own."),

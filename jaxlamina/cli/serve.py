@@ -66,6 +66,7 @@ def serve(
     ] = True,
     scheduling_policy: model_options.SchedulingPolicy = "fifo",
     kv_manager: model_options.KvManager = "token",
+    kv_headroom: model_options.KvHeadroom = None,
     chat_template: model_options.ChatTemplate = None,
     seed: Annotated[int, typer.Option(min=0, help="Requests without a seed get theirs from it.")] = 0,
     warm_up: Annotated[
@@ -131,6 +132,7 @@ def serve(
             prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
             kv_manager=kv_manager,
+            kv_headroom=kv_headroom,
             seed=seed,
         )
         address = "http://{}:{}".format(*_shown(*listener.getsockname()[:2]))
