@@ -79,6 +79,22 @@ def test_the_unsplit_models_tokens(
     assert found["ahead"] == (dop[0] == 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel"])
+def test_int8_kv(kv_dtype: str) -> None:
+    """Chunks come after tokens whose KV was rounded, as unsplit."""
+    options = {
+        "model": "llama",
+        "n_tokens": 16,
+        "fourth": 20,
+        "max_num_batched_tokens": 8,
+        "max_model_len": 48,
+    }
+    scenario = ("greedy", options | {"kv_dtype": kv_dtype})
+    [found] = run_job("xla", (1, 2), [scenario], partition="heads", prefill_workers=1)
+    check_greedy(found, n_tokens=16, n_prompts=4)
+
+
 def test_samples_and_beams() -> None:
     """Beams that gave way come back together: several prompts of one worker in a step."""
     few = {"kv_slots": 40, "kv_headroom": 0.0, "max_num_batched_tokens": 8}
