@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -23,7 +24,10 @@ from control_group import (
 
 from jaxlamina.control import client as client_module
 from jaxlamina.control import frames, sockets
+from jaxlamina.control import server as server_module
 from jaxlamina.control.channel import ControlError, hello_of
+from jaxlamina.control.connection import read_body
+from jaxlamina.control.frames import FrameReader
 from jaxlamina.control.messages import (
     PROTOCOL,
     Array,
@@ -38,6 +42,7 @@ from jaxlamina.control.messages import (
     Rows,
     StepShape,
     TakeRows,
+    decode,
     encode,
 )
 from jaxlamina.errors import UserError
@@ -115,6 +120,8 @@ def test_ranks_that_do_not_start_are_named_to_everyone(group):
 def test_a_rank_with_another_configuration_or_version_ends_the_start(group, config, versions, said):
     server = group.server(3)
     fine = group.join(server.address, 1)
+    with server._changed:
+        assert server._changed.wait_for(lambda: 1 in server._members, 5)
     other = group.join(server.address, 2, config=config, versions=versions)
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^rank 2 \(attention worker 1\) on .*" + re.escape(said)) as error:
@@ -124,6 +131,27 @@ def test_a_rank_with_another_configuration_or_version_ends_the_start(group, conf
         with pytest.raises(UserError) as theirs:
             rank.client()
         assert str(theirs.value) == str(error.value)
+
+
+def test_all_that_have_connected_are_told_why(group, monkeypatch):
+    """Also those that rank 0 has not heard yet when it gives up, as on a busy host."""
+
+    class Slow(threading.Thread):
+        def start(self):
+            time.sleep(0.05)
+            super().start()
+
+    monkeypatch.setattr(server_module, "threading", SimpleNamespace(**(vars(threading) | {"Thread": Slow})))
+    server = group.server(9)
+    ranks = {rank: group.raw(server.address) for rank in range(8, 0, -1)}
+    ranks[8].sendall(frame(encode(hello_of(8, CONFIG | {"max_num_seqs": 9}, VERSIONS))))
+    for rank in range(1, 8):
+        ranks[rank].sendall(frame(encode(hello_of(rank, CONFIG, VERSIONS))))
+    with pytest.raises(UserError, match="max_num_seqs is 9 there and 8 on rank 0") as error:
+        server.gather(10)
+    for sock in ranks.values():
+        message = decode(read_body(sock, FrameReader(), 5))
+        assert message == Refused(str(error.value))
 
 
 def test_the_same_configuration_survives_the_wire(group):

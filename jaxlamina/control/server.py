@@ -6,6 +6,7 @@ Knows nothing of what the messages ask for, and nothing of devices.
 from __future__ import annotations
 
 import queue
+import selectors
 import socket
 import threading
 import time
@@ -88,7 +89,11 @@ class ControlServer:
         self._fault: tuple[int, str] | None = None
         self._telling = Telling()
         self._strangers: list[str] = []
+        self._why_closing: str | None = None
+        self._greeters: set[threading.Thread] = set()  # who have not yet taken in, or turned away, who came
         self._listener = listen(address)
+        self._listener.setblocking(False)
+        self._woken, self._waker = socket.socketpair()
         self.address = address_text(self._listener.getsockname())
         self._acceptor = threading.Thread(target=self._accept, name="control-accept", daemon=True)
         self._acceptor.start()
@@ -159,7 +164,7 @@ class ControlServer:
         with self._changed:
             if self._is_closing:
                 return
-            self._is_closing = True
+            self._is_closing, self._why_closing = True, fault
             members = list(self._members.values())
             self._wake()
         last: Message
@@ -167,12 +172,12 @@ class ControlServer:
             last = Refused(fault or f"{self._describe(0)} ended before all ranks had started")
         else:
             last = Bye() if fault is None else Fault(0, fault)
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor, which closes it
-        except OSError:
-            pass  # it has ended already
+        self._waker.close()  # wakes the acceptor, which takes in whoever has connected
         self._acceptor.join(LAST_WORDS_S)
         _say(members, last)
+        until = time.monotonic() + LAST_WORDS_S
+        for greeter in list(self._greeters):  # the process may end right after, and with it what they say
+            greeter.join(max(0.0, until - time.monotonic()))
         until = time.monotonic() + wait_s
         for member in members:
             member.connection.wait_ended(max(0.0, until - time.monotonic()))
@@ -200,21 +205,39 @@ class ControlServer:
     # Before the group is formed
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, peer = self._listener.accept()
-            except OSError:
-                if self._is_closing:
-                    self._listener.close()
-                    return
-                time.sleep(_ACCEPT_AGAIN_S)  # too many open files, say: ranks go on trying
-                continue
-            threading.Thread(
-                target=self._greet, args=(sock, peer), name="control-reader", daemon=True
-            ).start()
+        """Until `close`; whoever has connected by then is still heard, and told why."""
+        with self._listener, self._woken, selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                selector.select()
+                is_closing = self._is_closing
+                try:
+                    sock, peer = self._listener.accept()
+                except OSError as error:
+                    if is_closing:
+                        return
+                    if not isinstance(error, BlockingIOError):
+                        time.sleep(_ACCEPT_AGAIN_S)  # too many open files, say: ranks go on trying
+                    continue
+                sock.setblocking(True)
+                greeter = threading.Thread(
+                    target=self._greet, args=(sock, peer), name="control-reader", daemon=True
+                )
+                self._greeters.add(greeter)
+                greeter.start()
 
     def _greet(self, sock: socket.socket, peer: tuple) -> None:
         """Reads who it is; then this thread is that rank's reader."""
+        try:
+            connection = self._heard(sock, peer)
+        finally:
+            self._greeters.discard(threading.current_thread())
+        if connection is not None:
+            connection.run()
+
+    def _heard(self, sock: socket.socket, peer: tuple) -> Connection | None:
+        """The connection of a rank that is taken in. Others are told why not."""
         reader = FrameReader(_HELLO_BYTES)
         try:
             body = read_body(sock, reader, _HELLO_S)
@@ -224,24 +247,22 @@ class ControlServer:
             sock.close()
             with self._changed:
                 self._strangers.append(f"{address_text(peer)} ({error})")
-            return
+            return None
         reader.largest_bytes = LARGEST_BYTES
         with self._changed:
             verdict = self._why_refuse(claimed, body)
             if isinstance(verdict, Hello):
-                connection = self._admit(sock, reader, verdict)
-            elif not self._is_formed and self._fault is None:
+                return self._admit(sock, reader, verdict)
+            if not self._is_formed and self._fault is None:
                 self._fault = (claimed.rank, verdict)
                 self._wake()
-        if isinstance(verdict, Hello):
-            connection.run()
-        else:
-            _refuse(sock, verdict)
+        _refuse(sock, verdict)
+        return None
 
     def _why_refuse(self, claimed: AnyHello, body: bytes | bytearray) -> str | Hello:
         """The line of why this process cannot be that rank; or its Hello."""
         if self._fault is not None or self._is_closing:
-            return self._fault[1] if self._fault else f"{self._describe(0)} is ending"
+            return self._fault[1] if self._fault else self._why_closing or f"{self._describe(0)} is ending"
         reason = why_no_rank(claimed, self.n_ranks, self._describe)
         if reason is not None:
             return reason
