@@ -7,6 +7,7 @@ functions below and never looks at the version itself. Knows nothing of attentio
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,10 +18,6 @@ from jax._src import source_info_util
 from jax._src.lib import cuda_versions
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jaxlib.mlir import ir as mlir_ir
-from jaxlib.mlir.dialects import arith as mlir_arith
-from jaxlib.mlir.dialects import llvm as mlir_llvm
-from jaxlib.mlir.dialects import scf as mlir_scf
 
 Primitive = jex_core.Primitive
 Literal = jex_core.Literal
@@ -28,14 +25,22 @@ Var = jex_core.Var
 JaxprEqn = jex_core.JaxprEqn
 ShapedArray = jax.core.ShapedArray
 
-# What the GPU kernels emit instructions with. The dialects' stubs know only what was generated, not what they export.
-ir = mlir_ir
-arith: Any = mlir_arith
-llvm: Any = mlir_llvm
-scf: Any = mlir_scf
-
 # Whether a Mosaic GPU kernel may write to what it is given (`jax.new_ref`): JAX 0.10 loses the write on the way.
 KERNELS_WRITE_ARGUMENTS = jax.__version_info__ >= (0, 11)
+
+# What the GPU kernels emit instructions with: a tenth of a second to import, and for nobody else.
+arith: Any
+ir: Any
+llvm: Any
+scf: Any
+_MLIR = {"ir": "jaxlib.mlir.ir"} | {name: f"jaxlib.mlir.dialects.{name}" for name in ("arith", "llvm", "scf")}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MLIR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(_MLIR[name])
+
 
 _JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
 
