@@ -101,6 +101,20 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
     }
 
 
+def answer(group: Any, model: str, prompt: str) -> dict[str, Any]:
+    """What a model writes after a text, and whether that is what it writes unsplit."""
+    params, limits = SamplingParams(max_tokens=8, temperature=0), {"max_num_seqs": 1, "max_model_len": 64}
+
+    def tokens_of(llm: LLM) -> list[list[int]]:
+        [out] = llm.generate(prompt, params)
+        texts.append(out.text)
+        return [list(out.token_ids)]
+
+    texts: list[str] = []
+    found = tokens_of(LLM(source(model), group=group, **limits))
+    return {"same": found == unsplit([model, prompt], tokens_of, model, limits), "text": texts[0]}
+
+
 def branches(group: Any, model: str, **options: Any) -> dict[str, Any]:
     """Samples of one prompt with KV in common, and beams, whose KV is copied when they part."""
     limits = {"max_num_seqs": 8, "max_model_len": 64} | options
@@ -481,7 +495,7 @@ def weigh(folder: str) -> None:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, branches, held, moves, with_chunk, step_bench, warmed, scored, ended, refused, mismatch,
+        greedy, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, ended, refused, mismatch,
     )
 }  # fmt: skip
 

@@ -202,7 +202,11 @@ def test_triton_interpreted(shape: Shape, rng: np.random.Generator) -> None:
 
 
 @missing("mosaic_gpu")
-@pytest.mark.parametrize("shape", FEW, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, marks=[pytest.mark.slow] * (i in (0, 5, 7))) for i, s in enumerate(FEW)],  # seconds each
+    ids=lambda s: s.name,
+)
 def test_mosaic_gpu_interpreted(shape: Shape, rng: np.random.Generator) -> None:
     serve("mosaic_gpu", shape, rng, compiled=False)
 
@@ -266,7 +270,7 @@ def _bits(x: Any) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "shape",
-    [OWN[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in OWN[1:4]), *OWN[4:]],
+    [OWN[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in OWN[1:5]), *OWN[5:]],
     ids=lambda s: s.name,
 )
 def test_own_token_interpreted(shape: Shape, rng: np.random.Generator) -> None:

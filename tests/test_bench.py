@@ -212,7 +212,7 @@ def test_decode_bench_end_to_end(tiny_folder: Path) -> None:
     assert json.loads(json.dumps(report.to_dict()))["n_rounds"] == 2
 
 
-@pytest.mark.parametrize("name", ["split", "unsplit", "transformers"])
+@pytest.mark.parametrize("name", [pytest.param("split", marks=pytest.mark.slow), "unsplit", "transformers"])
 def test_peers_write_the_greedy_tokens(tiny_folder: Path, name: str) -> None:
     why = peers.why_not(name)
     if why is not None:

@@ -75,7 +75,7 @@ def breakdown(
     ("transport", "dop", "n_batches", "tensor_parallel"),
     [
         ("xla", (1, 1), 2, 1),
-        ("xla", (2, 1), 3, 1),
+        pytest.param("xla", (2, 1), 3, 1, marks=pytest.mark.slow),
         pytest.param("xla", (2, 1), 2, 2, marks=pytest.mark.slow),
         mpi((1, 1), 2, 1),
         pytest.param("mpi", (2, 1), 3, 1, marks=[pytest.mark.mpi, pytest.mark.slow]),

@@ -35,6 +35,24 @@ def command(*arguments, **options):
     )
 
 
+class InThisProcess:
+    """Command lines without a process of their own, of those that need none."""
+
+    def __init__(self, capsys):
+        self._capsys = capsys
+
+    def __call__(self, *arguments):
+        code = main(arguments)
+        out, err = self._capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
+
+@pytest.fixture
+def here(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    return InThisProcess(capsys)
+
+
 def one_error(capsys, *arguments):
     """The line that bad input gives."""
     assert main(arguments) == 2
@@ -118,29 +136,29 @@ def test_generate_writes_text_and_says_how_the_model_was_cut():
     assert "positions int32[1, 1]" in cut and "2,308" in cut and "memory pool on" in cut
 
 
-def test_generate_unsplit_writes_the_same_and_says_that_it_is_not_split(tiny_folder):
+def test_generate_unsplit_writes_the_same_and_says_that_it_is_not_split(here, tiny_folder):
     arguments = ["generate", "w3 w5 w8", "--model", str(tiny_folder), "--max-tokens", "8"]
-    split, unsplit = command(*arguments), command(*arguments, "--no-split")
+    split, unsplit = here(*arguments), here(*arguments, "--no-split")
     assert unsplit.returncode == 0 and len(unsplit.stdout.split()) == 8
     assert unsplit.stdout == split.stdout
     assert split.stderr.strip().splitlines()[-1].startswith("3 slices")
     assert unsplit.stderr.strip().splitlines()[-1].startswith("not split")
 
 
-def test_generate_several_continuations_numbers_them(tiny_folder):
+def test_generate_several_continuations_numbers_them(here, tiny_folder):
     arguments = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "1", "--seed", "7"]
-    one = command("generate", "w3 w5", *arguments).stdout
-    done = command("generate", "w3 w5", *arguments, "--n", "3")
+    one = here("generate", "w3 w5", *arguments).stdout
+    done = here("generate", "w3 w5", *arguments, "--n", "3")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["[1]", "[2]", "[3]"] and len(set(lines)) == 3
     assert lines[0].removeprefix("[1] ") == one.rstrip("\n")
     assert done.stderr.strip().splitlines()[-2].startswith("12 tokens, ")
-    both = command("generate", "w3 w5", "w1", *arguments, "--n", "2", "--best-of", "3").stdout
+    both = here("generate", "w3 w5", "w1", *arguments, "--n", "2", "--best-of", "3").stdout
     assert [line.split()[0] for line in both.splitlines()] == ["[1.1]", "[1.2]", "[2.1]", "[2.2]"]
 
 
-def test_generate_with_beams_writes_the_likelier_text(tiny_folder):
+def test_generate_with_beams_writes_the_likelier_text(here, tiny_folder):
     arguments = [
         "generate",
         "w3 w5",
@@ -152,8 +170,8 @@ def test_generate_with_beams_writes_the_likelier_text(tiny_folder):
         "--logprobs",
         "0",
     ]
-    greedy = json.loads(command(*arguments).stdout)["outputs"][0]
-    done = command(*arguments, "--beam-width", "4", "--n", "2")
+    greedy = json.loads(here(*arguments).stdout)["outputs"][0]
+    done = here(*arguments, "--beam-width", "4", "--n", "2")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     best, second = record["outputs"][0]["outputs"]
@@ -164,17 +182,17 @@ def test_generate_with_beams_writes_the_likelier_text(tiny_folder):
     )
 
 
-def test_generate_with_other_kv_writes_too(tiny_folder):
+def test_generate_with_other_kv_writes_too(here, tiny_folder):
     arguments = ["generate", "w3 w5 w8 w1", "--model", str(tiny_folder), "--max-tokens", "6"]
-    plain = command(*arguments).stdout
+    plain = here(*arguments).stdout
     for options in (
         ["--attention-workers", "2", "--partition", "heads"],
         ["--attention-workers", "3", "--partition", "tokens", "--no-prefix-caching"],
         ["--host-kv-slots", "64"],
     ):
-        done = command(*arguments, *options)
+        done = here(*arguments, *options)
         assert done.returncode == 0 and done.stdout == plain, (options, done.stderr)
-    done = command(*arguments, "--kv-dtype", "int8")
+    done = here(*arguments, "--kv-dtype", "int8")
     assert done.returncode == 0 and len(done.stdout.split()) == 6
 
 

@@ -13,7 +13,7 @@ from jaxlamina.errors import UserError
     ("transport", "dop", "n"),
     [
         ("xla", (1, 1), 2),
-        ("xla", (1, 2), 3),
+        pytest.param("xla", (1, 2), 3, marks=pytest.mark.slow),
         pytest.param("mpi", (1, 1), 3, marks=[pytest.mark.mpi, pytest.mark.slow]),
         pytest.param("mpi", (1, 2), 2, marks=[pytest.mark.mpi, pytest.mark.slow]),
     ],

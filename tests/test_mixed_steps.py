@@ -24,11 +24,11 @@ from splitter import split
 
 # transport, attention workers, partition, model, and what else there is in the job
 CASES: list[tuple[str, int, str, str, dict[str, Any]]] = [
-    ("xla", 1, "heads", "llama", {"second": {"n_batches": 2}}),
     ("xla", 2, "tokens", "mistral-window", {"second": {"q_first": False}}),
     ("mpi", 2, "heads", "llama", {"dtype": "bfloat16"}),
 ]
 SLOW: list[tuple[str, int, str, str, dict[str, Any]]] = [
+    ("xla", 1, "heads", "llama", {"second": {"n_batches": 2}}),
     ("xla", 2, "heads", "llama", {"dtype": "bfloat16", "second": {"q_first": False}}),
     ("xla", 2, "requests", "qwen2-window", {}),
     ("mpi", 2, "requests", "llama", {}),

@@ -30,7 +30,7 @@ from jaxlamina.workers.batch import levelled
 # transport, (model workers, attention workers), prefill workers, partition, model, and what else the cluster's file says
 CASES: list[Any] = [
     ("xla", (1, 1), 2, "heads", "llama", {}),
-    mpi((1, 2), 1, "tokens", "mistral-window", {}),
+    mpi((1, 1), 1, "heads", "mistral-window", {}),
 ]
 SLOW: list[tuple[str, tuple[int, int], int, str, str, dict[str, Any]]] = [
     ("xla", (1, 2), 1, "requests", "llama", {"q_first": False}),
@@ -41,6 +41,7 @@ SLOW: list[tuple[str, tuple[int, int], int, str, str, dict[str, Any]]] = [
     ("xla", (1, 2), 1, "requests", "mistral-window", {"n_batches": 2}),
     ("xla", (2, 1), 1, "heads", "llama", {"tensor_parallel": 2}),
     ("xla", (2, 2), 1, "tokens", "llama", {"pipeline_parallel": 2, "n_batches": 4}),
+    ("mpi", (1, 2), 1, "tokens", "mistral-window", {}),
     ("mpi", (1, 1), 2, "heads", "llama", {}),
     ("mpi", (2, 1), 1, "heads", "llama", {"pipeline_parallel": 2}),
     ("mpi", (2, 1), 1, "heads", "llama", {"n_batches": 3}),

@@ -96,7 +96,7 @@ HEADS, REQUESTS, TOKENS = (
         ("llama", {}),
         ("llama", {"split": False}),
         ("llama", HEADS),
-        ("llama", REQUESTS),
+        pytest.param("llama", REQUESTS, marks=pytest.mark.slow),
         ("llama", TOKENS),
         ("mistral-window", {}),
         pytest.param("mistral-window", TOKENS, marks=pytest.mark.slow),

@@ -195,7 +195,7 @@ def test_after_warming_up_nothing_is_compiled(options):
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_moves_to_the_host_are_compiled_before(workers, caplog):
     config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 128})
     llm = LLM(
@@ -214,7 +214,7 @@ def test_moves_to_the_host_are_compiled_before(workers, caplog):
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("mistral-window", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("partition", ["requests", "tokens"])
+@pytest.mark.parametrize("partition", [pytest.param("requests", marks=pytest.mark.slow), "tokens"])
 def test_warming_up_workers_that_share_requests_or_tokens(model, partition):
     """Steps of full rows need no program more; others may."""
     config = ModelConfig.from_hf(MODELS[model])
