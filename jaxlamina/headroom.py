@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from jaxlamina.request import Request
 
-_FIRST = 0.5  # the share before any request has ended, counted as one that has
+_FIRST, _FIRST_TOKENS = 0.5, 512  # the share before any request has ended, and of how many tokens at most
 _MEMORY = 64  # requests: those longer ago count for less and less
 
 
@@ -26,7 +26,7 @@ class Headroom:
         if fixed is not None and not 0 <= fixed <= 1:
             raise ValueError(f"headroom {fixed} must be from 0 to 1, or None")
         self._fixed = fixed
-        self._learned, self._n_seen = _FIRST, 1
+        self._learned, self._n_seen = _FIRST, 0
 
     @property
     def share(self) -> float:
@@ -41,7 +41,10 @@ class Headroom:
     def of(self, request: Request) -> int:
         """Slots that a request is expected to take after those that it has, or will start with: 1 at least. The last token
         takes none."""
-        return max(1, math.ceil(self.share * (request.max_tokens - request.n_generated - 1)))
+        n = math.ceil(self.share * (request.max_tokens - request.n_generated - 1))
+        if self._fixed is None and not self._n_seen:  # a chat's max_tokens may be all that the model can
+            n = min(n, _FIRST_TOKENS)
+        return max(1, n)
 
 
 def most_wanted(rows: Iterable[tuple[int, int]]) -> int:

@@ -36,11 +36,12 @@ def ended(n_generated: int, max_tokens: int):
 def test_the_share_is_the_mean_of_those_that_have_ended_and_the_last_ones_count_most() -> None:
     headroom = Headroom()
     assert headroom.share == 0.5 and headroom.of(ended(0, 21)) == 10
+    assert headroom.of(ended(0, 100_000)) == 512
     headroom.ended(ended(0, 10))  # never ran
     assert headroom.share == 0.5
     headroom.ended(ended(1, 10))
     headroom.ended(ended(3, 10))
-    assert headroom.share == pytest.approx((0.5 + 0.1 + 0.3) / 3)
+    assert headroom.share == pytest.approx((0.1 + 0.3) / 2) and headroom.of(ended(0, 100_001)) == 20_000
     for _ in range(1000):
         headroom.ended(ended(10, 10))
     assert headroom.share == pytest.approx(1)

@@ -252,6 +252,7 @@ def test_bad_requests_are_refused_in_one_line_and_leave_nothing_behind(small: LL
         ({"max_model_len": 65}, "max_model_len=65 must be at least 2 and at most 64"),
         ({"max_model_len": 1}, "max_model_len=1"),
         ({"kv_slots": 0}, "kv_slots=0"),
+        ({"kv_headroom": 1.5}, "kv_headroom=1.5 must be from 0 to 1"),
         ({"devices": []}, "must be one device, or two"),
         ({"devices": [None] * 4, "attention_workers": 2}, "or 3: one for each attention worker"),
         ({"kv_dtype": "int4"}, "kv_dtype='int4' must be one of auto, int8, int8-channel"),
