@@ -237,12 +237,14 @@ class Engine:
         self.scheduler.check_integrity()
 
     def kv_stats(self) -> dict[str, int]:
-        """Slots that requests hold, slots that only the prefix cache holds, and what went to the host and back."""
+        """Slots that requests hold, those that several do, slots that only the prefix cache holds, and what went to the host
+        and back."""
         scheduler, host = self.scheduler, self.scheduler.host
         n_used = scheduler.n_used
         return {
             "kv_slots": scheduler.slots.capacity,
             "kv_slots_used": n_used,
+            "kv_slots_shared": scheduler.n_shared,
             "kv_slots_cached": scheduler.slots.n_used - n_used,
             "host_kv_slots": host.capacity if host else 0,
             "host_kv_slots_used": host.n_used if host else 0,

@@ -107,6 +107,15 @@ class Scheduler:
         cache = self.prefix_cache
         return self.slots.n_used - (0 if cache is None else cache.n_evictable)
 
+    @property
+    def n_shared(self) -> int:
+        """Slots that several sequences hold. O(capacity)."""
+        n_owners = self.slots.owner_counts
+        if self.prefix_cache is not None:
+            n_owners = n_owners.copy()
+            n_owners[self.prefix_cache.owned_slots()] -= 1
+        return int((n_owners > 1).sum())
+
     def add(self, request: Request) -> None:
         """Queues a request; ``UserError`` if the whole pool could not hold it at its longest."""
         if request.width > self.max_num_seqs:

@@ -6,7 +6,7 @@ model unsplit in its own process, and prints one line of JSON for each.
 With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever. With
 ``"behind": [first, last]`` they run each of these steps only once they have been told of what comes after it; with
 ``"slow": [first, last, seconds]`` each of these takes them so long. With
-``"weigh": FOLDER`` model ranks but rank 0 note after each step what arrays they hold. A model is a name of `test_models`,
+``"unreadable": true`` their first recording cannot be read; with ``"weigh": FOLDER`` model ranks but rank 0 note after each step what arrays they hold. A model is a name of `test_models`,
 or a name and what is changed of it.
 """
 
@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -346,6 +347,30 @@ def scored(group: Any, model: str, **options: Any) -> dict[str, Any]:
     }
 
 
+def recorded(group: Any, model: str) -> dict[str, Any]:
+    """Decode steps that are recorded while tokens are written: one that another rank cannot read, one that this one cannot
+    begin, one of all."""
+    llm = LLM(source(model), group=group, recording=True, max_num_seqs=2, max_model_len=32)
+    executor: Any = llm.executor
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    errors: list[str] = []
+    tokens = []
+    for fails in ("there", "here", ""):
+        with tempfile.TemporaryDirectory() as folder:
+            if fails == "here":
+                jax.profiler.start_trace(folder)
+            executor.record_later(1, 2, lambda error: errors.append(str(error)))
+            [out] = llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
+            tokens.append(list(out.token_ids))
+            if fails == "here":
+                jax.profiler.stop_trace()
+        assert (executor.recorded is None) == bool(fails)
+    plain = LLM(source(model), split=False, max_num_seqs=2, max_model_len=32)
+    [out] = plain.generate({"prompt_token_ids": PROMPTS[1]}, params)
+    shares = executor.recorded.shares(group.workers)
+    return {"same": tokens == [list(out.token_ids)] * 3, "errors": errors, "attention": shares["attention"]}
+
+
 def ended(group: Any, model: str) -> dict[str, Any]:
     """The first token ends it, when the next step has been launched: nobody wants that one."""
     llm = LLM(source(model), group=group, max_num_seqs=2, max_model_len=32)
@@ -473,6 +498,20 @@ def slow(first: int, last: int, seconds: float) -> None:
     AttentionRank._on_step = later  # type: ignore[method-assign]
 
 
+def unreadable() -> None:
+    """Has this attention rank's first trace be none."""
+    from jaxlamina.profiling.collect import Recorder
+
+    take = Recorder.take
+
+    def torn(self: Recorder) -> m.Recorded:
+        Recorder.take = take  # type: ignore[method-assign]
+        take(self)
+        raise UserError("the trace is torn")
+
+    Recorder.take = torn  # type: ignore[method-assign]
+
+
 def weigh(folder: str) -> None:
     from jaxlamina.ranks.model_rank import ModelRank
 
@@ -488,7 +527,7 @@ def weigh(folder: str) -> None:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, ended, refused, mismatch,
+        greedy, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch,
     )
 }  # fmt: skip
 
@@ -504,6 +543,8 @@ def main() -> int:
             weigh(job["weigh"])
         if "slow" in job:
             slow(*job["slow"])
+        if "unreadable" in job:
+            unreadable()
         if "behind" in job:
             stay_behind(*job["behind"])
         return ranks.serve(cluster, rank)

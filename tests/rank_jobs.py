@@ -36,6 +36,7 @@ def started(
     weigh: Any = None,
     behind: Any = None,
     slow: Any = None,
+    unreadable: bool = False,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's output is read through the first one's pipes."""
@@ -48,7 +49,13 @@ def started(
         },
         "scenarios": scenarios,
     }  # fmt: skip
-    more = {"hold": hold, "weigh": weigh and str(weigh), "behind": behind, "slow": slow}
+    more = {
+        "hold": hold,
+        "weigh": weigh and str(weigh),
+        "behind": behind,
+        "slow": slow,
+        "unreadable": unreadable,
+    }
     job |= {name: x for name, x in more.items() if x}
     n = sum(dop) + cluster.get("prefill_workers", 0)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}

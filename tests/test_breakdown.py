@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoint_examples import tiny_words_folder
-from rank_jobs import mpi
+from rank_jobs import mpi, run_job
 from typer.testing import CliRunner
 
 from jaxlamina.bench.breakdown_bench import check
@@ -115,6 +115,14 @@ def test_every_rank_is_on_the_timeline_with_its_own_work(
                 assert own <= found if takes_part else found == {"bubble"}
     check_lines(events, a + b)
     check_record(record, dop, n_batches)
+
+
+@pytest.mark.parametrize("transport", ["xla", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
+def test_steps_that_cannot_be_recorded_end_no_job(transport: str) -> None:
+    [found] = run_job(transport, 1, [("recorded", {"model": "llama"})], unreadable=True)
+    there, here = found["errors"]
+    assert there == "rank 1 (attention worker 0): the trace is torn" and "cannot be recorded" in here
+    assert found["same"] and found["attention"] > 0, found
 
 
 def test_profile_of_what_is_being_written(tmp_path: Path) -> None:

@@ -234,6 +234,10 @@ def test_options_of_several_continuations_and_of_kv(capsys, tiny_folder):
     assert "host_kv_slots=-1 must be 0" in one_error(capsys, *model, "--host-kv-slots", "-1")
 
 
+def test_metrics_of_pools_are_of_a_job(capsys):
+    assert "records ranks" in one_error(capsys, "serve", "--pool-metrics-interval", "1")
+
+
 def test_an_empty_prompt(capsys):
     assert "prompt is empty" in one_error(capsys, "generate", "")
 

@@ -108,16 +108,36 @@ def test_rank_0_serves(tiny, transport):
     on_cpus = ("--set", "model_platform=cpu", "--set", "attention_platform=cpu", "--set", "max_model_len=64")
     launch = ("launch", "--dop", "1,1", "--transport", transport, "--model", str(tiny), *on_cpus, "--")
     options = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--shutdown-timeout", "20")
+    options += ("--pool-metrics-interval", "0.05")
     with serving(*options, before=("-m", "jaxlamina", *launch)) as server:
         ranks = children(server.process.pid)
         found = server.post("/v1/completions", LONG | {"max_tokens": 12})
         assert found["choices"][0]["text"] == wanted.text and found["model"] == str(tiny)
+        check_pools(server)
         stream = Stream(server, LONG | {"max_tokens": 50})
         server.process.send_signal(signal.SIGTERM)
         assert server.finish(90) == 0, server.lines
         stream.join(10)
     assert stream.events[-1]["choices"][0]["finish_reason"] == "length", stream.events[-1]
     assert ranks and not any(Path(f"/proc/{pid}/exe").exists() for pid in ranks)
+
+
+def check_pools(server):
+    """A decode step was recorded while the answer was written: both pools worked, and their parts make up the step."""
+    assert server.metric("jaxlamina:pool_recordings_total") > 0
+    pools = ("model", "attention")
+    of = {
+        pool: {
+            part: server.metric("jaxlamina:pool_step_seconds", pool=pool, part=part)
+            for part in (pool, "exchange", "other", "bubble")
+        }
+        for pool in pools
+    }
+    assert all(of[pool][pool] > 0 for pool in pools)
+    assert sum(of["model"].values()) == pytest.approx(sum(of["attention"].values()))
+    for pool in pools:
+        share = server.metric("jaxlamina:pool_bubble_share", pool=pool)
+        assert share == pytest.approx(of[pool]["bubble"] / sum(of[pool].values()))
 
 
 def children(pid):

@@ -81,6 +81,13 @@ def serve(
             "--warm-up-prompt-logprobs", help="Also those of echo with logprobs and prompt_logprobs."
         ),
     ] = False,
+    pool_metrics_interval: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Over ranks: seconds between decode steps that are recorded for each pool's times in /metrics. 0: none.",
+        ),
+    ] = 0.0,
     max_concurrent_requests: Annotated[
         int, typer.Option(min=1, help="Requests answered at once; one more gets status 429.")
     ] = MAX_CONCURRENT_REQUESTS,
@@ -106,12 +113,18 @@ def serve(
         log_level=uvicorn_log_level,
         warm_up=warm_up,
         warm_up_scored_prompts=warm_up_prompt_logprobs,
+        pool_metrics_interval_s=pool_metrics_interval,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=enable_prefix_caching,
     )
     console = Console(stderr=True)
     with console.status("starting JAX"):
+        from jaxlamina import ranks
         from jaxlamina.server.run import App, bound
+    if pool_metrics_interval and ranks.current() is None:
+        raise UserError(
+            "--pool-metrics-interval records ranks: start them with `jaxlamina launch … -- serve …`"
+        )
     with bound(host, port) as listener:
         # Until there is something to bring to an end; jax.distributed would take the signal and go on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -134,6 +147,7 @@ def serve(
             kv_manager=kv_manager,
             kv_headroom=kv_headroom,
             seed=seed,
+            recording=pool_metrics_interval > 0,
         )
         address = "http://{}:{}".format(*_shown(*listener.getsockname()[:2]))
 

@@ -326,13 +326,19 @@ class Recorded(_Message, frozen=True):
 
     ``steps`` [n, 2]: when each was begun and was done. ``spans`` [m, 6]: stream, kind (its place in
     `jaxlamina.profiling.KINDS`), index, batch, start, end. ``meetings`` [k, 5]: step, peer (-1: all
-    ranks), way (`jaxlamina.profiling.timeline`), start, end.
+    ranks), way (`jaxlamina.profiling.timeline`), start, end. ``error``: why there is nothing in them, where that is so.
     """
 
     host: str
     steps: Array
     spans: Array
     meetings: Array
+    error: str = ""
+
+    @classmethod
+    def failed(cls, host: str, error: str) -> Recorded:
+        steps, spans, meetings = (Array.of(np.empty((0, n), np.int64)) for n in (2, 6, 5))
+        return cls(host, steps, spans, meetings, error)
 
 
 # Ending, and between

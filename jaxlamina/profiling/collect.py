@@ -89,16 +89,26 @@ class Recorder:
             self._clock_ns.append(time.time_ns())
             yield
 
+    def taken(self) -> m.Recorded:
+        """`take`, or why not: that a step cannot be read need not end a job."""
+        try:
+            return self.take()
+        except UserError as error:
+            return self.failed(error)
+
+    def failed(self, error: UserError) -> m.Recorded:
+        return m.Recorded.failed(platform.node(), str(error))
+
     def take(self) -> m.Recorded:
         """What was recorded. ``UserError`` if the trace has nothing of the programs."""
         assert self._folder is not None and self.is_full
-        with self._folder as folder:
+        kept, self._folder = self._folder, None
+        with kept as folder:
             jax.profiler.stop_trace()
             known = {id(p): Known.of(p, self._transport) for p in self._programs}
             (path,) = Path(folder).rglob("*.xplane.pb")
             on_cpu = self._transport.device.platform == "cpu"
             steps, events = read(profile_events(str(path)), on_cpu, list(known.values()))
-        self._folder = None
         if len(steps) != len(self._programs):
             raise UserError(f"the profiler's trace has {len(steps)} of the {len(self._programs)} steps")
         spans, meetings = [], []
@@ -122,8 +132,12 @@ class Recorder:
         # The clock is read just after an annotation has begun.
         clocks = zip(self._clock_ns, steps, strict=True)
         clock_ns = round(statistics.median(read - begun for read, (begun, _) in clocks))
-        tables = [_table(rows, n, clock_ns) for rows, n in ((steps, 2), (spans, 6), (meetings, 5))]
-        return m.Recorded(platform.node(), *tables)
+        return m.Recorded(
+            platform.node(),
+            _table(steps, 2, clock_ns),
+            _table(spans, 6, clock_ns),
+            _table(meetings, 5, clock_ns),
+        )
 
 
 def _table(rows: Sequence[tuple[int, ...]], n: int, clock_ns: int) -> m.Array:

@@ -5,12 +5,14 @@ Knows rank 0's executor and the control messages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxlamina.control import messages as m
+from jaxlamina.errors import UserError
 from jaxlamina.profiling.collect import Recorder
 from jaxlamina.profiling.scopes import KINDS, Scope
 from jaxlamina.profiling.spans import Span
@@ -29,19 +31,28 @@ class RecordingExecutor(RanksExecutor):
     def __init__(self, *args: Any, group: Group, **options: Any) -> None:
         group.transport.traceable = True
         super().__init__(*args, group=group, **options)
+        self._on_error: Callable[[Exception], None] | None = None
         self._wanted: tuple[int, int] | None = None  # decode steps to come first, and steps to record then
         self.recorded: Timeline | None = None
 
-    def record_later(self, n_before: int, n_steps: int) -> None:
-        """Once ``n_before`` more decode steps have run, `record` the next one; ``recorded`` is its timeline then."""
-        self._wanted, self.recorded = (n_before, n_steps), None
+    def record_later(
+        self, n_before: int, n_steps: int, on_error: Callable[[Exception], None] | None = None
+    ) -> None:
+        """Once ``n_before`` more decode steps have run, `record` the next one; ``recorded`` is its timeline then. If it cannot
+        be, ``on_error`` is told why; without it, the step fails."""
+        self._wanted, self.recorded, self._on_error = (n_before, n_steps), None, on_error
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         if self._wanted is not None:
             n_before, n_steps = self._wanted
             self._wanted = (n_before - 1, n_steps) if n_before else None
             if not n_before:  # steps run again store the same KV in the same slots
-                self.recorded = self.record(batch, n_steps)
+                try:
+                    self.recorded = self.record(batch, n_steps)
+                except (UserError, ValueError) as error:
+                    if self._on_error is None:
+                        raise
+                    self._on_error(error)
         return super().decode(batch)
 
     def _prepared(self, shape: m.StepShape) -> Own:
@@ -55,16 +66,19 @@ class RecordingExecutor(RanksExecutor):
         self.decode(batch).block_until_ready()
         shape, program = self._latest
         assert program is not None
+        recorder = Recorder(self.group.transport)
+        recorder.start(n_steps + 1)
         others = (*self.group.model_ranks_in(shape), *self.group.workers)
         for rank in others:
             self.group.send(rank, m.Record(n_steps + 1))
-        recorder = Recorder(self.group.transport)
-        recorder.start(n_steps + 1)
         while not recorder.is_full:
             with recorder.step(program):
                 self.decode(batch).block_until_ready()
-        found = {0: recorder.take()}
+        found = {0: recorder.taken()}
         found |= {rank: self.group.receive(rank, m.Recorded, PREPARE_DEADLINE_S) for rank in others}
+        for rank, recorded in found.items():
+            if recorded.error:
+                raise UserError(f"{self.group.cluster.describe(rank)}: {recorded.error}")
         return timeline(
             trace_of(self.group, rank, found.get(rank)) for rank in range(self.group.cluster.n_ranks)
         )

@@ -31,7 +31,7 @@ class ServedRank:
         self._last: Any = None  # what the last step leaves when it is done
         self._recorder = Recorder(transport)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            m.Record: lambda x: self._recorder.start(x.steps),
+            m.Record: self._on_record,
         }
 
     def run(self) -> None:
@@ -46,6 +46,12 @@ class ServedRank:
                 raise UserError(f"rank 0 sent a {type(message).__name__}, which is not for {self.kind}")
             handle(message)
 
+    def _on_record(self, message: m.Record) -> None:
+        try:
+            self._recorder.start(message.steps)
+        except UserError as error:
+            self._client.send(self._recorder.failed(error))
+
     def _begin(self, step: m.Step) -> int:
         """The watch's ticket for a step, which must be of the model that is set up."""
         if step.epoch != self._epoch:
@@ -57,4 +63,4 @@ class ServedRank:
         self._last = last
         self._watch.until(ticket, last)
         if self._recorder.is_full:
-            self._client.send(self._recorder.take())
+            self._client.send(self._recorder.taken())

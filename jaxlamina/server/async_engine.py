@@ -145,7 +145,8 @@ class _Running:
 
 
 class AsyncEngine:
-    """``prepare(stopped)`` runs in the thread before the first request is taken (see `jaxlamina.warm_up`).
+    """``prepare(stopped)`` runs in the thread before the first request is taken (see `jaxlamina.warm_up`), ``before_step()``
+    before each step.
 
     ``state``: "starting" until then, "ready", "draining" once `drain` is called, "stopped", or "failed" with ``reason``.
     """
@@ -157,6 +158,7 @@ class AsyncEngine:
         *,
         prepare: Callable[[Callable[[], bool]], None],
         max_concurrent: int,
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.state: State = "starting"
         self.reason = ""
@@ -164,6 +166,7 @@ class AsyncEngine:
         self._engine = engine
         self._observer = observer
         self._prepare = prepare
+        self._before_step = before_step
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Ask | _Stop] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -302,6 +305,7 @@ class AsyncEngine:
             _call(self._loop, self._ready)
             while self._take_in():
                 if not self._engine.idle:
+                    self._before_step()
                     self._give_out(self._engine.step())
             if self._engine.idle:  # the end: no slot may be lost or shared by now
                 self._engine.check_integrity()

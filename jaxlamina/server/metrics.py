@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from jaxlamina.engine import Engine
 from jaxlamina.outputs import RequestOutput
+from jaxlamina.server.pool_times import PoolTimes
 
 _SHORT_S = (
     0.001,
@@ -45,6 +46,7 @@ _GAUGES = (
     ("vllm:kv_cache_usage_perc", "Share of KV slots that requests hold, 0 to 1.", "kv_usage"),
     ("jaxlamina:kv_slots", "KV slots there are, one token each.", "kv_slots"),
     ("jaxlamina:kv_slots_used", "KV slots that requests hold.", "kv_slots_used"),
+    ("jaxlamina:kv_slots_shared", "KV slots that several sequences hold.", "kv_slots_shared"),
     ("jaxlamina:kv_slots_cached", "KV slots that the prefix cache alone holds.", "kv_slots_cached"),
     ("jaxlamina:host_kv_slots", "KV slots in host memory there are.", "host_kv_slots"),
     ("jaxlamina:host_kv_slots_used", "KV slots in host memory in use.", "host_kv_slots_used"),
@@ -69,9 +71,10 @@ def snapshot(engine: Engine) -> dict[str, float]:
 
 
 class Metrics:
-    """An `Observer`. ``model_name`` is the label of everything."""
+    """An `Observer`. ``model_name`` is the label of everything; ``pools``: what they did in a step, where that is recorded."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, pools: PoolTimes | None = None) -> None:
+        self._pools = pools
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
         self._numbers: dict[str, float] = {}
@@ -133,6 +136,26 @@ class Metrics:
                 family = kind(name, what, labels=[*self._labels])
                 family.add_metric([*self._labels.values()], self._numbers.get(key, 0.0))
                 yield family
+        if self._pools is not None:
+            yield from self._of_pools(self._pools)
+
+    def _of_pools(self, pools: PoolTimes) -> Iterator[Metric]:
+        own = [*self._labels.values()]
+        what = "Of a decode step's time, what a pool's ranks spent so, their mean; the last step that was recorded."
+        seconds = GaugeMetricFamily(
+            "jaxlamina:pool_step_seconds", what, labels=[*self._labels, "pool", "part"]
+        )
+        for (pool, kind), value in pools.seconds.items():
+            seconds.add_metric([*own, pool, kind], value)
+        what = "Of that step, the share in which a pool's ranks did nothing."
+        shares = GaugeMetricFamily("jaxlamina:pool_bubble_share", what, labels=[*self._labels, "pool"])
+        for pool, value in pools.bubble_shares.items():
+            shares.add_metric([*own, pool], value)
+        count = CounterMetricFamily(
+            "jaxlamina:pool_recordings", "Decode steps that were recorded.", labels=[*self._labels]
+        )
+        count.add_metric(own, pools.n_recorded)
+        yield from (seconds, shares, count)
 
     def text(self, numbers: dict[str, float] | None) -> bytes:
         """All of it in Prometheus' text form; ``numbers`` as of `snapshot`, None: the last ones."""

@@ -27,6 +27,7 @@ from jaxlamina.server.async_engine import AsyncEngine
 from jaxlamina.server.batches import Batches
 from jaxlamina.server.files import Files, Folder
 from jaxlamina.server.metrics import Metrics
+from jaxlamina.server.pool_times import PoolTimes
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
 from jaxlamina.server.settings import CONNECTIONS_END_S, THREAD_END_S, Settings
@@ -59,9 +60,16 @@ class App:
         self._todo = _todo(llm, settings) if settings.warm_up else []
         self._n_done = 0
         self._engine = llm.engine
-        metrics = Metrics(settings.served_model_names[0])
+        pools = None
+        if settings.pool_metrics_interval_s:
+            pools = PoolTimes(llm.executor, settings.pool_metrics_interval_s)
+        metrics = Metrics(settings.served_model_names[0], pools)
         self.engine = AsyncEngine(
-            llm.engine, metrics, prepare=self._prepare, max_concurrent=settings.max_concurrent_requests
+            llm.engine,
+            metrics,
+            prepare=self._prepare,
+            max_concurrent=settings.max_concurrent_requests,
+            before_step=(lambda: None) if pools is None else pools.before_step,
         )
         self._stack = contextlib.ExitStack()
         folder = settings.files_dir or Path(

@@ -32,5 +32,6 @@ class Settings:
     log_level: str = "info"
     warm_up: bool = True
     warm_up_scored_prompts: bool = False
+    pool_metrics_interval_s: float = 0.0
     max_num_batched_tokens: int | None = 2048
     prefix_caching: bool = True

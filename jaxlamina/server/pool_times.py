@@ -1,0 +1,58 @@
+"""What each pool does in a decode step: now and then one is recorded on all ranks while requests are served.
+
+Knows an executor that records (`jaxlamina.profiling.job`); nothing of requests, nor of how numbers are shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxlamina.profiling.timeline import POOLS, Timeline
+
+_N_STEPS = 3
+_log = logging.getLogger("uvicorn.error")
+
+
+class PoolTimes:
+    """``before_step`` belongs before each of the engine's steps, in its thread; ``seconds`` may be read from any.
+
+    The decode step that is recorded is run a few times more than it would be, which changes nothing that is written, and
+    holds the others up meanwhile. Where it cannot be recorded, that is said in the log, and tried again in its turn.
+    """
+
+    def __init__(self, executor: Any, every_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds: dict[
+            tuple[str, str], float
+        ] = {}  # by (pool, kind), of one step, the pool's ranks' mean
+        self.bubble_shares: dict[str, float] = {}
+        self.n_recorded = 0
+        self._executor, self._every_s, self._clock = executor, every_s, clock
+        self._due = clock() + every_s
+
+    def before_step(self) -> None:
+        if self._executor.recorded is not None:
+            self._take(self._executor.recorded)
+            self._executor.recorded = None
+            self._due = self._clock() + self._every_s
+        elif self._clock() >= self._due:
+            self._due = math.inf
+            self._executor.record_later(0, _N_STEPS, self._failed)
+
+    def _take(self, found: Timeline) -> None:
+        seconds: dict[tuple[str, str], float] = {}
+        shares: dict[str, float] = {}
+        for pool in POOLS:
+            ranks = found.ranks_of(pool)
+            for kind in (pool, "exchange", "other", "bubble"):
+                seconds[pool, kind] = found.ms(ranks)[kind] / 1e3  # type: ignore[index]
+            shares[pool] = found.shares(ranks)["bubble"]
+        self.seconds, self.bubble_shares = seconds, shares
+        self.n_recorded += 1
+
+    def _failed(self, error: Exception) -> None:
+        _log.warning("a decode step could not be recorded for the pools' metrics: %s", error)
+        self._due = self._clock() + self._every_s
