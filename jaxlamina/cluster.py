@@ -70,6 +70,7 @@ class Cluster:
     - ``start_deadline_s``: for all ranks to have come; ``step_deadline_s``: for one step; ``heartbeat_s``: between two
       signs of life of a connection.
     - ``model_platform``, ``attention_platform``: "cpu", "cuda" or "tpu"; None leaves the choice to JAX.
+    - ``gpu_memory_utilization``: the share of its GPU's memory that each rank's JAX takes; None: JAX's own, 0.75.
     - ``model`` and the rest: as of `jaxlamina.LLM`.
 
     Raises `UserError` for a value of another type or out of range, naming the field.
@@ -104,6 +105,7 @@ class Cluster:
     scheduling_policy: str = "fifo"
     kv_manager: Literal["token", "padded"] = "token"
     kv_headroom: float | None = None
+    gpu_memory_utilization: float | None = None
 
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():
@@ -122,6 +124,10 @@ class Cluster:
             raise UserError("model='' must be a name, a folder or a file")
         if self.kv_headroom is not None and not 0 <= self.kv_headroom <= 1:
             raise UserError(f"kv_headroom={self.kv_headroom} must be from 0 to 1")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise UserError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0, and 1 at most"
+            )
         check_policy_name(self.scheduling_policy)
         self._check_combination()
 
@@ -306,7 +312,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
         plain["dop"] = (pools.n_model, pools.n_attention)
     elif isinstance(dop, list):
         plain["dop"] = tuple(dop)
-    for name in (*_SECONDS, "kv_headroom"):
+    for name in (*_SECONDS, "kv_headroom", "gpu_memory_utilization"):
         if type(plain.get(name)) is int:
             plain[name] = float(plain[name])
     return plain

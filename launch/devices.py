@@ -9,9 +9,12 @@ from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
 from launch.roles import Place
 
+MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # what JAX takes of a GPU's memory, once it starts
+
 
 def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
-    """What to set for one rank: JAX_PLATFORMS of its pool, and JAXLAMINA_DEVICE, which of ``n_gpus`` it takes.
+    """What to set for one rank: JAX_PLATFORMS of its pool, JAXLAMINA_DEVICE, which of ``n_gpus`` it takes, and how
+    much of its memory.
 
     GPUs go round the ranks of a host in their order; ranks of a pool on another platform take none. Hosts are taken
     to have consecutive ranks, as mpirun and srun place them unless told otherwise. Raises `UserError` where a rank of a
@@ -24,6 +27,8 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
         found["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
     if platform not in (None, "cuda"):
         return found
+    if cluster.gpu_memory_utilization is not None:
+        found[MEMORY] = str(cluster.gpu_memory_utilization)
     if n_gpus == 1 and place.starter == "srun":
         return found | {"JAXLAMINA_DEVICE": "0"}  # Slurm has given this task a GPU of its own
     first = place.rank - place.local_rank

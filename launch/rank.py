@@ -24,7 +24,7 @@ WHAT = "One rank of a job: rank 0 runs COMMAND, the others work for it. Started 
 
 
 # Options of `generate` and `serve` whose say is the cluster's: dop and partition, and that the model is split at all.
-_OF_THE_CLUSTER = {"--attention-workers", "--partition", "--split", "--no-split"}
+_OF_THE_CLUSTER = {"--attention-workers", "--partition", "--split", "--no-split", "--gpu-memory-utilization"}
 
 
 def run() -> None:

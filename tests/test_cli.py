@@ -196,6 +196,15 @@ def test_generate_with_other_kv_writes_too(here, tiny_folder):
     assert done.returncode == 0 and len(done.stdout.split()) == 6
 
 
+def test_generate_takes_its_share_of_a_gpus_memory(here, tiny_folder, monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, "0.3")  # and back, when this test is over
+    arguments = ["generate", "w3", "--model", str(tiny_folder), "--max-tokens", "1"]
+    assert here(*arguments).returncode == 0 and os.environ[name] == "0.3"
+    assert here(*arguments, "--gpu-memory-utilization", "0.9").returncode == 0 and os.environ[name] == "0.9"
+    assert here(*arguments, "--gpu-memory-utilization", "1.5").returncode == 2
+
+
 def test_generate_reads_a_prompt_from_stdin(tiny_folder):
     arguments = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "1", "--seed", "7"]
     piped = command("generate", "-", *arguments, input="w3 w5\n")

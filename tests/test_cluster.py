@@ -91,6 +91,7 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ('pipelining = "any"\n', "pipelining='any' must be one of auto, rotational, fixed"),
         ('transport = "tcp"\n', "transport='tcp' must be one of mpi, xla"),
         ('scheduling_policy = "lifo"\n', "scheduling_policy='lifo' must be one of fifo, fcfs, priority"),
+        ("gpu_memory_utilization = 0\n", "gpu_memory_utilization=0.0 must be above 0, and 1 at most"),
         ("kv_headroom = 1.5\n", "kv_headroom=1.5 must be from 0 to 1"),
         ('kv_manager = "paged"\n', "kv_manager='paged' must be one of token, padded"),
         ('partition = "layers"\n', "partition='layers' must be one of heads, requests, tokens"),

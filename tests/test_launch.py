@@ -113,8 +113,10 @@ def test_the_command_gets_what_the_cluster_file_says_of_the_model_and_it_does_no
         assert {"--scheduling-policy=chat-first", "--kv-manager=padded", "--kv-headroom=0.5"} < set(
             with_options(command, policies)
         )
-    with pytest.raises(UserError, match="serve's --partition is for one process"):
-        with_options(["serve", "--partition", "tokens"], cluster)
+    for words in (["--partition", "tokens"], ["--gpu-memory-utilization=0.9"]):
+        option = words[0].partition("=")[0]
+        with pytest.raises(UserError, match=f"serve's {option} is for one process"):
+            with_options(["serve", *words], cluster)
     assert with_options(["bench", "kernels"], cluster) == ["bench", "kernels"]
 
 
@@ -139,6 +141,9 @@ def test_a_rank_without_a_gpu_says_so():
     with pytest.raises(UserError, match="no GPU is left for this rank: 2 here, for 3 ranks or more"):
         devices.variables(cluster, Place(2, 3, 2, "jaxlamina"), n_gpus=2)
     assert devices.variables(Cluster(), Place(1, 2, 1, "jaxlamina"), n_gpus=0) == {}
+    some = Cluster(gpu_memory_utilization=0.9, transport="mpi", attention_platform="cpu")
+    found = [devices.variables(some, Place(rank, 2, rank, "jaxlamina"), n_gpus=1) for rank in range(2)]
+    assert [x.get("XLA_PYTHON_CLIENT_MEM_FRACTION") for x in found] == ["0.9", None]
 
 
 def test_slurm_gives_a_task_its_own_gpu():

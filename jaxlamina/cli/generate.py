@@ -128,6 +128,7 @@ def generate(
     scheduling_policy: model_options.SchedulingPolicy = "fifo",
     kv_manager: model_options.KvManager = "token",
     kv_headroom: model_options.KvHeadroom = None,
+    gpu_memory_utilization: model_options.GpuMemoryUtilization = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -199,6 +200,7 @@ def generate(
         scheduling_policy=scheduling_policy,
         kv_manager=kv_manager,
         kv_headroom=kv_headroom,
+        gpu_memory_utilization=gpu_memory_utilization,
         recording=profile is not None,
     )
     load_s = time.perf_counter() - started

@@ -5,6 +5,7 @@ Knows `LLM`'s options; nothing of what a command does with the model.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,14 +48,31 @@ KvHeadroom = Annotated[
         help="Share of what running requests may still write that has room when another is let in. Default: as others wrote.",
     ),
 ]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        max=1,
+        help="Share of a GPU's memory that is taken, for weights, KV and all else. Default: JAX's, 0.75.",
+    ),
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(help="A file with a chat template, or the template, in place of the model's own."),
 ]
 
 
-def load(console: Console, model: str, *, chat_template: str | None = None, **options: Any) -> LLM:
+def load(
+    console: Console,
+    model: str,
+    *,
+    chat_template: str | None = None,
+    gpu_memory_utilization: float | None = None,
+    **options: Any,
+) -> LLM:
     """The model, over this process's ranks where it leads some."""
+    if gpu_memory_utilization is not None:  # JAX looks at it when it first asks for a GPU
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(gpu_memory_utilization)
     with console.status("starting JAX"):
         from jaxlamina import ranks
         from jaxlamina.llm import LLM

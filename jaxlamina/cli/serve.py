@@ -67,6 +67,7 @@ def serve(
     scheduling_policy: model_options.SchedulingPolicy = "fifo",
     kv_manager: model_options.KvManager = "token",
     kv_headroom: model_options.KvHeadroom = None,
+    gpu_memory_utilization: model_options.GpuMemoryUtilization = None,
     chat_template: model_options.ChatTemplate = None,
     seed: Annotated[int, typer.Option(min=0, help="Requests without a seed get theirs from it.")] = 0,
     warm_up: Annotated[
@@ -146,6 +147,7 @@ def serve(
             scheduling_policy=scheduling_policy,
             kv_manager=kv_manager,
             kv_headroom=kv_headroom,
+            gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
             recording=pool_metrics_interval > 0,
         )
