@@ -4,12 +4,13 @@ Pure policy on plain data: no device, no clock, no text. It knows requests as to
 where they are given, a prefix cache and a host tier; what the tokens mean, and what runs them, is the engine's
 business.
 
-Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in
-the policy's order as long as they fit, beside what those that run are expected to take yet (`headroom`). A prompt longer than ``prefill_chunk`` is computed in several steps, between
-which the others decode; until it is done nobody of the same rank is admitted. A newcomer starts from the longest prefix
-whose KV is cached. When slots run out, cached prefixes that nobody uses go first; then the running request that is last in
-the policy's order gives all of its slots back and waits again: its KV moves to the host if there is room ("swap"), else its
-tokens are kept and prefilled again later ("recompute"). So the first in the order is always served and always finishes.
+Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in the
+policy's order as long as they fit, beside what those that run are expected to take yet (`headroom`). A prompt longer
+than ``prefill_chunk`` is computed in several steps, between which the others decode; until it is done nobody of the
+same rank is admitted. A newcomer starts from the longest prefix whose KV is cached. When slots run out, cached
+prefixes that nobody uses go first; then the running request that is last in the policy's order gives all of its slots
+back and waits again: its KV moves to the host if there is room ("swap"), else its tokens are kept and prefilled again
+later ("recompute"). So the first in the order is always served and always finishes.
 
 Where the policy is preemptive, running requests of a greater rank give way to the first that waits, too: one by one until it
 fits. A prompt of theirs that is being computed in chunks, and may keep its slots, is interrupted for it.

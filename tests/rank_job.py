@@ -5,9 +5,9 @@ model unsplit in its own process, and prints one line of JSON for each.
 
 With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever. With
 ``"behind": [first, last]`` they run each of these steps only once they have been told of what comes after it; with
-``"slow": [first, last, seconds]`` each of these takes them so long. With
-``"unreadable": true`` their first recording cannot be read; with ``"weigh": FOLDER`` model ranks but rank 0 note after each step what arrays they hold. A model is a name of `test_models`,
-or a name and what is changed of it.
+``"slow": [first, last, seconds]`` each of these takes them so long; with ``"unreadable": true`` their first recording
+cannot be read. With ``"weigh": FOLDER`` model ranks but rank 0 note after each step what arrays they hold. A model is a
+name of `test_models`, or a name and what is changed of it.
 """
 
 from __future__ import annotations

@@ -321,9 +321,7 @@ def test_a_servers_requests_go_by_their_priority(tmp_path):
             thread.start()
             return thread
 
-        server.post(
-            "/v1/completions", {"prompt": "w1 w2", "max_tokens": 800, "priority": 7}
-        )  # compiled then
+        server.post("/v1/completions", {"prompt": "w1 w2", "max_tokens": 800, "priority": 7})  # compiled then
         threads = [ask(800, 0)]
         server.wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
         for n, priority in enumerate((5, -3), start=1):

@@ -25,9 +25,8 @@ class PoolTimes:
     """
 
     def __init__(self, executor: Any, every_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds: dict[
-            tuple[str, str], float
-        ] = {}  # by (pool, kind), of one step, the pool's ranks' mean
+        # By (pool, kind), of one step, the mean of the pool's ranks.
+        self.seconds: dict[tuple[str, str], float] = {}
         self.bubble_shares: dict[str, float] = {}
         self.n_recorded = 0
         self._executor, self._every_s, self._clock = executor, every_s, clock
