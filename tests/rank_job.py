@@ -6,8 +6,9 @@ model unsplit in its own process, and prints one line of JSON for each.
 With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever. With
 ``"behind": [first, last]`` they run each of these steps only once they have been told of what comes after it; with
 ``"slow": [first, last, seconds]`` each of these takes them so long; with ``"unreadable": true`` their first recording
-cannot be read. With ``"weigh": FOLDER`` model ranks but rank 0 note after each step what arrays they hold. A model is a
-name of `test_models`, or a name and what is changed of it.
+cannot be read. After each step they note, with ``"frozen": FOLDER``, how much Python's collections leave out, and model ranks
+but rank 0, with ``"weigh": FOLDER``, what arrays they hold. A model is a name of `test_models`, or a name and what is changed
+of it.
 """
 
 from __future__ import annotations
@@ -498,6 +499,19 @@ def slow(first: int, last: int, seconds: float) -> None:
     AttentionRank._on_step = later  # type: ignore[method-assign]
 
 
+def frozen(folder: str) -> None:
+    """Has this attention rank note with each step how many objects are left out of Python's collections."""
+    from jaxlamina.ranks.attention_rank import AttentionRank
+
+    on_step = AttentionRank._on_step
+
+    def noted(self: AttentionRank, message: Any) -> None:
+        (Path(folder) / f"{self._rank}").write_text(f"{gc.get_freeze_count()}")
+        on_step(self, message)
+
+    AttentionRank._on_step = noted  # type: ignore[method-assign]
+
+
 def unreadable() -> None:
     """Has this attention rank's first trace be none."""
     from jaxlamina.profiling.collect import Recorder
@@ -543,6 +557,8 @@ def main() -> int:
             weigh(job["weigh"])
         if "slow" in job:
             slow(*job["slow"])
+        if "frozen" in job:
+            frozen(job["frozen"])
         if "unreadable" in job:
             unreadable()
         if "behind" in job:

@@ -37,6 +37,7 @@ def started(
     behind: Any = None,
     slow: Any = None,
     unreadable: bool = False,
+    frozen: Any = None,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's output is read through the first one's pipes."""
@@ -55,6 +56,7 @@ def started(
         "behind": behind,
         "slow": slow,
         "unreadable": unreadable,
+        "frozen": frozen and str(frozen),
     }
     job |= {name: x for name, x in more.items() if x}
     n = sum(dop) + cluster.get("prefill_workers", 0)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Self
 
+from jaxlamina import garbage
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts as passages
@@ -155,6 +156,8 @@ def measure(
         report.warm_up_s = ours.warm_up(load, options.n_alone)
         if padded is not None:
             report.warm_up_s += padded.warm_up(load, 0)
+        garbage.settle()  # as a server does when all is compiled
+        stack.callback(garbage.unsettle)
         for i in range(options.n_rounds):
             head = f"round {i + 1} of {options.n_rounds}"
             on_progress(f"{head}, {len(sizes)} requests")

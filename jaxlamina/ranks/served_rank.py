@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jaxlamina import garbage
 from jaxlamina.cluster import Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient
@@ -44,7 +45,11 @@ class ServedRank:
             handle = self._handlers.get(type(message))
             if handle is None:
                 raise UserError(f"rank 0 sent a {type(message).__name__}, which is not for {self.kind}")
+            if isinstance(message, (m.Setup, m.SetupModel)):
+                garbage.unsettle()
             handle(message)
+            if isinstance(message, m.Prepare):  # a program more
+                garbage.settle()
 
     def _on_record(self, message: m.Record) -> None:
         try:

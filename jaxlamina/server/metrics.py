@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from jaxlamina.engine import Engine
@@ -76,6 +84,8 @@ class Metrics:
     def __init__(self, model_name: str, pools: PoolTimes | None = None) -> None:
         self._pools = pools
         self._registry = CollectorRegistry()
+        for of_python in (ProcessCollector, PlatformCollector, GCCollector):
+            of_python(registry=self._registry)
         self._labels = {"model_name": model_name}
         self._numbers: dict[str, float] = {}
         self._first = self._histogram("time_to_first_token_seconds", "Until the first token.", _LONG_S)

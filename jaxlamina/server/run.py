@@ -20,6 +20,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from jaxlamina import garbage
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
 from jaxlamina.server.app import Parts, make_app
@@ -100,6 +101,7 @@ class App:
         try:
             self._server.run(None if listener is None else [listener])
         finally:
+            garbage.unsettle()
             self._stack.close()
         if self._failed_to_start:
             raise UserError(f"the model cannot be run: {self.engine.reason}")
@@ -150,6 +152,7 @@ class App:
     def _prepare(self, stopped: Callable[[], bool]) -> None:
         self._on_progress(0, len(self._todo))
         warm_up(self._engine, self._todo, self._compiled, stopped)
+        garbage.settle()
 
     def _compiled(self, n: int) -> None:
         self._n_done = n
