@@ -22,9 +22,11 @@ from jaxlamina.profiling.scopes import (
     KINDS,
     OTHER,
     Scope,
+    by_neighbours,
     by_stretch,
     entry_of,
     module_name,
+    nameless,
     scope_in,
     scopes_of,
     started_by,
@@ -151,6 +153,52 @@ def test_instructions_of_a_function_that_was_lowered_once():
     # A slice may go over several stretches, and two may share one.
     two = {"a": Scope("model", 0, 0), "b": Scope("model", 0, 1), "c": Scope("model", 0, 1)}
     assert by_stretch(["a", "b", "sent", "c"], two, {"sent"}) == two
+
+
+def test_instructions_whose_names_are_lost():
+    one, two, layer = Scope("model", 1, 0), Scope("model", 2, 0), Scope("attention", 1, 0)
+    entry = [
+        "a",
+        "norm",
+        "q",
+        "sent",
+        "combined",
+        "o",
+        "add",
+        "up",
+        "last",
+        "k",
+        "got",
+        "b",
+        "c",
+        "sent2",
+        "d",
+        "own",
+    ]
+    scopes = {
+        "norm": one,
+        "combined": layer,
+        "add": one,
+        "last": two,
+        "got": EXCHANGE,
+        "c": layer,
+        "own": EXCHANGE,
+    }
+    without = {"a", "q", "o", "k", "b", "d"}
+    found = by_neighbours(entry, scopes, {"sent", "got", "sent2"}, without)
+    lost = {"a": one, "q": one, "o": one, "k": two, "b": layer}  # "up" has a name, though no scope
+    assert found == scopes | lost
+    named = 'metadata={op_name="jit(step)/slice.1.batch.0/add"}'
+    hlo = f"""HloModule jit_step
+
+ENTRY %main (x: f32[2]) -> f32[2] {{
+  %x = f32[2]{{0}} parameter(0)
+  %dot.1 = f32[2]{{0}} dot(%x, %x), lhs_contracting_dims={{0}}
+  %dot.2 = f32[2]{{0}} dot(%x, %x), lhs_contracting_dims={{0}}, {named}
+  ROOT %copy = f32[2]{{0}} copy(%dot.1)
+}}
+"""
+    assert nameless(hlo) == {"dot.1"}
 
 
 def test_who_meets_whom_by_instruction():

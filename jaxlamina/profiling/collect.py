@@ -27,9 +27,11 @@ from jaxlamina.profiling.scopes import (
     EXCHANGE,
     KINDS,
     Scope,
+    by_neighbours,
     by_stretch,
     entry_of,
     module_name,
+    nameless,
     scopes_of,
     started_by,
 )
@@ -171,6 +173,7 @@ class Known:
             peers[name] = sorted({peer for x in (name, *started) for peer in peers.get(x, ())})
         entry = entry_of(hlo)
         scopes = by_stretch(entry, scopes_of(hlo), peers)
+        scopes = by_neighbours(entry, scopes, peers, nameless(hlo))
         by_kernel = {_as_kernel(name): scope for name, scope in scopes.items()} | {_NCCL: EXCHANGE}
         in_order = tuple(name for name in entry if name in peers)
         return cls(module_name(hlo), by_kernel | scopes, peers, in_order)

@@ -22,6 +22,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(
     r"[,\s](?:calls|to_apply|body|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_COMPUTES = re.compile(r"\s(?:dot|fusion|custom-call|convolution|call)\(")
 _FUSION = re.compile(r"\sfusion\(")
 # Instructions of one slice or layer are within so many stretches between exchanges, or it is one of a function that was
 # lowered once: it then has the names of its first call, whoever calls it.
@@ -111,6 +112,34 @@ def by_stretch(
             if spread[scopes[n]] > _MOST_STRETCHES:
                 alike = (scope for scope in here if scope.kind == scopes[n].kind)
                 found[n] = min(alike, key=lambda scope: (spread[scope], scope))
+    return found
+
+
+def nameless(hlo: str) -> set[str]:
+    """Computing instructions that have no name at all: XLA made them out of others, as it turns products round on a CPU."""
+    found = (_INSTRUCTION.match(line) for _, line in _lines(hlo))
+    return {x[1] for x in found if x and _COMPUTES.search(x[2]) and not _OP_NAME.search(x[2])}
+
+
+def by_neighbours(
+    entry: Sequence[str], scopes: Mapping[str, Scope], exchanges: Container[str], without: Container[str]
+) -> dict[str, Scope]:
+    """``scopes``, and one for each of the entry's instructions in ``without`` that has none: that of the slice (of the layer,
+    where there is no slice) at work before it since the last exchange, or else after it until the next."""
+    found = dict(scopes)
+    stretch: list[str] = []
+    for name in (*entry, None):
+        if name is not None and name not in exchanges:
+            stretch.append(name)
+            continue
+        kinds = {scopes[n].kind for n in stretch if n in scopes}
+        kind = "model" if "model" in kinds else "attention"
+        here = [(i, scopes[n]) for i, n in enumerate(stretch) if n in scopes and scopes[n].kind == kind]
+        for i, n in enumerate(stretch):
+            if here and n in without and n not in scopes:
+                before = [scope for at, scope in here if at < i]
+                found[n] = before[-1] if before else here[0][1]
+        stretch = []
     return found
 
 
