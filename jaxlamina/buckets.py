@@ -10,6 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
+
+ContextCut = Literal["fine", "coarse", "doubling"]
 
 
 def bucket(n: int, sizes: Sequence[int]) -> int:
@@ -55,18 +58,22 @@ class Buckets:
             )
 
     @classmethod
-    def default(cls, max_num_seqs: int, max_model_len: int) -> Buckets:
-        """A batch wastes at most a quarter of its rows from 8 up; a context at most an eighth from 512 up.
+    def default(cls, max_num_seqs: int, max_model_len: int, contexts: ContextCut = "fine") -> Buckets:
+        """A batch wastes at most a third of its rows from 8 up, a prompt as much; a context an eighth from 512 up ("fine"),
+        a third from 256 up ("coarse") or half from 512 up ("doubling").
 
-        The slices are compiled for (batch) and (prompt), the attend call for (batch, context). An attend
-        call compiles in a tenth of a second, a set of slices in several, so contexts may be cut finer.
+        Where a step is run slice by slice, slices are compiled for (batch) and (prompt), the attend call for (batch,
+        context): a tenth of a second each, so "fine". A step that is one program is compiled in seconds for each batch
+        and context, and for each prompt and context: "coarse", or "doubling" where attention takes no longer for padding.
         """
         small = tuple(n for n in (1, 2, 4) if n < max_num_seqs)
         batch = (*small, *steps(8, max_num_seqs, 2)) if max_num_seqs > 8 else (*small, max_num_seqs)
-        return cls(batch, steps(16, max(2, max_model_len), 2), _contexts(max_model_len))
+        return cls(batch, steps(16, max(2, max_model_len), 2), _contexts(max_model_len, contexts))
 
 
-def _contexts(max_model_len: int) -> tuple[int, ...]:
-    """Steps of 64 up to 512, then eight an octave."""
-    even = tuple(range(64, min(512, max_model_len), 64))
-    return (*even, *(steps(512, max_model_len, 8) if max_model_len > 512 else (max_model_len,)))
+def _contexts(max_model_len: int, cut: ContextCut) -> tuple[int, ...]:
+    """Steps of 64 up to 512, then eight an octave; 64, 128, then two an octave; or from 512 on one an octave."""
+    even = {"fine": range(64, 512, 64), "coarse": (64, 128), "doubling": ()}[cut]
+    start, per_octave = {"fine": (512, 8), "coarse": (256, 2), "doubling": (512, 1)}[cut]
+    few = tuple(n for n in even if n < max_model_len)
+    return (*few, *(steps(start, max_model_len, per_octave) if max_model_len > start else (max_model_len,)))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.buckets import Buckets, bucket, steps
+from jaxlamina.workers.spec import AttentionSpec, context_cut
 
 
 @given(st.integers(1, 300), st.integers(1, 40_000))
@@ -21,6 +26,26 @@ def test_default_buckets_hold_everything_up_to_their_limits(max_num_seqs: int, m
     for n in {1, max_model_len // 2 + 1, max_model_len}:
         got = bucket(n, sizes.context)
         assert n <= got and (n <= 512 or got <= n * 1.125)
+
+
+@given(st.integers(1, 40_000))
+def test_contexts_of_steps_that_are_one_program(max_model_len: int):
+    for cut, most, from_, ratio in (("coarse", 20, 256, 1.5), ("doubling", 8, 512, 2)):
+        sizes = Buckets.default(4, max_model_len, cut)
+        assert sizes.context[-1] == max_model_len and len(sizes.context) <= most
+        for n in {1, max_model_len // 3 + 1, max_model_len // 2 + 1, max_model_len}:
+            got = bucket(n, sizes.context)
+            assert n <= got and (n < from_ or got <= n * ratio)
+
+
+def test_contexts_as_they_are_cut():
+    def contexts(cut):
+        return Buckets.default(1, 2048, cut).context
+
+    assert contexts("coarse") == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+    assert contexts("doubling") == (512, 1024, 2048)
+    assert len(contexts("fine")) == 24 and Buckets.default(1, 96, "coarse").context == (64, 96)
+    assert Buckets.default(1, 96, "doubling").context == (96,)
 
 
 def test_bucket_is_the_smallest_that_fits():
@@ -46,3 +71,21 @@ def test_bad_buckets_are_refused(sizes):
 def test_a_prompt_bucket_of_one_token_is_refused():
     with pytest.raises(ValueError, match="must start at 2"):
         Buckets(batch=(1,), prompt=(1, 16), context=(64,))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kv", "head_dim", "cut"),
+    [
+        ("9.0", "bfloat16", "auto", 128, "doubling"),
+        ("10.0", "float32", "int8", 64, "doubling"),
+        ("9.0", "float32", "auto", 128, "coarse"),  # Triton's or XLA's
+        ("9.0", "bfloat16", "auto", 72, "coarse"),
+        ("8.0", "bfloat16", "auto", 128, "coarse"),
+        (None, "bfloat16", "auto", 128, "coarse"),
+    ],
+)
+def test_how_finely_contexts_are_cut(capability, dtype, kv, head_dim, cut):
+    """By what a device's attention looks at; the devices are names of them."""
+    device = SimpleNamespace(platform="cpu" if capability is None else "gpu", compute_capability=capability)
+    spec = AttentionSpec(2, head_dim, np.dtype(jnp.dtype(dtype)), 1.0, None, None, kv)
+    assert context_cut([spec], device) == cut

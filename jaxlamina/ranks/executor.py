@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jaxlamina.buckets import ContextCut
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
@@ -36,7 +37,7 @@ from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
-from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.spec import AttentionSpec, context_cut
 from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitReport
 
@@ -109,6 +110,10 @@ class RanksExecutor:
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
+        alike = (
+            cluster.attention_platform == cluster.model_platform
+        )  # the other pool's devices are not known here
+        self.context_cut: ContextCut = context_cut(self.specs, group.device) if alike else "coarse"
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches: int | Literal["auto"] = cluster.n_batches
         self.mini_batches = cluster.mini_batches

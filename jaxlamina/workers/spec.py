@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina.buckets import ContextCut
 from jaxlamina.errors import UserError
+from pallas_kernels.dispatch import candidates
 from splitter import AttentionSite
 
 KVDType = Literal["auto", "int8", "int8-channel"]
@@ -67,3 +70,11 @@ class AttentionSpec:
     def scoring(self) -> dict[str, Any]:
         """The keyword arguments that the attention functions of ``pallas_kernels`` take."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+
+
+def context_cut(specs: Iterable[AttentionSpec], device: jax.Device) -> ContextCut:
+    """How finely contexts are cut where a step is one program, whose attention runs on ``device``: the Mosaic GPU kernel
+    shares out the tokens that there are, others look at all that there is room for."""
+    by_length = candidates(device)[0] == "mosaic_gpu"
+    fits = all(spec.kv_dtype.itemsize <= 2 and spec.head_dim % 16 == 0 for spec in specs)
+    return "doubling" if by_length and fits else "coarse"
