@@ -411,8 +411,10 @@ class Scheduler:
         """Slots to leave free beside those of ``unit``: for what everyone running is expected to take, and for one step more of
         each at least, or the newcomer would be thrown out at once. Who gives way to it needs no more than that. Alone it
         needs none: `add` saw to it that the pool holds it."""
-        if self.padded or not self.running:  # padded ones have had their room from the beginning
-            return self._n_rows(unit) if self.running else 0
+        if not self.running:
+            return 0
+        if self.padded:  # they have had their room from the beginning
+            return self._n_rows(unit)
         rows = []
         for request in (*self.running, *unit):
             new = request.state is State.WAITING

@@ -113,13 +113,10 @@ def warm_up(
         if stopped():
             return
         of_rows = _run(engine, shape)
-        if shape.of_all:
-            for logits in of_rows:
-                engine.drawing.warm_up_scores(logits)
-            on_done(n)
-            continue
         for logits in of_rows:
-            if len(logits) not in sampled:
+            if shape.of_all:
+                engine.drawing.warm_up_scores(logits)
+            elif len(logits) not in sampled:
                 sampled.add(len(logits))
                 engine.drawing.warm_up(logits, engine.admission.max_model_len)
         jax.block_until_ready(of_rows)

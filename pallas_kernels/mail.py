@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.gpu.mail import Carrier, Ring
 
 
 def supports(device: jax.Device) -> bool:
     """Whether the kernels run there: Hopper or later."""
-    major = str(getattr(device, "compute_capability", "0")).partition(".")[0]
-    return device.platform == "gpu" and int(major) >= 9
+    return device.platform == "gpu" and compute_capability(device) >= (9, 0)
 
 
 def n_bytes(like: Any) -> int:

@@ -98,12 +98,7 @@ def by_stretch(
 ) -> dict[str, Scope]:
     """``scopes`` with those instructions put right that have the name of another slice or layer, since their function was
     lowered once for all: they are of what else is computed between the same two exchanges."""
-    stretches: list[list[str]] = [[]]
-    for name in entry:
-        if name in exchanges:
-            stretches.append([])
-        elif name in scopes:
-            stretches[-1].append(name)
+    stretches = [[n for n in names if n in scopes] for names in _stretches(entry, exchanges)]
     spread = Counter(scope for names in stretches for scope in {scopes[n] for n in names})
     found = dict(scopes)
     for names in stretches:
@@ -127,19 +122,27 @@ def by_neighbours(
     """``scopes``, and one for each of the entry's instructions in ``without`` that has none: that of the slice (of the layer,
     where there is no slice) at work before it since the last exchange, or else after it until the next."""
     found = dict(scopes)
-    stretch: list[str] = []
-    for name in (*entry, None):
-        if name is not None and name not in exchanges:
-            stretch.append(name)
-            continue
-        kinds = {scopes[n].kind for n in stretch if n in scopes}
+    for names in _stretches(entry, exchanges):
+        kinds = {scopes[n].kind for n in names if n in scopes}
         kind = "model" if "model" in kinds else "attention"
-        here = [(i, scopes[n]) for i, n in enumerate(stretch) if n in scopes and scopes[n].kind == kind]
-        for i, n in enumerate(stretch):
-            if here and n in without and n not in scopes:
-                before = [scope for at, scope in here if at < i]
-                found[n] = before[-1] if before else here[0][1]
-        stretch = []
+        here = [scopes[n] for n in names if n in scopes and scopes[n].kind == kind]
+        at = here[0] if here else None
+        for n in names:
+            if n in scopes:
+                at = scopes[n] if scopes[n].kind == kind else at
+            elif n in without and at is not None:
+                found[n] = at
+    return found
+
+
+def _stretches(entry: Sequence[str], exchanges: Container[str]) -> list[list[str]]:
+    """The entry's instructions between exchanges."""
+    found: list[list[str]] = [[]]
+    for name in entry:
+        if name in exchanges:
+            found.append([])
+        else:
+            found[-1].append(name)
     return found
 
 

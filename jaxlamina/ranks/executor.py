@@ -110,9 +110,8 @@ class RanksExecutor:
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
-        alike = (
-            cluster.attention_platform == cluster.model_platform
-        )  # the other pool's devices are not known here
+        # The other pool's devices are not known here, but that they are of the same platform.
+        alike = cluster.attention_platform == cluster.model_platform
         self.context_cut: ContextCut = context_cut(self.specs, group.device) if alike else "coarse"
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches: int | Literal["auto"] = cluster.n_batches

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxlamina.profiling.timeline import POOLS, Timeline
@@ -46,8 +46,8 @@ class PoolTimes:
         shares: dict[str, float] = {}
         for pool in POOLS:
             ranks = found.ranks_of(pool)
-            for kind in (pool, "exchange", "other", "bubble"):
-                seconds[pool, kind] = found.ms(ranks)[kind] / 1e3  # type: ignore[index]
+            ms: Mapping[str, float] = found.ms(ranks)  # type: ignore[assignment]
+            seconds |= {(pool, kind): ms[kind] / 1e3 for kind in (pool, "exchange", "other", "bubble")}
             shares[pool] = found.shares(ranks)["bubble"]
         self.seconds, self.bubble_shares = seconds, shares
         self.n_recorded += 1

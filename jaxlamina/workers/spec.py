@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlamina.buckets import ContextCut
 from jaxlamina.errors import UserError
-from pallas_kernels.dispatch import candidates
+from pallas_kernels.dispatch import candidates, why_not
 from splitter import AttentionSite
 
 KVDType = Literal["auto", "int8", "int8-channel"]
@@ -75,6 +75,12 @@ class AttentionSpec:
 def context_cut(specs: Iterable[AttentionSpec], device: jax.Device) -> ContextCut:
     """How finely contexts are cut where a step is one program, whose attention runs on ``device``: the Mosaic GPU kernel
     shares out the tokens that there are, others look at all that there is room for."""
-    by_length = candidates(device)[0] == "mosaic_gpu"
-    fits = all(spec.kv_dtype.itemsize <= 2 and spec.head_dim % 16 == 0 for spec in specs)
-    return "doubling" if by_length and fits else "coarse"
+    by_length = candidates(device)[0] == "mosaic_gpu" and all(map(_suits_mosaic_gpu, specs))
+    return "doubling" if by_length else "coarse"
+
+
+def _suits_mosaic_gpu(spec: AttentionSpec) -> bool:
+    heads = (1, spec.n_kv_heads, spec.head_dim)
+    q = jax.ShapeDtypeStruct((1, *heads), spec.dtype)
+    pool: Any = jax.ShapeDtypeStruct(heads, spec.kv_dtype)  # it is looked at for its values' dtype alone
+    return why_not("mosaic_gpu", q, pool, return_mass=False) is None
