@@ -234,20 +234,33 @@ class UnsplitExecutor:
         lengths: jax.Array,
     ) -> Attend:
         """The same of prompts, or of what follows stored tokens."""
+        attends = {spec: jax.jit(partial(_prompt_attention, spec)) for spec in dict.fromkeys(self.specs)}
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            k_pools[i], v_pools[i] = append(
-                k_pools[i],
-                v_pools[i],
-                k.reshape(-1, *k.shape[2:]),
-                v.reshape(-1, *v.shape[2:]),
-                slots.reshape(-1),
-            )
-            scoring = self.specs[i].scoring
-            if not slot_table.shape[1]:
-                return causal_attention(q, k, v, **scoring)
-            own = causal_partial(q, k, v, **scoring)
-            stored = partial_attention(q, k_pools[i], v_pools[i], slot_table, lengths, **scoring)
-            return combine(*zip(own, stored, strict=True))[0].astype(q.dtype)
+            layer = attends[self.specs[i]]
+            pools = k_pools[i], v_pools[i]
+            k_pools[i], v_pools[i], out = layer(q, k, v, *pools, slots, slot_table, lengths)
+            return out
 
         return attend
+
+
+def _prompt_attention(
+    spec: AttentionSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
+    slots: jax.Array,
+    slot_table: jax.Array,
+    lengths: jax.Array,
+) -> tuple[Pool, Pool, jax.Array]:
+    """One layer of prompts ``[B, T]``, or of what follows stored tokens: the pools with their tokens, and the attention."""
+    new_k, new_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+    k_pool, v_pool = append(k_pool, v_pool, new_k, new_v, slots.reshape(-1))
+    if not slot_table.shape[1]:
+        return k_pool, v_pool, causal_attention(q, k, v, **spec.scoring)
+    own = causal_partial(q, k, v, **spec.scoring)
+    stored = partial_attention(q, k_pool, v_pool, slot_table, lengths, **spec.scoring)
+    return k_pool, v_pool, combine(*zip(own, stored, strict=True))[0].astype(q.dtype)
