@@ -131,7 +131,9 @@ class HostTime:
     """What the device loses to the host: how long it had nothing to do since the host was not ready.
 
     It is looked at, not waited for: at a launch, whether it is still at work on what was launched before. If not, the
-    time since it was last seen at work is counted, which is that long at most. Times are seconds of ``clock``.
+    time since it was last seen at work is counted, which is that long at most, and the launch itself, of which the device
+    has something at its end at the latest. If it is, the launch is not counted: a launch is held up by the device's own
+    queue, when that is full, and goes on while the device has begun with it. Times are seconds of ``clock``.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -157,9 +159,14 @@ class HostTime:
 
         ``by_slice``: ``run`` launches many programs, one behind the other, and the first one right at its start. What the
         device waits for between them is not counted."""
-        waited_s = self._waited()
+        begun = self._clock()
+        waited_s = 0.0 if self._look() else begun - self._seen_at_work
+        was_idle = waited_s > 0
         launched = run()
-        return launched, waited_s if by_slice else waited_s + self._waited()
+        self._seen_at_work = self._clock()
+        if was_idle and not by_slice:
+            waited_s += self._seen_at_work - begun
+        return launched, waited_s
 
     def launched(self, rows: Rows) -> None:
         self._latest = rows
@@ -180,10 +187,3 @@ class HostTime:
             return False
         self._seen_at_work = self._clock()
         return True
-
-    def _waited(self) -> float:
-        """Seconds since the device was last seen at work; 0 if it still is."""
-        if self._look():
-            return 0.0
-        before, self._seen_at_work = self._seen_at_work, self._clock()
-        return self._seen_at_work - before

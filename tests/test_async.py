@@ -20,6 +20,7 @@ from test_models import MODELS
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
+from jaxlamina.in_flight import HostTime
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.outputs import RequestOutput
@@ -349,3 +350,54 @@ def test_host_time_is_counted_where_the_device_has_nothing_to_do(small: LLM):
         stats[async_scheduling] = engine.stats
     for s in stats.values():
         assert 0 < s.exposed_s <= s.prefill_s + s.decode_s
+
+
+class _Device:
+    """A clock, and rows that are done when it says so: `HostTime` knows neither apart from real ones."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.host = HostTime(lambda: self.now)
+
+    def rows(self, done_at: float) -> Any:
+        device = self
+
+        class Timed:
+            @property
+            def is_done(self) -> bool:
+                return device.now >= done_at
+
+            def read(self) -> None:
+                device.now = max(device.now, done_at)
+
+        return Timed()
+
+    def launch(self, took: float, done_at: float, *, by_slice: bool = False) -> float:
+        def run() -> None:
+            self.now += took
+
+        _, waited = self.host.launch(run, by_slice=by_slice)
+        self.host.launched(self.rows(done_at))
+        return waited
+
+
+@pytest.mark.parametrize(("by_slice", "waited"), [(False, 0.75), (True, 0.5)])
+def test_host_time_of_a_device_that_waits(by_slice: bool, waited: float):
+    device = _Device()
+    device.host.begin()
+    device.now = 0.5  # the host makes a batch, and the device has nothing; then 0.25 until all is launched
+    assert device.launch(0.25, 2.0, by_slice=by_slice) == waited
+    device.now = 3.0  # done at 2, last seen at work at 0.75
+    assert device.launch(0.25, 5.0, by_slice=by_slice) == 2.25 + (0 if by_slice else 0.25)
+
+
+def test_host_time_of_a_device_that_always_has_something():
+    device = _Device()
+    device.host.begin()
+    device.launch(0.0, 10.0)
+    device.now = 9.0  # at work; its queue is full, and the launch lasts until there is room, when the first is done
+    assert device.launch(3.0, 20.0) == 0
+    device.host.read(device.rows(20.0))
+    assert device.now == 20.0
+    device.now = 20.5  # read at once when it was done
+    assert device.launch(0.0, 30.0) == 0.5
