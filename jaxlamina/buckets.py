@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-ContextCut = Literal["fine", "coarse", "doubling"]
+Cut = Literal["fine", "coarse", "doubling"]
 
 
 def bucket(n: int, sizes: Sequence[int]) -> int:
@@ -58,22 +58,40 @@ class Buckets:
             )
 
     @classmethod
-    def default(cls, max_num_seqs: int, max_model_len: int, contexts: ContextCut = "fine") -> Buckets:
-        """A batch wastes at most a third of its rows from 8 up, a prompt as much; a context an eighth from 512 up ("fine"),
-        a third from 256 up ("coarse") or half from 512 up ("doubling").
+    def default(cls, max_num_seqs: int, max_model_len: int, cut: Cut = "fine") -> Buckets:
+        """What is padded at most: of a context an eighth from 512 up ("fine"), a third from 256 up ("coarse") or half from
+        512 up ("doubling"); of a batch from 8 up and of a prompt a third, or with "doubling" half, but a third of a batch
+        beyond 128 and of a prompt beyond 256.
 
         Where a step is run slice by slice, slices are compiled for (batch) and (prompt), the attend call for (batch,
         context): a tenth of a second each, so "fine". A step that is one program is compiled in seconds for each batch
-        and context, and for each prompt and context: "coarse", or "doubling" where attention takes no longer for padding.
+        and context, and for each prompt and context: "coarse", or "doubling" where attention takes no longer for padding
+        and up to 128 rows reading the weights is what takes the time (docs/benchmarks.md, products of few rows).
         """
-        small = tuple(n for n in (1, 2, 4) if n < max_num_seqs)
-        batch = (*small, *steps(8, max_num_seqs, 2)) if max_num_seqs > 8 else (*small, max_num_seqs)
-        return cls(batch, steps(16, max(2, max_model_len), 2), _contexts(max_model_len, contexts))
+        return cls(_batches(max_num_seqs, cut), _prompts(max_model_len, cut), _contexts(max_model_len, cut))
 
 
-def _contexts(max_model_len: int, cut: ContextCut) -> tuple[int, ...]:
+def _batches(most: int, cut: Cut) -> tuple[int, ...]:
+    if cut == "doubling":
+        return _doubling(1, 128, most)
+    small = tuple(n for n in (1, 2, 4) if n < most)
+    return (*small, *steps(8, most, 2)) if most > 8 else (*small, most)
+
+
+def _prompts(most: int, cut: Cut) -> tuple[int, ...]:
+    most = max(2, most)
+    return _doubling(32, 256, most) if cut == "doubling" else steps(16, most, 2)
+
+
+def _doubling(start: int, until: int, stop: int) -> tuple[int, ...]:
+    """Up to ``until`` by doubling, then two steps an octave."""
+    small = steps(start, min(until, stop), 1)
+    return small if stop <= until else (*small[:-1], *steps(until, stop, 2))
+
+
+def _contexts(most: int, cut: Cut) -> tuple[int, ...]:
     """Steps of 64 up to 512, then eight an octave; 64, 128, then two an octave; or from 512 on one an octave."""
     even = {"fine": range(64, 512, 64), "coarse": (64, 128), "doubling": ()}[cut]
     start, per_octave = {"fine": (512, 8), "coarse": (256, 2), "doubling": (512, 1)}[cut]
-    few = tuple(n for n in even if n < max_model_len)
-    return (*few, *(steps(start, max_model_len, per_octave) if max_model_len > start else (max_model_len,)))
+    few = tuple(n for n in even if n < most)
+    return (*few, *(steps(start, most, per_octave) if most > start else (most,)))

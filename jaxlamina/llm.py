@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina import compilation
-from jaxlamina.buckets import Buckets, ContextCut
+from jaxlamina.buckets import Buckets, Cut
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
@@ -217,7 +217,7 @@ class LLM:
             self.executor = UnsplitExecutor(fn, params, device=self.model_device, **kv)
             specs = self.executor.specs
         self.max_model_len = min(length, self.executor.n_slots + 1)
-        cut: ContextCut = getattr(self.executor, "context_cut", "fine")
+        cut: Cut = getattr(self.executor, "bucket_cut", "fine")
         self.buckets = Buckets.default(max_num_seqs, self.max_model_len, cut)
         self.engine = Engine(
             self.executor,

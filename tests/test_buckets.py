@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.buckets import Buckets, bucket, steps
-from jaxlamina.workers.spec import AttentionSpec, context_cut
+from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 
 
 @given(st.integers(1, 300), st.integers(1, 40_000))
@@ -46,6 +46,26 @@ def test_contexts_as_they_are_cut():
     assert contexts("doubling") == (512, 1024, 2048)
     assert len(contexts("fine")) == 24 and Buckets.default(1, 96, "coarse").context == (64, 96)
     assert Buckets.default(1, 96, "doubling").context == (96,)
+
+
+def test_batches_and_prompts_where_padding_costs_little():
+    sizes = Buckets.default(320, 1000, "doubling")
+    assert sizes.batch == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320)
+    assert sizes.prompt == (32, 64, 128, 256, 384, 512, 768, 1000)
+    assert Buckets.default(48, 20, "doubling").batch == (1, 2, 4, 8, 16, 32, 48)
+    assert Buckets.default(128, 2, "doubling").prompt == (2,)
+    few = Buckets.default(1, 300, "doubling")
+    assert (few.batch, few.prompt) == ((1,), (32, 64, 128, 256, 300))
+
+
+@given(st.integers(1, 600), st.integers(1, 40_000))
+def test_doubling_holds_everything_up_to_the_limits(max_num_seqs: int, max_model_len: int):
+    sizes = Buckets.default(max_num_seqs, max_model_len, "doubling")
+    assert sizes.batch[-1] == max_num_seqs and sizes.prompt[-1] == max(2, max_model_len)
+    for n in {1, max_num_seqs // 2 + 1, max_num_seqs}:
+        assert n <= bucket(n, sizes.batch) <= max(n * (2 if n <= 128 else 1.5), 1)
+    for n in {1, max_model_len // 2 + 1, max_model_len}:
+        assert n <= bucket(n, sizes.prompt) <= max(32, n * (2 if n <= 256 else 1.5))
 
 
 def test_bucket_is_the_smallest_that_fits():
@@ -88,4 +108,4 @@ def test_how_finely_contexts_are_cut(capability, dtype, kv, head_dim, cut):
     """By what a device's attention looks at; the devices are names of them."""
     device = SimpleNamespace(platform="cpu" if capability is None else "gpu", compute_capability=capability)
     spec = AttentionSpec(2, head_dim, np.dtype(jnp.dtype(dtype)), 1.0, None, None, kv)
-    assert context_cut([spec], device) == cut
+    assert bucket_cut([spec], device) == cut

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxlamina.buckets import ContextCut
+from jaxlamina.buckets import Cut
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
@@ -37,7 +37,7 @@ from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
-from jaxlamina.workers.spec import AttentionSpec, context_cut
+from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitReport
 
@@ -112,7 +112,7 @@ class RanksExecutor:
         checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
         # The other pool's devices are not known here, but that they are of the same platform.
         alike = cluster.attention_platform == cluster.model_platform
-        self.context_cut: ContextCut = context_cut(self.specs, group.device) if alike else "coarse"
+        self.bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches: int | Literal["auto"] = cluster.n_batches
         self.mini_batches = cluster.mini_batches

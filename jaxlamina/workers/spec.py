@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.buckets import ContextCut
+from jaxlamina.buckets import Cut
 from jaxlamina.errors import UserError
 from pallas_kernels.dispatch import candidates, why_not
 from splitter import AttentionSite
@@ -72,7 +72,7 @@ class AttentionSpec:
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
 
-def context_cut(specs: Iterable[AttentionSpec], device: jax.Device) -> ContextCut:
+def bucket_cut(specs: Iterable[AttentionSpec], device: jax.Device) -> Cut:
     """How finely contexts are cut where a step is one program, whose attention runs on ``device``: the Mosaic GPU kernel
     shares out the tokens that there are, others look at all that there is room for."""
     by_length = candidates(device)[0] == "mosaic_gpu" and all(map(_suits_mosaic_gpu, specs))

@@ -20,7 +20,7 @@ from jaxlamina.workers.capacity import HowManySlots, resolve_slots
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
 from jaxlamina.workers.programs import Programs
-from jaxlamina.workers.spec import AttentionSpec, context_cut
+from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 from jaxlamina.workers.streamed import with_streamed_products
 from jaxlamina.workers.workspace import LargestStep, ints, pool_shapes, program_bytes, shapes
 from pallas_kernels import (
@@ -60,7 +60,7 @@ class UnsplitExecutor:
         one_row = split(trace_step(model, self.params, 1, 1))
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
-        self.context_cut = context_cut(self.specs, device)
+        self.bucket_cut = bucket_cut(self.specs, device)
         decode = with_streamed_products(self._traced_decode, device)
         self._decode = jax.jit(decode, donate_argnums=(1, 2))
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
