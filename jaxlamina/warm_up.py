@@ -1,15 +1,18 @@
 """Compiling before anybody waits: every program that requests of a model may meet, run once on rows that are nobody's.
 
 Knows buckets and an executor; nothing of requests or servers. Sizes as data (`shapes`), so that a bar can show how many
-are left.
+are left. Where an executor can, programs are compiled by other threads ahead of the one that is run.
 """
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -109,20 +112,61 @@ def warm_up(
     ``on_done(n)`` after each; ``stopped()`` is asked before each, and True ends it early.
     """
     sampled: set[int] = set()
-    for n, shape in enumerate(todo, start=1):
-        if stopped():
-            return
-        of_rows = _run(engine, shape)
-        for logits in of_rows:
-            if shape.of_all:
-                engine.drawing.warm_up_scores(logits)
-            elif len(logits) not in sampled:
-                sampled.add(len(logits))
-                engine.drawing.warm_up(logits, engine.admission.max_model_len)
-        jax.block_until_ready(of_rows)
-        on_done(n)
+    with _Compiling(engine, todo) as compiling:
+        for n, shape in enumerate(todo, start=1):
+            if stopped():
+                return
+            compiling.wait()
+            of_rows = _run(engine, shape)
+            for logits in of_rows:
+                if shape.of_all:
+                    engine.drawing.warm_up_scores(logits)
+                elif len(logits) not in sampled:
+                    sampled.add(len(logits))
+                    engine.drawing.warm_up(logits, engine.admission.max_model_len)
+            jax.block_until_ready(of_rows)
+            on_done(n)
     if not stopped():
         _move(engine)
+
+
+# Threads that compile: XLA itself uses more for parts of a program, and tracing has to keep up with them.
+_MOST_THREADS = 8
+
+
+class _Compiling:
+    """The programs of ``todo``, one after another: ``wait`` once before each is run. Those after it are being compiled
+    meanwhile, if the executor has ``compile_later`` (`UnsplitExecutor`)."""
+
+    def __init__(self, engine: Engine, todo: Sequence[Shape]) -> None:
+        n_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._engine = engine
+        self._left = iter(todo if hasattr(engine.executor, "compile_later") else ())
+        self._threads = ThreadPoolExecutor(n_threads, "compile")
+        self._ahead: deque[Future[Any]] = deque()
+        self._most_ahead = n_threads + 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def wait(self) -> None:
+        """Until the next of ``todo`` is compiled; what it failed with is raised."""
+        while len(self._ahead) < self._most_ahead and (shape := next(self._left, None)) is not None:
+            executor: Any = self._engine.executor
+            compiles = executor.compile_later(*_empty(self._engine, shape), of_all=shape.of_all)
+            self._ahead.append(self._threads.submit(compiles))
+        if self._ahead:
+            self._ahead.popleft().result()
+
+
+def _empty(engine: Engine, shape: Shape) -> list[Any]:
+    """Batches of a step of such sizes, of padding alone."""
+    most = engine.admission.max_model_len
+    parts = [part for part in (shape, shape.alongside) if part is not None]
+    return [_empty_batch(part, engine.executor.n_slots, most) for part in parts]
 
 
 def _move(engine: Engine) -> None:

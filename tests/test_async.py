@@ -395,7 +395,9 @@ def test_host_time_of_a_device_that_always_has_something():
     device = _Device()
     device.host.begin()
     device.launch(0.0, 10.0)
-    device.now = 9.0  # at work; its queue is full, and the launch lasts until there is room, when the first is done
+    device.now = (
+        9.0  # at work; its queue is full, and the launch lasts until there is room, when the first is done
+    )
     assert device.launch(3.0, 20.0) == 0
     device.host.read(device.rows(20.0))
     assert device.now == 20.0

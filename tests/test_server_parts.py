@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from itertools import pairwise
 
 import jax
@@ -234,6 +235,55 @@ def test_warming_up_workers_that_share_requests_or_tokens(model, partition):
     expected = LLM(InMemoryModel(config, params), **options).generate(prompts, greedy)
     assert [o.token_ids for o in llm.generate(prompts, greedy)] == [o.token_ids for o in expected]
     llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_programs_are_compiled_ahead_by_other_threads(mixed, caplog):
+    """Each once, and a step finds what was compiled for its sizes."""
+    config = ModelConfig.from_hf(MODELS["llama"])
+    llm = LLM(
+        InMemoryModel(config, random_params(config, seed=1)), split=False, mixed_steps=mixed, max_num_seqs=2,
+        max_model_len=24, max_num_batched_tokens=16,
+    )  # fmt: skip
+    todo = shapes(llm.buckets, max_model_len=24, max_chunk=16, mixed=mixed, scored=True)
+    jax.config.update("jax_log_compiles", True)  # `jax.log_compiles` is this thread's alone
+    try:
+        warm_up(llm.engine, todo, lambda n: None, lambda: False)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = [r for r in caplog.records if "Finished XLA compilation" in r.message]
+    steps = [
+        r for r in compiled if any(f"_traced_{kind}" in r.message for kind in ("decode", "prefill", "mixed"))
+    ]
+    assert len(steps) == len(todo) == llm.executor.programs.total
+    assert all(r.threadName.startswith("compile") for r in steps)
+    assert not [r for r in compiled if r not in steps and r.threadName.startswith("compile")]
+    llm.engine.check_integrity()
+
+
+def test_what_fails_while_compiling_ahead_is_raised(monkeypatch):
+    config = ModelConfig.from_hf(MODELS["llama"])
+    model = InMemoryModel(config, random_params(config, seed=1))
+    llm = LLM(model, split=False, max_num_seqs=2, max_model_len=24)
+    todo = shapes(llm.buckets, max_model_len=24, max_chunk=None)
+    compile_later = llm.executor.compile_later
+
+    def failing(*parts, **how):
+        compiles = compile_later(*parts, **how)
+
+        def run():
+            if len(parts[0].tokens) == 2:
+                raise RuntimeError("no room")
+            return compiles()
+
+        return run
+
+    monkeypatch.setattr(llm.executor, "compile_later", failing)
+    done = []
+    with pytest.raises(RuntimeError, match="no room"):
+        warm_up(llm.engine, todo, done.append, lambda: False)
+    assert done == [*range(1, 1 + [shape.batch for shape in todo].index(2))]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
 
 
 def test_warming_up_stops_when_told():

@@ -78,28 +78,45 @@ class UnsplitExecutor:
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """One token more for each row: logits ``[B, V]`` float32."""
-        batch = batch._replace(tokens=jax.device_put(batch.tokens, self.device))  # one program, from wherever
-        self.kv.k, self.kv.v, logits = self._decode(self.params, self.kv.k, self.kv.v, *batch)
+        self.kv.k, self.kv.v, logits = self._decode(*self._inputs(batch))
         return logits
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        self.kv.k, self.kv.v, logits = self._prefill(self.params, self.kv.k, self.kv.v, *batch)
+        self.kv.k, self.kv.v, logits = self._prefill(*self._inputs(batch))
         return logits
 
     def prefill_all(self, batch: PrefillBatch) -> jax.Array:
         """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
-        self.kv.k, self.kv.v, logits = self._prefill_all(self.params, self.kv.k, self.kv.v, *batch)
+        self.kv.k, self.kv.v, logits = self._prefill_all(*self._inputs(batch))
         return logits
 
     def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
         """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program, which reads
         weights once for both: logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s. Within it there are logits of each
         of the chunk's tokens. ``ValueError`` for a chunk of several requests."""
-        batch = batch._replace(tokens=jax.device_put(batch.tokens, self.device))
-        rows = with_chunk(batch, chunk)
-        self.kv.k, self.kv.v, *logits = self._mixed(self.params, self.kv.k, self.kv.v, *rows, batch, chunk)
+        self.kv.k, self.kv.v, *logits = self._mixed(*self._inputs(batch, chunk))
         return logits[0], logits[1]
+
+    def compile_later(
+        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, *, of_all: bool = False
+    ) -> Callable[[], Any]:
+        """Traces the program that a step of such sizes runs: `decode`, `prefill`, with ``of_all`` `prefill_all`, or with a
+        chunk `decode_with_chunk`. The call that comes back compiles it, in any thread; the step then has nothing to compile."""
+        if isinstance(batch, PrefillBatch):
+            program = self._prefill_all if of_all else self._prefill
+            return program.lower(*self._inputs(batch)).compile  # type: ignore[no-any-return]
+        program = self._decode if chunk is None else self._mixed
+        return program.lower(*self._inputs(batch, chunk)).compile  # type: ignore[no-any-return]
+
+    def _inputs(
+        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None
+    ) -> tuple[Any, ...]:
+        known = self.params, self.kv.k, self.kv.v
+        if isinstance(batch, PrefillBatch):
+            return *known, *batch
+        batch = batch._replace(tokens=jax.device_put(batch.tokens, self.device))  # one program, from wherever
+        return (*known, *batch) if chunk is None else (*known, *with_chunk(batch, chunk), batch, chunk)
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
