@@ -6,10 +6,8 @@ are left. Where an executor can, programs are compiled by other threads ahead of
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any, Literal, Self
@@ -17,6 +15,7 @@ from typing import Any, Literal, Self
 import jax
 import numpy as np
 
+from jaxlamina.ahead import Ahead, n_compiling
 from jaxlamina.buckets import Buckets, bucket
 from jaxlamina.engine import Engine
 from jaxlamina.scheduler import SCORED_CHUNK
@@ -130,36 +129,32 @@ def warm_up(
         _move(engine)
 
 
-# Threads that compile: XLA itself uses more for parts of a program, and tracing has to keep up with them.
-_MOST_THREADS = 8
-
-
 class _Compiling:
     """The programs of ``todo``, one after another: ``wait`` once before each is run. Those after it are being compiled
-    meanwhile, if the executor has ``compile_later`` (`UnsplitExecutor`)."""
+    meanwhile, if the executor has ``compile_later`` (`UnsplitExecutor`, `RanksExecutor`)."""
 
     def __init__(self, engine: Engine, todo: Sequence[Shape]) -> None:
-        n_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._engine = engine
         self._left = iter(todo if hasattr(engine.executor, "compile_later") else ())
-        self._threads = ThreadPoolExecutor(n_threads, "compile")
-        self._ahead: deque[Future[Any]] = deque()
-        self._most_ahead = n_threads + 1
+        self._ahead: Ahead[Any] = Ahead()
+        self._begun: deque[Shape] = deque()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._ahead.forget()
 
     def wait(self) -> None:
         """Until the next of ``todo`` is compiled; what it failed with is raised."""
-        while len(self._ahead) < self._most_ahead and (shape := next(self._left, None)) is not None:
-            executor: Any = self._engine.executor
-            compiles = executor.compile_later(*_empty(self._engine, shape), of_all=shape.of_all)
-            self._ahead.append(self._threads.submit(compiles))
-        if self._ahead:
-            self._ahead.popleft().result()
+        executor: Any = self._engine.executor
+        while len(self._begun) <= n_compiling() and (shape := next(self._left, None)) is not None:
+            self._ahead.begin(
+                shape, executor.compile_later(*_empty(self._engine, shape), of_all=shape.of_all)
+            )
+            self._begun.append(shape)
+        if self._begun:
+            self._ahead.take(self._begun.popleft())
 
 
 def _empty(engine: Engine, shape: Shape) -> list[Any]:

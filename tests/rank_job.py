@@ -20,12 +20,14 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -295,20 +297,36 @@ def stray(group: Any, unused: list[int]) -> float:
 def warmed(
     group: Any, model: str, max_model_len: int = 64, chunk: int = 16, prompts: Sequence[list[int]] = PROMPTS
 ) -> dict[str, Any]:
-    """A step of padding alone, every program once before there is a request, then requests, each twice: the programs that
-    they need more, and whether their tokens are those of the unsplit model."""
+    """Every program once before there is a request, and steps of padding alone; then requests, each twice: the programs that
+    they need more, and whether their tokens are those of the unsplit model. ``ahead``: of ``n_todo``, how many of this
+    rank's another thread had compiled before they were run."""
     from jaxlamina import warm_up
 
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
     llm = LLM(source(model), group=group, **limits)
     sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
+    todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.n_prefill_workers)
+    done: list[int] = []
+    ahead: list[str] = []  # threads that compiled a program before it was to be run
+    compile_later = llm.executor.compile_later
+
+    def noted(*parts: Any, **how: Any) -> Any:
+        compiles = compile_later(*parts, **how)
+
+        def run() -> None:
+            n = len(llm.executor._compiled)
+            compiles()
+            if len(llm.executor._compiled) > n:
+                ahead.append(threading.current_thread().name)
+
+        return run
+
+    with patch.object(llm.executor, "compile_later", noted):
+        warm_up.warm_up(llm.engine, todo, done.append, lambda: False)
     for shape in warm_up.shapes(llm.buckets, **sizes):
         batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
         run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
         assert np.isfinite(run(batch)).all()
-    todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.n_prefill_workers)
-    done: list[int] = []
-    warm_up.warm_up(llm.engine, todo, done.append, lambda: False)
     known, n_sampler = llm.stats()["compilations"], llm.engine.sampler.n_compiled
     params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2, repetition_penalty=1.2, temperature=0)
     found = []
@@ -321,6 +339,9 @@ def warmed(
     return {
         "same": found[0] == found[1],
         "n_done": len(done) - len(todo),
+        "ahead": len(ahead),
+        "n_todo": len(todo),
+        "all_by_others": all(name.startswith("compile") for name in ahead),
         "more": sorted(name for name in now if now[name] != known.get(name)),
         "more_of_sampler": llm.engine.sampler.n_compiled - n_sampler,
         "programs": sorted(now),

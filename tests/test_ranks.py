@@ -67,7 +67,13 @@ def test_a_step_is_launched_before_the_one_before_it_is_run() -> None:
 
 @pytest.mark.parametrize(
     ("transport", "partition"),
-    [("xla", "requests"), slow("xla", "tokens"), slow("xla", "heads"), slow("mpi", "tokens")],
+    [
+        ("xla", "requests"),
+        slow("xla", "tokens"),
+        ("xla", "heads"),
+        slow("mpi", "tokens"),
+        slow("mpi", "heads"),
+    ],
 )
 def test_warm_programs_and_scored_prompts(transport: str, partition: str) -> None:
     """Steps of padding alone run, what is run once needs nothing more, and prompts are as likely as unsplit."""
@@ -78,6 +84,9 @@ def test_warm_programs_and_scored_prompts(transport: str, partition: str) -> Non
     assert len(found["more"]) <= (1 if partition == "tokens" else 0), (
         found
     )  # where tokens fall to workers by chance
+    assert found["ahead"] == (found["n_todo"] if partition == "heads" else 0) and found["all_by_others"], (
+        found
+    )
     assert scored["same"] and scored["n"] == 39, scored
 
 

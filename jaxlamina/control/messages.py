@@ -250,6 +250,13 @@ class Prepare(_Message, frozen=True):
     traceable: bool = False
 
 
+class PrepareLater(_Message, frozen=True):
+    """`Prepare` will come: begin with it, go on with other messages, and answer nothing yet."""
+
+    shape: StepShape
+    traceable: bool = False
+
+
 class Prepared(_Message, frozen=True):
     """``exchanges`` of the compiled program, in the order in which they are run; ``seconds`` that compiling took."""
 
@@ -374,6 +381,7 @@ Message = (
     | Allocate
     | Allocated
     | Prepare
+    | PrepareLater
     | Prepared
     | Step
     | CopySlots

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,6 +107,7 @@ class AttentionRank(ServedRank):
         self._handlers |= {
             m.Setup: self._on_setup,
             m.Allocate: self._on_allocate,
+            m.PrepareLater: self._on_prepare_later,
             m.Prepare: self._on_prepare,
             m.Step: self._on_step,
             m.CopySlots: lambda x: self._pools().copy_slots(_slots(x.src), _slots(x.dst)),
@@ -119,6 +121,7 @@ class AttentionRank(ServedRank):
     # --- memory ---
     def _on_setup(self, setup: m.Setup) -> None:
         # What there was of a model before this one goes before this one's KV comes.
+        self._ahead.forget()
         self._programs, self._kv, self._bound, self._last = {}, None, False, None
         self._epoch += 1
         self._setup, self._layers = setup, _Layers.of(setup, layout_of(self._cluster, setup.stages))
@@ -160,20 +163,26 @@ class AttentionRank(ServedRank):
         return ChannelScales(*own)
 
     # --- programs ---
+    def _on_prepare_later(self, message: m.PrepareLater) -> None:
+        self._transport.traceable = message.traceable
+        if message.shape not in self._programs and message.shape not in self._ahead:
+            self._ahead.begin(message.shape, self._compile_later(message.shape))
+
     def _on_prepare(self, message: m.Prepare) -> None:
         began = time.perf_counter()
         self._transport.traceable = message.traceable
-        program = self._programs[message.shape] = self._compile(message.shape)
+        program = self._ahead.take(message.shape) or self._compile_later(message.shape)()
+        self._programs[message.shape] = program
         took = time.perf_counter() - began
         self._client.send(m.Prepared(message.shape, program.exchanges(), took))
 
-    def _compile(self, shape: m.StepShape) -> Program:
+    def _compile_later(self, shape: m.StepShape) -> Callable[[], Program]:
         assert self._layers is not None and self._kv is not None
         specs, layout = self._layers.specs, self._layers.layout
         traced = AttentionProgram(self._transport, layout, specs, self._layers.n_query_heads, shape)
         self._bind()
         args = self._kv.k, self._kv.v, step_inputs_of(layout, shape, specs)
-        return self._transport.compile(traced.step, *args, donate_argnums=(0, 1))
+        return self._transport.compile_later(traced.step, *args, donate_argnums=(0, 1))
 
     def _on_step(self, step: m.Step) -> None:
         assert self._kv is not None

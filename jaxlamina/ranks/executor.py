@@ -270,6 +270,38 @@ class RanksExecutor:
         """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
         self.pool.release(as_slots(slots))
 
+    def compile_later(
+        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, *, of_all: bool = False
+    ) -> Callable[[], Any]:
+        """As of `UnsplitExecutor`: the other ranks begin with theirs, too. Nothing is done, and the step compiles its programs
+        itself, where they depend on where tokens lie, on how long steps have taken, or on prefill workers."""
+        shape = self._shape_ahead(batch, chunk, of_all)
+        rows = None if shape is None else shape.part_of(0)
+        if shape is None or rows is None or shape in self._programs or rows in self._compiled:
+            return lambda: None
+        for rank in (*self.group.model_ranks_in(shape), *self.group.workers):
+            self.group.send(rank, m.PrepareLater(shape, self.group.transport.traceable))
+        compiles = self._side.compile_later(rows)
+
+        def run() -> None:
+            self._compiled[rows] = compiles()
+
+        return run
+
+    def _shape_ahead(
+        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None, of_all: bool
+    ) -> m.StepShape | None:
+        if self.places_tokens or self.prefill_workers:
+            return None
+        if isinstance(batch, PrefillBatch):
+            return self._prompts(batch, self.q_first, of_all).shape
+        if self.n_batches == "auto":
+            return None
+        if chunk is None:
+            return self._rows(batch)[0].shape
+        together = self.n_batches == 1 and not self.group.cluster.shares_weights
+        return self.pool.plan_with_chunk(batch, chunk, self.q_first)[0] if together else None
+
     @property
     def places_tokens(self) -> bool:
         """Whether a step's programs depend on where its tokens lie."""

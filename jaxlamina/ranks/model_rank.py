@@ -46,11 +46,13 @@ class ModelRank(ServedRank):
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}  # by its part of a step
         self._handlers |= {
             m.SetupModel: self._on_setup,
+            m.PrepareLater: self._on_prepare_later,
             m.Prepare: self._on_prepare,
             m.Step: self._on_step,
         }
 
     def _on_setup(self, setup: m.SetupModel) -> None:
+        self._ahead.forget()
         self._programs, self._side, self._last = {}, None, None  # another model's weights go first
         self._epoch += 1
         config = ModelConfig.from_hf(setup.config)
@@ -66,13 +68,20 @@ class ModelRank(ServedRank):
         self._side = ModelSide(self._transport, model, layout, specs, replica, shards)
         self._client.send(m.ModelReady())
 
+    def _on_prepare_later(self, message: m.PrepareLater) -> None:
+        assert self._side is not None
+        self._transport.traceable = message.traceable
+        part = self._part(message.shape)
+        if part not in self._programs and part not in self._ahead:
+            self._ahead.begin(part, self._side.compile_later(part))
+
     def _on_prepare(self, message: m.Prepare) -> None:
         assert self._side is not None
         began = time.perf_counter()
         self._transport.traceable = message.traceable
         part = self._part(message.shape)
         if part not in self._programs:
-            self._programs[part] = self._side.compile(part)
+            self._programs[part] = self._ahead.take(part) or self._side.compile(part)
         took = time.perf_counter() - began
         program, _ = self._programs[part]
         self._client.send(m.Prepared(message.shape, program.exchanges(), took))

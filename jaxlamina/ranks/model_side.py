@@ -27,7 +27,8 @@ from splitter import SplitModel, Traced
 
 
 class ModelSide:
-    """``compile`` gives a bucket's program and the weights to call it with."""
+    """``compile`` gives a bucket's program and the weights to call it with; ``compile_later`` traces it, and gives a call that
+    does the rest in any thread."""
 
     def __init__(
         self,
@@ -47,6 +48,9 @@ class ModelSide:
 
     def compile(self, shape: StepShape) -> tuple[Program, Any]:
         """The program of a bucket on this rank: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
+        return self.compile_later(shape)()
+
+    def compile_later(self, shape: StepShape) -> Callable[[], tuple[Program, Any]]:
         split = self.model.split(shape.model_rows, shape.tokens, of_all=shape.of_all)
         ends = self._ends(shape)
         own = self.layout.slices_on(self.replica, split.n + 1)
@@ -56,7 +60,9 @@ class ModelSide:
         step = _with_lifted(traced.step, weights)
         if self.shards:
             step = self._of_shards(step, split)
-        return self.transport.compile(with_streamed_products(step, self.transport.device), *args), args[0]
+        step = with_streamed_products(step, self.transport.device)
+        compiles, given = self.transport.compile_later(step, *args), args[0]
+        return lambda: (compiles(), given)
 
     def _ends(self, shape: StepShape) -> SplitModel | None:
         """The model cut for the rows that the last slice is run for at once, if these are not those of other slices."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxlamina import garbage
+from jaxlamina.ahead import Ahead
 from jaxlamina.cluster import Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient
@@ -31,6 +32,7 @@ class ServedRank:
         self._epoch = 0  # how many models there have been
         self._last: Any = None  # what the last step leaves when it is done
         self._recorder = Recorder(transport)
+        self._ahead: Ahead[Any] = Ahead()  # programs that rank 0 will ask for
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Record: self._on_record,
         }
@@ -39,6 +41,7 @@ class ServedRank:
         while True:
             message = self._client.receive(None)
             if isinstance(message, m.Bye):
+                self._ahead.forget()
                 if self._last is not None:  # the watch is still on
                     self._last.block_until_ready()
                 return

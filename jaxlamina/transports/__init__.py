@@ -105,6 +105,12 @@ class Transport(Protocol):
         """``function`` as a program of this rank for arguments like ``args`` (arrays or shapes). No array of it is 0-d."""
         ...
 
+    def compile_later(
+        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
+    ) -> Callable[[], Program]:
+        """``compile`` in two: this traces, and the call that it gives compiles, in any thread."""
+        ...
+
     def bind(self, tree: Any) -> Any:
         """Arrays of this rank's device as a program takes them; for those that outlive a step."""
         ...

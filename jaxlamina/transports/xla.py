@@ -215,6 +215,11 @@ class XlaTransport:
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
     ) -> XlaProgram:
+        return self.compile_later(function, *args, donate_argnums=donate_argnums)()
+
+    def compile_later(
+        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
+    ) -> Callable[[], XlaProgram]:
         mail = self._mail
 
         def program(table: Any, *args: Any) -> Any:
@@ -230,7 +235,8 @@ class XlaTransport:
         shapes = jax.tree.map(self._shape, (self._table, *args))
         jitted = jax.jit(mapped, donate_argnums=tuple(i + 1 for i in donate_argnums))
         options = compiler_options(self.device, self.traceable)
-        return XlaProgram(jitted.lower(*shapes).compile(compiler_options=options), self, self._table)
+        lowered, table = jitted.lower(*shapes), self._table
+        return lambda: XlaProgram(lowered.compile(compiler_options=options), self, table)
 
     def bind(self, tree: Any) -> Any:
         return jax.tree.map(self._bound, tree)
