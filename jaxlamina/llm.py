@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxlamina.ranks import Group, RanksExecutor
 
 KV_MANAGERS = ("token", "padded")
+LOAD_FORMATS = ("auto", "dummy")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
@@ -75,6 +76,8 @@ class LLM:
 
     - ``model``: a name ("smollm2-135m-instruct"), a Hugging Face folder, a ``.gguf`` file, an orbax folder, or
       a ``ModelSource``.
+    - ``load_format``: "auto", or "dummy" for random weights: ``model`` is then a folder of which only config.json and the
+      tokenizer are read, or a shape of configs/models (`jaxlamina.weights.DummyCheckpoint`).
     - ``dtype``: "float32" or "bfloat16", of weights and KV.
     - ``max_num_seqs``: requests decoded at once.
     - ``max_model_len``: tokens of a request, prompt included; default the model's, or less if KV does not fit.
@@ -117,6 +120,7 @@ class LLM:
         self,
         model: str | Path | ModelSource,
         *,
+        load_format: str = "auto",
         dtype: str = "float32",
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
@@ -141,6 +145,8 @@ class LLM:
         compilation_cache: bool = True,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
+        if load_format not in LOAD_FORMATS:
+            raise UserError(f"{load_format=} must be one of {', '.join(LOAD_FORMATS)}")
         if dtype not in DTYPES:
             raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
         if max_num_seqs < 1:
@@ -160,7 +166,7 @@ class LLM:
         policy = load_policy(scheduling_policy)
         if attention_workers != 1 and not split:
             raise UserError(f"{attention_workers=} needs the model split: leave out split=False")
-        source = _open(model)
+        source = _open(model, load_format)
         self.config: ModelConfig = source.config
         if group is not None:
             _check_unused(split=(split, True), q_first=(q_first, None), devices=(devices, None),
@@ -381,12 +387,13 @@ class LLM:
         return max_model_len
 
 
-def _open(model: str | Path | ModelSource) -> ModelSource:
+def _open(model: str | Path | ModelSource, load_format: str) -> ModelSource:
     if not isinstance(model, str | Path):
         return model
-    from jaxlamina.weights import open_checkpoint  # its readers need more than an in-memory model does
+    # Readers need more than an in-memory model does.
+    from jaxlamina.weights import DummyCheckpoint, open_checkpoint
 
-    return open_checkpoint(str(model))
+    return DummyCheckpoint(model) if load_format == "dummy" else open_checkpoint(str(model))
 
 
 def _tokenizer(source: ModelSource) -> tuple[Any | None, str]:

@@ -15,11 +15,12 @@ from jaxlamina.bench import step_bench as sb
 from jaxlamina.configs import model_config
 from jaxlamina.bench.split_bench import with_layers
 from jaxlamina.models import apply
+from jaxlamina.weights.dummy import random_weights
 from jaxlamina.workers.sharded import ShardedExecutor
 from jaxlamina.workers.unsplit import UnsplitExecutor
 from dataclasses import replace
 config = with_layers(replace(model_config("smollm2-135m"), num_attention_heads=8, num_key_value_heads=4, head_dim=64), 2)
-params, case = sb.random_weights(config, jnp.float32), sb.StepCase(3, 16)
+params, case = random_weights(config, jnp.float32), sb.StepCase(3, 16)
 n_slots = 64
 fn, batch = partial(apply, config), sb.shuffled_batch(case, n_slots, config.vocab_size)
 one = UnsplitExecutor(fn, params, n_slots=n_slots, device=jax.devices()[0])

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxlamina.bench.step_bench import StepCase, alone, check_cut, random_weights, shuffled_batch
+from jaxlamina.bench.step_bench import StepCase, alone, check_cut, shuffled_batch
 from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.profiling.job import RecordingExecutor
 from jaxlamina.profiling.timeline import POOLS, Timeline
 from jaxlamina.ranks import Group
+from jaxlamina.weights.dummy import random_weights
 from jaxlamina.workers.workspace import LargestStep
 
 

@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.bench import kernels_bench
 from jaxlamina.buckets import Buckets
 from jaxlamina.errors import UserError
-from jaxlamina.models import ModelConfig, abstract_params, apply
+from jaxlamina.models import ModelConfig, apply
 from jaxlamina.ranks import Group, RanksExecutor
+from jaxlamina.weights.dummy import random_weights
 from jaxlamina.workers import DecodeBatch, LocalExecutor, PrefillBatch, UnsplitExecutor
 from jaxlamina.workers.sharded import ShardedExecutor
 from jaxlamina.workers.workspace import LargestStep
@@ -345,19 +345,6 @@ def shuffled_chunk(case: StepCase, n_tokens: int, n_slots: int, vocab_size: int)
 
 def _before(case: StepCase) -> int:
     return case.context // 2
-
-
-def random_weights(config: ModelConfig, dtype: Any) -> dict[str, jax.Array]:
-    """Drawn on the device, tensor by tensor, small enough that activations stay near unit size."""
-
-    @partial(jax.jit, static_argnums=1)
-    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        if len(shape) < 2:
-            return jnp.ones(shape, dtype)
-        return (jax.random.normal(key, shape, dtype) * shape[-1] ** -0.5).astype(dtype)
-
-    keys = (jax.random.fold_in(jax.random.key(0), i) for i in range(10**6))
-    return {name: draw(next(keys), s.shape) for name, s in abstract_params(config, dtype).items()}
 
 
 def weight_bytes(params: dict[str, jax.Array]) -> int:

@@ -18,13 +18,13 @@ from jaxlamina import garbage
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts as passages
-from jaxlamina.bench.step_bench import random_weights
 from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
 from jaxlamina.errors import UserError
 from jaxlamina.llm import DTYPES, LLM, InMemoryModel
 from jaxlamina.models import ModelConfig, abstract_params
 from jaxlamina.ranks import Group
 from jaxlamina.sampling import SamplingParams
+from jaxlamina.weights.dummy import random_weights
 
 # Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32 ShareGPT-like requests.
 RATIO_LIMIT = 3.0

@@ -106,10 +106,7 @@ def generate(
     ] = 1.0,
     dtype: model_options.DType = "float32",
     max_model_len: model_options.MaxModelLen = None,
-    split: Annotated[
-        bool,
-        typer.Option("--split/--no-split", help="Two workers, or each step one program to compare with."),
-    ] = True,
+    split: model_options.Split = True,
     prefix_caching: Annotated[
         bool,
         typer.Option(

@@ -24,6 +24,16 @@ Model = Annotated[
     str,
     typer.Option(help="A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf or an orbax folder."),
 ]
+LoadFormat = Annotated[
+    str,
+    typer.Option(
+        help="auto, or dummy: random weights, of the shape that --model's config.json, or its name in configs/models, says."
+    ),
+]
+Split = Annotated[
+    bool,
+    typer.Option("--split/--no-split", help="Two workers, or each step one program to compare with."),
+]
 DType = Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of a request, prompt included.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")]

@@ -36,6 +36,7 @@ def serve(
         list[str] | None,
         typer.Option(help="What requests call the model; may be repeated. Default: --model."),
     ] = None,
+    load_format: model_options.LoadFormat = "auto",
     dtype: model_options.DType = "float32",
     max_model_len: model_options.MaxModelLen = None,
     max_num_seqs: model_options.MaxNumSeqs = 32,
@@ -55,6 +56,7 @@ def serve(
     host_kv_slots: Annotated[
         int, typer.Option(min=0, help="Tokens whose KV may wait in host memory when there is no room.")
     ] = 0,
+    split: model_options.Split = True,
     attention_workers: Annotated[int, typer.Option(min=1, help="Workers that share the KV.")] = 1,
     partition: model_options.Partition = "heads",
     enable_prefix_caching: Annotated[
@@ -133,6 +135,7 @@ def serve(
             console,
             model,
             chat_template=chat_template,
+            load_format=load_format,
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -141,6 +144,7 @@ def serve(
             kv_slots=kv_slots,
             kv_dtype=kv_dtype,
             host_kv_slots=host_kv_slots,
+            split=split,
             attention_workers=attention_workers,
             partition=partition,
             prefix_caching=enable_prefix_caching,

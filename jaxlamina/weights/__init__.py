@@ -3,5 +3,6 @@
 from jaxlamina.cache import cache_dir
 from jaxlamina.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxlamina.weights.convert import convert
+from jaxlamina.weights.dummy import DummyCheckpoint
 
-__all__ = ["Checkpoint", "cache_dir", "convert", "open_checkpoint"]
+__all__ = ["Checkpoint", "DummyCheckpoint", "cache_dir", "convert", "open_checkpoint"]

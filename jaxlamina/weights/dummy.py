@@ -1,0 +1,80 @@
+"""Models of random weights, to measure with: a config, maybe a tokenizer, and no file of weights.
+
+Knows configs and shapes; nothing of what a model computes.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.configs import find_model, model_config
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.tokenizer import Tokenizer, generation_eos_ids, tokenizer_from_folder
+from jaxlamina.weights.streaming import Progress
+
+
+class DummyCheckpoint:
+    """``model``: a Hugging Face folder, of which config.json is read, and the tokenizer if there is one; or a shape as
+    `jaxlamina.configs.model_config` knows it, which has no tokenizer. ``UserError`` for neither."""
+
+    def __init__(self, model: str | Path) -> None:
+        path = Path(model).expanduser()
+        self._folder = path if path.is_dir() else None
+        if self._folder is None and find_model(model) is None:
+            raise UserError(
+                f"random weights need a model's shape: {str(model)!r} is no folder with a config.json, no .json or .toml "
+                "file and no name of configs/models"
+            )
+        if self._folder is not None and not (self._folder / "config.json").is_file():
+            raise UserError(f"{path} has no config.json, which says what shape random weights are to have")
+        self.config: ModelConfig = model_config(model if self._folder is None else path / "config.json")
+
+    def load(self, dtype: Any, device: Any = None, progress: Progress | None = None) -> dict[str, jax.Array]:
+        """Drawn on ``device``; ``progress(done_bytes, total_bytes)``."""
+        with jax.default_device(device):
+            return random_weights(self.config, dtype, progress)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        if self._folder is None:
+            raise UserError("a shape alone has no tokenizer; give a folder with tokenizer.json, or token ids")
+        return tokenizer_from_folder(self._folder, self.config.eos_token_ids)
+
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        try:
+            return self.tokenizer().eos_token_ids
+        except UserError:  # told where text is needed
+            more = [] if self._folder is None else generation_eos_ids(self._folder)
+            return tuple(dict.fromkeys([*self.config.eos_token_ids, *more]))
+
+
+def random_weights(config: ModelConfig, dtype: Any, progress: Progress | None = None) -> dict[str, jax.Array]:
+    """Drawn on the default device, tensor by tensor, small enough that activations stay near unit size."""
+    found: dict[str, jax.Array] = {}
+    shapes = abstract_params(config, dtype)
+    total = sum(s.size for s in shapes.values()) * np.dtype(dtype).itemsize
+    done, key = 0, jax.random.key(0)
+    for i, (name, s) in enumerate(shapes.items()):
+        found[name] = _draw(jax.random.fold_in(key, i), s.shape, dtype)
+        done += found[name].nbytes
+        if progress is not None:
+            progress(done, total)
+    return found
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if len(shape) < 2:
+        return jnp.ones(shape, dtype)
+    return (jax.random.normal(key, shape, dtype) * shape[-1] ** -0.5).astype(dtype)
