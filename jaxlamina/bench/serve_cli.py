@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxlamina.bench.serve_bench import Load, Measured
     from jaxlamina.bench.serve_client import Served, Target
 
-DATASETS = ("random", "sharegpt-like", "trace")
+DATASETS = ("random", "sharegpt-like", "alpaca-like", "azure-conversation", "trace")
 _SHOWN_ERRORS = 5
 
 
@@ -40,7 +40,7 @@ def serve_command(
     api_key: Annotated[
         str | None, typer.Option(envvar=["JAXLAMINA_API_KEY", "OPENAI_API_KEY"], help="The server's key.")
     ] = None,
-    dataset_name: Annotated[str, typer.Option(help="random, sharegpt-like or trace.")] = "random",
+    dataset_name: Annotated[str, typer.Option(help=", ".join(DATASETS) + ".")] = "random",
     dataset_path: Annotated[
         Path | None, typer.Option(help="The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens.")
     ] = None,
