@@ -1,7 +1,7 @@
 """Compiling before anybody waits: every program that requests of a model may meet, run once on rows that are nobody's.
 
 Knows buckets and an executor; nothing of requests or servers. Sizes as data (`shapes`), so that a bar can show how many
-are left. Where an executor can, programs are compiled by other threads ahead of the one that is run.
+are left. Where an executor can, other threads compile several programs at once, before any is run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -104,57 +104,72 @@ def _with_fewest(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 def warm_up(
     engine: Engine, todo: Sequence[Shape], on_done: Callable[[int], None], stopped: Callable[[], bool]
 ) -> None:
-    """Runs each of ``todo`` once, and once a batch size all that may be done with logits. No request may be there, nor
-    anything in the prefix cache. Where several workers share requests or tokens, a step's programs depend on where its
-    tokens lie, too; those of full and evenly shared rows are run.
+    """Compiles and runs each of ``todo`` once, and once a batch size all that may be done with logits. No request may be
+    there, nor anything in the prefix cache. Where several workers share requests or tokens, a step's programs depend on where
+    its tokens lie, too; those of full and evenly shared rows are run.
 
-    ``on_done(n)`` after each; ``stopped()`` is asked before each, and True ends it early.
+    ``on_done(n)`` when one more is compiled; ``stopped()`` is asked before each, and True ends it early.
     """
+    n_done = 0
+
+    def done() -> None:
+        nonlocal n_done
+        n_done += 1
+        on_done(n_done)
+
+    # Nothing is run meanwhile: compiling tries kernels out on the device.
+    compiled = _compile_ahead(engine, todo, done, stopped)
     sampled: set[int] = set()
-    with _Compiling(engine, todo) as compiling:
-        for n, shape in enumerate(todo, start=1):
-            if stopped():
-                return
-            compiling.wait()
-            of_rows = _run(engine, shape)
-            for logits in of_rows:
-                if shape.of_all:
-                    engine.drawing.warm_up_scores(logits)
-                elif len(logits) not in sampled:
-                    sampled.add(len(logits))
-                    engine.drawing.warm_up(logits, engine.admission.max_model_len)
-            jax.block_until_ready(of_rows)
-            on_done(n)
+    for shape in todo:
+        if stopped():
+            return
+        of_rows = _run(engine, shape)
+        for logits in of_rows:
+            if shape.of_all:
+                engine.drawing.warm_up_scores(logits)
+            elif len(logits) not in sampled:
+                sampled.add(len(logits))
+                engine.drawing.warm_up(logits, engine.admission.max_model_len)
+        jax.block_until_ready(of_rows)
+        if shape not in compiled:
+            done()
     if not stopped():
         _move(engine)
 
 
-class _Compiling:
-    """The programs of ``todo``, one after another: ``wait`` once before each is run. Those after it are being compiled
-    meanwhile, if the executor has ``compile_later`` (`UnsplitExecutor`, `RanksExecutor`)."""
+def _compile_ahead(
+    engine: Engine, todo: Sequence[Shape], done: Callable[[], None], stopped: Callable[[], bool]
+) -> set[Shape]:
+    """Has other threads compile the programs of ``todo``, as many at once as pays, where the executor has ``compile_later``
+    (`UnsplitExecutor`, `RanksExecutor`) and knows them before they run; which those were. What one failed with is raised."""
+    executor: Any = engine.executor
+    if not hasattr(executor, "compile_later"):
+        return set()
+    ahead: Ahead[Any] = Ahead()
+    begun: deque[Shape] = deque()
+    compiled: set[Shape] = set()
 
-    def __init__(self, engine: Engine, todo: Sequence[Shape]) -> None:
-        self._engine = engine
-        self._left = iter(todo if hasattr(engine.executor, "compile_later") else ())
-        self._ahead: Ahead[Any] = Ahead()
-        self._begun: deque[Shape] = deque()
+    def take() -> None:
+        shape = begun.popleft()
+        ahead.take(shape)
+        compiled.add(shape)
+        done()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ahead.forget()
-
-    def wait(self) -> None:
-        """Until the next of ``todo`` is compiled; what it failed with is raised."""
-        executor: Any = self._engine.executor
-        while len(self._begun) <= n_compiling() and (shape := next(self._left, None)) is not None:
-            self._ahead.begin(
-                shape, executor.compile_later(*_empty(self._engine, shape), of_all=shape.of_all)
-            )
-            self._begun.append(shape)
-        if self._begun:
-            self._ahead.take(self._begun.popleft())
+    try:
+        for shape in todo:
+            if stopped():
+                return compiled
+            compiles = executor.compile_later(*_empty(engine, shape), of_all=shape.of_all)
+            if compiles is not None:
+                ahead.begin(shape, compiles)
+                begun.append(shape)
+            if len(begun) > n_compiling():
+                take()
+        while begun and not stopped():
+            take()
+        return compiled
+    finally:
+        ahead.forget()
 
 
 def _empty(engine: Engine, shape: Shape) -> list[Any]:

@@ -302,7 +302,10 @@ def test_failed_requests_are_counted_and_shown(server: str) -> None:
         (["--endpoint", "embeddings"], "--endpoint 'embeddings' must be completions or chat"),
         (["--random-input-len", "4000"], "longer than the 128 tokens"),
         (["--dataset-name", "trace"], "--dataset-path goes with"),
-        (["--dataset-name", "alpaca"], "must be one of random, sharegpt-like, alpaca-like, azure-conversation, trace"),
+        (
+            ["--dataset-name", "alpaca"],
+            "must be one of random, sharegpt-like, alpaca-like, azure-conversation, trace",
+        ),
         (["--speedup", "0"], "--speedup 0 must be above 0"),
         (["--request-rate", "0"], "must be above 0"),
         (["tpot:50"], "takes options alone"),

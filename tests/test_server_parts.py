@@ -283,6 +283,7 @@ def test_what_fails_while_compiling_ahead_is_raised(monkeypatch):
     with pytest.raises(RuntimeError, match="no room"):
         warm_up(llm.engine, todo, done.append, lambda: False)
     assert done == [*range(1, 1 + [shape.batch for shape in todo].index(2))]
+    assert llm.stats()["n_steps"] == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
 
 

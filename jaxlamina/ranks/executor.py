@@ -272,13 +272,13 @@ class RanksExecutor:
 
     def compile_later(
         self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, *, of_all: bool = False
-    ) -> Callable[[], Any]:
-        """As of `UnsplitExecutor`: the other ranks begin with theirs, too. Nothing is done, and the step compiles its programs
-        itself, where they depend on where tokens lie, on how long steps have taken, or on prefill workers."""
+    ) -> Callable[[], Any] | None:
+        """As of `UnsplitExecutor`: the other ranks begin with theirs, too. None, and the step compiles its programs itself,
+        where they depend on where tokens lie, on how long steps have taken, or on prefill workers."""
         shape = self._shape_ahead(batch, chunk, of_all)
         rows = None if shape is None else shape.part_of(0)
         if shape is None or rows is None or shape in self._programs or rows in self._compiled:
-            return lambda: None
+            return None
         for rank in (*self.group.model_ranks_in(shape), *self.group.workers):
             self.group.send(rank, m.PrepareLater(shape, self.group.transport.traceable))
         compiles = self._side.compile_later(rows)
