@@ -16,15 +16,16 @@ T = TypeVar("T")
 _MOST_THREADS = 8
 
 
-def n_compiling() -> int:
-    """How many programs are compiled at once: one for two cores, up to eight."""
-    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+def n_compiling(cores_each: int = 2) -> int:
+    """How many programs are compiled at once: one for two cores, up to eight. Small ones keep no more than one core busy."""
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // cores_each))
 
 
 class Ahead(Generic[T]):
-    """``begin`` a program, go on with others, and ``take`` it when it is wanted."""
+    """``begin`` a program, go on with others, and ``take`` it when it is wanted. ``n_threads``: None for `n_compiling`."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_threads: int | None = None) -> None:
+        self._n_threads = n_threads or n_compiling()
         self._threads: ThreadPoolExecutor | None = None
         self._begun: dict[Hashable, Future[T]] = {}
 
@@ -39,7 +40,7 @@ class Ahead(Generic[T]):
         if key in self._begun:
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(n_compiling(), "compile")
+            self._threads = ThreadPoolExecutor(self._n_threads, "compile")
         self._begun[key] = self._threads.submit(compiles)
 
     def take(self, key: Hashable) -> T | None:

@@ -5,6 +5,7 @@ Knows requests as rows, what their jobs ask for, and the sampler; nothing of slo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,9 +41,10 @@ class Drawing:
         """``max_rows``: sequences of a step. ``n_end_tokens``: that end a sequence of the model's own accord."""
         self.sampler = Sampler()
         self._buckets = buckets
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._most_candidates = max_rows * max(2, 1 + n_end_tokens)  # as `BeamSearch.n_candidates`
         self._newest = NewestTokens(max_rows, buckets.batch[-1])
+        self._warming_up = threading.Lock()
         self._rows_of = jax.jit(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows])
 
     def begin(self) -> None:
@@ -94,13 +96,15 @@ class Drawing:
 
     def warm_up(self, logits: jax.Array, max_tokens: int) -> None:
         """Runs every program that rows of ``logits`` [B, V] may meet, for requests of at most ``max_tokens`` tokens, but
-        those of prompts' log-probabilities (`warm_up_scores`), of very many bans a row, and of beams that many tokens may end."""
+        those of prompts' log-probabilities (`warm_up_scores`), of very many bans a row, and of beams that many tokens may end.
+        Several threads may do so for rows of different numbers, while nothing is drawn."""
         n = len(logits)
         tokens = None
         for params in _WAYS_TO_CHOOSE:
             tokens = self.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], n)).tokens
         assert tokens is not None
-        self._newest.warm_up(tokens)
+        with self._warming_up:
+            self._newest.warm_up(tokens)
         for n_top in LOGPROBS_WIDTHS:
             self.sampler.report(logits, tokens, n_top)
         for asked in self._kinds_of_adjustment(max_tokens):
@@ -123,11 +127,11 @@ class Drawing:
 
     def _kinds_of_adjustment(self, max_tokens: int) -> list[Adjusted]:
         found = [
-            Adjusted(mask=np.full(-(-self._vocab_size // 32), 0xFFFFFFFF, np.uint32)),
+            Adjusted(mask=np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)),
             Adjusted(banned=[0]),
             Adjusted(banned_after=[(0, 0)]),
         ]
-        for n in _sizes(LEAST_TOKENS, min(MAX_LOGIT_BIASES, self._vocab_size)):
+        for n in _sizes(LEAST_TOKENS, min(MAX_LOGIT_BIASES, self.vocab_size)):
             found.append(Adjusted(logit_bias=dict.fromkeys(range(n), 0.0)))
         for n in _sizes(LEAST_COUNTED, max_tokens):
             found.append(Adjusted(presence_penalty=1.0, written=[0] * n))

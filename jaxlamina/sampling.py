@@ -9,6 +9,7 @@ what else is in the batch, and a step can be run again.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -333,6 +334,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self.n_compiled = 0
+        self._counting = threading.Lock()
         self._adjust = {stage: self._jit(stage) for stage in adjustments.STAGES}
         self._choose = self._jit(choose, "filters")
         self._report = self._jit(report, "n_top")
@@ -360,7 +362,8 @@ class Sampler:
     def _jit(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
         @wraps(function)
         def counted(*args: Any, **options: Any) -> Any:
-            self.n_compiled += 1  # Python runs once a program
+            with self._counting:
+                self.n_compiled += 1  # Python runs once a program
             return function(*args, **options)
 
         return jax.jit(counted, static_argnames=static)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any, Literal
 
@@ -117,8 +118,9 @@ def warm_up(
         n_done += 1
         on_done(n_done)
 
-    # Nothing is run meanwhile: compiling tries kernels out on the device.
+    # No step is run meanwhile: compiling tries kernels out on the device.
     compiled = _compile_ahead(engine, todo, done, stopped)
+    _prepare_drawing(engine, {shape.batch for shape in todo}, stopped)
     sampled: set[int] = set()
     for shape in todo:
         if stopped():
@@ -168,6 +170,23 @@ def _compile_ahead(
         while begun and not stopped():
             take()
         return compiled
+    finally:
+        ahead.forget()
+
+
+def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], bool]) -> None:
+    """Has other threads compile what is done with logits of so many rows: many small programs."""
+    executor: Any = engine.executor
+    n_words, longest = engine.drawing.vocab_size, engine.admission.max_model_len
+    ahead: Ahead[None] = Ahead(n_compiling(cores_each=1))
+    try:
+        for n in sorted(n_rows):
+            logits = jax.device_put(np.zeros((n, n_words), np.float32), executor.device)
+            ahead.begin(n, partial(engine.drawing.warm_up, logits, longest))
+        for n in sorted(n_rows):
+            if stopped():
+                return
+            ahead.take(n)
     finally:
         ahead.forget()
 

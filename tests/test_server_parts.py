@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from test_engine import LetterTokenizer
 from test_models import MODELS
 
-from jaxlamina import LLM, SamplingParams
+from jaxlamina import LLM, SamplingParams, adjustments
 from jaxlamina.buckets import Buckets
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.sampling import LOGPROBS_WIDTHS
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, Tool
@@ -26,6 +27,8 @@ from jaxlamina.server.tools import ToolCallParser, call_schema, parse
 from jaxlamina.structured import StructuredOutputs
 from jaxlamina.warm_up import Shape, _empty_batch, shapes, warm_up
 
+# Programs that choose tokens, and say how likely they are.
+SAMPLER = ("choose", "report", "likeliest", *(stage.__name__ for stage in adjustments.STAGES))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 
 
@@ -237,12 +240,12 @@ def test_warming_up_workers_that_share_requests_or_tokens(model, partition):
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_programs_are_compiled_ahead_by_other_threads(mixed, caplog):
-    """Each once, and a step finds what was compiled for its sizes."""
+@pytest.mark.parametrize(("split", "mixed"), [(True, False), (False, False), (False, True)])
+def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog):
+    """Each once, and what is run finds what was compiled for its sizes. Steps that are run slice by slice compile slices."""
     config = ModelConfig.from_hf(MODELS["llama"])
     llm = LLM(
-        InMemoryModel(config, random_params(config, seed=1)), split=False, mixed_steps=mixed, max_num_seqs=2,
+        InMemoryModel(config, random_params(config, seed=1)), split=split, mixed_steps=mixed, max_num_seqs=2,
         max_model_len=24, max_num_batched_tokens=16,
     )  # fmt: skip
     todo = shapes(llm.buckets, max_model_len=24, max_chunk=16, mixed=mixed, scored=True)
@@ -255,9 +258,15 @@ def test_programs_are_compiled_ahead_by_other_threads(mixed, caplog):
     steps = [
         r for r in compiled if any(f"_traced_{kind}" in r.message for kind in ("decode", "prefill", "mixed"))
     ]
-    assert len(steps) == len(todo) == llm.executor.programs.total
+    drawing = [r for r in compiled if any(f"jit({name})" in r.message for name in SAMPLER)]
+    if not split:
+        assert len(steps) == len(todo) == llm.executor.programs.total
+    n_reports = len({s.n_tokens for s in todo if s.of_all}) * len(LOGPROBS_WIDTHS)  # of prompts' tokens, when they are run
+        LOGPROBS_WIDTHS
+    )  # of prompts' tokens, when they are run
+    assert len(drawing) >= llm.engine.sampler.n_compiled > 10 * len(llm.buckets.batch)
+    assert len([r for r in drawing if not r.threadName.startswith("compile")]) == n_reports
     assert all(r.threadName.startswith("compile") for r in steps)
-    assert not [r for r in compiled if r not in steps and r.threadName.startswith("compile")]
     llm.engine.check_integrity()
 
 
