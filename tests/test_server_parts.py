@@ -261,9 +261,9 @@ def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog):
     drawing = [r for r in compiled if any(f"jit({name})" in r.message for name in SAMPLER)]
     if not split:
         assert len(steps) == len(todo) == llm.executor.programs.total
-    n_reports = len({s.n_tokens for s in todo if s.of_all}) * len(LOGPROBS_WIDTHS)  # of prompts' tokens, when they are run
+    n_reports = len({s.n_tokens for s in todo if s.of_all}) * len(
         LOGPROBS_WIDTHS
-    )  # of prompts' tokens, when they are run
+    )  # of prompts' tokens, once run
     assert len(drawing) >= llm.engine.sampler.n_compiled > 10 * len(llm.buckets.batch)
     assert len([r for r in drawing if not r.threadName.startswith("compile")]) == n_reports
     assert all(r.threadName.startswith("compile") for r in steps)
