@@ -68,7 +68,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_run() -> None:
 @pytest.mark.parametrize(
     ("transport", "partition"),
     [
-        ("xla", "requests"),
+        slow("xla", "requests"),
         slow("xla", "tokens"),
         ("xla", "heads"),
         slow("mpi", "tokens"),
