@@ -109,14 +109,16 @@ def warm_up(
     there, nor anything in the prefix cache. Where several workers share requests or tokens, a step's programs depend on where
     its tokens lie, too; those of full and evenly shared rows are run.
 
-    ``on_done(n)`` when one more is compiled; ``stopped()`` is asked before each, and True ends it early.
+    ``on_done(n)`` when one more is compiled, for the last when all are run; ``stopped()`` is asked before each, and True ends it
+    early.
     """
     n_done = 0
 
     def done() -> None:
         nonlocal n_done
         n_done += 1
-        on_done(n_done)
+        if n_done < len(todo):
+            on_done(n_done)
 
     # No step is run meanwhile: compiling tries kernels out on the device.
     compiled = _compile_ahead(engine, todo, done, stopped)
@@ -135,8 +137,11 @@ def warm_up(
         jax.block_until_ready(of_rows)
         if shape not in compiled:
             done()
-    if not stopped():
-        _move(engine)
+    if stopped():
+        return
+    _move(engine)
+    if todo:
+        on_done(len(todo))
 
 
 def _compile_ahead(
