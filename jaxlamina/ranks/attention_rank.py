@@ -7,7 +7,6 @@ else: no weight, no token, no request. Which slots are whose is rank 0's affair.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +98,6 @@ class AttentionRank(ServedRank):
     ) -> None:
         super().__init__(cluster, rank, transport, client, watch)
         self._workers = tuple(cluster.pools.attention_ranks)
-        self._programs: dict[m.StepShape, Program] = {}
         self._layers: _Layers | None = None
         self._setup: m.Setup | None = None
         self._kv: KVPools | None = None
@@ -107,8 +105,6 @@ class AttentionRank(ServedRank):
         self._handlers |= {
             m.Setup: self._on_setup,
             m.Allocate: self._on_allocate,
-            m.PrepareLater: self._on_prepare_later,
-            m.Prepare: self._on_prepare,
             m.Step: self._on_step,
             m.CopySlots: lambda x: self._pools().copy_slots(_slots(x.src), _slots(x.dst)),
             m.MoveOut: lambda x: self._pools().move_out(_slots(x.slots), _slots(x.host_slots)),
@@ -121,8 +117,8 @@ class AttentionRank(ServedRank):
     # --- memory ---
     def _on_setup(self, setup: m.Setup) -> None:
         # What there was of a model before this one goes before this one's KV comes.
-        self._ahead.forget()
-        self._programs, self._kv, self._bound, self._last = {}, None, False, None
+        self._forget_programs()
+        self._kv, self._bound = None, False
         self._epoch += 1
         self._setup, self._layers = setup, _Layers.of(setup, layout_of(self._cluster, setup.stages))
         self._client.send(m.SlotsFound(self._find_slots(setup, self._layers)))
@@ -163,26 +159,14 @@ class AttentionRank(ServedRank):
         return ChannelScales(*own)
 
     # --- programs ---
-    def _on_prepare_later(self, message: m.PrepareLater) -> None:
-        self._transport.traceable = message.traceable
-        if message.shape not in self._programs and message.shape not in self._ahead:
-            self._ahead.begin(message.shape, self._compile_later(message.shape))
-
-    def _on_prepare(self, message: m.Prepare) -> None:
-        began = time.perf_counter()
-        self._transport.traceable = message.traceable
-        program = self._ahead.take(message.shape) or self._compile_later(message.shape)()
-        self._programs[message.shape] = program
-        took = time.perf_counter() - began
-        self._client.send(m.Prepared(message.shape, program.exchanges(), took))
-
-    def _compile_later(self, shape: m.StepShape) -> Callable[[], Program]:
+    def _compile_later(self, part: m.StepShape) -> Callable[[], tuple[Program, Any]]:
         assert self._layers is not None and self._kv is not None
         specs, layout = self._layers.specs, self._layers.layout
-        traced = AttentionProgram(self._transport, layout, specs, self._layers.n_query_heads, shape)
+        traced = AttentionProgram(self._transport, layout, specs, self._layers.n_query_heads, part)
         self._bind()
-        args = self._kv.k, self._kv.v, step_inputs_of(layout, shape, specs)
-        return self._transport.compile_later(traced.step, *args, donate_argnums=(0, 1))
+        args = self._kv.k, self._kv.v, step_inputs_of(layout, part, specs)
+        compiles = self._transport.compile_later(traced.step, *args, donate_argnums=(0, 1))
+        return lambda: (compiles(), None)  # the pools are another step's results each time
 
     def _on_step(self, step: m.Step) -> None:
         assert self._kv is not None
@@ -190,7 +174,8 @@ class AttentionRank(ServedRank):
         self._bind()
         inputs = self._transport.bind(_inputs(step.arrays))
         kv = self._kv
-        kv.k, kv.v, done = self._recorder.run(self._programs[step.shape], kv.k, kv.v, inputs)
+        program, _ = self._programs[step.shape]
+        kv.k, kv.v, done = self._recorder.run(program, kv.k, kv.v, inputs)
         self._launched(ticket, done)
 
     def _bind(self) -> None:

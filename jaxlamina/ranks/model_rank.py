@@ -6,7 +6,7 @@ Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,17 +43,14 @@ class ModelRank(ServedRank):
         super().__init__(cluster, rank, transport, client, watch)
         self._prefill_rank = rank if cluster.role(rank).pool == "prefill" else 0
         self._side: ModelSide | None = None
-        self._programs: dict[m.StepShape, tuple[Program, Any]] = {}  # by its part of a step
         self._handlers |= {
             m.SetupModel: self._on_setup,
-            m.PrepareLater: self._on_prepare_later,
-            m.Prepare: self._on_prepare,
             m.Step: self._on_step,
         }
 
     def _on_setup(self, setup: m.SetupModel) -> None:
-        self._ahead.forget()
-        self._programs, self._side, self._last = {}, None, None  # another model's weights go first
+        self._forget_programs()
+        self._side = None  # another model's weights go first
         self._epoch += 1
         config = ModelConfig.from_hf(setup.config)
         function, like = partial(apply, config), abstract_params(config, jnp.dtype(setup.dtype))
@@ -68,23 +65,9 @@ class ModelRank(ServedRank):
         self._side = ModelSide(self._transport, model, layout, specs, replica, shards)
         self._client.send(m.ModelReady())
 
-    def _on_prepare_later(self, message: m.PrepareLater) -> None:
+    def _compile_later(self, part: m.StepShape) -> Callable[[], tuple[Program, Any]]:
         assert self._side is not None
-        self._transport.traceable = message.traceable
-        part = self._part(message.shape)
-        if part not in self._programs and part not in self._ahead:
-            self._ahead.begin(part, self._side.compile_later(part))
-
-    def _on_prepare(self, message: m.Prepare) -> None:
-        assert self._side is not None
-        began = time.perf_counter()
-        self._transport.traceable = message.traceable
-        part = self._part(message.shape)
-        if part not in self._programs:
-            self._programs[part] = self._ahead.take(part) or self._side.compile(part)
-        took = time.perf_counter() - began
-        program, _ = self._programs[part]
-        self._client.send(m.Prepared(message.shape, program.exchanges(), took))
+        return self._side.compile_later(part)
 
     def _on_step(self, step: m.Step) -> None:
         ticket = self._begin(step)

@@ -1,10 +1,13 @@
-"""What ranks other than rank 0 have in common: messages taken in one after another, and steps that are watched.
+"""What ranks other than rank 0 have in common: messages taken in one after another, programs compiled before they are wanted,
+and steps that are watched.
 
 Knows the control messages' order; what a rank holds and runs is `model_rank`'s and `attention_rank`'s.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +19,10 @@ from jaxlamina.control.channel import ControlClient
 from jaxlamina.errors import UserError
 from jaxlamina.profiling.collect import Recorder
 from jaxlamina.ranks.group import Watch
-from jaxlamina.transports import Transport
+from jaxlamina.transports import Program, Transport
 
 
-class ServedRank:
+class ServedRank(ABC):
     """``run`` returns when rank 0 is done. A kind of rank adds to ``_handlers`` what it does at which message."""
 
     kind: str
@@ -32,8 +35,12 @@ class ServedRank:
         self._epoch = 0  # how many models there have been
         self._last: Any = None  # what the last step leaves when it is done
         self._recorder = Recorder(transport)
-        self._ahead: Ahead[Any] = Ahead()  # programs that rank 0 will ask for
+        # Programs, each with what it is called with in every step; and those that rank 0 will ask for.
+        self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
+        self._ahead: Ahead[tuple[Program, Any]] = Ahead()
         self._handlers: dict[type, Callable[[Any], None]] = {
+            m.PrepareLater: self._on_prepare_later,
+            m.Prepare: self._on_prepare,
             m.Record: self._on_record,
         }
 
@@ -53,6 +60,35 @@ class ServedRank:
             handle(message)
             if isinstance(message, m.Prepare):  # a program more
                 garbage.settle()
+
+    def _part(self, shape: m.StepShape) -> m.StepShape:
+        """What of a step this rank compiles a program for."""
+        return shape
+
+    @abstractmethod
+    def _compile_later(self, part: m.StepShape) -> Callable[[], tuple[Program, Any]]:
+        """Traces the program of a part, and gives a call that compiles it, in any thread."""
+
+    def _on_prepare_later(self, message: m.PrepareLater) -> None:
+        self._transport.traceable = message.traceable
+        part = self._part(message.shape)
+        if part not in self._programs and part not in self._ahead:
+            self._ahead.begin(part, self._compile_later(part))
+
+    def _on_prepare(self, message: m.Prepare) -> None:
+        began = time.perf_counter()
+        self._transport.traceable = message.traceable
+        part = self._part(message.shape)
+        if part not in self._programs:
+            self._programs[part] = self._ahead.take(part) or self._compile_later(part)()
+        took = time.perf_counter() - began
+        program, _ = self._programs[part]
+        self._client.send(m.Prepared(message.shape, program.exchanges(), took))
+
+    def _forget_programs(self) -> None:
+        """Another model comes."""
+        self._ahead.forget()
+        self._programs, self._last = {}, None
 
     def _on_record(self, message: m.Record) -> None:
         try:
