@@ -159,14 +159,13 @@ class HostTime:
 
         ``by_slice``: ``run`` launches many programs, one behind the other, and the first one right at its start. What the
         device waits for between them is not counted."""
-        begun = self._clock()
-        waited_s = 0.0 if self._look() else begun - self._seen_at_work
-        was_idle = waited_s > 0
+        at_work = self._look()
+        begun, idle_since = self._clock(), self._seen_at_work
         launched = run()
         self._seen_at_work = self._clock()
-        if was_idle and not by_slice:
-            waited_s += self._seen_at_work - begun
-        return launched, waited_s
+        if at_work:
+            return launched, 0.0
+        return launched, (begun if by_slice else self._seen_at_work) - idle_since
 
     def launched(self, rows: Rows) -> None:
         self._latest = rows

@@ -166,7 +166,7 @@ def _compile_ahead(
         for shape in todo:
             if stopped():
                 return compiled
-            compiles = executor.compile_later(*_empty(engine, shape), of_all=shape.of_all)
+            compiles = executor.compile_later(*_batches(engine, shape, _empty_batch), of_all=shape.of_all)
             if compiles is not None:
                 ahead.begin(shape, compiles)
                 begun.append(shape)
@@ -196,11 +196,11 @@ def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], boo
         ahead.forget()
 
 
-def _empty(engine: Engine, shape: Shape) -> list[Any]:
-    """Batches of a step of such sizes, of padding alone."""
+def _batches(engine: Engine, shape: Shape, made: Callable[[Shape, int, int], Any]) -> list[Any]:
+    """Those of a step of such sizes, each ``made(part, n_slots, most)``."""
     most = engine.admission.max_model_len
     parts = [part for part in (shape, shape.alongside) if part is not None]
-    return [_empty_batch(part, engine.executor.n_slots, most) for part in parts]
+    return [made(part, engine.executor.n_slots, most) for part in parts]
 
 
 def _move(engine: Engine) -> None:
@@ -220,9 +220,7 @@ def _move(engine: Engine) -> None:
 def _run(engine: Engine, shape: Shape) -> tuple[jax.Array, ...]:
     executor: Any = engine.executor
     places = getattr(executor, "places_tokens", False)
-    made = _stored_batch if places else _empty_batch
-    most = engine.admission.max_model_len
-    parts = [made(part, executor.n_slots, most) for part in (shape, shape.alongside) if part is not None]
+    parts = _batches(engine, shape, _stored_batch if places else _empty_batch)
     if places:
         for batch in parts:
             n_distinct = len(np.unique(batch.slot_table[:, 0])) if batch.slot_table.size else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -57,10 +57,15 @@ class Checkpoint(ABC):
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, of config.json, generation_config.json and the tokenizer if there is one."""
-        try:
-            return self.tokenizer().eos_token_ids
-        except UserError:  # told where text is needed; token ids do without
-            return tuple(dict.fromkeys([*self.config.eos_token_ids, *generation_eos_ids(self.path)]))
+        return eos_token_ids_of(self.tokenizer, self.config, self.path)
+
+
+def eos_token_ids_of(tokenizer: Callable[[], Tokenizer], config: ModelConfig, path: Path) -> tuple[int, ...]:
+    """The tokenizer's; without one (`UserError`) those of ``config`` and, if ``path`` is a folder, its generation_config.json."""
+    try:
+        return tokenizer().eos_token_ids
+    except UserError:  # told where text is needed; token ids do without
+        return tuple(dict.fromkeys([*config.eos_token_ids, *generation_eos_ids(path)]))
 
 
 class StreamedCheckpoint(Checkpoint):

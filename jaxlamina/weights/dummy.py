@@ -16,7 +16,8 @@ import numpy as np
 from jaxlamina.configs import find_model, model_config
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params
-from jaxlamina.tokenizer import Tokenizer, generation_eos_ids, tokenizer_from_folder
+from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
+from jaxlamina.weights.checkpoint import eos_token_ids_of
 from jaxlamina.weights.streaming import Progress
 
 
@@ -25,7 +26,7 @@ class DummyCheckpoint:
     `jaxlamina.configs.model_config` knows it, which has no tokenizer. ``UserError`` for neither."""
 
     def __init__(self, model: str | Path) -> None:
-        path = Path(model).expanduser()
+        self._path = path = Path(model).expanduser()
         self._folder = path if path.is_dir() else None
         if self._folder is None and find_model(model) is None:
             raise UserError(
@@ -52,11 +53,7 @@ class DummyCheckpoint:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        try:
-            return self.tokenizer().eos_token_ids
-        except UserError:  # told where text is needed
-            more = [] if self._folder is None else generation_eos_ids(self._folder)
-            return tuple(dict.fromkeys([*self.config.eos_token_ids, *more]))
+        return eos_token_ids_of(self.tokenizer, self.config, self._path)
 
 
 def random_weights(config: ModelConfig, dtype: Any, progress: Progress | None = None) -> dict[str, jax.Array]:

@@ -73,8 +73,8 @@ class AttentionSpec:
 
 
 def bucket_cut(specs: Iterable[AttentionSpec], device: jax.Device) -> Cut:
-    """How finely contexts are cut where a step is one program, whose attention runs on ``device``: the Mosaic GPU kernel
-    shares out the tokens that there are, others look at all that there is room for."""
+    """How finely sizes are cut where a step is one program, whose attention runs on ``device``: the Mosaic GPU kernel shares out
+    the tokens that there are, others look at all that there is room for."""
     by_length = candidates(device)[0] == "mosaic_gpu" and all(map(_suits_mosaic_gpu, specs))
     return "doubling" if by_length else "coarse"
 
