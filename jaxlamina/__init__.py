@@ -2,6 +2,19 @@
 
 A model is cut at its attention operators; a compute pool runs the slices and holds the weights, a memory
 pool holds the KV and runs attention (the Lamina papers, 2024 and 2025).
+
+    from jaxlamina import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m-instruct")
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
+
+- `LLM`: a model ready to write. `generate`, `chat` and `stream` take prompts; `help(jaxlamina.LLM)` lists its options.
+- `SamplingParams`: how a text is chosen: temperature, max_tokens, stop, n, logprobs, beam search and more.
+- `StructuredOutputs`: what all of a text must be: a JSON schema, a regex, a choice.
+- `RequestOutput`, `CompletionOutput`, `Logprob`: what comes back.
+- `UserError`: what is raised for input that cannot be served, in one line that says what to do.
+
+All else in this package is how they are made. The command line is `jaxlamina --help`.
 """
 
 from __future__ import annotations
@@ -45,3 +58,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for `help` and completion; they are imported when they are looked at."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -9,7 +9,7 @@ step can be launched while that token is still being drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,6 +59,13 @@ class Adjustments(NamedTuple):
     bias: Any = None  # ([B, E] int32, [B, E] float32)
     penalties: Penalties | None = None
     newest: Any = None  # [B, 1] int32, where something looks at it; ``NO_TOKEN`` for none
+
+
+def mask_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """``mask`` of `Adjusted` that allows ``tokens`` alone."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[np.fromiter(tokens, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def bans_of(

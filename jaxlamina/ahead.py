@@ -1,4 +1,4 @@
-"""Programs that other threads compile while this one goes on. Knows no program: keys, and calls that give one.
+"""Programs that other threads compile while this one goes on. Knows no program: keys, calls that give one, jitted functions.
 
 XLA compiles without Python's lock, so several programs at once are done sooner than one after another; tracing them stays
 with the thread that asks.
@@ -7,9 +7,14 @@ with the thread that asks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
 
 T = TypeVar("T")
 # XLA itself uses more for parts of a program, and tracing has to keep up with them.
@@ -43,6 +48,11 @@ class Ahead(Generic[T]):
             self._threads = ThreadPoolExecutor(self._n_threads, "compile")
         self._begun[key] = self._threads.submit(compiles)
 
+    def is_done(self, key: Hashable) -> bool:
+        """Whether `take` need not wait."""
+        future = self._begun.get(key)
+        return future is None or future.done()
+
     def take(self, key: Hashable) -> T | None:
         """What came of it, once it is done; what it failed with is raised. None if it was not begun, or is taken."""
         future = self._begun.pop(key, None)
@@ -53,3 +63,36 @@ class Ahead(Generic[T]):
         threads, self._threads, self._begun = self._threads, None, {}
         if threads is not None:
             threads.shutdown(cancel_futures=True)
+
+
+_here = threading.local()
+
+
+@contextmanager
+def only_compiled(device: jax.Device) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
+    """Within it, in this thread, a `Program` is compiled for what it is called with, and not run: whatever a GPU is asked to do
+    meanwhile is in the way of a step whose kernels are being put into a CUDA graph (docs/findings.md). Yields what stands for an
+    array of ``device``: its shape and dtype."""
+    sharding = SingleDeviceSharding(device)
+    _here.sharding = sharding
+    try:
+        yield lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    finally:
+        _here.sharding = None
+
+
+class Program:
+    """A jitted function."""
+
+    def __init__(self, jitted: Any) -> None:
+        self._jitted = jitted
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        sharding: Sharding | None = getattr(_here, "sharding", None)
+        if sharding is None:
+            return self._jitted(*args, **options)
+        lowered = self._jitted.lower(*args, **options)
+        lowered.compile()
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), lowered.out_info
+        )

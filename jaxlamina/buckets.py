@@ -7,12 +7,13 @@ here; a growing sequence then meets a new program once a bucket and not once a s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-Cut = Literal["fine", "coarse", "doubling"]
+Cut = Literal["fine", "coarse", "doubling", "few"]
 
 
 def bucket(n: int, sizes: Sequence[int]) -> int:
@@ -41,11 +42,15 @@ def steps(start: int, stop: int, per_octave: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Batch sizes of a decode step, padded prompt lengths, and padded context lengths (previous tokens)."""
+    """Batch sizes of a decode step, padded prompt lengths, and padded context lengths (previous tokens).
+
+    ``prefills``: whether a prompt of which no token is stored has programs of its own; if not, it is a chunk after no tokens.
+    """
 
     batch: tuple[int, ...]
     prompt: tuple[int, ...]
     context: tuple[int, ...]
+    prefills: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt", "context"):
@@ -59,19 +64,131 @@ class Buckets:
 
     @classmethod
     def default(cls, max_num_seqs: int, max_model_len: int, cut: Cut = "fine") -> Buckets:
-        """What is padded at most: of a context an eighth from 512 up ("fine"), a third from 256 up ("coarse") or half from
-        512 up ("doubling"); of a batch from 8 up and of a prompt a third, or with "doubling" half, but a third of a batch
-        beyond 128 and of a prompt beyond 256.
+        """What is padded at most: of a context an eighth from 512 up ("fine"), a third from 256 up ("coarse"), or three quarters
+        from 2,048 up ("doubling", "few"); of a batch from 8 up and of a prompt a third, or with "doubling" half, but a third of
+        a batch beyond 128 and of a prompt beyond 256; with "few" half of both.
 
         Where a step is run slice by slice, slices are compiled for (batch) and (prompt), the attend call for (batch,
         context): a tenth of a second each, so "fine". A step that is one program is compiled in seconds for each batch
-        and context, and for each prompt and context: "coarse", or "doubling" where attention takes no longer for padding
-        and up to 128 rows reading the weights is what takes the time (docs/benchmarks.md, products of few rows).
+        and context, and for each prompt and context: "coarse", or "doubling" where attention takes no longer for padding,
+        so that a context is no more than the width of a table, and up to 128 rows reading the weights is what takes the time
+        (docs/benchmarks.md, products of few rows). "few" is for where that is so and compiling is slow: a prompt is a chunk
+        after no tokens there.
         """
-        return cls(_batches(max_num_seqs, cut), _prompts(max_model_len, cut), _contexts(max_model_len, cut))
+        sizes = _batches(max_num_seqs, cut), _prompts(max_model_len, cut), _contexts(max_model_len, cut)
+        return cls(*sizes, prefills=cut != "few")
+
+    def fit(self, wanted: Shape) -> Shape:
+        """The sizes that a step of such numbers of rows, tokens and earlier tokens is padded to. ``ValueError`` if there are
+        more than buckets hold."""
+        alongside = None if wanted.alongside is None else self.fit(wanted.alongside)
+        if wanted.kind == "decode":
+            batch, context = bucket(wanted.batch, self.batch), bucket(wanted.context, self.context)
+            return replace(wanted, batch=batch, context=context, alongside=alongside)
+        n_tokens = bucket(wanted.n_tokens, self.prompt)
+        if self.prefills and not wanted.context:
+            return replace(wanted, kind="prefill", n_tokens=n_tokens)
+        return replace(wanted, kind="chunk", n_tokens=n_tokens, context=bucket(wanted.context, self.context))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step's sizes, padded or not. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens;
+    ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers, by their index, of which
+    each has such a prompt or chunk at once; ``of_all``: logits of all tokens, for a prompt that is scored."""
+
+    kind: Literal["decode", "prefill", "chunk"]
+    batch: int
+    n_tokens: int
+    context: int
+    alongside: Shape | None = None
+    workers: tuple[int, ...] = ()
+    of_all: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "decode":
+            text = f"decode, batch {self.batch}, context {self.context}"
+            return text if self.alongside is None else f"{text}; {self.alongside}"
+        text = f"{self.kind}, {self.n_tokens} tokens, context {self.context}{', logits of all' * self.of_all}"
+        return f"{text}, prefill workers {', '.join(map(str, self.workers))}" if self.workers else text
+
+    @property
+    def buckets(self) -> Buckets:
+        """Those that give just these sizes."""
+        return Buckets(
+            (self.batch,), (max(2, self.n_tokens),), (max(1, self.context),), prefills=self.kind == "prefill"
+        )
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """What a step costs: the rows that go through the model, and the entries of its slot tables."""
+        beside = self.alongside.room if self.alongside else (0, 0)
+        return self.batch * self.n_tokens + beside[0], self.batch * self.context + beside[1]
+
+    def joined(self, other: Shape) -> Shape:
+        """The smallest that holds both; ``other`` is of this kind, or both are prompts or chunks."""
+        alongside = None
+        if self.alongside is not None and other.alongside is not None:
+            alongside = self.alongside.joined(other.alongside)
+        sizes = {
+            name: max(getattr(self, name), getattr(other, name)) for name in ("batch", "n_tokens", "context")
+        }
+        kind = self.kind if self.kind == other.kind else "chunk"
+        return replace(self, kind=kind, alongside=alongside, **sizes)
+
+    def holds(self, other: Shape) -> bool:
+        """Whether a step of ``other`` sizes can be padded to these: a prompt whose first token is its own is a chunk, too."""
+        if (self.kind == "decode") != (other.kind == "decode") or self.of_all != other.of_all:
+            return False
+        if self.kind == "prefill" and other.kind == "chunk" and other.context:
+            return False
+        if (self.alongside is None) != (other.alongside is None) or self.workers != other.workers:
+            return False
+        if self.alongside and other.alongside and not self.alongside.holds(other.alongside):
+            return False
+        enough = self.batch >= other.batch and self.n_tokens >= other.n_tokens
+        return enough and (self.context >= other.context or self.kind == "prefill")
+
+
+class Compiled:
+    """Which sizes have programs: while others are being compiled, a step is padded to the smallest of these that holds it.
+
+    Any thread may `add`; ``wanted`` counts the steps that would have had a smaller program, by its sizes.
+    """
+
+    def __init__(self, buckets: Buckets) -> None:
+        self.buckets = buckets
+        self.wanted: Counter[Shape] = Counter()
+        self._shapes: tuple[Shape, ...] = ()
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return self._shapes
+
+    def add(self, shapes: Iterable[Shape]) -> None:
+        self._shapes = tuple(dict.fromkeys((*self._shapes, *shapes)))
+
+    def fit(self, wanted: Shape) -> Shape:
+        """As `Buckets.fit`; sizes that nothing compiled holds are given as they are, to be compiled at once."""
+        found = self.buckets.fit(wanted)
+        if found in self._shapes:
+            return found
+        holding = [shape for shape in self._shapes if shape.holds(wanted)]
+        if not holding:
+            return found
+        self.wanted[found] += 1
+        return min(holding, key=lambda shape: shape.room)
+
+    def rows(self, n: int) -> int:
+        """Rows that ``n`` sequences of one prompt, whose logits are all they have, are padded to."""
+        sizes = {bucket(n, self.buckets.batch)}
+        known = {shape.batch for shape in self._shapes if shape.kind == "decode" and shape.batch >= n}
+        return min(known & sizes or known or sizes)
 
 
 def _batches(most: int, cut: Cut) -> tuple[int, ...]:
+    if cut == "few":
+        return steps(1, most, 1)
     if cut == "doubling":
         return _doubling(1, 128, most)
     small = tuple(n for n in (1, 2, 4) if n < most)
@@ -80,6 +197,8 @@ def _batches(most: int, cut: Cut) -> tuple[int, ...]:
 
 def _prompts(most: int, cut: Cut) -> tuple[int, ...]:
     most = max(2, most)
+    if cut == "few":
+        return steps(32, most, 1)
     return _doubling(32, 256, most) if cut == "doubling" else steps(16, most, 2)
 
 
@@ -90,8 +209,10 @@ def _doubling(start: int, until: int, stop: int) -> tuple[int, ...]:
 
 
 def _contexts(most: int, cut: Cut) -> tuple[int, ...]:
-    """Steps of 64 up to 512, then eight an octave; 64, 128, then two an octave; or from 512 on one an octave."""
-    even = {"fine": range(64, 512, 64), "coarse": (64, 128), "doubling": ()}[cut]
-    start, per_octave = {"fine": (512, 8), "coarse": (256, 2), "doubling": (512, 1)}[cut]
+    """Steps of 64 up to 512, then eight an octave; 64, 128, then two an octave; or from 2,048 on one in two octaves."""
+    if cut in ("doubling", "few"):
+        return (*(n for n in (2048, 8192, 32768, 131072) if n < most), most)
+    even = {"fine": range(64, 512, 64), "coarse": (64, 128)}[cut]
+    start, per_octave = {"fine": (512, 8), "coarse": (256, 2)}[cut]
     few = tuple(n for n in even if n < most)
     return (*few, *(steps(start, most, per_octave) if most > start else (most,)))

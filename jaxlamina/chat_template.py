@@ -1,6 +1,7 @@
 """Chat templates: the Jinja program of a model that turns messages into one prompt.
 
-Templates come with models from strangers, so they run in jinja2's immutable sandbox and see plain data only.
+Templates come with models from strangers, so they run in jinja2's immutable sandbox and see plain data only; what bounds
+their time and memory is `template_process`.
 The environment is the one of transformers (`apply_chat_template`): same filters, functions and tags. Knows
 nothing of tokens.
 """
@@ -76,9 +77,11 @@ def variables_of(template: str) -> frozenset[str]:
         return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
     except jinja2.exceptions.TemplateSyntaxError as error:
         raise _broken(error) from None
+    except RecursionError:
+        raise UserError("the model's chat template is nested too deeply") from None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A copy made of JSON types alone: an object's methods are what a template could misuse."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -86,9 +89,9 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value) if kind is not str else str.__str__(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     raise UserError(f"messages must be made of strings, numbers, lists and dicts, not {type(value).__name__}")
 
 
@@ -109,7 +112,7 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables:
             raise UserError(f'message {i} (role {message["role"]!r}) has no "content"')
     try:
         return _compiled(template).render(
-            messages=_plain(messages), **{k: _plain(v) for k, v in variables.items()}
+            messages=plain(messages), **{k: plain(v) for k, v in variables.items()}
         )
     except jinja2.exceptions.TemplateSyntaxError as error:
         raise _broken(error) from None

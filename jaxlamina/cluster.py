@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlamina.errors import UserError
+from jaxlamina.headroom import check_headroom
 from jaxlamina.policies import check_policy_name
 from jaxlamina.roles import Pools, Role
 
@@ -24,6 +25,9 @@ Platform = Literal["cpu", "cuda", "tpu"]
 
 # Commands that rank 0 can run with the other ranks behind it.
 COMMANDS = ("generate", "serve", "bench")
+
+# In the environment of a job's ranks: a word that no other process has, from whoever starts them.
+JOB = "JAXLAMINA_JOB"
 
 _AT_LEAST = {
     "token_block": 1,
@@ -50,11 +54,13 @@ class Cluster:
       unless ``tensor_parallel`` is a: then each has a share of every large weight; or ``pipeline_parallel`` is a: then
       each has the weights of some slices in a row and runs those, one stage of a pipeline.
     - ``transport``: "mpi" (mpi4jax; any host, mixed platforms) or "xla" (jax.distributed; one platform).
-    - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; ``token_block``: tokens in a row
-      that one worker keeps under "tokens".
+    - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; "auto": heads where the model's
+      divide evenly, else tokens. ``token_block``: tokens in a row that one worker keeps under "tokens".
     - ``n_batches``: staggered batches of a decode step: while attention is computed for one, the model worker runs
       slices of the others. 1: none. At least as many as there are copies of the model. "auto": one, or one more than
-      copies (of a pipeline two for each stage), whichever is measured to be faster.
+      copies (of a pipeline two for each stage), whichever is measured to be faster. None: "auto" where ranks have
+      accelerators; on CPUs alone the greater of the two for several copies and one else, for there measuring costs more than
+      it gains. With ``mini_batches`` one.
     - ``mini_batches``: parts of a batch's requests whose messages go one by one, so that the next part is on its way, and
       the last part's answer, while attention is computed for one (Lamina 2024 §5.2.1, "streaming"). 1: none. Of one batch
       at a time, each of whose tokens is on all attention workers (partition "heads").
@@ -71,6 +77,8 @@ class Cluster:
       signs of life of a connection.
     - ``model_platform``, ``attention_platform``: "cpu", "cuda" or "tpu"; None leaves the choice to JAX.
     - ``gpu_memory_utilization``: the share of its GPU's memory that each rank's JAX takes; None: JAX's own, 0.75.
+    - ``calibration_file``: a text on rank 0's host, whose tokens are `jaxlamina.LLM`'s ``calibration_tokens``.
+    - ``scheduling_policy``: None: the command's own, "chat-first" of a server and "fifo" of all else.
     - ``model`` and the rest: as of `jaxlamina.LLM`.
 
     Raises `UserError` for a value of another type or out of range, naming the field.
@@ -78,9 +86,9 @@ class Cluster:
 
     dop: tuple[int, int] = (1, 1)
     transport: Literal["mpi", "xla"] = "xla"
-    partition: Literal["heads", "requests", "tokens"] = "heads"
+    partition: Literal["auto", "heads", "requests", "tokens"] = "auto"
     token_block: int = 16
-    n_batches: int | Literal["auto"] = 1
+    n_batches: int | Literal["auto"] | None = None
     mini_batches: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -96,13 +104,15 @@ class Cluster:
     model_platform: Platform | None = None
     attention_platform: Platform | None = None
     model: str = "smollm2-135m-instruct"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_num_seqs: int = 32
     max_model_len: int | None = None
     kv_slots: int | None = None
-    kv_dtype: Literal["auto", "int8", "int8-channel"] = "auto"
-    host_kv_slots: int = 0
-    scheduling_policy: str = "fifo"
+    kv_dtype: Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"] = "auto"
+    calibration_file: str | None = None
+    host_kv_slots: int | Literal["auto"] = "auto"
+    scheduling_policy: str | None = None
     kv_manager: Literal["token", "padded"] = "token"
     kv_headroom: float | None = None
     gpu_memory_utilization: float | None = None
@@ -122,13 +132,13 @@ class Cluster:
             address(name, getattr(self, name))
         if not self.model:
             raise UserError("model='' must be a name, a folder or a file")
-        if self.kv_headroom is not None and not 0 <= self.kv_headroom <= 1:
-            raise UserError(f"kv_headroom={self.kv_headroom} must be from 0 to 1")
+        check_headroom(self.kv_headroom)
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise UserError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0, and 1 at most"
             )
-        check_policy_name(self.scheduling_policy)
+        if self.scheduling_policy is not None:
+            check_policy_name(self.scheduling_policy)
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -162,7 +172,7 @@ class Cluster:
         a, n = self.n_replicas, self.n_batches
         if self.mini_batches > 1:
             self._check_mini_batches()
-        if n == "auto":
+        if n is None or n == "auto":
             return
         if n < a:
             raise UserError(
@@ -177,11 +187,11 @@ class Cluster:
 
     def _check_mini_batches(self) -> None:
         said = f"mini_batches={self.mini_batches} cuts up the messages of one batch"
-        if self.n_batches != 1 or self.shares_weights:
+        if self.n_batches not in (None, 1) or self.n_model > 1:
             raise UserError(
                 f"{said}, on a model worker with all weights: take n_batches=1, or mini_batches=1"
             )
-        if self.n_attention > 1 and self.partition != "heads":
+        if self.n_attention > 1 and self.partition not in ("auto", "heads"):
             raise UserError(
                 f"{said} of which each worker has all tokens: take partition='heads', or mini_batches=1"
             )
@@ -191,13 +201,25 @@ class Cluster:
         """Which model worker runs a slice of a staggered batch: see ``pipelining``; "stages": who has its weights."""
         if self.pipeline_parallel > 1:
             return "stages"
-        rotates = self.n_batches in ("auto", self.n_replicas + 1) and self.pipelining != "fixed"
+        n = self.n_batches
+        usual = self.n_replicas > 1 or self.pipelining == "rotational" if n is None else False
+        rotates = (usual or n in ("auto", self.n_replicas + 1)) and self.pipelining != "fixed"
         return "rotational" if rotates else "fixed"
 
     @property
     def usual_n_batches(self) -> int:
         """Staggered batches by which no model worker idles, which "auto" compares with one batch."""
         return 2 * self.n_model if self.pipeline_parallel > 1 else self.n_replicas + 1
+
+    def n_batches_on(self, platform: str) -> int | Literal["auto"]:
+        """``n_batches``, or what that is where it is None and model workers have devices of ``platform``."""
+        if self.n_batches is not None:
+            return self.n_batches
+        if self.mini_batches > 1:
+            return 1
+        if {platform, self.attention_platform or "cpu"} != {"cpu"}:
+            return "auto"
+        return self.usual_n_batches if self.n_replicas > 1 else 1
 
     @classmethod
     def load(cls, path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Cluster:

@@ -68,6 +68,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:  # TOMLDecodeError, JSONDecodeError and UnicodeDecodeError are all ValueErrors
         raise UserError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply") from None
     if not isinstance(fields, dict):
         raise UserError(f"{path} must hold a table of fields, not a {type(fields).__name__}")
     return fields

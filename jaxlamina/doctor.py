@@ -172,7 +172,7 @@ def _mpi() -> Iterator[Finding]:
 
 def _storage() -> Iterator[Finding]:
     try:
-        from jaxlamina.weights import demo
+        from jaxlamina.model_files import demo
     except ImportError as error:
         yield Finding("cache", "missing", f"not looked at: {error}", BASE_MEND)
         return

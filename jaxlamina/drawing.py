@@ -5,15 +5,16 @@ Knows requests as rows, what their jobs ask for, and the sampler; nothing of slo
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxlamina.adjustments import LEAST_COUNTED, LEAST_TOKENS, Adjusted, power_of_4
-from jaxlamina.buckets import Buckets, bucket
+from jaxlamina.ahead import Program, only_compiled
+from jaxlamina.buckets import Compiled
+from jaxlamina.errors import contained
 from jaxlamina.in_flight import NewestTokens, Rows, Scored
 from jaxlamina.jobs import Job
 from jaxlamina.request import Request
@@ -37,15 +38,14 @@ _WAYS_TO_CHOOSE = (
 class Drawing:
     """``begin`` once a step; then for each of its batches ``draw``, after ``score`` where a prompt is to be scored."""
 
-    def __init__(self, max_rows: int, buckets: Buckets, vocab_size: int, n_end_tokens: int) -> None:
+    def __init__(self, max_rows: int, sizes: Compiled, vocab_size: int, n_end_tokens: int) -> None:
         """``max_rows``: sequences of a step. ``n_end_tokens``: that end a sequence of the model's own accord."""
         self.sampler = Sampler()
-        self._buckets = buckets
+        self._sizes = sizes
         self.vocab_size = vocab_size
         self._most_candidates = max_rows * max(2, 1 + n_end_tokens)  # as `BeamSearch.n_candidates`
-        self._newest = NewestTokens(max_rows, buckets.batch[-1])
-        self._warming_up = threading.Lock()
-        self._rows_of = jax.jit(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows])
+        self._newest = NewestTokens(max_rows, sizes.buckets.batch[-1])
+        self._rows_of = Program(jax.jit(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows]))
 
     def begin(self) -> None:
         self._newest.begin()
@@ -56,7 +56,7 @@ class Drawing:
 
     def repeated(self, logits: jax.Array, n: int) -> jax.Array:
         """``logits`` [1, V] for ``n`` sequences that begin alike, padded."""
-        return self._rows_of(logits, np.zeros(bucket(n, self._buckets.batch), np.int32))
+        return self._rows_of(logits, np.zeros(self._sizes.rows(n), np.int32))
 
     def score(self, request: Request, span: tuple[int, int], logits: jax.Array) -> tuple[jax.Array, Scored]:
         """(Logits [1, V] after the last token of a prompt's ``span``; how likely the prompt's tokens are that follow those of
@@ -94,36 +94,41 @@ class Drawing:
         shapes_next = any(r.lockstep or r.payload.params.structured_outputs for r in requests)
         return Rows(requests, newest is not None, sampled, candidates, scored=scored, shapes_next=shapes_next)
 
-    def warm_up(self, logits: jax.Array, max_tokens: int) -> None:
-        """Runs every program that rows of ``logits`` [B, V] may meet, for requests of at most ``max_tokens`` tokens, but
-        those of prompts' log-probabilities (`warm_up_scores`), of very many bans a row, and of beams that many tokens may end.
-        Several threads may do so for rows of different numbers, while nothing is drawn."""
-        n = len(logits)
-        tokens = None
-        for params in _WAYS_TO_CHOOSE:
-            tokens = self.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], n)).tokens
-        assert tokens is not None
-        with self._warming_up:
+    def compile(self, device: jax.Device, n: int, max_tokens: int, *, usual: bool) -> None:
+        """Compiles the ``usual`` programs that ``n`` rows of logits on ``device`` may meet, one of which every request needs, or
+        all others, for requests of at most ``max_tokens`` tokens; but those of prompts' log-probabilities (`compile_scores`), of
+        very many bans a row, and of beams that many tokens may end. Several threads may do so for rows of different numbers,
+        while tokens are drawn, too."""
+        with only_compiled(device) as like:
+            self._compile(like((n, self.vocab_size), np.float32), like, max_tokens, usual)
+
+    def _compile(self, logits: Any, like: Callable[..., Any], max_tokens: int, usual: bool) -> None:
+        n = logits.shape[0]
+        tokens = like((n,), np.int32)
+        if usual:
+            for params in _WAYS_TO_CHOOSE:
+                self.sampler(logits, SamplingBatch.build([Row(params, 0, 0)], n))
             self._newest.warm_up(tokens)
+            return
         for n_top in LOGPROBS_WIDTHS:
             self.sampler.report(logits, tokens, n_top)
         for asked in self._kinds_of_adjustment(max_tokens):
-            for newest in (None, tokens[:, None]):
+            for newest in (None, like((n, 1), np.int32)):
                 batch = SamplingBatch.build([Row(_WAYS_TO_CHOOSE[0], 0, 0, asked)], n, newest)
                 self.sampler(logits, batch)
         for size in _sizes(4, self._most_candidates):
             self.sampler.likeliest(logits, size)
         if n == 1:
-            for size in self._buckets.batch:
-                self.repeated(logits, size)
-        jax.block_until_ready(tokens)
+            for size in self._sizes.buckets.batch:
+                self._rows_of(logits, np.zeros(size, np.int32))
 
-    def warm_up_scores(self, logits: jax.Array) -> None:
-        """Runs every program that a scored prompt's ``logits`` [1, T, V] may meet."""
-        following = np.zeros(logits.shape[1], np.int32)
-        for n_top in LOGPROBS_WIDTHS:
-            self.sampler.report(logits, following, n_top)
-        jax.block_until_ready(self._rows_of(logits, np.zeros(1, np.int32)))
+    def compile_scores(self, device: jax.Device, n: int) -> None:
+        """Compiles every program that logits [1, n, V] of a scored prompt may meet."""
+        with only_compiled(device) as like:
+            logits: Any = like((1, n, self.vocab_size), np.float32)
+            for n_top in LOGPROBS_WIDTHS:
+                self.sampler.report(logits, np.zeros(n, np.int32), n_top)
+            self._rows_of(logits, np.zeros(1, np.int32))
 
     def _kinds_of_adjustment(self, max_tokens: int) -> list[Adjusted]:
         found = [
@@ -139,18 +144,24 @@ class Drawing:
 
 
 def _batch_of(requests: Sequence[Request], size: int, newest: Any) -> SamplingBatch:
-    rows = []
-    for request in requests:
-        job: Job = request.payload
-        row = job.row(
-            request.index,
-            position=request.n_tokens,
-            known=request.output_token_ids,
-            n_in_flight=request.n_in_flight,
-            newest_follows=newest is not None,
-        )
-        rows.append(row)
-    return SamplingBatch.build(rows, size, newest)
+    return SamplingBatch.build([_row_of(request, newest) for request in requests], size, newest)
+
+
+def _row_of(request: Request, newest: Any) -> Row:
+    """How a request's next token is drawn. One that cannot say gets any token, and is ended with it (``Job.error``)."""
+    job: Job = request.payload
+    if job.error is None:
+        try:
+            return job.row(
+                request.index,
+                position=request.n_tokens,
+                known=request.output_token_ids,
+                n_in_flight=request.n_in_flight,
+                newest_follows=newest is not None,
+            )
+        except BaseException as error:  # noqa: BLE001 (whatever it is, the others go on)
+            job.error = contained(error)
+    return Row(_WAYS_TO_CHOOSE[0], 0, 0)
 
 
 def _sizes(least: int, most: int) -> list[int]:

@@ -10,22 +10,22 @@ same engine runs split, unsplit or with an imaginary model in a test.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 
 from jaxlamina.admission import Admission
-from jaxlamina.buckets import Buckets
+from jaxlamina.buckets import Buckets, Compiled, Shape
 from jaxlamina.drawing import Drawing
-from jaxlamina.errors import UserError
-from jaxlamina.in_flight import HostTime, Rows, Scored, Step
-from jaxlamina.jobs import Job
+from jaxlamina.errors import UserError, contained
+from jaxlamina.in_flight import Rows, Scored, Step, StepTimes
+from jaxlamina.jobs import Continuation, Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.logprobs import LogprobEntries
-from jaxlamina.outputs import RequestOutput, TokenEvent, events_at_end
+from jaxlamina.outputs import PositionLogprobs, RequestOutput, TokenEvent, events_at_end
 from jaxlamina.policies import Policy
 from jaxlamina.request import Request, State
 from jaxlamina.sampling import Sampled, Sampler, SamplingParams
@@ -42,10 +42,9 @@ class Executor(Protocol):
 
     One with a host store also has ``move_out(slots, host_slots)`` and ``move_in(host_slots, slots)``; one that places
     tokens on several workers ``release(slots)``, which are nobody's now. One that must know a step's tokens on the host
-    has a true ``needs_host_tokens``: no step is launched ahead of it then. One that launches a step as many programs has
-    a true ``launches_by_slice``. One that can score prompts has ``prefill_all(batch)``: `prefill`, whose logits
-    ``[B, T, V]`` are those after every token. One with so many ``prefill_workers`` has ``decode_with_prompts``
-    (`RanksExecutor`).
+    has a true ``needs_host_tokens``: no step is launched ahead of it then. One that can score prompts has
+    ``prefill_all(batch)``: `prefill`, whose logits ``[B, T, V]`` are those after every token. One with so many
+    ``prefill_workers`` has ``decode_with_prompts`` (`RanksExecutor`).
     """
 
     n_slots: int
@@ -76,7 +75,10 @@ class EngineStats:
     n_preemptions: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    exposed_s: float = 0.0  # of these at most, in which the device waited for the host
+    n_prefill_steps: int = 0  # prompts and chunks of them, and
+    n_decode_steps: int = 0  # decode steps that these seconds are of
+    launch_s: float = 0.0  # of the host, launching programs, a device at work or not
+    wait_s: float = 0.0  # of the host, waiting for results: next to none where it is the host that is late
 
     @property
     def mean_batch_size(self) -> float:
@@ -123,6 +125,7 @@ class Engine:
         self.executor = executor
         self.n_prefill_workers: int = getattr(executor, "prefill_workers", 0)
         self.buckets = buckets
+        self.sizes = Compiled(buckets)
         slots = SlotAllocator(executor.n_slots)
         self.scheduler = Scheduler(
             slots,
@@ -135,13 +138,14 @@ class Engine:
             headroom=headroom,
             n_prefill_workers=self.n_prefill_workers,
         )
-        self.drawing = Drawing(max_num_seqs, buckets, vocab_size, len(eos_token_ids))
+        self.drawing = Drawing(max_num_seqs, self.sizes, vocab_size, len(eos_token_ids))
         self._entries = LogprobEntries(tokenizer)
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling and not getattr(executor, "needs_host_tokens", False)
         self.mixed_steps = mixed_steps
         self._ahead: Step | None = None  # launched, and not read
-        self._host_time = HostTime(clock)
+        self._times = StepTimes(clock)
+        self.before_step: Callable[[], None] | None = None  # called first in every step
         self.admission = Admission(
             tokenizer,
             vocab_size=vocab_size,
@@ -174,9 +178,14 @@ class Engine:
 
         ``priority``: lower goes first, where the scheduling policy looks at it.
         """
+        return self.add_job(self.admission.job(prompt_token_ids, params, prompt), priority=priority)
+
+    def add_job(self, job: Job, *, priority: int = 0, caller: Hashable | None = None) -> str:
+        """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is, is not kept
+        waiting by many jobs of one caller; jobs without one are served as they come."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(f"{priority=} must be a whole number; lower goes first")
-        job = self.admission.job(prompt_token_ids, params, prompt)
+        params = job.params
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(
             job.request_id,
@@ -186,6 +195,7 @@ class Engine:
             width=width,
             lockstep=lockstep,
             priority=priority,
+            caller=caller,
             scores_prompt=params.prompt_logprobs is not None,
         )
         self.scheduler.add(request)
@@ -196,10 +206,13 @@ class Engine:
         """One iteration: every running sequence gets one token, newly admitted ones their first once their prompt is
         computed. With ``async_scheduling`` the iteration after it has been launched when it returns.
 
-        What fails in it is raised as it is. Requests that were there must then be aborted: ``UserError`` before they are.
+        What one request alone makes fail (its grammar, its text) ends it with an event that has the ``error``. What else fails
+        is raised as it is. Requests that were there must then be aborted: ``UserError`` before they are.
         """
         if lost := self._lost & self._live.keys():
             raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
+        if self.before_step is not None:
+            self.before_step()
         try:
             step = self._ahead or self._launch()
             self._ahead = None
@@ -216,17 +229,24 @@ class Engine:
         return events
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request early and frees its slots; None if there is no such request any more."""
+        """Ends a request early and frees its slots; None if there is no such request any more, or its text cannot be made."""
         if request_id not in self._live:
             return None
-        job, requests = self._live[request_id]
-        for request in requests:
+        job, _ = self._live[request_id]
+        self._drop(job)
+        self._forget_unwanted()
+        try:
+            return job.output()
+        except BaseException as error:  # noqa: BLE001 (of beams)
+            contained(error)
+            return None
+
+    def _drop(self, job: Job) -> None:
+        for request in self._live[job.request_id][1]:
             if self._is_live(request):
                 self._finish(request, keep=False)
         job.abort()
-        del self._live[request_id]
-        self._forget_unwanted()
-        return job.output()
+        del self._live[job.request_id]
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
@@ -260,7 +280,7 @@ class Engine:
         """Launches the next step; None if there is none. Of the one before it nothing need be known yet."""
         if self.scheduler.idle:
             return None
-        self._host_time.begin()
+        self._times.begin()
         plan = self.scheduler.schedule()
         if not plan.requests:  # the last tokens of all are in flight
             return None
@@ -293,13 +313,13 @@ class Engine:
             executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
 
     def _decode(self, requests: Sequence[Request]) -> Rows:
-        batch = self._decode_batch(requests)
+        batch = self._decode_batch(requests, self.sizes.fit(_rows_of(requests)))
         logits = self._run(lambda: self.executor.decode(batch))
         return self._launched(self.drawing.draw(requests, logits, batch.tokens))
 
     def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
         executor: Any = self.executor
-        batch = self._prefill_batch(request, span)
+        batch = self._prefill_batch(request, span, self.sizes.fit(_prompt_of(request, span)))
         run = executor.prefill_all if request.scores_prompt else executor.prefill
         return self._prefilled(request, span, self._run(lambda: run(batch)))
 
@@ -307,7 +327,10 @@ class Engine:
         self, requests: Sequence[Request], request: Request, span: tuple[int, int]
     ) -> list[Rows]:
         executor: Any = self.executor
-        batch, prompt = self._decode_batch(requests), self._prefill_batch(request, span)
+        size = self.sizes.fit(replace(_rows_of(requests), alongside=_prompt_of(request, span)))
+        assert size.alongside is not None
+        batch = self._decode_batch(requests, size)
+        prompt = self._prefill_batch(request, span, size.alongside)
         of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, prompt))
         rows = self._launched(self.drawing.draw(requests, of_rows, batch.tokens))
         return [rows, self._prefilled(request, span, of_prompt)]
@@ -319,8 +342,12 @@ class Engine:
         now: dict[int, Prompt] = {}
         for prompt in prompts:
             now.setdefault(prompt[0].worker, prompt)
-        batch = self._decode_batch(decodes) if decodes else None
-        batches = {worker: self._prefill_batch(*prompt) for worker, prompt in now.items()}
+        # What runs on which prefill worker at once has a program of its own: nothing is padded to another's.
+        fit = self.buckets.fit
+        batch = self._decode_batch(decodes, fit(_rows_of(decodes))) if decodes else None
+        batches = {
+            worker: self._prefill_batch(*prompt, fit(_prompt_of(*prompt))) for worker, prompt in now.items()
+        }
         scored = [worker for worker, (request, _) in now.items() if request.scores_prompt]
         of_rows, of_prompts = self._run(lambda: executor.decode_with_prompts(batch, batches, scored))
         found = []
@@ -330,18 +357,18 @@ class Engine:
         left = [prompt for prompt in prompts if prompt not in now.values()]
         return found + self._decode_beside_prompts((), left) if left else found
 
-    def _decode_batch(self, requests: Sequence[Request]) -> DecodeBatch:
+    def _decode_batch(self, requests: Sequence[Request], size: Shape) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
         slots = [request.slots.view() for request in requests]
-        batch = DecodeBatch.build(known, slots, self.buckets, self.executor.n_slots)
+        batch = DecodeBatch.build(known, slots, size.buckets, self.executor.n_slots)
         return batch._replace(tokens=self.drawing.newest(requests, batch.tokens))
 
-    def _prefill_batch(self, request: Request, span: tuple[int, int]) -> PrefillBatch:
+    def _prefill_batch(self, request: Request, span: tuple[int, int], size: Shape) -> PrefillBatch:
         start, stop = span
         tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
         earlier = [slots[:start]] if start else ()
         return PrefillBatch.build(
-            [tokens], [slots[start:stop]], self.buckets, self.executor.n_slots, earlier=earlier
+            [tokens], [slots[start:stop]], size.buckets, self.executor.n_slots, earlier=earlier
         )
 
     def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> Rows:
@@ -367,9 +394,8 @@ class Engine:
         return self._launched(self.drawing.draw(requests, logits, scored=scored))
 
     def _run(self, run: Callable[[], T]) -> T:
-        by_slice = getattr(self.executor, "launches_by_slice", False)
-        logits, exposed_s = self._host_time.launch(run, by_slice=by_slice)
-        self.stats.exposed_s += exposed_s
+        logits, seconds = self._times.timed(run)
+        self.stats.launch_s += seconds
         return logits
 
     def _branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
@@ -380,7 +406,6 @@ class Engine:
 
     def _launched(self, rows: Rows) -> Rows:
         rows.fetch()
-        self._host_time.launched(rows)
         return rows
 
     # -- taking in ----------------------------------------------------------------------------------------------
@@ -391,20 +416,25 @@ class Engine:
         of_beams: dict[str, dict[int, Candidates]] = {}  # by the request's index
         n_wanted = 0
         for rows in step.batches:
-            found, seconds = self._host_time.read(rows)
+            found, seconds, waited = self._times.read(rows)
+            self.stats.wait_s += waited
             wanted = [(row, r) for row, r in enumerate(rows.requests) if self._is_live(r)]
             n_wanted += len(wanted)
             if rows.is_decode:
                 self.stats.decode_s += seconds
+                self.stats.n_decode_steps += 1
                 self.stats.n_decode_tokens += len(wanted)
             else:
                 self.stats.prefill_s += seconds
+                self.stats.n_prefill_steps += 1
             if rows.scored is not None and found.scored is not None:
                 self._keep_scores(rows.requests[0], rows.scored, found.scored)
             if rows.logits is not None:
                 continue
             self.stats.n_generated_tokens += len(wanted)
             for row, request in wanted:
+                if not self._is_live(request):  # ended with another of its sequences
+                    continue
                 if request.lockstep:
                     assert found.candidates is not None
                     tokens, logprobs = found.candidates
@@ -420,9 +450,12 @@ class Engine:
     def _keep_scores(self, request: Request, scored: Scored, reported: Sampled) -> None:
         job: Job = request.payload
         if job.request_id in self._live and job.params.prompt_logprobs is not None:
-            for row in range(scored.n):
-                entry = self._entries.of_row(reported, row, job.params.prompt_logprobs)
-                job.prompt_logprobs[scored.first + row] = entry
+            try:
+                for row in range(scored.n):
+                    entry = self._entries.of_row(reported, row, job.params.prompt_logprobs)
+                    job.prompt_logprobs[scored.first + row] = entry
+            except BaseException as error:  # noqa: BLE001 (its own; it ends with its first token)
+                job.error = contained(error)
 
     def _is_live(self, request: Request) -> bool:
         """Whether what is drawn for a sequence is still wanted."""
@@ -437,7 +470,7 @@ class Engine:
         if ahead is not None and not any(self._is_live(r) for rows in ahead.batches for r in rows.requests):
             self._ahead = None
         if self.idle:
-            self._host_time.rest()
+            self._times.rest()
 
     def _accept(self, request: Request, sampled: Sampled, row: int) -> list[TokenEvent]:
         """Takes one chosen token into its request, and ends the request if that is to be."""
@@ -447,6 +480,27 @@ class Engine:
         request.n_in_flight -= 1
         request.output_token_ids.append(token)
         c.token_ids = request.output_token_ids
+        try:
+            entry, ended = self._read(job, c, sampled, row)
+        except BaseException as error:  # noqa: BLE001 (its own grammar, text or entry: the others go on)
+            return [self._fail(job, contained(error))]
+        output = None
+        if ended:
+            self._finish(request)
+            if all(other.finished for other in job.continuations):
+                output = self._close(job)
+        if job.params.chosen_at_end:
+            return [] if output is None else events_at_end(output)
+        new_text = c.text.release(finished=ended)
+        of_prompt = job.prompt_entries if c.index == 0 and len(c.token_ids) == 1 else None
+        return [TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt)]
+
+    def _read(
+        self, job: Job, c: Continuation, sampled: Sampled, row: int
+    ) -> tuple[PositionLogprobs | None, bool]:
+        """Takes in what was drawn for ``c``: (the entry to report of it, whether it ends there)."""
+        if job.error is not None:
+            raise job.error
         if job.params.needed_logprobs is not None:
             assert sampled.logprobs is not None
             c.cumulative_logprob += float(sampled.logprobs[row])
@@ -454,18 +508,15 @@ class Engine:
         if job.params.logprobs is not None:
             entry = self._entries.of_row(sampled, row, job.params.logprobs)
             c.logprobs.append(entry)
-        reason, stop_reason = job.why_stop(c, token)
-        output = None
+        reason, stop_reason = job.why_stop(c, c.token_ids[-1])
         if reason is not None:
             job.finish(c, reason, stop_reason)
-            self._finish(request)
-            if all(other.finished for other in job.continuations):
-                output = self._close(job)
-        if job.params.chosen_at_end:
-            return [] if output is None else events_at_end(output)
-        new_text = c.text.release(finished=reason is not None)
-        of_prompt = job.prompt_entries if c.index == 0 and len(c.token_ids) == 1 else None
-        return [TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt)]
+        return entry, reason is not None
+
+    def _fail(self, job: Job, error: Exception) -> TokenEvent:
+        """Ends a job that cannot go on."""
+        self._drop(job)
+        return TokenEvent(job.request_id, 0, "", None, error=error)
 
     def _finish(self, request: Request, *, keep: bool = True) -> None:
         job: Job = request.payload
@@ -484,22 +535,47 @@ class Engine:
         for request_id, of_request in candidates.items():
             job, members = self._live[request_id]
             assert job.beams is not None
-            found = [of_request[member.index] for member in members]
-            # Rows may come of batches with others that look at more.
-            width = min(len(row) for row, _ in found)
-            tokens = np.stack([row[:width] for row, _ in found])
-            logprobs = np.stack([row[:width] for _, row in found])
-            entry = self._entries.of_beams(tokens, logprobs, job.params.logprobs)
-            job.beams.step(tokens, logprobs, entry)
+            try:
+                self._step_beams(job, [of_request[member.index] for member in members])
+            except BaseException as error:  # noqa: BLE001 (its own entries)
+                events.append(self._fail(job, contained(error)))
+                continue
             if job.beams.done:
                 for member in members:
                     self._finish(member)
-                events += events_at_end(self._close(job))
+                events += self._end_of_beams(job)
                 continue
             members = self._branch(members, [beam.parent for beam in job.beams.live])
             for member, beam in zip(members, job.beams.live, strict=True):
                 member.output_token_ids = beam.tokens
         return events
+
+    def _end_of_beams(self, job: Job) -> list[TokenEvent]:
+        del self._live[job.request_id]
+        try:
+            return events_at_end(job.output())
+        except BaseException as error:  # noqa: BLE001 (its own text)
+            return [TokenEvent(job.request_id, 0, "", None, error=contained(error))]
+
+    def _step_beams(self, job: Job, found: Sequence[Candidates]) -> None:
+        if job.error is not None:
+            raise job.error
+        assert job.beams is not None
+        width = min(len(row) for row, _ in found)  # rows may come of batches with others that look at more
+        tokens = np.stack([row[:width] for row, _ in found])
+        logprobs = np.stack([row[:width] for _, row in found])
+        job.beams.step(tokens, logprobs, self._entries.of_beams(tokens, logprobs, job.params.logprobs))
+
+
+def _rows_of(requests: Sequence[Request]) -> Shape:
+    """The numbers of a decode step of ``requests``, not padded."""
+    return Shape("decode", len(requests), 1, max(len(request.slots) for request in requests) - 1)
+
+
+def _prompt_of(request: Request, span: tuple[int, int]) -> Shape:
+    """Those of a prompt's ``span``."""
+    start, stop = span
+    return Shape("chunk" if start else "prefill", 1, stop - start, start, of_all=request.scores_prompt)
 
 
 Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # what JAX takes of a GPU's memory, once it starts
+
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
     """The names that CUDA_VISIBLE_DEVICES leaves; None where it is not set, and all are."""

@@ -11,11 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from jaxlamina.request import Request
+from jaxlamina.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxlamina.request import Request
 
 _FIRST, _FIRST_TOKENS = 0.5, 512  # the share before any request has ended, and of how many tokens at most
 _MEMORY = 64  # requests: those longer ago count for less and less
+
+
+def check_headroom(share: float | None) -> None:
+    """``UserError`` for what is no share."""
+    if share is not None and not 0 <= share <= 1:
+        raise UserError(f"kv_headroom={share} must be from 0 to 1, or None")
 
 
 class Headroom:
@@ -23,8 +33,7 @@ class Headroom:
     for None as others have ended."""
 
     def __init__(self, fixed: float | None = None) -> None:
-        if fixed is not None and not 0 <= fixed <= 1:
-            raise ValueError(f"headroom {fixed} must be from 0 to 1, or None")
+        check_headroom(fixed)
         self._fixed = fixed
         self._learned, self._n_seen = _FIRST, 0
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina.ahead import Program
 from jaxlamina.request import Request
 from jaxlamina.sampling import Sampled
 
@@ -110,38 +111,37 @@ class NewestTokens:
         self._tokens = _placed(self._tokens, tokens, first)
 
     def warm_up(self, tokens: jax.Array) -> None:
-        """Compiles both for a batch of as many rows as ``tokens`` [B] int32; nothing may be in flight."""
+        """Compiles both for a batch of as many rows as ``tokens`` [B] int32, of which nothing is looked at but its shape. What is
+        in flight stays as it is."""
+        kept, n = self._tokens, tokens.shape[0]
         for _ in range(2):  # only the second has what is kept where the first put it
-            self._tokens = _placed(self._tokens, tokens, 0)
-        n = len(tokens)
-        _picked(self._tokens, np.full(n, -1, np.int32), np.zeros((n, 1), np.int32))
+            kept = _placed(kept, tokens, 0)
+        _picked(kept, np.full(n, -1, np.int32), np.zeros((n, 1), np.int32))
 
 
+@Program
 @jax.jit
 def _picked(tokens: jax.Array, places: jax.Array, known: jax.Array) -> jax.Array:
     return jnp.where(places[:, None] < 0, known, tokens[places][:, None])
 
 
+@Program
 @jax.jit
 def _placed(all_tokens: jax.Array, tokens: jax.Array, first: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(all_tokens, tokens, (first,))
 
 
-class HostTime:
-    """What the device loses to the host: how long it had nothing to do since the host was not ready.
+class StepTimes:
+    """When steps are read: how long each took, and how long the host waited for it. Times are seconds of ``clock``.
 
-    It is looked at, not waited for: at a launch, whether it is still at work on what was launched before. If not, the
-    time since it was last seen at work is counted, which is that long at most, and the launch itself, of which the device
-    has something at its end at the latest. If it is, the launch is not counted: a launch is held up by the device's own
-    queue, when that is full, and goes on while the device has begun with it. Times are seconds of ``clock``.
+    What the *device* waits for the host is not seen from here: a device that runs dry while the host launches looks as one
+    at work does. `jaxlamina.profiling.under_load` records it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._latest: Rows | None = None
         self._read_at = 0.0
-        self._seen_at_work = 0.0
-        self.rest()
+        self._rests = True
 
     def rest(self) -> None:
         """There is nothing to be done."""
@@ -151,38 +151,16 @@ class HostTime:
         """A step is begun."""
         if self._rests:
             self._rests = False
-            self._read_at = self._seen_at_work = self._clock()
-        self._look()
+            self._read_at = self._clock()
 
-    def launch(self, run: Callable[[], T], *, by_slice: bool) -> tuple[T, float]:
-        """(What ``run`` launches, seconds at most that the device waited for it.)
+    def timed(self, run: Callable[[], T]) -> tuple[T, float]:
+        """(What ``run`` gives, the host's seconds for it.)"""
+        began = self._clock()
+        return run(), self._clock() - began
 
-        ``by_slice``: ``run`` launches many programs, one behind the other, and the first one right at its start. What the
-        device waits for between them is not counted."""
-        at_work = self._look()
-        begun, idle_since = self._clock(), self._seen_at_work
-        launched = run()
-        self._seen_at_work = self._clock()
-        if at_work:
-            return launched, 0.0
-        return launched, (begun if by_slice else self._seen_at_work) - idle_since
-
-    def launched(self, rows: Rows) -> None:
-        self._latest = rows
-
-    def read(self, rows: Rows) -> tuple[Found, float]:
-        """(`Rows.read`, seconds since those before were read or there was something to do.)"""
-        was_done = rows.is_done
-        found = rows.read()
+    def read(self, rows: Rows) -> tuple[Found, float, float]:
+        """(`Rows.read`, seconds since those before were read or there was something to do, seconds of waiting.)"""
+        found, waited = self.timed(rows.read)
         now = self._clock()
         took, self._read_at = now - self._read_at, now
-        if not was_done:
-            self._seen_at_work = now
-        self._look()
-        return found, took
-
-    def _look(self) -> bool:
-        if self._latest is None or self._latest.is_done:
-            return False
-        self._seen_at_work = self._clock()
-        return True
+        return found, took, waited

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxlamina.adjustments import Adjusted, bans_of
 from jaxlamina.beam import BeamSearch, Hypothesis
+from jaxlamina.errors import contained
 from jaxlamina.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput
 from jaxlamina.sampling import Row, SamplingParams, seed_of
 from jaxlamina.structured import Matcher
@@ -26,7 +27,7 @@ class Continuation:
     index: int
     seed: int
     text: GeneratedText
-    matcher: Matcher | None = None  # where it is in its grammar
+    matcher: Matcher | None = None  # where it is in its grammar, while it is being written
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -46,12 +47,14 @@ class Job:
     end_ids: tuple[int, ...]  # tokens that end it; not to be chosen before min_tokens
     new_text: Callable[[], GeneratedText]
     bad_words: tuple[tuple[int, ...], ...] = ()  # the tokens of each
+    allowed: np.ndarray | None = None  # the only tokens, as `Adjusted.mask`
     matcher: Matcher | None = None  # at the beginning of its grammar
     continuations: list[Continuation] = field(default_factory=list)
     beams: BeamSearch | None = None
     n_cached_tokens: int | None = None  # of its prompt, when it was first computed
     n_preemptions: int = 0
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # if wanted: one a token
+    error: Exception | None = None  # why it cannot go on
 
     def __post_init__(self) -> None:
         p = self.params
@@ -68,8 +71,7 @@ class Job:
             )
         else:
             self.continuations = [
-                Continuation(i, seed_of(self.seed, i), self.new_text(), self.matcher and self.matcher.copy())
-                for i in range(p.n_sequences)
+                Continuation(i, seed_of(self.seed, i), self.new_text()) for i in range(p.n_sequences)
             ]
 
     @cached_property
@@ -88,6 +90,8 @@ class Job:
         if self.beams is not None:
             return _NOT_DRAWN
         c = self.continuations[index]
+        if c.matcher is None and self.matcher is not None:
+            c.matcher = self.matcher.copy()
         too_early = len(known) + n_in_flight < p.min_tokens
         ends = self.end_ids if too_early else ()
         if not p.adjusts:
@@ -95,7 +99,7 @@ class Job:
         written = known[:-1] if newest_follows and not n_in_flight else known
         banned, banned_after = bans_of(self.bad_words, written, newest_follows=newest_follows)
         asked = Adjusted(
-            mask=None if c.matcher is None else c.matcher.mask(),
+            mask=self.allowed if c.matcher is None else c.matcher.mask(),
             banned=(*ends, *banned),
             banned_after=banned_after,
             logit_bias=p.logit_bias or {},
@@ -116,6 +120,8 @@ class Job:
         Its text and its grammar have taken the token in then."""
         n = len(c.token_ids)
         if token in self.end_ids and n > self.params.min_tokens:
+            if self.params.include_stop_str_in_output:
+                c.text.add(token, may_stop=False)
             return "stop", self.stop_of(token)
         if c.text.add(token, may_stop=n > self.params.min_tokens):
             return "stop", c.text.stopped_by
@@ -130,8 +136,14 @@ class Job:
         """No more tokens for one continuation; text that was held back may still complete a stop string."""
         if c.text.finish():
             reason, stop_reason = "stop", c.text.stopped_by
+        c.finished = self._completion(c, reason, stop_reason)
+        c.matcher = None
+
+    def _completion(
+        self, c: Continuation, reason: FinishReason, stop_reason: str | int | None
+    ) -> CompletionOutput:
         asked = self.params.logprobs is not None
-        c.finished = CompletionOutput(
+        return CompletionOutput(
             c.index,
             c.text.text,
             tuple(c.token_ids),
@@ -142,10 +154,14 @@ class Job:
         )
 
     def abort(self) -> None:
-        """Ends the continuations that have not ended."""
+        """Ends the continuations that have not ended. Nothing stops it."""
         for c in self.continuations:
             if c.finished is None:
-                self.finish(c, "abort", None)
+                try:
+                    self.finish(c, "abort", None)
+                except BaseException as error:  # noqa: BLE001 (it may be text that cannot be made for which it ends)
+                    contained(error)
+                    c.finished = self._completion(c, "abort", None)
 
     def output(self) -> RequestOutput:
         """All continuations are finished, or the beam search is where it is to end: what the caller gets."""
@@ -186,7 +202,7 @@ class Job:
 
     def _of_beam(self, index: int, h: Hypothesis, unended: FinishReason) -> CompletionOutput:
         text = self.new_text()
-        for token in h.tokens[: -1 if h.ended_by is not None else None]:
+        for token in h.tokens[: None if h.ended_by is None or self.params.include_stop_str_in_output else -1]:
             text.add(token)
         text.finish()
         reason: FinishReason = unended

@@ -73,6 +73,7 @@ class TokenEvent:
 
     ``index``: which of the request's continuations it is of. Where the continuations that are given are chosen at the
     end (``best_of``, beam search), all of their events come then; the last token's has the rest of the text.
+    ``error``: why the request had to be ended, with no ``output``; it has no more events.
     ``logprobs``: the token's entry, where they are asked for; ``prompt_logprobs``: with the request's first event.
     """
 
@@ -83,6 +84,7 @@ class TokenEvent:
     index: int = 0
     logprobs: PositionLogprobs | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    error: Exception | None = None
 
 
 def events_at_end(output: RequestOutput) -> list[TokenEvent]:

@@ -2,7 +2,8 @@
 
 Knows token windows and an executor; no scheduler, no sampler. Slower than a prefill would be, and that is the
 point: it measures the path that serves, every read of KV in the form that it is stored in. As a program it
-compares such forms: ``python -m jaxlamina.perplexity TEXT_FILE --kv-dtype auto int8 int8-channel``.
+compares such forms: ``python -m jaxlamina.perplexity TEXT_FILE --kv-dtype auto int8 int8-channel``. With
+``--calibration-headroom`` and ``--calibration-file`` those that are calibrated are calibrated in other ways.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.kv import OutOfSlots, SlotAllocator
 from jaxlamina.llm import LLM
 from jaxlamina.workers.batch import DecodeBatch
-from jaxlamina.workers.spec import KV_DTYPES
+from jaxlamina.workers.spec import CALIBRATED_KV_DTYPES, KV_DTYPES
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def perplexity(
     scores = []
     for t in range(n_tokens - 1):
         batch = DecodeBatch.build(windows[:, t], list(slots[:, : t + 1]), buckets, executor.n_slots)
-        scores.append(_logprobs(executor.decode(batch)[:n_rows], windows[:, t + 1]))
+        scores.append(logprobs_of(executor.decode(batch)[:n_rows], windows[:, t + 1]))
         if on_step is not None:
             on_step(t + 1, n_tokens - 1)
     total = float(np.sum(np.asarray(jax.device_get(scores), np.float64)))
@@ -80,7 +81,7 @@ def perplexity(
 
 
 @jax.jit
-def _logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def logprobs_of(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Log-probability of ``targets`` ``[B]`` under ``logits`` ``[B, V]`` float32."""
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
@@ -97,16 +98,17 @@ def by_kv_dtype(
 ) -> Iterator[tuple[str, Perplexity]]:
     """A model's perplexity over the first windows of ``text``, no BOS, with each way to store KV.
 
-    ``options`` are ``LLM``'s. ``UserError`` for a model without a tokenizer and for a text that is too short.
+    ``options`` are ``LLM``'s, those of calibration for the forms that are calibrated. ``UserError`` for a model without a tokenizer and for a text that is too short.
     """
     for kv_dtype in kv_dtypes:
+        calibrated = kv_dtype in CALIBRATED_KV_DTYPES
         llm = LLM(
             model,
             kv_dtype=kv_dtype,
             max_num_seqs=n_windows,
             max_model_len=window_tokens,
             kv_slots=n_windows * (window_tokens - 1),
-            **options,
+            **{name: x for name, x in options.items() if calibrated or not name.startswith("calibration_")},
         )
         if llm.tokenizer is None:
             raise UserError("the model has no tokenizer, and perplexity is measured on text")
@@ -126,19 +128,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv-dtype", nargs="+", default=list(KV_DTYPES), choices=KV_DTYPES)
     parser.add_argument("--windows", type=int, default=20, help="non-overlapping, from the text's start")
     parser.add_argument("--window-tokens", type=int, default=1024)
+    parser.add_argument(
+        "--calibration-file", type=Path, help="a text for int8-channel…; default: random tokens"
+    )
+    parser.add_argument("--calibration-headroom", type=float, help="of int8-channel…; default: LLM's")
     args = parser.parse_args(arguments)
-    if not args.text.is_file():
-        raise UserError(f"there is no text file {args.text}")
+    for path in (args.text, args.calibration_file):
+        if path is not None and not path.is_file():
+            raise UserError(f"there is no text file {path}")
+    options = {"dtype": args.dtype, "calibration_headroom": args.calibration_headroom}
+    if args.calibration_file is not None:
+        options["calibration_tokens"] = args.calibration_file.read_text(encoding="utf-8")
     size = args.windows, args.window_tokens
     print(f"{args.model}, {size[0]} windows of {size[1]} tokens of {args.text.name}, {args.dtype}")
     found: dict[str, Perplexity] = {}
     text = args.text.read_text(encoding="utf-8")
-    for kv_dtype, result in by_kv_dtype(args.model, text, args.kv_dtype, *size, dtype=args.dtype):
+    for kv_dtype, result in by_kv_dtype(args.model, text, args.kv_dtype, *size, **options):
         found[kv_dtype] = result
         first = found[args.kv_dtype[0]].value
-        print(
-            f"KV {kv_dtype:<13} {result.value:10.4f}  {100 * (result.value / first - 1):+.3f} %", flush=True
-        )
+        change = 100 * (result.value / first - 1)
+        print(f"KV {kv_dtype:<24} {result.value:10.4f}  {change:+.3f} %", flush=True)
     values = {kv_dtype: result.value for kv_dtype, result in found.items()}
     print(
         json.dumps({"model": args.model, "windows": size[0], "window_tokens": size[1], "perplexity": values})

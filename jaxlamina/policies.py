@@ -7,6 +7,10 @@ clock and no device.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxlamina.errors import UserError
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 class Policy(Protocol):
     """The order of requests: the lowest rank is admitted first, the greatest gives way first when slots run out.
 
-    Of equal ranks whoever came first goes first. ``preemptive``: running requests of a greater rank give way to a
+    Of equal ranks whoever's turn it is goes first (`Turns`), then whoever came first. ``preemptive``: running requests of a greater rank give way to a
     waiting one, even while there is room for those that run. One that never looks at a request's ``priority`` may say so by
     a true ``ignores_priority``: a server then refuses requests that have one.
     """
@@ -76,6 +80,34 @@ class ShortestRemaining:
         return request.n_tokens_left
 
 
+class Turns:
+    """Whose turn it is among callers: one caller's many requests let the others' in between.
+
+    A request's turn is one after that of its caller's request before it, and at least one after the latest turn that
+    came; the lowest goes first. So callers who wait are served in rounds, a request each, and one that comes anew is in the
+    coming round (start-time fair queueing, Goyal et al. 1996, all requests counted alike). Nobody starves: a turn stays the
+    same while a request waits, and later ones are higher than every turn that has come. A request without a
+    caller has turn 0.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0  # the latest turn that came
+        self._last: dict[Hashable, int] = {}  # turns that callers have taken and that have not come
+
+    def take(self, caller: Hashable | None) -> int:
+        if caller is None:
+            return 0
+        turn = 1 + max(self._now, self._last.get(caller, 0))
+        self._last[caller] = turn
+        return turn
+
+    def came(self, turn: int) -> None:
+        """A request of this turn is served."""
+        if turn > self._now:
+            self._now = turn
+            self._last = {caller: last for caller, last in self._last.items() if last > turn}
+
+
 POLICIES: dict[str, type[Policy]] = {
     "fifo": Fifo,
     "fcfs": Fifo,  # vLLM's name
@@ -85,8 +117,13 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
+BATCH_PRIORITY = 1  # of a batch's line that says none: above 0, which is a chat's
+SERVER_POLICY = "chat-first"
+"""What servers take where nobody chooses: chats and batches meet there, and somebody waits for a chat."""
+
+
 def load_policy(name: str) -> Policy:
-    """The policy of this name, or an instance of the class "package.module:Class".
+    """The policy of this name, or an instance of the class "package.module:Class", which may be in the current folder.
 
     ``UserError`` if there is none, it cannot be imported or made, or it is not a `Policy`.
     """
@@ -96,12 +133,27 @@ def load_policy(name: str) -> Policy:
     where = f"scheduling_policy={name!r}"
     module, _, cls = name.partition(":")
     try:
-        policy = getattr(importlib.import_module(module), cls)()
+        with _current_folder():
+            policy = getattr(importlib.import_module(module), cls)()
     except Exception as error:  # whatever the user's own code raises
-        raise UserError(f"{where} cannot be loaded ({type(error).__name__}: {error}): check it") from error
+        raise UserError(
+            f"{where} cannot be loaded ({type(error).__name__}: {error}): check it; modules are looked for in PYTHONPATH, "
+            "among what is installed, and in the current folder"
+        ) from error
     _check(where, policy)
     found: Policy = policy
     return found
+
+
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Python finds modules there too, last: a command that is installed does not look there."""
+    before = list(sys.path)
+    sys.path.append(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def check_policy_name(name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -36,6 +36,8 @@ class Request:
     width: int = 1  # how many sequences it becomes once its prompt is computed
     lockstep: bool = False  # those sequences run in the same steps
     priority: int = 0  # lower goes first, where the policy looks at it
+    caller: Hashable | None = None  # whose it is: callers take turns
+    turn: int = 0  # its place among those of other callers
     scores_prompt: bool = False  # how likely its prompt is, is wanted: so all of it is computed
     output_token_ids: list[int] = field(default_factory=list)
     slots: SlotList = field(default_factory=SlotList)

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxlamina import adjustments
 from jaxlamina.adjustments import NO_TOKEN, Adjusted, Adjustments, power_of_4
+from jaxlamina.ahead import Program
 from jaxlamina.errors import UserError
 from jaxlamina.structured import StructuredOutputs
 
@@ -29,6 +30,7 @@ MAX_SEQUENCES = 1024  # of one request
 MAX_LENGTH_PENALTY = 10.0  # tokens to the power of it must be a number
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 300
+MAX_ALLOWED_TOKENS = 2**18  # of a request: as large as vocabularies are
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,16 @@ class SamplingParams:
       they were written. Both -2 … 2. ``repetition_penalty``: positive logits of tokens in the prompt or written before
       are divided by it, negative ones multiplied. Logits are changed so before all else, greedy choice included.
     - ``logit_bias``: token id to what is added to its logit, -100 … 100, before penalties.
+    - ``allowed_token_ids``: the only tokens that are written; end-of-sequence tokens are none of them unless named.
     - ``bad_words``: strings that are not written: the last of a word's tokens is not taken after the others.
     - ``structured_outputs``: a `StructuredOutputs` that all of the output follows. It ends where nothing can follow, or at an
       end-of-sequence token.
     - ``seed``: same seed, same prompt, same tokens; None: the engine deals one.
     - ``stop``: strings that end the text (left out of it); ``stop_token_ids``: tokens that do.
+      ``include_stop_str_in_output``: neither is left out.
+    - ``skip_special_tokens``: text is without special tokens' names. ``spaces_between_special_tokens``: False leaves out the
+      blanks that some tokenizers put between two of them.
+    - ``truncate_prompt_tokens``: only so many tokens of the prompt's end are taken; -1: as many as there is room for.
     - ``ignore_eos``: go on after the model's end-of-sequence token.
     - ``logprobs``: None, or how many of the likeliest tokens to report beside the chosen one.
     - ``prompt_logprobs``: the same of each prompt token but the first. All of the prompt is computed then, whatever the
@@ -72,12 +79,17 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
@@ -100,8 +112,16 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(self, name)) is not None:
                 _require_int(asked, name, 0, MAX_LOGPROBS, f" or None (no {name})")
-        if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
+        kept = self.truncate_prompt_tokens
+        if kept is not None and (kept == 0 or isinstance(kept, bool)):
+            raise UserError(
+                f"truncate_prompt_tokens={kept} must be -1 (as many as there is room for) or at least 1"
+            )
+        if kept is not None:
+            _require_int(kept, "truncate_prompt_tokens", -1, _INT32, " or None")
         if not isinstance(self.stop, str | list | tuple | None):
             raise UserError(f"stop={self.stop!r} must be a non-empty string or a list of such")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -130,6 +150,7 @@ class SamplingParams:
             _require_int(token, "logit_bias token", 0, None)
             _require_number(bias, f"logit_bias[{token}]", -100.0, 100.0)
         object.__setattr__(self, "logit_bias", biases or None)
+        self._check_allowed()
         words = self.bad_words
         given = isinstance(words, list | tuple | None) and all(
             isinstance(w, str) and w.strip() for w in words or ()
@@ -142,6 +163,23 @@ class SamplingParams:
         if self.structured_outputs is not None and (self.min_tokens or self.bad_words):
             raise UserError(
                 "min_tokens and bad_words may leave no token that structured_outputs allow: leave them out"
+            )
+
+    def _check_allowed(self) -> None:
+        if self.allowed_token_ids is None:
+            return
+        given = (
+            () if isinstance(self.allowed_token_ids, int | str | Mapping) else tuple(self.allowed_token_ids)
+        )
+        if not 0 < len(given) <= MAX_ALLOWED_TOKENS:
+            raise UserError(f"allowed_token_ids must be a list of token ids, one to {MAX_ALLOWED_TOKENS}")
+        if not all(type(token) is int for token in given) or min(given) < 0 or max(given) > _INT32:
+            for token in given:  # says which; one by one is slow
+                _require_int(token, "allowed_token_ids", 0, _INT32)
+        object.__setattr__(self, "allowed_token_ids", given)
+        if self.structured_outputs is not None:
+            raise UserError(
+                "allowed_token_ids may leave no token that structured_outputs allow: give one of the two"
             )
 
     def _check_sequences(self) -> None:
@@ -180,7 +218,7 @@ class SamplingParams:
         if self.adjusts:
             raise UserError(
                 "beam search takes the model's own probabilities: leave out presence_penalty, frequency_penalty, "
-                "repetition_penalty, logit_bias, bad_words and structured_outputs"
+                "repetition_penalty, logit_bias, allowed_token_ids, bad_words and structured_outputs"
             )
         if self.stop:
             raise UserError(f"stop={self.stop!r}: beam search ends at tokens only, use stop_token_ids")
@@ -211,12 +249,33 @@ class SamplingParams:
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before anything is done with them."""
-        return self.penalises or bool(self.logit_bias or self.bad_words or self.structured_outputs)
+        return self.penalises or bool(
+            self.logit_bias or self.bad_words or self.structured_outputs or self.allowed_token_ids
+        )
+
+    def kept(self, prompt_token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
+        """The tokens of a prompt that ``truncate_prompt_tokens`` leaves for a model of ``max_model_len`` tokens. `UserError`
+        if it asks for more than such a model has room for."""
+        if self.truncate_prompt_tokens is None:
+            return prompt_token_ids
+        room = max(1, max_model_len - (1 if self.max_tokens is None else self.max_tokens))
+        if self.truncate_prompt_tokens > max_model_len:
+            raise UserError(
+                f"truncate_prompt_tokens={self.truncate_prompt_tokens} is more than the model's length, {max_model_len}"
+            )
+        n = room if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return prompt_token_ids[-n:]
 
     @property
     def filters(self) -> bool:
         """Whether any of top_k, top_p and min_p leaves tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+_FLAGS = (
+    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
+    "include_stop_str_in_output",
+)
 
 
 def _range_text(low: float, high: float | None, above_low: bool = False) -> str:
@@ -366,7 +425,7 @@ class Sampler:
                 self.n_compiled += 1  # Python runs once a program
             return function(*args, **options)
 
-        return jax.jit(counted, static_argnames=static)
+        return Program(jax.jit(counted, static_argnames=static))
 
 
 def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> jax.Array:

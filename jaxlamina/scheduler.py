@@ -5,7 +5,8 @@ where they are given, a prefix cache and a host tier; what the tokens mean, and 
 business.
 
 Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in the
-policy's order as long as they fit, beside what those that run are expected to take yet (`headroom`). A prompt longer
+policy's order as long as they fit, beside what those that run are expected to take yet (`headroom`). Requests of equal rank whose callers are named take
+turns, so that one caller's many do not keep the others waiting. A prompt longer
 than ``prefill_chunk`` is computed in several steps, between which the others decode; until it is done nobody of the
 same rank is admitted. A newcomer starts from the longest prefix whose KV is cached. When slots run out, cached
 prefixes that nobody uses go first; then the running request that is last in the policy's order gives all of its slots
@@ -40,7 +41,7 @@ import numpy as np
 from jaxlamina.errors import UserError
 from jaxlamina.headroom import Headroom, most_wanted
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
-from jaxlamina.policies import Fifo, Policy
+from jaxlamina.policies import Fifo, Policy, Turns
 from jaxlamina.request import Request, State
 from jaxlamina.step_plan import StepPlan
 
@@ -97,6 +98,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._n_added = 0
+        self._turns = Turns()
 
     @property
     def idle(self) -> bool:
@@ -129,12 +131,18 @@ class Scheduler:
             each = ""
             if request.width > 1 and (self.padded or request.lockstep):
                 each = f", for each of {request.width} {'beams' if request.lockstep else 'sequences'}"
+            # Attention reads a running request's KV on the device.
+            beside = (
+                " (host slots hold requests that wait, not a part of one that runs)"
+                if self.host is not None
+                else ""
+            )
             raise UserError(
                 f"the request may need {most} KV slots (prompt {len(request.prompt_token_ids)} "
-                f"+ max_tokens {request.max_tokens} - 1{each}), the pool has {self.slots.capacity}: "
+                f"+ max_tokens {request.max_tokens} - 1{each}), the pool has {self.slots.capacity}{beside}: "
                 "lower max_tokens or give more kv_slots"
             )
-        request.arrival = self._n_added
+        request.arrival, request.turn = self._n_added, self._turns.take(request.caller)
         self._n_added += 1
         self._queue([request])
 
@@ -208,6 +216,7 @@ class Scheduler:
             new = Request(first.request_id, first.prompt_token_ids, first.max_tokens, first.payload, j)
             new.lockstep, new.state = first.lockstep, State.RUNNING
             new.priority, new.arrival, new.n_cached = first.priority, first.arrival, len(first.slots)
+            new.caller, new.turn = first.caller, first.turn
             found.append(new)
         for j in moved:
             slots, tokens = old[parents[j]]
@@ -285,15 +294,15 @@ class Scheduler:
             return False
         return bool(self.waiting[0].rank < self.policy.rank(running))
 
-    def _place(self, request: Request) -> tuple[Any, int, int]:
+    def _place(self, request: Request) -> tuple[Any, int, int, int]:
         """Where a running request stands in the policy's order."""
-        return self.policy.rank(request), request.arrival, request.index
+        return self.policy.rank(request), request.turn, request.arrival, request.index
 
     def _queue(self, unit: Sequence[Request]) -> None:
         rank = self.policy.rank(unit[0])
         for request in unit:
             request.rank = rank
-            insort(self.waiting, request, key=lambda r: (r.rank, r.arrival, r.index))
+            insort(self.waiting, request, key=lambda r: (r.rank, r.turn, r.arrival, r.index))
 
     def _give_way(self, unit: Sequence[Request]) -> list[Move]:
         moves = self._move_out(unit)
@@ -371,6 +380,7 @@ class Scheduler:
                 room -= sum(request.n_tokens - request.n_cached for request in unit)
                 prefills += unit
             del self.waiting[: len(unit)]
+            self._turns.came(unit[0].turn)
             for request in unit:
                 request.state, request.worker = State.RUNNING, worker
                 self.running.append(request)

@@ -28,13 +28,16 @@ class NoText:
 
 
 class GeneratedText:
-    """The text so far, cut at the first stop string; `release` never shows what a stop string may yet claim."""
+    """The text so far, cut at the first stop string, before it or with ``include_stop`` behind it; `release` never shows what a stop string may yet claim."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False
+    ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
+        self._include_stop = include_stop
         self._search_from = 0  # no stop string starts before this
         self._n_released = 0
 
@@ -67,7 +70,8 @@ class GeneratedText:
                 first = at, stop
         if first is None:
             return False
-        self.text, self.stopped_by = self.text[: first[0]], first[1]
+        self.stopped_by = first[1]
+        self.text = self.text[: first[0] + (len(self.stopped_by) if self._include_stop else 0)]
         return True
 
 

@@ -7,14 +7,15 @@ Knows `tokenizer.json` and the small JSON files beside it. Rebuilding a tokenize
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from jaxlamina.chat_template import render_chat
 from jaxlamina.detokenizer import (
     ByteDetokenizer,
     IncrementalDetokenizer,
@@ -23,8 +24,10 @@ from jaxlamina.detokenizer import (
     token_bytes,
 )
 from jaxlamina.errors import UserError
+from jaxlamina.template_process import render_bounded
 
 TEMPLATE_FILE = "chat_template.jinja"
+_LONG_TEXT = 4096  # as a batch, which lets other threads run meanwhile
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -70,10 +73,20 @@ class Tokenizer:
         if not isinstance(text, str):
             raise UserError(f"a prompt must be a string, not {type(text).__name__}")
         try:
-            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG_TEXT:
+                return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            [found] = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)
+            return found.ids
         except (TypeError, UnicodeEncodeError):  # lone surrogates, which no UTF-8 has
             raise UserError(
                 "the prompt has characters that are not valid Unicode (lone surrogates)"
+            ) from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's, which is no `Exception`
+                raise
+            raise UserError(
+                f"the model's tokenizer failed on the prompt ({str(error).partition(chr(10))[0][:120]}): see whether its tokenizer.json "
+                "is whole"
             ) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -81,33 +94,76 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens)
         return "".join([*map(detokenizer.add, ids), detokenizer.finish()])
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A fresh stream of text: `.add(token_id)` for each token, `.finish()` at the end."""
-        if self._bytes is not None:
+    def detokenizer(
+        self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> IncrementalDetokenizer:
+        """A fresh stream of text: `.add(token_id)` for each token, `.finish()` at the end.
+
+        ``spaces_between_special_tokens``: False leaves out the blanks that some decoders put between two special tokens.
+        """
+        if self._bytes is not None:  # these put none
             return ByteDetokenizer(self._bytes, skip_special_tokens)
-        return WholeTextDetokenizer(
-            lambda ids: self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
-        )
+
+        def decode(ids: list[int]) -> str:
+            text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+            if not (skip_special_tokens or spaces_between_special_tokens):
+                for one, next_ in pairwise(self._special.get(i, "") for i in ids):
+                    text = text.replace(f"{one} {next_}", one + next_) if one and next_ else text
+            return text
+
+        return WholeTextDetokenizer(decode)
+
+    def is_special(self, token: str) -> bool:
+        """Whether a text with ``skip_special_tokens`` is without ``token``."""
+        return token in self._special.values()
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        return {
+            i: token.content for i, token in self._inner.get_added_tokens_decoder().items() if token.special
+        }
 
     @cached_property
     def _bytes(self) -> TokenBytes | None:
         return token_bytes(self._inner)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
-        """The prompt for `messages`; `variables` (tools, documents, …) go to the template.
+        """The prompt for `messages`; `variables` (tools, documents, …) go to the template, the model's own or `chat_template`.
 
-        Raises `UserError` if the model has no chat template or the template refuses the messages.
+        `continue_final_message`: it ends with the last message's content, so that the model goes on with that, and
+        `add_generation_prompt` must be false. Raises `UserError` if the model has no chat template, the template refuses the
+        messages, or leaves out the one that is to be continued.
         """
-        if self.chat_template is None:
+        if continue_final_message and add_generation_prompt:
+            raise UserError(
+                "continue_final_message goes on with the last message, add_generation_prompt begins another: give one"
+            )
+        template = chat_template or self.chat_template
+        if template is None:
             raise UserError(
                 "this model has no chat template; use generate with a plain prompt instead of chat"
             )
         given = {"tools": None, "documents": None} | self.named_tokens | variables
-        return render_chat(
-            self.chat_template, messages, given | {"add_generation_prompt": add_generation_prompt}
-        )
+        given["add_generation_prompt"] = add_generation_prompt
+        if not (continue_final_message and messages and isinstance(messages[-1], Mapping)):
+            return render_bounded(template, messages, given)
+        *before, last = messages
+        content = last.get("content") or ""
+        if not isinstance(content, str):
+            raise UserError("the last message cannot be continued: its content is no text")
+        mark = uuid.uuid4().hex  # what follows it is the template's
+        text = render_bounded(template, [*before, {**last, "content": content + mark}], given)
+        if mark not in text:
+            raise UserError("the chat template leaves out the last message, so it cannot be continued")
+        return text[: text.rindex(mark)]
 
     def to_json(self) -> str:
         """What a tokenizer.json holds."""
@@ -141,16 +197,22 @@ def tokenizer_from_folder(folder: Path, eos_token_ids: Sequence[int] = ()) -> To
         raise UserError(f"{folder} has no tokenizer.json; fetch it too, or give token ids instead of text")
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise UserError(
             f"{path} is not a tokenizer ({str(error).splitlines()[0][:120]}); fetch it again"
         ) from None
     config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
-    named = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+    named = {name: text for name in _NAMED_TOKENS if (text := _token_text(config, name, folder)) is not None}
     template = folder / TEMPLATE_FILE
-    chosen = (
-        template.read_text(encoding="utf-8") if template.is_file() else _template(config.get("chat_template"))
-    )
+    if template.is_file():
+        try:
+            chosen: str | None = template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{template} cannot be read ({error}); fetch it again") from None
+    else:
+        chosen = _template(config.get("chat_template"), folder)
     ends = [*eos_token_ids, *generation_eos_ids(folder)]
     return Tokenizer(inner, chat_template=chosen, named_tokens=named, eos_token_ids=ends)
 
@@ -158,7 +220,11 @@ def tokenizer_from_folder(folder: Path, eos_token_ids: Sequence[int] = ()) -> To
 def generation_eos_ids(folder: Path) -> list[int]:
     """End tokens in generation_config.json, which often knows the end of a turn where config.json does not."""
     ends = _json(folder / "generation_config.json").get("eos_token_id")
-    return [i for i in (ends if isinstance(ends, list) else [ends]) if isinstance(i, int)]
+    found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    for i in found:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 1 << 31:
+            raise UserError(f"{folder / 'generation_config.json'}: eos_token_id={i!r:.60} must be a token id")
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -168,16 +234,28 @@ def _json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not JSON ({error}); fetch it again") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply; fetch it again") from None
     return value if isinstance(value, dict) else {}
 
 
-def _token_text(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, Mapping) else value
+def _token_text(config: Mapping[str, Any], name: str, folder: Path) -> str | None:
+    value = config.get(name)
+    text = value.get("content") if isinstance(value, Mapping) else value
+    if text is not None and not isinstance(text, str):
+        raise UserError(
+            f"{folder / 'tokenizer_config.json'}: {name}={text!r:.60} must be a string; fetch it again"
+        )
+    return text
 
 
-def _template(value: Any) -> str | None:
+def _template(value: Any, folder: Path) -> str | None:
     # A model may carry several, as [{"name": …, "template": …}].
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
-        return named.get("default")
+        named = {
+            str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, Mapping)
+        }
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template must be a string; fetch it again")
     return value

@@ -1,49 +1,41 @@
-"""Compiling before anybody waits: every program that requests of a model may meet, run once on rows that are nobody's.
+"""Compiling before anybody waits: every program that requests of a model may meet.
 
-Knows buckets and an executor; nothing of requests or servers. Sizes as data (`shapes`), so that a bar can show how many
-are left. Where an executor can, other threads compile several programs at once, before any is run.
+A few large programs serve every request (`first_of`), since a step is padded to the smallest that is there; `Behind` compiles
+the others meanwhile. Knows buckets and an executor; nothing of requests or servers. Sizes as data (`shapes`), so that a bar
+can show how many are left. Where an executor can, other threads compile several programs at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxlamina.ahead import Ahead, n_compiling
-from jaxlamina.buckets import Buckets, bucket
+from jaxlamina.buckets import Buckets, Shape, bucket
 from jaxlamina.engine import Engine
 from jaxlamina.scheduler import SCORED_CHUNK
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.kv_pools import move_sizes
 
-
-@dataclass(frozen=True)
-class Shape:
-    """One program's sizes. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens, padded;
-    ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers, by their index, of which
-    each has such a prompt or chunk at once; ``of_all``: logits of all tokens, for a prompt that is scored."""
-
-    kind: Literal["decode", "prefill", "chunk"]
-    batch: int
-    n_tokens: int
-    context: int
-    alongside: Shape | None = None
-    workers: tuple[int, ...] = ()
-    of_all: bool = False
-
-    def __str__(self) -> str:
-        if self.kind == "decode":
-            text = f"decode, batch {self.batch}, context {self.context}"
-            return text if self.alongside is None else f"{text}; {self.alongside}"
-        text = f"{self.kind}, {self.n_tokens} tokens, context {self.context}{', logits of all' * self.of_all}"
-        return f"{text}, prefill workers {', '.join(map(str, self.workers))}" if self.workers else text
+_log = logging.getLogger("uvicorn.error")
+# A first request's prompt, a sentence in a chat's template, is no longer.
+_SHORT_TOKENS = 64
+# How long this process's threads have Python in turn while programs are traced: a step asks for it some hundred times.
+_SWITCH_S = 0.0002
+_ASK_AGAIN_S = 0.25  # where another rank is still compiling
 
 
 def shapes(
@@ -66,10 +58,12 @@ def shapes(
     decodes = [Shape("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context]
     longest = bucket(min(max_chunk or max_model_len, max_model_len), buckets.prompt)
     prompts = [size for size in buckets.prompt if size <= longest]
-    found = [Shape("prefill", 1, size, 0) for size in prompts]
-    if chunks:
+    found = [Shape("prefill", 1, size, 0) for size in prompts if buckets.prefills]
+    if chunks or not buckets.prefills:
         for fewest_tokens, size in _with_fewest(prompts):
-            for fewest_earlier, context in _with_fewest(buckets.context):
+            for fewest_earlier, context in _with_fewest(buckets.context, 1 if buckets.prefills else 0):
+                if fewest_earlier and not chunks:
+                    continue
                 # Prefill workers' chunks of one step are padded to the largest, of tokens and of earlier ones.
                 if fewest_tokens + fewest_earlier <= max_model_len or n_prefill_workers > 1:
                     found.append(Shape("chunk", 1, size, context))
@@ -89,28 +83,45 @@ def _scored(buckets: Buckets, max_model_len: int, max_chunk: int | None) -> list
     found: dict[Shape, None] = {}
     for start in range(0, max_model_len, most):
         longest = bucket(min(most, max_model_len - start), buckets.prompt)
-        context = bucket(start, buckets.context) if start else 0
         for size in buckets.prompt:
             if size <= longest:
-                found[Shape("chunk" if start else "prefill", 1, size, context, of_all=True)] = None
+                found[buckets.fit(Shape("chunk", 1, size, start, of_all=True))] = None
     return list(found)
 
 
-def _with_fewest(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _with_fewest(sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, int]]:
     """Each size with the least number that is padded to it."""
-    yield 1, sizes[0]
+    yield least, sizes[0]
     yield from ((below + 1, size) for below, size in pairwise(sizes))
 
 
-def warm_up(
-    engine: Engine, todo: Sequence[Shape], on_done: Callable[[int], None], stopped: Callable[[], bool]
-) -> None:
-    """Compiles and runs each of ``todo`` once, and once a batch size all that may be done with logits. No request may be
-    there, nor anything in the prefix cache. Where several workers share requests or tokens, a step's programs depend on where
-    its tokens lie, too; those of full and evenly shared rows are run.
+def first_of(todo: Sequence[Shape]) -> list[Shape]:
+    """The few that every step of ``todo`` can be padded to, one of each kind, and those that a first request, alone and short,
+    is run by."""
+    largest: dict[Any, Shape] = {}
+    for shape in todo:
+        group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all
+        largest[group] = largest[group].joined(shape) if group in largest else shape
+    small = [shape for shape in todo if not (shape.alongside or shape.workers or shape.of_all)]
+    short = [shape for shape in small if shape.kind != "decode" and shape.n_tokens >= _SHORT_TOKENS]
+    found = [*largest.values(), *[shape for shape in small if shape.kind == "decode"][:1], *short[:1]]
+    return list(dict.fromkeys(found))
 
-    ``on_done(n)`` when one more is compiled, for the last when all are run; ``stopped()`` is asked before each, and True ends it
-    early.
+
+def warm_up(
+    engine: Engine,
+    todo: Sequence[Shape],
+    on_done: Callable[[int], None],
+    stopped: Callable[[], bool],
+    *,
+    all_of_drawing: bool = True,
+) -> None:
+    """Compiles each of ``todo``, and once a batch size all that may be done with logits. No request may be there, nor anything
+    in the prefix cache. What the executor cannot compile ahead is run once: where several workers share requests or tokens, a
+    step's programs depend on where its tokens lie, and those of full and evenly shared rows are run.
+
+    ``on_done(n)`` when one more is compiled, for the last when all are; ``stopped()`` is asked before each, and True ends it
+    early. ``all_of_drawing``: or only what every request needs of that.
     """
     n_done = 0
 
@@ -122,36 +133,152 @@ def warm_up(
 
     # No step is run meanwhile: compiling tries kernels out on the device.
     compiled = _compile_ahead(engine, todo, done, stopped)
-    _prepare_drawing(engine, {shape.batch for shape in todo}, stopped)
-    sampled: set[int] = set()
+    sizes = {shape.batch for shape in todo}
+    for usual in (True, False) if all_of_drawing else (True,):
+        _prepare_drawing(engine, sizes, stopped, usual=usual)
     for shape in todo:
         if stopped():
             return
-        of_rows = _run(engine, shape)
-        for logits in of_rows:
-            if shape.of_all:
-                engine.drawing.warm_up_scores(logits)
-            elif len(logits) not in sampled:
-                sampled.add(len(logits))
-                engine.drawing.warm_up(logits, engine.admission.max_model_len)
-        jax.block_until_ready(of_rows)
+        if shape.of_all:
+            _prepare_scores(engine, shape)
         if shape not in compiled:
+            jax.block_until_ready(_run(engine, shape))
             done()
     if stopped():
         return
     _move(engine)
+    engine.sizes.add(todo)
     if todo:
         on_done(len(todo))
+
+
+class Behind:
+    """Compiles ``todo`` while requests are answered, the sizes that steps have wanted first, by a thread of its own.
+
+    ``between_steps(call)`` has the engine's thread do so when no step is being launched; from then on steps are padded to the
+    new sizes, too. ``on_done(n)`` when one more is there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        todo: Sequence[Shape],
+        on_done: Callable[[int], None],
+        between_steps: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._engine, self._todo, self._on_done = engine, list(todo), on_done
+        self._between_steps = between_steps
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="compile behind", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """What is being compiled is not waited for."""
+        self._stopped.set()
+
+    def join(self, deadline_s: float) -> bool:
+        """Whether all is compiled, or given up, by then."""
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            self._compile_all()
+        finally:
+            sys.setswitchinterval(usual_s)
+
+    def _compile_all(self) -> None:
+        _give_way()
+        engine, drawn = self._engine, {shape.batch for shape in self._engine.sizes.shapes}
+        try:
+            _prepare_drawing(engine, drawn, self._stopped.is_set, usual=False)
+            for n_done in range(1, len(self._todo) + 1):
+                if self._stopped.is_set():
+                    return
+                self._compile(self._next(), drawn)
+                self._on_done(n_done)
+        except Exception:  # noqa: BLE001 (whatever it is: what is compiled by now serves every request)
+            if not self._stopped.is_set():
+                _log.exception(
+                    "a program could not be compiled: steps go on with the larger ones that there are"
+                )
+
+    def _next(self) -> Shape:
+        """The one that most steps have wanted, or the first."""
+        wanted = self._engine.sizes.wanted
+        found = max(self._todo, key=lambda shape: wanted[shape])
+        self._todo.remove(found)
+        return found
+
+    def _compile(self, shape: Shape, drawn: set[int]) -> None:
+        engine = self._engine
+        if shape.batch not in drawn:
+            drawn.add(shape.batch)
+            for usual in (True, False):
+                _prepare_drawing(engine, {shape.batch}, self._stopped.is_set, usual=usual)
+        if shape.of_all:
+            _prepare_scores(engine, shape)
+        compiles = _later(engine, shape, behind=True)
+        if compiles is not None:
+            compiles()
+        while not (self._adopted(shape) or self._stopped.is_set()):
+            time.sleep(_ASK_AGAIN_S)
+
+    def _adopted(self, shape: Shape) -> bool:
+        """Whether steps are padded to ``shape`` from now on: not while another rank is compiling it."""
+        asked, ready = threading.Event(), False
+
+        def adopt() -> None:
+            nonlocal ready
+            ready = _prepare(self._engine, shape)
+            if ready:
+                self._engine.sizes.add([shape])
+            asked.set()
+
+        self._between_steps(adopt)
+        while not (asked.wait(0.1) or self._stopped.is_set()):
+            pass
+        return ready
+
+
+def _give_way() -> None:
+    """This thread's Python and tracing after other threads': a step is not to wait for them. Linux has priorities a thread."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def compiles_behind(engine: Engine) -> bool:
+    """Whether the executor can have programs compiled while others run."""
+    return bool(getattr(engine.executor, "compiles_behind", False))
+
+
+def _later(engine: Engine, shape: Shape, *, behind: bool = False) -> Callable[[], Any] | None:
+    executor: Any = engine.executor
+    if not hasattr(executor, "compile_later"):
+        return None
+    later: Callable[[], Any] | None = executor.compile_later(
+        *_batches(engine, shape, _empty_batch), of_all=shape.of_all, behind=behind
+    )
+    return later
+
+
+def _prepare(engine: Engine, shape: Shape) -> bool:
+    """What is left to do before a compiled step is run: ranks compare what they will exchange. False: not all have compiled."""
+    executor: Any = engine.executor
+    if not hasattr(executor, "prepare"):
+        return True
+    return bool(executor.prepare(*_batches(engine, shape, _empty_batch), of_all=shape.of_all))
 
 
 def _compile_ahead(
     engine: Engine, todo: Sequence[Shape], done: Callable[[], None], stopped: Callable[[], bool]
 ) -> set[Shape]:
-    """Has other threads compile the programs of ``todo``, as many at once as pays, where the executor has ``compile_later``
-    (`UnsplitExecutor`, `RanksExecutor`) and knows them before they run; which those were. What one failed with is raised."""
-    executor: Any = engine.executor
-    if not hasattr(executor, "compile_later"):
-        return set()
+    """Has other threads compile the programs of ``todo``, as many at once as pays, where the executor has ``compile_later`` and
+    knows them before they run; which those were. What one failed with is raised."""
     ahead: Ahead[Any] = Ahead()
     begun: deque[Shape] = deque()
     compiled: set[Shape] = set()
@@ -166,7 +293,7 @@ def _compile_ahead(
         for shape in todo:
             if stopped():
                 return compiled
-            compiles = executor.compile_later(*_batches(engine, shape, _empty_batch), of_all=shape.of_all)
+            compiles = _later(engine, shape)
             if compiles is not None:
                 ahead.begin(shape, compiles)
                 begun.append(shape)
@@ -174,26 +301,34 @@ def _compile_ahead(
                 take()
         while begun and not stopped():
             take()
+        for shape in todo:
+            while shape in compiled and not (_prepare(engine, shape) or stopped()):
+                time.sleep(_ASK_AGAIN_S)
         return compiled
     finally:
         ahead.forget()
 
 
-def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], bool]) -> None:
-    """Has other threads compile what is done with logits of so many rows: many small programs."""
+def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], bool], *, usual: bool) -> None:
+    """Has other threads compile what is done with logits of so many rows: many small programs. ``usual``: those that every
+    request needs one of, or the others."""
     executor: Any = engine.executor
-    n_words, longest = engine.drawing.vocab_size, engine.admission.max_model_len
+    longest = engine.admission.max_model_len
     ahead: Ahead[None] = Ahead(n_compiling(cores_each=1))
     try:
         for n in sorted(n_rows):
-            logits = jax.device_put(np.zeros((n, n_words), np.float32), executor.device)
-            ahead.begin(n, partial(engine.drawing.warm_up, logits, longest))
+            ahead.begin(n, partial(engine.drawing.compile, executor.device, n, longest, usual=usual))
         for n in sorted(n_rows):
             if stopped():
                 return
             ahead.take(n)
     finally:
         ahead.forget()
+
+
+def _prepare_scores(engine: Engine, shape: Shape) -> None:
+    executor: Any = engine.executor
+    engine.drawing.compile_scores(executor.device, shape.n_tokens)
 
 
 def _batches(engine: Engine, shape: Shape, made: Callable[[Shape, int, int], Any]) -> list[Any]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
+from jaxlamina.gpus import MEMORY_SHARE
 from launch.roles import Place
-
-MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # what JAX takes of a GPU's memory, once it starts
 
 
 def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
@@ -28,7 +27,7 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
     if platform not in (None, "cuda"):
         return found
     if cluster.gpu_memory_utilization is not None:
-        found[MEMORY] = str(cluster.gpu_memory_utilization)
+        found[MEMORY_SHARE] = str(cluster.gpu_memory_utilization)
     if n_gpus == 1 and place.starter == "srun":
         return found | {"JAXLAMINA_DEVICE": "0"}  # Slurm has given this task a GPU of its own
     first = place.rank - place.local_rank

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import shutil
 import socket
 import subprocess
@@ -17,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxlamina.cluster import Cluster
+from jaxlamina.cluster import JOB, Cluster
 from jaxlamina.errors import UserError
+from jaxlamina.exit_codes import BAD_INPUT
 from launch.commands import mpi_child, mpirun_argv, plain_children
 from launch.options import Options, parse
 from launch.processes import Job
@@ -38,16 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _job(cluster, options, folder).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
 
 
 def _job(cluster: Cluster, options: Options, folder: str) -> Job:
+    environment = {**os.environ, JOB: secrets.token_hex(16)}  # by which rank 0 knows its own
     if cluster.transport == "xla":
-        children = plain_children(cluster, options, os.environ, folder)
+        children = plain_children(cluster, options, environment, folder)
         return Job(children, cluster.describe, end_s=options.end_s, folder=folder)
     mpirun = mpirun_argv(cluster.n_ranks, _mpirun_version(), root=os.geteuid() == 0)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
-    child = mpi_child(mpirun, options, os.environ, folder)
+    child = mpi_child(mpirun, options, environment, folder)
     return Job([child], cluster.describe, pipes=pipes, end_s=options.end_s, folder=folder)
 
 

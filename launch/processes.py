@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxlamina.exit_codes import BAD_INPUT, FAILED, WRONG
+
 # Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
 LAUNCHED = "JAXLAMINA_LAUNCHED"
 # The file in it where rank 0 leaves its process number: mpirun would not pass a signal on to it alone.
@@ -27,6 +29,8 @@ FIRST_PID = "first"
 
 _ERROR_LINE = re.compile(r"error: rank (\d+)\b")
 _BLAMES = re.compile(r"error: rank \d+(?: \([^)]*\))?: rank (\d+)\b")
+# What XLA's CPU collectives say, by themselves, once a rank has found the others.
+_ALL_IS_WELL = re.compile(r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. .* is : \1\s*$")
 _RULE = re.compile(r"-{40,}")
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
 _EXITED = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
@@ -154,7 +158,8 @@ class Job:
         self._kill_at: float | None = None
 
     def run(self) -> int:
-        """Until all have ended. 0 where all did well, the first failed one's exit code, or 128 + a signal's number.
+        """Until all have ended. 0 where all did well, `WRONG` or `BAD_INPUT` where ranks ended with these alone, 128 + the number
+        of a signal that this process got, and `FAILED` for all else.
 
         SIGINT and SIGTERM end the job at once; with ``end_s`` the second one does, and after the first all may do well.
         The last line on stderr is that of the rank that began the end.
@@ -238,6 +243,8 @@ class Job:
         if rank is None and self._is_report(line):
             self._held.append(line)
             return
+        if _ALL_IS_WELL.match(line):
+            return
         _say(_shown(rank, line))
 
     def _is_report(self, line: str) -> bool:
@@ -279,9 +286,15 @@ class Job:
             soon = now + self._grace_s
             self._deadline = soon if self._deadline is None else min(soon, self._deadline)
         if code and not running.told:
-            self._code = self._code or (code if code > 0 else 128 - code)
+            self._failed(code)
             if running.child.rank is not None:
                 self._note(running.child.rank, *((code, None) if code > 0 else (None, -code)))
+
+    def _failed(self, code: int) -> None:
+        """Which of several that fail is seen first is chance, so the worst is what counts."""
+        if code not in (WRONG, BAD_INPUT):
+            self._code = FAILED
+        self._code = self._code or code
 
     def _note(self, rank: int, code: int | None, number: int | None) -> None:
         """What became of a rank, where it has not said so itself."""
@@ -303,7 +316,7 @@ class Job:
                 running.process.terminate()
                 if self._signal is None and self._running[0].code == 0 and not self._code:
                     self._say_late(running.child.rank)
-        self._code = self._code or 1
+        self._code = self._code or FAILED
         # mpirun ends its ranks itself: it waits a little, too, before it kills them.
         self._kill_at = now + (5 if any(child.rank is None for child in self._children) else 2)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
+from jaxlamina.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from jaxlamina.gpus import n_gpus
 from launch import devices
 from launch.options import Options, parse
@@ -61,24 +62,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.update(devices.variables(cluster, here, n_gpus(os.environ)))
         return _work(cluster, here.rank, options)
     except UserError as error:
-        code, text = 2, str(error)
+        code, text = BAD_INPUT, str(error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception as error:  # noqa: BLE001 (whatever it is, it is this rank's end, and must be its last line)
         traceback.print_exc()
-        code, text = 1, f"{type(error).__name__}: {error}"
+        code, text = FAILED, f"{type(error).__name__}: {error}"
     print(f"{who}{' '.join(text.split())}", file=sys.stderr, flush=True)
     return code
 
 
 def _work(cluster: Cluster, rank: int, options: Options) -> int:
+    command: list[str] = []
+    if rank == 0:
+        from jaxlamina.cli.launch import find_model
+
+        command = with_options(options.command, cluster)
+        find_model(command, cluster)
     from jaxlamina import ranks  # loads JAX, which must find its environment as it shall be
 
     if rank != 0:
         return ranks.serve(cluster, rank)
     from jaxlamina.cli.main import main as command_line
 
-    command = with_options(options.command, cluster)
     group = ranks.join(cluster, rank)
     code = command_line(command, who=cluster.describe(rank))
     group.close()
@@ -95,16 +101,19 @@ def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
         raise UserError(f"{name}'s {option} is for one process; over ranks the cluster says it: leave it out")
     wanted: dict[str, str | float | None] = {
         "--model": cluster.model,
+        "--revision": None if "--model" in given else cluster.revision,
         "--dtype": cluster.dtype,
         "--max-model-len": cluster.max_model_len,
         "--kv-dtype": cluster.kv_dtype,
+        "--calibration-file": cluster.calibration_file,
         "--host-kv-slots": cluster.host_kv_slots,
         "--scheduling-policy": cluster.scheduling_policy,
         "--kv-manager": cluster.kv_manager,
         "--kv-headroom": cluster.kv_headroom,
+        "--kv-slots": cluster.kv_slots,
     }
-    if name == "serve":
-        wanted |= {"--max-num-seqs": cluster.max_num_seqs, "--kv-slots": cluster.kv_slots}
+    if name == "serve":  # generate takes as many as it has prompts, up to those
+        wanted |= {"--max-num-seqs": cluster.max_num_seqs}
     added = [
         f"{option}={value}" for option, value in wanted.items() if value is not None and option not in given
     ]

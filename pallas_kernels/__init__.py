@@ -21,6 +21,7 @@ from pallas_kernels.quantized import (
     Pool,
     QuantizedPool,
     channel_scales_of,
+    channel_zeros_of,
     make_pool,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "causal_attention",
     "causal_partial",
     "channel_scales_of",
+    "channel_zeros_of",
     "combine",
     "decode_attention",
     "exact",

@@ -6,13 +6,14 @@ functions know arrays only; they are pure and traceable, and the caller jits the
 they are written). `pallas_kernels.reference` says in float64 what each one means, `dispatch` picks who computes
 it.
 
-Softmax is computed in float32 whatever the storage dtype.
+Softmax is computed in float32 whatever the storage dtype. Zero points of int8 pools are taken out here before a backend
+sees keys and values, and put into its results, so that no kernel knows them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -20,7 +21,7 @@ from jax import Array
 from pallas_kernels.causal import check_heads
 from pallas_kernels.dispatch import pick
 from pallas_kernels.order import tied
-from pallas_kernels.quantized import Pool, store, values_of
+from pallas_kernels.quantized import Pool, store, values_of, with_zeros, zeros_of
 from pallas_kernels.xla import scores_of, weigh
 
 
@@ -61,12 +62,54 @@ def partial_attention(
     mass).
     """
     check_heads(q, values_of(k_pool), values_of(v_pool))
+    zeros = _zeros_of(k_pool, v_pool, softcap)
+    k_pool, v_pool = with_zeros(k_pool, None), with_zeros(v_pool, None)
     run = pick(q, k_pool, return_mass=return_mass, backend=backend).partial_attention
-    results: tuple[Array, ...] = run(
+    out, lse, *mass = run(
         q, k_pool, v_pool, slot_table, lengths, q_positions,
         scale=scale, window=window, softcap=softcap, return_mass=return_mass,
     )  # fmt: skip
-    return results
+    if zeros.k is not None:  # every score lacks q's with it
+        of_zeros = jnp.broadcast_to(zeros.k, (q.shape[0], 1, *zeros.k.shape))
+        lse = lse + jnp.moveaxis(scores_of(q, of_zeros, scale, None)[..., 0], 3, 1).reshape(lse.shape)
+    if zeros.v is not None:
+        out = out + jnp.where(lse[..., None] > -jnp.inf, zeros.of_results(q), 0.0)
+    return out, lse, *mass
+
+
+class _Zeros(NamedTuple):
+    """Zero points `[K, H]` of a layer's pools; None where there are none."""
+
+    k: Array | None
+    v: Array | None
+
+    @property
+    def any(self) -> bool:
+        return self.k is not None or self.v is not None
+
+    def less(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys and values `[..., K, H]` without them."""
+        return (
+            k if self.k is None else (k - self.k).astype(k.dtype),
+            v if self.v is None else (v - self.v).astype(v.dtype),
+        )
+
+    def of_results(self, q: Array) -> Array:
+        """What v's add to each query head's result: `[N, H]`."""
+        assert self.v is not None
+        return jnp.repeat(self.v, q.shape[2] // len(self.v), axis=0)
+
+    def onto(self, out: Array, q: Array) -> Array:
+        """Results `[..., N, H]` over values without them, with them."""
+        return out if self.v is None else (out + self.of_results(q)).astype(out.dtype)
+
+
+def _zeros_of(k_pool: Pool, v_pool: Pool, softcap: float | None) -> _Zeros:
+    """ValueError for keys' under a softcap, which is not the same for scores that lack a constant."""
+    zeros = _Zeros(zeros_of(k_pool), zeros_of(v_pool))
+    if zeros.k is not None and softcap is not None:
+        raise ValueError(f"{softcap=} must be None where keys have zero points: leave the keys' out")
+    return zeros
 
 
 def combine(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
@@ -119,6 +162,13 @@ def decode_attention(
     """
     check_heads(q, k_new, v_new)
     scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
+    zeros = _zeros_of(k_pool, v_pool, softcap)
+    if zeros.any:  # all keys of a row are without them, so no score need be put right
+        k_pool, v_pool, out = decode_attention(
+            q, *zeros.less(k_new, v_new), with_zeros(k_pool, None), with_zeros(v_pool, None), slot_table, lengths, new_slots,
+            **scoring, q_positions=q_positions, read_first=read_first, backend=backend,
+        )  # fmt: skip
+        return with_zeros(k_pool, zeros.k), with_zeros(v_pool, zeros.v), zeros.onto(out, q)
     module = pick(q, k_pool, return_mass=False, backend=backend)
     if q_positions is None and hasattr(module, "decode_attention") and module.supports_decode(q, k_pool):
         given = q, k_new, v_new, k_pool, v_pool, slot_table, lengths, new_slots
@@ -155,8 +205,13 @@ def attention_with_own(
     Nothing of a backend's work on stored tokens waits for k and v.
     """
     check_heads(q, k, v)
-    module = pick(q, k_pool, return_mass=False, backend=backend)
     scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
+    zeros = _zeros_of(k_pool, v_pool, softcap)
+    if zeros.any:
+        plain = with_zeros(k_pool, None), with_zeros(v_pool, None)
+        how = scoring | {"q_positions": q_positions, "backend": backend}
+        return zeros.onto(attention_with_own(q, *zeros.less(k, v), *plain, slot_table, lengths, **how), q)
+    module = pick(q, k_pool, return_mass=False, backend=backend)
     stored = k_pool, v_pool, slot_table, lengths
     if q_positions is None and hasattr(module, "attention_with_own") and module.supports_own_token(q, k_pool):
         out: Array = module.attention_with_own(q, k, v, *stored, **scoring)

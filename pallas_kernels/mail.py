@@ -55,7 +55,7 @@ def _put(x: Array, peers: Array, tag: Array, after: list[Array], peer: int, ring
 
     size = n_bytes(x)
     result = jax.ShapeDtypeStruct((1,), jnp.float32)
-    return _kernel(program, result, ring)(x, peers, tag, *after)
+    return _kernel("mail_put", program, result, ring)(x, peers, tag, *after)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
@@ -66,11 +66,11 @@ def _take(
         Carrier(w, ring, peers, peer).take(rest[-1], n_bytes(result))
 
     result = jax.ShapeDtypeStruct(shape, dtype)
-    return _kernel(program, result, ring)(peers, tag, *after)
+    return _kernel("mail_take", program, result, ring)(peers, tag, *after)
 
 
-def _kernel(program: Any, result: jax.ShapeDtypeStruct, ring: Ring) -> Any:
-    """A warp's program, of the addresses of arguments and result, as a kernel."""
+def _kernel(name: str, program: Any, result: jax.ShapeDtypeStruct, ring: Ring) -> Any:
+    """A warp's program, of the addresses of arguments and result, as a kernel, which traces know by its function's name."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.gpu.warp_mosaic import MosaicWarp, global_pointer
@@ -82,6 +82,7 @@ def _kernel(program: Any, result: jax.ShapeDtypeStruct, ring: Ring) -> Any:
 
         run(*refs)
 
+    kernel.__name__ = name
     return plgpu.kernel(
         kernel,
         out_type=result,

@@ -140,7 +140,7 @@ def _call(tuning: ProductTuning, stored: str, x: Array, weights: tuple[Array, ..
                     def _(acc: Any) -> None:
                         run(acc)
                         at = pl.ds((tile - first) * t.columns + group * half, half)
-                        out_ref.at[part, :, at][...] = acc[...].astype(out_ref.dtype)
+                        compat.store_to_gpu(out_ref.at[part, :, at], acc[...].astype(out_ref.dtype))
 
                 def step(_: Any, x_tile: Any, w_tile: Any, acc: Any) -> Any:
                     mine = w_tile.at[pl.ds(group * half, half)]

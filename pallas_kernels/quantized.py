@@ -1,8 +1,8 @@
 """KV pools: float arrays, or int8 with scales, and how rows are turned into int8 and back.
 
 Two int8 forms. `QuantizedPool` keeps a scale for each slot and KV head, taken from the row as it is stored.
-`ChannelQuantizedPool` keeps one for each channel, calibrated beforehand and fixed (ALISA, section V.B). Knows
-arrays only: nothing of attention, nor of who owns a slot.
+`ChannelQuantizedPool` keeps one for each channel, calibrated beforehand and fixed, and perhaps a zero point (ALISA,
+section V.B). Knows arrays only: nothing of attention, nor of who owns a slot.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ class QuantizedPool(NamedTuple):
 
 
 class ChannelQuantizedPool(NamedTuple):
-    """int8 keys or values, with a fixed scale a channel: an element is values * scales."""
+    """int8 keys or values, with a fixed scale a channel: an element is values * scales, + zeros if there are any.
+
+    No kernel knows zeros: softmax does not change when a constant is added to all keys, and one added to all values is added
+    to the result, so `pallas_kernels.attention` sees to them outside.
+    """
 
     values: Array  # [S, K, H] int8
     scales: Array  # [K, H] float32
+    zeros: Array | None = None  # [K, H] float32: what a channel's 0 stands for
 
 
 Pool: TypeAlias = Array | QuantizedPool | ChannelQuantizedPool
@@ -41,11 +46,13 @@ def make_pool(
     dtype: jax.typing.DTypeLike = jnp.float32,
     *,
     channel_scales: Array | None = None,
+    channel_zeros: Array | None = None,
 ) -> Pool:
     """An empty pool `[S, K, H]` for the keys, or the values, of one layer.
 
     dtype int8 makes a `QuantizedPool`, or with channel_scales `[K, H]` (float32, > 0) a
-    `ChannelQuantizedPool`. Raises ValueError for scales of another shape or beside another dtype.
+    `ChannelQuantizedPool`, with channel_zeros `[K, H]` too if they are given. Raises ValueError for scales or zeros of
+    another shape or beside another dtype.
     """
     shape = (n_slots, n_kv_heads, head_dim)
     if channel_scales is None:
@@ -56,9 +63,11 @@ def make_pool(
     if jnp.dtype(dtype) != jnp.int8:
         raise ValueError(f"channel_scales belong to int8 pools: {dtype=} must be int8, or leave them out")
     scales = jnp.array(channel_scales, jnp.float32)
-    if scales.shape != shape[1:]:
-        raise ValueError(f"{scales.shape=} of channel_scales must be [KV heads, head dim] = {shape[1:]}")
-    return ChannelQuantizedPool(jnp.zeros(shape, jnp.int8), scales)
+    zeros = None if channel_zeros is None else jnp.array(channel_zeros, jnp.float32)
+    for name, x in (("channel_scales", scales), ("channel_zeros", zeros)):
+        if x is not None and x.shape != shape[1:]:
+            raise ValueError(f"{x.shape=} of {name} must be [KV heads, head dim] = {shape[1:]}")
+    return ChannelQuantizedPool(jnp.zeros(shape, jnp.int8), scales, zeros)
 
 
 def values_of(pool: Pool) -> Array:
@@ -69,6 +78,16 @@ def values_of(pool: Pool) -> Array:
 def is_quantized(pool: Pool) -> bool:
     """Whether the pool holds int8 and scales."""
     return isinstance(pool, QuantizedPool | ChannelQuantizedPool)
+
+
+def zeros_of(pool: Pool) -> Array | None:
+    """The zero points `[K, H]` of a pool that has some."""
+    return pool.zeros if isinstance(pool, ChannelQuantizedPool) else None
+
+
+def with_zeros(pool: Pool, zeros: Array | None) -> Pool:
+    """The same int8 values with these zero points, or none: with none they are what kernels take."""
+    return pool._replace(zeros=zeros) if isinstance(pool, ChannelQuantizedPool) else pool
 
 
 def scales_up(absmax: Array) -> Array:
@@ -94,20 +113,37 @@ def quantise(rows: Array) -> tuple[Array, Array]:
     return jnp.round(rows / jnp.where(by == 0, 1.0, by)).astype(jnp.int8), scales
 
 
-def quantise_channels(rows: Array, scales: Array) -> Array:
-    """Rows `[..., K, H]` -> int8 values by fixed scales `[K, H]`; what lies outside +-127 scales saturates."""
-    steps = jnp.round(rows.astype(jnp.float32) / jnp.where(scales == 0, 1.0, scales))
+def quantise_channels(rows: Array, scales: Array, zeros: Array | None = None) -> Array:
+    """Rows `[..., K, H]` -> int8 values by fixed scales `[K, H]` about zeros `[K, H]` (None: 0); what lies outside +-127
+    scales of them saturates."""
+    steps = jnp.round(_less(rows, zeros) / jnp.where(scales == 0, 1.0, scales))
     return jnp.clip(steps, -_STEPS, _STEPS).astype(jnp.int8)
 
 
-def channel_scales_of(rows: Array) -> Array:
-    """Scales `[K, H]` float32 from calibration rows `[..., K, H]`: each channel's largest takes the last step.
+def channel_scales_of(rows: Array, zeros: Array | None = None) -> Array:
+    """Scales `[K, H]` float32 from calibration rows `[..., K, H]`: each channel's farthest from zeros takes the last step.
 
-    A channel that is 0 throughout gets scale 1, as it has none of its own.
+    A channel that is constant gets scale 1, as it has none of its own. With `channel_zeros_of` the rows as zeros it is eq. 7's
+    (max - min) / (2**b - 1), but that -128 is not used.
     Source: ALISA section V.B (channel-wise INT8 of KV tensors).
     """
-    absmax = jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=tuple(range(rows.ndim - 2)))
+    absmax = jnp.max(jnp.abs(_less(rows, zeros)), axis=tuple(range(rows.ndim - 2)))
     return jnp.where(absmax > 0, absmax / _STEPS, 1.0)
+
+
+def channel_zeros_of(rows: Array) -> Array:
+    """Zero points `[K, H]` float32 from calibration rows `[..., K, H]`: the middle of each channel's range.
+
+    In units of the rows, where eq. 7 rounds it to a whole step: it is kept apart, so nothing is gained by rounding.
+    Source: ALISA section V.B, equation 7.
+    """
+    rows, over = rows.astype(jnp.float32), tuple(range(rows.ndim - 2))
+    return (jnp.max(rows, axis=over) + jnp.min(rows, axis=over)) / 2
+
+
+def _less(rows: Array, zeros: Array | None) -> Array:
+    rows = rows.astype(jnp.float32)
+    return rows if zeros is None else rows - zeros
 
 
 def store(pool: Pool, rows: Array, slots: Array) -> Pool:
@@ -120,7 +156,7 @@ def store(pool: Pool, rows: Array, slots: Array) -> Pool:
         values, scales = quantise(rows)
         return QuantizedPool(write(pool.values, values), write(pool.scales, scales))
     if isinstance(pool, ChannelQuantizedPool):
-        return pool._replace(values=write(pool.values, quantise_channels(rows, pool.scales)))
+        return pool._replace(values=write(pool.values, quantise_channels(rows, pool.scales, pool.zeros)))
     return write(pool, rows)
 
 
@@ -129,5 +165,6 @@ def dequantise(pool: Pool) -> Array:
     if isinstance(pool, QuantizedPool):
         return pool.values.astype(jnp.float32) * pool.scales.astype(jnp.float32)[..., None]
     if isinstance(pool, ChannelQuantizedPool):
-        return pool.values.astype(jnp.float32) * pool.scales
+        elements = pool.values.astype(jnp.float32) * pool.scales
+        return elements if pool.zeros is None else elements + pool.zeros
     return pool

@@ -30,8 +30,12 @@ def dequantise(pool: ArrayLike | Pool) -> F64:
         with np.errstate(invalid="ignore"):  # a row that overflowed has an infinite scale
             return _f64(pool.values) * _f64(pool.scales)[..., None]
     if isinstance(pool, ChannelQuantizedPool):
-        return _f64(pool.values) * _f64(pool.scales)
+        return _f64(pool.values) * _f64(pool.scales) + _zeros(pool)
     return _f64(pool)
+
+
+def _zeros(pool: ChannelQuantizedPool) -> F64:
+    return _f64(0 if pool.zeros is None else pool.zeros)
 
 
 def quantise(rows: ArrayLike) -> tuple[F64, F64]:
@@ -141,7 +145,7 @@ def append(
             steps, scales = quantise(rows)
             rows = steps * scales[..., None]
         elif isinstance(pool, ChannelQuantizedPool):
-            rows = quantise_channels(rows, pool.scales) * _f64(pool.scales)
+            rows = quantise_channels(rows - _zeros(pool), pool.scales) * _f64(pool.scales) + _zeros(pool)
         for m, slot in enumerate(np.asarray(slots)):
             if 0 <= slot < out.shape[0]:
                 out[slot] = rows[m]

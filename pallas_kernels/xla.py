@@ -1,7 +1,8 @@
 """Partial attention in plain XLA: the backend for CPUs, and for what no kernel of the platform's own serves.
 
-Gathers each request's rows and takes two products over them. Knows arrays only; who picks this backend is
-`dispatch`.
+Gathers a block of every request's tokens, takes two products over it, and goes on to the next block until the longest
+request ends: what a program does depends on how many tokens there are, not on how many there is room for. Knows arrays
+only; who picks this backend is `dispatch`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, 
 # products with zeros cost more than the strides.
 _BLOCK_DIAGONAL_HEADS = 4
 
-# Rows of a batch are taken in groups whose gathered keys stay in a core's cache between gather and product.
-_GROUP_BYTES = 2 << 20
+# A block's gathered keys stay in a core's cache between gather and product.
+_BLOCK_BYTES = 2 << 20
+_BLOCK_TOKENS = 16, 256  # of a request in a block, at least and at most
 
 
 def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
@@ -166,15 +168,18 @@ def _attend_block_diagonal(
     return *normalised(out, total.reshape(b, t, n), top.reshape(b, t, n)), mass
 
 
-def _group_size(batch: int, row_bytes: int) -> int:
-    """The largest divisor of the batch size whose rows fit the cache; at least one row."""
-    fits = [d for d in range(1, batch + 1) if batch % d == 0 and d * row_bytes <= _GROUP_BYTES]
-    return max(fits, default=1)
+def _block_tokens(batch: int, row_bytes: int) -> int:
+    """How many tokens of each request a block has: a power of two, so that blocks are alike for every context."""
+    least, most = _BLOCK_TOKENS
+    fits = max(1, _BLOCK_BYTES // (batch * row_bytes))
+    return max(least, min(most, 1 << (fits.bit_length() - 1)))
 
 
-def visible(slots: int, lengths: Array | None, q_positions: Array, window: int | None) -> Array:
-    """`[B, Tq, C]`: whether a query at its position sees the token at each of the first `slots` positions."""
-    at = jnp.arange(slots)
+def visible(
+    slots: int, lengths: Array | None, q_positions: Array, window: int | None, first: Array | int = 0
+) -> Array:
+    """`[B, Tq, C]`: whether a query at its position sees the token at each of `slots` positions from `first` on."""
+    at = first + jnp.arange(slots)
     seen = at <= q_positions[:, :, None]
     if lengths is not None:
         seen &= at < lengths[:, None, None]
@@ -197,40 +202,59 @@ def partial_attention(
 ) -> tuple[Array, ...]:
     """As `pallas_kernels.partial_attention`. There is nothing to interpret: the flag is every backend's."""
     del interpret
-    b, t = q.shape[:2]
+    b, t, n, h = q.shape
     c = slot_table.shape[1]
-    # Entries past a row's end read the row's own first slot: another request's values (an overflowed one's
-    # inf or NaN above all, which a weight of 0 does not silence) must not reach this row.
-    table = jnp.where(jnp.arange(c) < lengths[:, None], slot_table, slot_table[:, :1])
     if q_positions is None:
         q_positions = lengths[:, None] + jnp.arange(t)
-    seen = visible(c, lengths, q_positions, window)
     if is_quantized(k_pool) or is_quantized(v_pool):
         q = q.astype(jnp.float32)
-    group_of = q.shape[2] // values_of(k_pool).shape[1]
+    group_of = n // values_of(k_pool).shape[1]
     if isinstance(k_pool, ChannelQuantizedPool):
         q = q * jnp.repeat(k_pool.scales, group_of, axis=0)
+    itemsize = 4 if is_quantized(k_pool) else values_of(k_pool).dtype.itemsize
+    # The mass of an entry is known once all have been seen.
+    block = c if return_mass else min(c, _block_tokens(b, values_of(k_pool)[0].size * itemsize))
 
     def gathered(pool: Pool, table: Array) -> tuple[Array, Array | None]:
         rows = _gather(values_of(pool), table)
         scales = _gather(pool.scales, table).astype(jnp.float32) if isinstance(pool, QuantizedPool) else None
         return rows.astype(jnp.float32) if is_quantized(pool) else rows, scales
 
-    def attend(args: tuple[Array, Array, Array]) -> tuple[Array, ...]:
-        q, table, seen = args
+    def attend(first: Array | int, table: Array) -> tuple[Array, Array, Array]:
+        """Over the block of tokens `table` `[B, block]`, which begins at position `first`."""
+        # Entries past a row's end read the row's own first slot: another request's values (an overflowed one's
+        # inf or NaN above all, which a weight of 0 does not silence) must not reach this row.
+        table = jnp.where(first + jnp.arange(block) < lengths[:, None], table, slot_table[:, :1])
+        seen = visible(block, lengths, q_positions, window, first)
         (k, k_scales), (v, v_scales) = gathered(k_pool, table), gathered(v_pool, table)
-        out, lse, mass = _attend(q, k, v, seen, scale, softcap, k_scales, v_scales)
-        return (out, lse, mass) if return_mass else (out, lse)
+        return _attend(q, k, v, seen, scale, softcap, k_scales, v_scales)
 
-    itemsize = 4 if is_quantized(k_pool) else values_of(k_pool).dtype.itemsize
-    group = _group_size(b, c * values_of(k_pool)[0].size * itemsize)
-    args = (q, table, seen)
-    if group == b:
-        results = attend(args)
+    mass: tuple[Array, ...] = ()
+    if block == c:
+        out, lse, *rest = attend(0, slot_table)
+        mass = tuple(rest) if return_mass else ()
     else:
-        grouped = [x.reshape(b // group, group, *x.shape[1:]) for x in args]
-        results = tuple(x.reshape(b, *x.shape[2:]) for x in jax.lax.map(attend, tuple(grouped)))
-    out, lse, *mass = results
+        padded = jnp.pad(slot_table, ((0, 0), (0, -c % block)))
+
+        def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            first = i * block
+            table = jax.lax.dynamic_slice_in_dim(padded, first, block, axis=1)
+            return _merged(found, attend(first, table)[:2])
+
+        begin = 0 if window is None else jnp.maximum(0, jnp.min(q_positions) - window + 1) // block
+        nothing = jnp.zeros((b, t, n, h), jnp.float32), jnp.full((b, t, n), -jnp.inf, jnp.float32)
+        out, lse = jax.lax.fori_loop(begin, -(-jnp.max(lengths) // block), add, nothing)
     if isinstance(v_pool, ChannelQuantizedPool):
         out = out * jnp.repeat(v_pool.scales, group_of, axis=0)
     return out, lse, *mass
+
+
+def _merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Attention over the union of two disjoint sets of tokens, from each one's (out `[..., H]`, lse `[...]`)."""
+    top = jnp.maximum(a[1], b[1])
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    weight_a, weight_b = jnp.exp(a[1] - top), jnp.exp(b[1] - top)
+    total = weight_a + weight_b
+    share = 1 / jnp.where(total == 0, 1.0, total)
+    out = (weight_a * share)[..., None] * a[0] + (weight_b * share)[..., None] * b[0]
+    return out, jnp.log(total) + top

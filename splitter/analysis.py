@@ -276,7 +276,7 @@ def _region(a: Analysis, number: int, site: int, folded: tuple, outputs: set[Any
             raise SplitError(
                 f"attention {number} at {compat.where(a.eqns[site])}: an operand besides q, k and v ({x.aval}) depends "
                 "on weights, activations or another attention's cache; only inputs (masks, positions, a cache of its "
-                "own) can live on the attention side"
+                f"own) can live on the attention side{_as_parameter(a, x)}"
             )
     out = a.eqns[site].outvars[0]
     state = tuple(
@@ -286,6 +286,23 @@ def _region(a: Analysis, number: int, site: int, folded: tuple, outputs: set[Any
         if w is not out and (w in outputs or any(c not in region for c in a.consumers.get(w, ())))
     )
     return SiteRegion(site, region, q, k, v, out, tuple(private), state)
+
+
+def _as_parameter(a: Analysis, value: Any) -> str:
+    """What to do where a value derives from parameters alone, as from a cache that was not taken out of them."""
+    if a.dep(value).level >= 0 or a.dep(value).state:
+        return ""
+    invars, names, seen, stack = a.traced.jaxpr.invars, [], set(), [value]
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if v in a.producer:
+            stack.extend(variables(a.eqns[a.producer[v]].invars))
+        elif v in invars[: a.traced.n_params]:
+            names.append(a.traced.param_names[invars.index(v)])
+    return f". It derives from the parameter {min(names)}: if that is a cache, make it an input, split(fn, params, cache, …)"
 
 
 def _mark_cheap(a: Analysis) -> None:

@@ -94,7 +94,7 @@ def trace(
       operators: the primitives to cut at.
 
     Raises:
-      SplitError: no attention operator found, or one inside `while`, `cond` or another construct whose course
+      SplitError: `params` that hold no weight though `fn` does; no attention operator found, or one inside `while`, `cond` or another construct whose course
         depends on data; the message says where in the model.
     """
     with marking():
@@ -107,6 +107,17 @@ def trace(
 
     params_flat, params_tree = tree_util.tree_flatten(params)
     inputs_flat, inputs_tree = tree_util.tree_flatten(tuple(inputs))
+    # No parameters at all are meant so: the function closes over its weights.
+    if (
+        params_flat
+        and not any(map(_is_weight, params_flat))
+        and any(jnp.ndim(c) > 1 and _is_weight(c) for c in consts)
+    ):
+        raise SplitError(
+            f"the first argument after {_fn_name(fn)} is its parameters, and holds no floating-point array, while the "
+            "function itself holds weights: call split(fn, params, *inputs); for a Flax NNX module, graph, params = "
+            "nnx.split(module) and fn = lambda params, *inputs: nnx.merge(graph, params)(*inputs)"
+        )
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x)))
              for x in (*params_flat, *inputs_flat)]  # fmt: skip
     flat, flat_consts = compat.open_jaxpr(jax.make_jaxpr(flat_fn)(*avals))
@@ -129,6 +140,10 @@ def trace(
         output_names=_leaf_names("output", out_shape),
         param_names=_leaf_names("params", params),
     )
+
+
+def _is_weight(x: Any) -> bool:
+    return jnp.issubdtype(_dtype(x), jnp.floating)
 
 
 def _dtype(x: Any) -> Any:

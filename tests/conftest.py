@@ -48,6 +48,7 @@ def why_no_gpus(wanted: int) -> str | None:
 LONG_FILES = (
     "test_ranks",
     "test_perplexity",
+    "test_documents",
     "test_staggered",
     "test_launch_ranks",
     "test_prefix_caching",
@@ -63,8 +64,10 @@ LONG_FILES = (
     "test_exchange_bench",
     "test_transports",
     "test_server",
+    "test_server_answers",
     "test_server_end",
     "test_clients",
+    "test_batch_troubles",
     "test_server_batches",
     "test_server_input",
 )

@@ -28,6 +28,8 @@ from jaxlamina.errors import UserError
 RANK = Path(__file__).with_name("control_rank.py")
 CONFIG: dict[str, Any] = {"dop": "1,2", "kv_dtype": "auto", "max_num_seqs": 8, "window": None, "scale": 0.5}
 VERSIONS = {"jax": "1.2.3", "jaxlamina": "0.1.0"}
+JOB = "the job's word"
+_OWN = {"config": CONFIG, "versions": VERSIONS, "job": JOB}
 SHAPE = StepShape("decode", 8, 1, 256)
 
 
@@ -60,7 +62,8 @@ class Group:
         self._ends: list[Callable[[], Any]] = []
 
     def server(self, n_ranks: int, address: str = "127.0.0.1:0", **options: Any) -> ControlServer:
-        options = {"describe": describe, "versions": VERSIONS, "on_fault": self.faults} | options
+        given = {"describe": describe, "versions": VERSIONS, "on_fault": self.faults, "job": JOB}
+        options = given | options
         server = ControlServer(address, n_ranks, options.pop("config", CONFIG), **options)
         self._ends.append(lambda: server.close(wait_s=0.2))
         return server
@@ -93,7 +96,8 @@ class Joining:
         self.faults = Faults()
         self._made: queue.Queue[ControlClient | Exception] = queue.Queue()
         self._client: ControlClient | None = None
-        hello = hello or hello_of(rank, options.pop("config", CONFIG), options.pop("versions", VERSIONS))
+        own = [options.pop(name, usual) for name, usual in _OWN.items()]
+        hello = hello or hello_of(rank, *own)
         options = {"deadline_s": 10, "on_fault": self.faults, "describe": describe} | options
 
         def make() -> None:

@@ -28,6 +28,7 @@ from jaxlamina.control.messages import (
 from jaxlamina.errors import UserError
 
 VERSIONS = {"jax": "1.2.3", "jaxlamina": "0.1.0"}
+JOB = "the job's word"
 
 
 def say(*words: object) -> None:
@@ -42,7 +43,7 @@ def on_fault(rank: int, line: str) -> None:
 def client(address: str, rank: int, config: dict, deadline_s: float = 20.0, heartbeat_s: float = 5.0) -> int:
     channel = ControlClient(
         address,
-        hello_of(rank, config, VERSIONS),
+        hello_of(rank, config, VERSIONS, JOB),
         deadline_s=deadline_s,
         heartbeat_s=heartbeat_s,
         on_fault=on_fault,
@@ -74,6 +75,7 @@ def server(
         config,
         describe=lambda rank: f"rank {rank}",
         versions=VERSIONS,
+        job=JOB,
         heartbeat_s=heartbeat_s,
         on_fault=on_fault,
     )

@@ -99,6 +99,7 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
         "n_tokens": [len(x) for x in found],
         "n_prefix_hit_tokens": stats["n_prefix_hit_tokens"],
         "programs": sorted(stats["compilations"]),
+        "staggering": stats["staggering"],
         "n_moved_in_tokens": stats["n_moved_in_tokens"],
         "n_preemptions": stats["n_preemptions"],
         "ahead": over_ranks.engine.async_scheduling,
@@ -388,7 +389,27 @@ def recorded(group: Any, model: str) -> dict[str, Any]:
     plain = LLM(source(model), split=False, max_num_seqs=2, max_model_len=32)
     [out] = plain.generate({"prompt_token_ids": PROMPTS[1]}, params)
     shares = executor.recorded.shares(group.workers)
-    return {"same": tokens == [list(out.token_ids)] * 3, "errors": errors, "attention": shares["attention"]}
+    under_load = observed(llm, params)
+    return {
+        "same": tokens == [list(out.token_ids)] * 3,
+        "errors": errors,
+        "attention": shares["attention"],
+        "under_load": under_load,
+    }
+
+
+def observed(llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    """What all ranks' devices do while tokens are written, and that a second recording gives the same kind of answer."""
+    from jaxlamina.profiling.under_load import Observer
+
+    found = []
+    for _ in range(2):
+        observer = Observer(llm.engine)
+        observer.begin()
+        llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
+        found.append(observer.end().to_dict())
+    assert [r["rank"] for r in found[0]["ranks"]] == [r["rank"] for r in found[1]["ranks"]]
+    return found[1]
 
 
 def ended(group: Any, model: str) -> dict[str, Any]:
@@ -455,6 +476,8 @@ def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str
     began, line = time.perf_counter(), None
     try:
         llm = LLM(source(model), group=group, max_num_seqs=2, max_model_len=32, kv_slots=64)
+        # A prompt's own program, which exchanges k and v alone.
+        llm.engine.sizes.buckets = replace(llm.engine.sizes.buckets, prefills=True)
         llm.generate({"prompt_token_ids": PROMPTS[1]}, SamplingParams(max_tokens=4, ignore_eos=True))
     except UserError as error:
         if not caught:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from test_engine import LetterTokenizer, V, run
 from test_parallel_sampling import dice, logits_after
 
-from jaxlamina.adjustments import Adjusted, adjust, bans_of, build
+from jaxlamina.adjustments import Adjusted, adjust, bans_of, build, mask_of
+from jaxlamina.errors import UserError
 from jaxlamina.sampling import SamplingParams
 
 ADJUST = jax.jit(adjust)
@@ -182,6 +183,46 @@ def test_bad_words_are_not_written(ahead: bool):
     pairs = list(pairwise(tokens))
     assert 2 not in tokens and (0, 1) not in pairs and {0, 1} <= set(tokens)
     assert (0, 0, 0) not in zip(tokens, tokens[1:], tokens[2:], strict=False)
+
+
+@given(tokens=st.sets(st.integers(0, V - 1)))
+def test_a_mask_allows_its_tokens_alone(tokens: set[int]):
+    kept = np.asarray(adjust(jnp.zeros((1, V)), build([Adjusted(mask=mask_of(tokens, V))], 1)))[0]
+    assert set(np.flatnonzero(np.isfinite(kept))) == tokens
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_only_allowed_tokens_are_written_whatever_else_is_asked_for(ahead: bool):
+    allowed = [3, 40, 95, V - 1]
+    kinds = [
+        {},
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.5, "logit_bias": {5: 100.0, 3: -5.0}},
+        {"top_p": 0.5, "min_tokens": 3},
+    ]
+    params = [
+        SamplingParams(**{"max_tokens": 12, "seed": 2, "allowed_token_ids": allowed} | kind) for kind in kinds
+    ]
+    cases = list(zip(PROMPTS, [*params, PENALISED[0]], strict=True))
+    alone = [outputs_of(dice(), [case])[0] for case in cases]
+    assert outputs_of(dice(async_scheduling=ahead), cases) == alone
+    assert all(set(tokens) <= set(allowed) for tokens in alone[:-1]) and not set(alone[-1]) <= set(allowed)
+    assert len(set(alone[0])) > 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"allowed_token_ids": [3, V]}, f"allowed_token_ids={V} is not in the vocabulary"),
+        ({"allowed_token_ids": [3], "stop_token_ids": [3, 10**9], "min_tokens": 1}, "may leave no token"),
+        ({"allowed_token_ids": [2], "bad_words": ["c"]}, "may leave no token"),
+    ],
+)
+def test_allowed_tokens_that_leave_nothing_to_write_are_refused(asked: dict, message: str):
+    engine = dice(tokenizer=LetterTokenizer())
+    with pytest.raises(UserError, match=message):
+        engine.add_request(PROMPTS[0], SamplingParams(**asked))
+    assert engine.idle
 
 
 def test_logprobs_are_the_models_own():

@@ -20,7 +20,7 @@ from test_models import MODELS
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
-from jaxlamina.in_flight import HostTime
+from jaxlamina.in_flight import StepTimes
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.outputs import RequestOutput
@@ -239,7 +239,7 @@ def test_smollm2_writes_the_same_a_step_ahead(smollm2: LLM):
 def recorded(engine: Engine) -> list[tuple[str, Any]]:
     """What ``engine`` does from now on, in order: ("launch", the tokens of a decode step or None), ("read", tokens)."""
     seen: list[tuple[str, Any]] = []
-    executor, read = engine.executor, engine._host_time.read
+    executor, read = engine.executor, engine._times.read
 
     class Recording:
         def __getattr__(self, name: str) -> Any:
@@ -258,7 +258,7 @@ def recorded(engine: Engine) -> list[tuple[str, Any]]:
         seen.append(("read", None if rows.sampled is None else found[0].sampled.tokens[: len(rows.requests)]))
         return found
 
-    engine.executor, engine._host_time.read = Recording(), reading  # type: ignore[method-assign]
+    engine.executor, engine._times.read = Recording(), reading  # type: ignore[method-assign]
     return seen
 
 
@@ -341,65 +341,41 @@ def test_what_a_failed_step_leaves_can_be_aborted(small: LLM):
     Run(engine, [([1, 2, 3], SamplingParams(max_tokens=4, seed=1), 0, None)])
 
 
-def test_host_time_is_counted_where_the_device_has_nothing_to_do(small: LLM):
+def test_what_the_host_launches_and_waits_for_is_counted(small: LLM):
     params = SamplingParams(temperature=0.0, max_tokens=20)
-    stats = {}
     for async_scheduling in (True, False):
         engine = engine_of(small, async_scheduling)
         Run(engine, [([1, 2, 3], params, 0, None)] * 2)
-        stats[async_scheduling] = engine.stats
-    for s in stats.values():
-        assert 0 < s.exposed_s <= s.prefill_s + s.decode_s
+        s = engine.stats
+        assert 0 < s.launch_s and 0 < s.wait_s <= s.prefill_s + s.decode_s
+        assert s.n_prefill_steps == 2 and s.n_decode_steps >= 19
 
 
-class _Device:
-    """A clock, and rows that are done when it says so: `HostTime` knows neither apart from real ones."""
+def test_a_step_lasts_from_when_the_one_before_it_was_read():
+    """Rows that are done when a clock says so: `StepTimes` knows neither apart from real ones."""
+    clock = {"now": 1.0}
+    times = StepTimes(lambda: clock["now"])
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.host = HostTime(lambda: self.now)
+    class Timed:
+        def __init__(self, done_at: float) -> None:
+            self.done_at = done_at
 
-    def rows(self, done_at: float) -> Any:
-        device = self
+        def read(self) -> str:
+            clock["now"] = max(clock["now"], self.done_at)
+            return "found"
 
-        class Timed:
-            @property
-            def is_done(self) -> bool:
-                return device.now >= done_at
+    def launch() -> str:
+        clock["now"] += 0.25
+        return "launched"
 
-            def read(self) -> None:
-                device.now = max(device.now, done_at)
-
-        return Timed()
-
-    def launch(self, took: float, done_at: float, *, by_slice: bool = False) -> float:
-        def run() -> None:
-            self.now += took
-
-        _, waited = self.host.launch(run, by_slice=by_slice)
-        self.host.launched(self.rows(done_at))
-        return waited
-
-
-@pytest.mark.parametrize(("by_slice", "waited"), [(False, 0.75), (True, 0.5)])
-def test_host_time_of_a_device_that_waits(by_slice: bool, waited: float):
-    device = _Device()
-    device.host.begin()
-    device.now = 0.5  # the host makes a batch, and the device has nothing; then 0.25 until all is launched
-    assert device.launch(0.25, 2.0, by_slice=by_slice) == waited
-    device.now = 3.0  # done at 2, last seen at work at 0.75
-    assert device.launch(0.25, 5.0, by_slice=by_slice) == 2.25 + (0 if by_slice else 0.25)
-
-
-def test_host_time_of_a_device_that_always_has_something():
-    device = _Device()
-    device.host.begin()
-    device.launch(0.0, 10.0)
-    device.now = (
-        9.0  # at work; its queue is full, and the launch lasts until there is room, when the first is done
-    )
-    assert device.launch(3.0, 20.0) == 0
-    device.host.read(device.rows(20.0))
-    assert device.now == 20.0
-    device.now = 20.5  # read at once when it was done
-    assert device.launch(0.0, 30.0) == 0.5
+    rows: Any = Timed
+    times.begin()  # there is something to do
+    assert times.timed(launch) == ("launched", 0.25)
+    assert times.read(rows(2.0)) == ("found", 1.0, 0.75)
+    clock["now"] = 3.0
+    times.begin()  # still
+    assert times.read(rows(2.5)) == ("found", 1.0, 0.0)  # it was done: nothing is waited for
+    times.rest()
+    clock["now"] = 10.0
+    times.begin()
+    assert times.read(rows(10.5)) == ("found", 0.5, 0.5)

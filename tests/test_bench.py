@@ -449,6 +449,32 @@ def test_prompt_tokens_go_beside_steps_of_whole_batches() -> None:
     assert names == ["unsplit", two, "unsplit, with 4 alongside", "unsplit, then 4"]
 
 
+def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One way fails when it is compiled, another in its second round: the others are measured, and it is said."""
+    run, n_runs = step_bench._run, {"slice by slice": 0}
+
+    def failing(executor: Any, way: Any, *args: Any) -> Any:
+        if way.name == "unsplit, with 4 alongside":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand more")
+        n_runs[way.name] = n_runs.get(way.name, 0) + 1
+        if way.name == "slice by slice" and n_runs[way.name] > 9:
+            raise jax.errors.JaxRuntimeError("lost")
+        return run(executor, way, *args)
+
+    monkeypatch.setattr(step_bench, "_run", failing)
+    failed: list[str] = []
+    found, _ = step_bench.measure(
+        ModelConfig.from_hf(TINY), [step_bench.StepCase(2, 8)], group=None, dtype=jnp.float32, n_rounds=2, unsplit=True,
+        local=True, prefill=4, device=jax.devices()[0], on_failure=failed.append,
+    )  # fmt: skip
+    assert [r.way for r in found] == ["unsplit", "unsplit, then 4"]
+    assert all(len(r.ahead_ms) == 2 for r in found)
+    assert failed == [
+        "B 2, 8 tokens, unsplit, with 4 alongside: RESOURCE_EXHAUSTED: Out of memory",
+        "B 2, 8 tokens, slice by slice: lost",
+    ]
+
+
 def test_step_bench_with_prompt_tokens() -> None:
     config, case = ModelConfig.from_hf(TINY), step_bench.StepCase(2, 8)
     found, _ = step_bench.measure(

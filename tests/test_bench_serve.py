@@ -228,7 +228,7 @@ def record_of(result: Any) -> dict[str, Any]:
 
 def test_a_load_of_completions_is_timed(server: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    words = ["--num-prompts", "7", "--random-input-len", "6", "--random-output-len", "5", "--ignore-eos"]
+    words = ["--num-prompts", "7", "--input-len", "6", "--output-len", "5", "--ignore-eos"]
     words += [
         "--max-concurrency",
         str(AT_ONCE),
@@ -249,7 +249,11 @@ def test_a_load_of_completions_is_timed(server: str, tmp_path: Path) -> None:
     saved = json.loads(file.read_text())
     assert saved["output_lens"] == [5] * 7 and [len(itl) for itl in saved["itls"]] == [4] * 7
     assert {name: saved[name] for name in record} == record
-    assert "inter-token latency (ITL)" in result.stdout and "goodput (ttft ≤ 1e+09 ms" in result.stdout
+    assert (
+        "ITL: inter-token latency" in result.stdout
+        and "…" not in result.stdout
+        and "goodput (ttft ≤ 1e+09 ms" in result.stdout
+    )
 
 
 def test_a_trace_is_played_at_its_own_times(server: str, tmp_path: Path) -> None:
@@ -274,9 +278,9 @@ def test_chats_arrive_at_a_rate(server: str) -> None:
         "chat",
         "--num-prompts",
         "4",
-        "--random-input-len",
+        "--input-len",
         "8",
-        "--random-output-len",
+        "--output-len",
         "3",
     ]
     words += ["--request-rate", "50", "--burstiness", "0.5", "--ignore-eos", "--max-concurrency", "2"]
@@ -286,7 +290,7 @@ def test_chats_arrive_at_a_rate(server: str) -> None:
 
 
 def test_failed_requests_are_counted_and_shown(server: str) -> None:
-    words = ["--num-prompts", "12", "--random-input-len", "6", "--random-output-len", "100", "--ignore-eos"]
+    words = ["--num-prompts", "12", "--input-len", "6", "--output-len", "100", "--ignore-eos"]
     result = bench(server, *words)
     record = record_of(result)
     assert record["failed"] > 0 and record["completed"] >= AT_ONCE
@@ -300,7 +304,7 @@ def test_failed_requests_are_counted_and_shown(server: str) -> None:
     [
         (["--model", "other"], "does not serve 'other', but 'tiny'"),
         (["--endpoint", "embeddings"], "--endpoint 'embeddings' must be completions or chat"),
-        (["--random-input-len", "4000"], "longer than the 128 tokens"),
+        (["--input-len", "4000"], "longer than the 128 tokens"),
         (["--dataset-name", "trace"], "--dataset-path goes with"),
         (
             ["--dataset-name", "alpaca"],

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.loads import Size
+from jaxlamina.bench.peers import flash_attention
 from jaxlamina.bench.throughput_bench import ALONE, OURS, PADDED, TRANSFORMERS, Report, Run
-from jaxlamina.bench.throughput_peers import needed_blocks
+from jaxlamina.bench.throughput_peers import heading, needed_blocks
 from jaxlamina.errors import UserError
 
 
@@ -108,6 +109,41 @@ def test_ratios_are_of_rounds_where_ways_took_turns() -> None:
 def test_pages_hold_any_requests_at_once(sizes: list[Size], at_once: int) -> None:
     pages = [-(-(size.n_prompt + size.n_output) // 256) for size in sizes]
     assert needed_blocks(sizes, at_once) > max(sum(pages[i : i + at_once]) for i in range(len(pages)))
+
+
+def test_a_heading_says_what_is_not_the_peers_best() -> None:
+    assert heading("sdpa", "gpu") == "sdpa, its slow way"
+    assert heading("flash_attention_2", "gpu") == "flash_attention_2" and heading("sdpa", "cpu") == "sdpa"
+    report = Report(headings={TRANSFORMERS: "sdpa, its slow way"})
+    assert (
+        report.heading(TRANSFORMERS) == "transformers (sdpa, its slow way)" and report.heading(OURS) == OURS
+    )
+
+
+def test_flash_attention_is_asked_for_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("transformers.utils.import_utils")
+    assert flash_attention() is None  # on this CPU
+    monkeypatch.setattr(utils, "is_flash_attn_3_available", lambda kernels_fallback_ok=False: False)
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda: True)  # older ones take no argument
+    assert flash_attention() == "flash_attention_2"
+    monkeypatch.setattr(
+        utils, "is_flash_attn_3_available", lambda kernels_fallback_ok=False: kernels_fallback_ok
+    )
+    assert flash_attention() == "flash_attention_3"
+
+
+def test_what_the_device_does_is_recorded_of_one_more_run(folder: Path) -> None:
+    options = ["--model", str(folder), "--dataset-name", "random", "--input-len", "6", "--output-len", "40"]
+    result = bench(*options, "--num-prompts", "4", "--max-num-seqs", "2", "--profile-s", "5", "--no-split")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout.splitlines()[-1])
+    found = record["under_load"]
+    [rank] = found["ranks"]
+    assert rank["rank"] == "this process" and 0 < rank["idle"] < 1 and found["n_decode_steps"] > 3
+    assert rank["compute"] + rank["exchange"] + rank["idle"] == pytest.approx(1)
+    assert "s under load: " in result.stdout and "this process: compute " in result.stdout
+    [run] = record["results"][OURS]
+    assert 0 < run["wait_s"] < run["seconds"] and "exposed_s" not in run
 
 
 @pytest.mark.slow

@@ -123,6 +123,13 @@ def test_steps_that_cannot_be_recorded_end_no_job(transport: str) -> None:
     there, here = found["errors"]
     assert there == "rank 1 (attention worker 0): the trace is torn" and "cannot be recorded" in here
     assert found["same"] and found["attention"] > 0, found
+    ranks = found["under_load"]["ranks"]
+    assert [r["rank"] for r in ranks] == ["rank 0 (model worker 0)", "rank 1 (attention worker 0)"]
+    for rank in ranks:
+        assert rank["error"] == "" and 0 < rank["compute"] < 1 and 0 < rank["idle"] < 1, rank
+        assert rank["compute"] + rank["exchange"] + rank["idle"] == pytest.approx(1)
+    assert all(rank["exchange"] > 0 for rank in ranks), ranks
+    assert found["under_load"]["n_decode_steps"] >= 7
 
 
 def test_profile_of_what_is_being_written(tmp_path: Path) -> None:
@@ -224,3 +231,39 @@ def test_batches_that_a_job_cannot_run() -> None:
         check(Cluster(dop=(3, 1), n_batches=3), case, [2])
     with pytest.raises(UserError, match="12 requests cannot be cut into 5"):
         check(Cluster(), case, [5])
+
+
+@pytest.mark.parametrize(("n_cases", "n_ways"), [(1, 1), (1, 2), (3, 2)])
+def test_nothing_of_the_figure_lies_outside_of_it(
+    n_cases: int, n_ways: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matplotlib = pytest.importorskip(
+        "matplotlib", reason="the figure needs matplotlib: pip install matplotlib"
+    )
+    from types import SimpleNamespace
+
+    from matplotlib.figure import Figure
+
+    from jaxlamina.bench import breakdown_figure
+    from jaxlamina.profiling.scopes import KINDS
+
+    ms = dict(zip(KINDS, (4.0, 3.0, 1.0, 0.5, 2.0), strict=True))
+    timeline = SimpleNamespace(step_ms=10.5, ms=lambda ranks: ms, ranks_of=lambda pool: [0])
+    found = [
+        SimpleNamespace(case=f"B {64 + case}, 4,096 tokens", way=way, timeline=timeline)
+        for case in range(n_cases)
+        for way in ("one batch", "2 staggered")[:n_ways]
+    ]
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    title = "llama-3-8b, 32 layers, bfloat16; DOP 1,1, xla by memory, heads; NVIDIA H200; JAX 0.11.2, Linux, 2026-11-21"
+    breakdown_figure.draw(found, title, tmp_path / "figure.png")  # type: ignore[arg-type]
+    [figure] = figures
+    assert matplotlib and (tmp_path / "figure.png").stat().st_size > 5000
+    figure.draw_without_rendering()
+    for part in (figure._suptitle, *figure.legends, *(t for axes in figure.axes for t in axes.texts)):
+        box = part.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height, (
+            part
+        )

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.buckets import Buckets, bucket, steps
+from jaxlamina.buckets import Buckets, Compiled, Shape, bucket, steps
+from jaxlamina.warm_up import first_of, shapes
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 
 
@@ -30,7 +31,7 @@ def test_default_buckets_hold_everything_up_to_their_limits(max_num_seqs: int, m
 
 @given(st.integers(1, 40_000))
 def test_contexts_of_steps_that_are_one_program(max_model_len: int):
-    for cut, most, from_, ratio in (("coarse", 20, 256, 1.5), ("doubling", 8, 512, 2)):
+    for cut, most, from_, ratio in (("coarse", 20, 256, 1.5), ("doubling", 4, 2048, 4)):
         sizes = Buckets.default(4, max_model_len, cut)
         assert sizes.context[-1] == max_model_len and len(sizes.context) <= most
         for n in {1, max_model_len // 3 + 1, max_model_len // 2 + 1, max_model_len}:
@@ -43,7 +44,11 @@ def test_contexts_as_they_are_cut():
         return Buckets.default(1, 2048, cut).context
 
     assert contexts("coarse") == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-    assert contexts("doubling") == (512, 1024, 2048)
+    assert contexts("doubling") == (2048,) and Buckets.default(1, 9000, "doubling").context == (
+        2048,
+        8192,
+        9000,
+    )
     assert len(contexts("fine")) == 24 and Buckets.default(1, 96, "coarse").context == (64, 96)
     assert Buckets.default(1, 96, "doubling").context == (96,)
 
@@ -101,7 +106,7 @@ def test_a_prompt_bucket_of_one_token_is_refused():
         ("9.0", "float32", "auto", 128, "coarse"),  # Triton's or XLA's
         ("9.0", "bfloat16", "auto", 72, "coarse"),
         ("8.0", "bfloat16", "auto", 128, "coarse"),
-        (None, "bfloat16", "auto", 128, "coarse"),
+        (None, "bfloat16", "auto", 128, "few"),
     ],
 )
 def test_how_finely_contexts_are_cut(capability, dtype, kv, head_dim, cut):
@@ -109,3 +114,63 @@ def test_how_finely_contexts_are_cut(capability, dtype, kv, head_dim, cut):
     device = SimpleNamespace(platform="cpu" if capability is None else "gpu", compute_capability=capability)
     spec = AttentionSpec(2, head_dim, np.dtype(jnp.dtype(dtype)), 1.0, None, None, kv)
     assert bucket_cut([spec], device) == cut
+
+
+def test_a_cpu_has_few_sizes():
+    sizes = Buckets.default(32, 8192, "few")
+    assert sizes.batch == (1, 2, 4, 8, 16, 32) and sizes.context == (2048, 8192) and not sizes.prefills
+    assert sizes.prompt == (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    todo = shapes(sizes, max_model_len=8192, max_chunk=2048)
+    assert len(todo) == 6 * 2 + 7 * 2, "what `jaxlamina serve` compiles with its defaults"
+    assert {shape.kind for shape in todo} == {"decode", "chunk"}
+    # A prompt that follows nothing is a chunk; it needs no program of its own.
+    assert sizes.fit(Shape("prefill", 1, 40, 0)) == Shape("chunk", 1, 64, 2048)
+    alone = shapes(sizes, max_model_len=8192, max_chunk=2048, chunks=False)
+    assert [s for s in alone if s.kind != "decode"] == [Shape("chunk", 1, n, 2048) for n in sizes.prompt[:7]]
+
+
+CUTS = st.sampled_from(["fine", "coarse", "doubling", "few"])
+
+
+@given(st.data(), CUTS, st.integers(1, 40), st.integers(2, 3000), st.booleans(), st.integers(2, 4000))
+def test_a_step_is_padded_to_the_smallest_that_is_compiled(data, cut, most_rows, longest, mixed, chunk):
+    sizes = Buckets.default(most_rows, longest, cut)
+    todo = shapes(sizes, max_model_len=longest, max_chunk=chunk, mixed=mixed and cut != "fine")
+    first = first_of(todo)
+    assert len(first) <= 5
+    compiled = Compiled(sizes)
+    compiled.add(first)
+    compiled.add(data.draw(st.lists(st.sampled_from(todo), max_size=3)))
+    n_rows = data.draw(st.integers(1, most_rows))
+    rows = Shape("decode", n_rows, 1, data.draw(st.integers(1, longest - 1)))
+    earlier = data.draw(st.integers(0, max(0, longest - 2)))
+    n_tokens = data.draw(st.integers(1, min(chunk, longest - earlier)))
+    prompt = Shape("chunk" if earlier else "prefill", 1, n_tokens, earlier)
+    for wanted in (rows, prompt):
+        found = compiled.fit(wanted)
+        assert found in compiled.shapes, "nothing is compiled for a request once the first are"
+        assert found.holds(wanted)
+        assert found == min(
+            (s for s in compiled.shapes if s.holds(wanted)),
+            key=lambda s: (s != sizes.fit(wanted), s.room),
+        )
+    assert compiled.rows(n_rows) >= n_rows
+    compiled.add(todo)
+    assert compiled.fit(rows) == sizes.fit(rows) and compiled.fit(prompt) == sizes.fit(prompt)
+
+
+def test_sizes_that_nothing_compiled_holds_are_compiled_at_once():
+    sizes = Buckets(batch=(1, 4), prompt=(8, 32), context=(16, 64))
+    compiled = Compiled(sizes)
+    assert compiled.fit(Shape("decode", 3, 1, 20)) == Shape("decode", 4, 1, 64)
+    compiled.add([Shape("decode", 4, 1, 64), Shape("chunk", 1, 32, 64)])
+    assert compiled.fit(Shape("prefill", 1, 5, 0)) == Shape("chunk", 1, 32, 64)
+    assert compiled.wanted == {Shape("prefill", 1, 8, 0): 1}, "what would have been smaller is compiled first"
+    scored = Shape("prefill", 1, 5, 0, of_all=True)
+    assert compiled.fit(scored) == Shape("prefill", 1, 8, 0, of_all=True)
+    both = Shape("decode", 1, 1, 3, alongside=Shape("chunk", 1, 9, 30))
+    assert compiled.fit(both) == Shape("decode", 1, 1, 16, alongside=Shape("chunk", 1, 32, 64))
+    compiled.add([Shape("decode", 4, 1, 64, alongside=Shape("chunk", 1, 32, 64))])
+    assert compiled.fit(both) == Shape("decode", 4, 1, 64, alongside=Shape("chunk", 1, 32, 64))
+    with pytest.raises(ValueError, match="n=5 must be within"):
+        compiled.fit(Shape("decode", 5, 1, 3))

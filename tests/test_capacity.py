@@ -13,7 +13,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.workers import AttentionSpec, LocalExecutor, UnsplitExecutor, capacity
 from jaxlamina.workers.attention_worker import attention_workspace_bytes
-from jaxlamina.workers.capacity import resolve_slots, slots_that_fit, spread_over
+from jaxlamina.workers.capacity import host_slots_that_pay, resolve_slots, slots_that_fit, spread_over
 from jaxlamina.workers.workspace import LargestStep, pool_shapes, program_bytes, tree_bytes
 
 DEVICE = jax.devices("cpu")[0]
@@ -45,6 +45,19 @@ def test_the_workspace_is_left_free_and_named_when_it_is_too_much():
         slots_that_fit([SPEC] * 4, device, 10_000, 32, workspace_bytes=819 * 1024)
     with pytest.raises(UserError, match="hold 0 KV slots"):
         slots_that_fit([SPEC] * 4, device, 10_000, 1, workspace_bytes=2000 * 1024)
+
+
+def test_host_slots_are_as_many_as_the_devices_as_far_as_a_quarter_of_the_host_goes(monkeypatch):
+    monkeypatch.setattr(capacity, "host_free_bytes", lambda: 400 * 1024)
+    gpu = Device("gpu:0", 1100 * 1024)
+    assert host_slots_that_pay([SPEC] * 4, [gpu], 10_000) == 100
+    assert host_slots_that_pay([SPEC] * 4, [gpu], 30) == 30
+    assert host_slots_that_pay([SPEC] * 4, [gpu], 10_000, n_sharing=2) == 50
+    assert (
+        host_slots_that_pay([SPEC] * 4, [DEVICE], 10_000)
+        == 0
+        == host_slots_that_pay([SPEC], [gpu, DEVICE], 9)
+    )
 
 
 def test_several_workers_hold_what_the_fullest_device_does():

@@ -56,6 +56,23 @@ def test_times_that_come_late_are_waited_for_with_more_tries():
     assert [choice.next("bucket", 8) for _ in range(6)] == [1, 2, 1, 2, 1, 2]
 
 
+def test_what_was_chosen_is_said_once_with_its_times():
+    said = []
+    choice = Choice((1, 2), n_trials=2, on_chosen=lambda *what: said.append(what))
+    for bucket, n_rows in (("one row", 1), ("short", 8), ("long", 8)):
+        for _ in range(12 if bucket != "long" else 3):
+            n = choice.next(bucket, n_rows)
+            choice.took(bucket, n, {1: 3.0, 2: 2.0}[n])
+        assert choice.settled(bucket, n_rows) == (2 if bucket == "short" else 1)
+    assert said == [("short", {1: 3.0, 2: 2.0})]
+    assert choice.found() == {
+        "one row": (1, {1: 3.0}),
+        "short": (2, {1: 3.0, 2: 2.0}),
+        "long": (None, {1: 3.0}),
+    }
+    assert choice.possible(1) == (1,) and choice.possible(2) == (1, 2)
+
+
 def test_nothing_to_choose_from_is_an_error():
     with pytest.raises(ValueError, match="one at least"):
         Choice(())

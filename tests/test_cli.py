@@ -113,8 +113,14 @@ def test_generate_offers_every_sampling_parameter(capsys, monkeypatch):
     main(["generate", "--help"])
     text = capsys.readouterr().out
     for field in dataclasses.fields(SamplingParams):
-        option = field.name.replace("_", "-").replace("stop-token-ids", "stop-token-id")
+        option = field.name.replace("_", "-").replace("token-ids", "token-id")
         assert f"--{option}" in text, field.name
+
+
+def test_serve_says_which_parsers_there_are(capsys):
+    for option, known in (("--tool-call-parser", "hermes, llama3_json"), ("--reasoning-parser", "qwen3")):
+        assert main(["serve", option, "other"]) != 0
+        assert f"{option} 'other' must be one of {known}" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -182,18 +188,23 @@ def test_generate_with_beams_writes_the_likelier_text(here, tiny_folder):
     )
 
 
-def test_generate_with_other_kv_writes_too(here, tiny_folder):
+def test_generate_with_other_kv_writes_too(here, tiny_folder, tmp_path):
     arguments = ["generate", "w3 w5 w8 w1", "--model", str(tiny_folder), "--max-tokens", "6"]
     plain = here(*arguments).stdout
     for options in (
         ["--attention-workers", "2", "--partition", "heads"],
         ["--attention-workers", "3", "--partition", "tokens", "--no-prefix-caching"],
         ["--host-kv-slots", "64"],
+        ["--host-kv-slots", "auto"],
     ):
         done = here(*arguments, *options)
         assert done.returncode == 0 and done.stdout == plain, (options, done.stderr)
-    done = here(*arguments, "--kv-dtype", "int8")
-    assert done.returncode == 0 and len(done.stdout.split()) == 6
+    text = tmp_path / "words.txt"
+    text.write_text("w1 w2 w3 w4 w5 w6 w7 w8")
+    by_channel = ["--kv-dtype", "int8-channel-asymmetric", "--calibration-file", str(text)]
+    for options in (["--kv-dtype", "int8"], by_channel):
+        done = here(*arguments, *options)
+        assert done.returncode == 0 and len(done.stdout.split()) == 6, (options, done.stderr)
 
 
 def test_generate_takes_its_share_of_a_gpus_memory(here, tiny_folder, monkeypatch):
@@ -227,20 +238,26 @@ def test_generate_json_of_two_prompts():
 
 
 def test_a_negative_temperature(capsys):
-    assert "temperature=-1.0" in one_error(capsys, "generate", "hi", "--temperature", "-1")
+    assert "--temperature -1.0" in one_error(capsys, "generate", "hi", "--temperature", "-1")
 
 
 def test_options_of_several_continuations_and_of_kv(capsys, tiny_folder):
     model = ("generate", "w3", "--model", str(tiny_folder))
-    assert "n=2, best_of=None with temperature=0" in one_error(capsys, *model, "--n", "2")
-    assert "length_penalty=2.0 is for beam search" in one_error(capsys, *model, "--length-penalty", "2")
-    assert "beam_width=2" in one_error(capsys, *model, "--n", "3", "--beam-width", "2")
-    assert "kv_dtype='int4' must be one of auto, int8" in one_error(capsys, *model, "--kv-dtype", "int4")
-    line = one_error(capsys, *model, "--attention-workers", "3")
+    assert "--n 2, no --best-of with --temperature 0" in one_error(capsys, *model, "--n", "2")
+    assert "--length-penalty 2.0 is for beam search" in one_error(capsys, *model, "--length-penalty", "2")
+    assert "--beam-width 2" in one_error(capsys, *model, "--n", "3", "--beam-width", "2")
+    assert "--kv-dtype int4 must be one of auto, int8" in one_error(capsys, *model, "--kv-dtype", "int4")
+    line = one_error(capsys, *model, "--attention-workers", "3", "--partition", "heads")
     assert "2 KV heads do not divide evenly over 3 attention workers: take 1 or 2 of them" in line
-    assert "partition='rows' must be one of heads" in one_error(capsys, *model, "--partition", "rows")
+    assert line.endswith("or --partition tokens or --partition requests")
+    assert "--max-tokens 0 must be a whole number at least 1" in one_error(
+        capsys, *model, "--max-tokens", "0"
+    )
+    assert "--partition rows must be one of auto, heads" in one_error(capsys, *model, "--partition", "rows")
     assert "needs the model split" in one_error(capsys, *model, "--attention-workers", "2", "--no-split")
-    assert "host_kv_slots=-1 must be 0" in one_error(capsys, *model, "--host-kv-slots", "-1")
+    assert "--host-kv-slots -1 must be 0" in one_error(capsys, *model, "--host-kv-slots", "-1")
+    line = one_error(capsys, *model, "--calibration-file", "nowhere.txt")
+    assert "cannot read --calibration-file nowhere.txt: " in line
 
 
 def test_metrics_of_pools_are_of_a_job(capsys):

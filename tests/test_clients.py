@@ -123,6 +123,16 @@ def test_results_of_batches_come_between_answers(server, start):
     assert len(answer) == 1 and len(answer[0].split()) == 300  # in one piece
 
 
+def test_leaving_while_a_batch_runs_is_asked_for_twice(server, start):
+    lines = ["/set ignore_eos=true", '/batch ["w1 w2"] [4000]', "/exit", "/help", "/exit", "/exit", "w6"]
+    out, err = finish(start("chat", "--url", server.url), "\n".join(lines))
+    batch_id = next(word for word in err.split() if word.startswith("batch-")).rstrip(":")
+    assert out == [] and err.count(f"still running: {batch_id}; /exit again leaves") == 2
+    assert err.splitlines()[-1] == f"not waited for: {batch_id} (0 of 1 done); the server goes on with it"
+    status, _ = server.request("POST", f"/v1/batches/{batch_id}/cancel", None, {"Authorization": "Bearer k"})
+    assert status == 200
+
+
 def test_a_conversation_in_this_process(tiny, start):
     options = (
         "--model",
@@ -134,8 +144,13 @@ def test_a_conversation_in_this_process(tiny, start):
         "--temperature",
         "0",
     )
-    out, err = finish(start("chat", *options), "/set ignore_eos=true\nw1 w2\nw3\n")
+    out, err = finish(
+        start("chat", *options), '/set ignore_eos=true\nw1 w2\nw3\n/batch ["w1"] [400]\n/exit\n'
+    )
     assert [len(line.split()) for line in out] == [3, 3], err
+    assert "(0 of 1 done); it ends with this chat" in err, (
+        "a batch that still runs is not dropped without a word"
+    )
 
 
 def test_every_field_that_can_be_set_is_one_of_the_api():
@@ -164,12 +179,30 @@ def test_batches_at_a_server_are_grouped_and_in_order(server, start, tmp_path):
         f"{n} of {n} done" for n in (7, 2, 2)
     ]
     names = [line.partition(" ")[0] for line in out[1:8]]
-    assert names == ["[1]", "[2]", "[3]", "[4]", "[5]", "[6]", "[mine]"]
+    assert names == [*(f"[a.jsonl:{i}]" for i in range(1, 7)), "[mine]"]
     assert [len(line.split()) - 1 for line in out[heads[2] + 1 :]] == [2, 3]
     out, _ = finish(start("batch", '["w1", "w1"] [2, 5000]', "--url", server.url, "--json"), code=1)
     right, wrong = map(json.loads, out)
+    assert (right["input"], right["prompt"], right["custom_id"]) == ("list", "w1", "1")
     assert right["response"]["status_code"] == 200 and right["custom_id"] == "1"
     assert wrong["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+def test_results_of_several_inputs_can_be_joined_to_them(server, start, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(f"w1 {folder}\n\nw2 {folder}\n")
+    inputs = [str(tmp_path / "one" / "a.txt"), str(tmp_path / "two" / "a.txt"), '["w5"]', '["w5"]']
+    out, _ = finish(start("batch", *inputs, "--url", server.url, "--max-tokens", "1", "--json"))
+    found = {line["custom_id"]: (line["input"], line["prompt"]) for line in map(json.loads, out)}
+    assert found == {
+        "a.txt:1": ("a.txt", "w1 one"),
+        "a.txt:3": ("a.txt", "w2 one"),
+        "a.txt#2:1": ("a.txt#2", "w1 two"),
+        "a.txt#2:3": ("a.txt#2", "w2 two"),
+        "list:1": ("list", "w5"),
+        "list#2:1": ("list#2", "w5"),
+    }
 
 
 def test_an_interrupted_run_goes_on(tiny, start, tmp_path):

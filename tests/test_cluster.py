@@ -61,7 +61,7 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ('dop = "1;2"\n', "DOP '1;2' must be a,b"),
         ("dop = [1, 0]\n", "n_attention=0 must be"),
         (
-            "dop = [2, 1]\n",
+            "dop = [2, 1]\nn_batches = 1\n",
             "2 model workers for n_batches=1 staggered batches, so some would idle: take n_batches=3",
         ),
         ('n_batches = "some"\n', "n_batches='some' must be a whole number"),
@@ -94,7 +94,7 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ("gpu_memory_utilization = 0\n", "gpu_memory_utilization=0.0 must be above 0, and 1 at most"),
         ("kv_headroom = 1.5\n", "kv_headroom=1.5 must be from 0 to 1"),
         ('kv_manager = "paged"\n', "kv_manager='paged' must be one of token, padded"),
-        ('partition = "layers"\n', "partition='layers' must be one of heads, requests, tokens"),
+        ('partition = "layers"\n', "partition='layers' must be one of auto, heads, requests, tokens"),
         ("token_block = 0\n", "token_block=0 must be at least 1"),
         ("token_block = true\n", "token_block=True must be a whole number"),
         ("q_first = 1\n", "q_first=1 must be true or false"),
@@ -126,6 +126,9 @@ def test_a_file_that_is_not_there(tmp_path):
     ("how", "mode", "n_replicas", "usual_n_batches"),
     [
         ({"dop": (1, 1)}, "fixed", 1, 2),
+        ({"dop": (1, 1), "pipelining": "rotational"}, "rotational", 1, 2),
+        ({"dop": (3, 1)}, "rotational", 3, 4),
+        ({"dop": (3, 1), "pipelining": "fixed"}, "fixed", 3, 4),
         ({"dop": (3, 1), "n_batches": 4}, "rotational", 3, 4),
         ({"dop": (3, 1), "n_batches": 3}, "fixed", 3, 4),
         ({"dop": (3, 1), "tensor_parallel": 3}, "fixed", 1, 2),
@@ -139,6 +142,29 @@ def test_how_model_workers_have_the_model(how, mode, n_replicas, usual_n_batches
     found = cluster.pipelining_mode, cluster.n_replicas, cluster.usual_n_batches
     assert found == (mode, n_replicas, usual_n_batches)
     assert cluster.shares_weights == (n_replicas < cluster.n_model)
+
+
+@pytest.mark.parametrize(
+    ("how", "on_cpus", "on_gpus"),
+    [
+        ({}, 1, "auto"),
+        ({"n_batches": "auto"}, "auto", "auto"),
+        ({"n_batches": 1}, 1, 1),
+        ({"n_batches": 4}, 4, 4),
+        ({"mini_batches": 2}, 1, 1),
+        ({"dop": (2, 1)}, 3, "auto"),
+        ({"dop": (2, 1), "tensor_parallel": 2}, 1, "auto"),
+        ({"dop": (2, 1), "pipeline_parallel": 2}, 1, "auto"),
+    ],
+)
+def test_staggered_batches_are_measured_by_default_where_there_are_accelerators(how, on_cpus, on_gpus):
+    cluster = Cluster(**how)
+    assert (cluster.n_batches_on("cpu"), cluster.n_batches_on("gpu")) == (on_cpus, on_gpus)
+
+
+def test_an_accelerator_of_the_other_pool_counts():
+    cluster = Cluster(transport="mpi", model_platform="cpu", attention_platform="cuda")
+    assert cluster.n_batches_on("cpu") == "auto"
 
 
 def test_mixed_platforms_go_over_mpi():

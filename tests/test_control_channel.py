@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import re
+import resource
 import signal
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 from control_group import (
     CONFIG,
+    JOB,
     SHAPE,
     VERSIONS,
     Group,
@@ -23,11 +25,10 @@ from control_group import (
 )
 
 from jaxlamina.control import client as client_module
+from jaxlamina.control import door as door_module
 from jaxlamina.control import frames, sockets
-from jaxlamina.control import server as server_module
 from jaxlamina.control.channel import ControlError, hello_of
-from jaxlamina.control.connection import read_body
-from jaxlamina.control.frames import FrameReader
+from jaxlamina.control.door import HELLO_BYTES, MOST_GUESTS
 from jaxlamina.control.messages import (
     PROTOCOL,
     Array,
@@ -42,7 +43,6 @@ from jaxlamina.control.messages import (
     Rows,
     StepShape,
     TakeRows,
-    decode,
     encode,
 )
 from jaxlamina.errors import UserError
@@ -127,31 +127,38 @@ def test_a_rank_with_another_configuration_or_version_ends_the_start(group, conf
     with pytest.raises(UserError, match=r"^rank 2 \(attention worker 1\) on .*" + re.escape(said)) as error:
         server.gather(10)
     assert time.monotonic() - began < 5, "it need not wait for the deadline"
-    for rank in (fine, other):
-        with pytest.raises(UserError) as theirs:
-            rank.client()
-        assert str(theirs.value) == str(error.value)
+    with pytest.raises(UserError) as theirs:
+        fine.client()
+    assert str(theirs.value) == str(error.value)
+    with pytest.raises(UserError) as theirs:  # it is told the name, and no value of rank 0's
+        other.client()
+    assert str(theirs.value) == re.sub(
+        r" is .* there and .* on (rank 0 \(.*?\));",
+        r" is not the same on \1, which has written both;",
+        str(error.value),
+    )
+    assert said.partition(" is ")[0] in str(theirs.value)
 
 
 def test_all_that_have_connected_are_told_why(group, monkeypatch):
     """Also those that rank 0 has not heard yet when it gives up, as on a busy host."""
+    read = door_module.decode_any_hello
 
-    class Slow(threading.Thread):
-        def start(self):
-            time.sleep(0.05)
-            super().start()
+    def slowly(body):
+        time.sleep(0.05)
+        return read(body)
 
-    monkeypatch.setattr(server_module, "threading", SimpleNamespace(**(vars(threading) | {"Thread": Slow})))
+    monkeypatch.setattr(door_module, "decode_any_hello", slowly)
     server = group.server(9)
     ranks = {rank: group.raw(server.address) for rank in range(8, 0, -1)}
-    ranks[8].sendall(frame(encode(hello_of(8, CONFIG | {"max_num_seqs": 9}, VERSIONS))))
+    ranks[8].sendall(frame(encode(hello_of(8, CONFIG | {"max_num_seqs": 9}, VERSIONS, JOB))))
     for rank in range(1, 8):
-        ranks[rank].sendall(frame(encode(hello_of(rank, CONFIG, VERSIONS))))
-    with pytest.raises(UserError, match="max_num_seqs is 9 there and 8 on rank 0") as error:
+        ranks[rank].sendall(frame(encode(hello_of(rank, CONFIG, VERSIONS, JOB))))
+    with pytest.raises(UserError, match="max_num_seqs is 9 there and 8 on rank 0"):
         server.gather(10)
     for sock in ranks.values():
-        message = decode(read_body(sock, FrameReader(), 5))
-        assert message == Refused(str(error.value))
+        message = said_by(sock)
+        assert isinstance(message, Refused) and "max_num_seqs is not the same on rank 0" in message.reason
 
 
 def test_the_same_configuration_survives_the_wire(group):
@@ -182,17 +189,17 @@ def test_two_ranks_that_claim_one_number(group):
 def test_a_rank_that_the_group_has_not(group, rank):
     server = group.server(3)
     joining = group.join(server.address, rank)
-    said = rf"a process was started as rank {rank}, but beside rank 0 .* this group has ranks 1 to 2"
-    with pytest.raises(UserError, match=said):
+    said = f"a process was started as rank {rank}, "
+    with pytest.raises(UserError, match=said + r"but beside rank 0 .* this group has ranks 1 to 2"):
         server.gather(10)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=said + "which is none of the group"):
         joining.client()
 
 
 def test_a_rank_of_another_protocol_is_told_so(group):
     server = group.server(2)
     sock = group.raw(server.address)
-    hello = {"type": "Hello", "protocol": 99, "rank": 1, "colour": "blue"}
+    hello = {"type": "Hello", "protocol": 99, "rank": 1, "job": JOB, "colour": "blue"}
     sock.sendall(frame(msgspec.msgpack.encode(hello)))
     with pytest.raises(
         UserError, match=f"rank 1 speaks control protocol 99, rank 0 .* speaks {PROTOCOL}: install"
@@ -203,7 +210,7 @@ def test_a_rank_of_another_protocol_is_told_so(group):
 
 def test_a_hello_with_a_field_that_is_not_known(group):
     server = group.server(2)
-    hello = msgspec.msgpack.decode(encode(hello_of(1, CONFIG, VERSIONS))) | {"colour": "blue"}
+    hello = msgspec.msgpack.decode(encode(hello_of(1, CONFIG, VERSIONS, JOB))) | {"colour": "blue"}
     group.raw(server.address).sendall(frame(msgspec.msgpack.encode(hello)))
     with pytest.raises(UserError, match=r"rank 1 \(attention worker 0\) said what cannot be read: .*colour"):
         server.gather(10)
@@ -252,7 +259,9 @@ GARBAGE = {
     "zeros": bytes(1000),
     "no message": frame(b"\xc1\xc1"),
     "another message": frame(encode(Bye())),
-    "oversized": b"JXLc" + (1 << 21).to_bytes(4, "big"),
+    "oversized": b"JXLc" + (HELLO_BYTES + 1).to_bytes(4, "big"),
+    "nested": frame(b"\x81\xa1a" + b"\x91" * 60_000),
+    "nested hello": frame(b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 60_000 + b"\xc0"),
     "half a header": b"JXLc\x05",
     "nothing": b"",
 }
@@ -270,6 +279,69 @@ def test_strangers_do_not_keep_the_group_from_forming(group, garbage):
     server.gather(10)
     joining.client()
     assert group.faults.empty()
+
+
+STRANGERS = {
+    "another job's": hello_of(1, CONFIG, VERSIONS, "another job's word"),
+    "no word": hello_of(1, CONFIG, VERSIONS),
+    "no word, another configuration": hello_of(1, CONFIG | {"dop": "1,1"}, VERSIONS),
+    "another job's, no such rank": hello_of(7, CONFIG, VERSIONS, "x"),
+}
+
+
+@pytest.mark.parametrize("hello", STRANGERS.values(), ids=STRANGERS)
+def test_a_process_of_no_job_or_another_is_turned_away_alone(group, hello):
+    server = group.server(2)
+    sock = group.raw(server.address)
+    sock.sendall(frame(encode(hello)))
+    told = said_by(sock)
+    assert isinstance(told, Refused) and "is of another job" in told.reason and "JAXLAMINA_JOB" in told.reason
+    assert not any(repr(value) in told.reason for value in CONFIG.values())
+    joining = group.join(server.address, 1)
+    server.gather(10)
+    joining.client()
+    assert group.faults.empty()
+
+
+def test_without_a_word_nobody_can_end_the_start_and_what_does_not_fit_is_said(group):
+    """Ranks that were started by hand: one of another configuration is as good as a stranger."""
+    notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    server = group.server(3, job="", on_refused=notes.put)
+    for _ in range(9):
+        wrong = group.join(server.address, 2, job="", config=CONFIG | {"max_num_seqs": 9})
+        with pytest.raises(UserError, match="max_num_seqs is not the same on rank 0") as error:
+            wrong.client()
+        assert "8" not in str(error.value)
+    assert notes.qsize() == 3 and "max_num_seqs is 9 there and 8 on rank 0" in notes.get()
+    assert len(server._strangers) == 3
+    ranks = [group.join(server.address, rank, job="") for rank in (1, 2)]
+    server.gather(10)
+    for rank in ranks:
+        rank.client()
+
+
+def test_what_did_not_fit_is_in_the_line_of_a_rank_that_is_missing(group):
+    server = group.server(2, job="")
+    group.join(server.address, 1, job="", config=CONFIG | {"max_num_seqs": 9})
+    with pytest.raises(
+        UserError, match="did not start within 1 s: .*max_num_seqs is 9 there and 8 on rank 0"
+    ):
+        server.gather(1)
+
+
+def test_hundreds_of_strangers_make_no_thread_and_keep_nobody_out(group):
+    server = group.server(2)
+    n_threads = threading.active_count()
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 300
+    crowd = [group.raw(server.address) for _ in range(min(1500, room))]
+    for sock in crowd:
+        sock.sendall(b"JXLc" + HELLO_BYTES.to_bytes(4, "big"))
+    assert threading.active_count() == n_threads
+    joining = group.join(server.address, 1)
+    server.gather(20)
+    joining.client()
+    assert threading.active_count() <= n_threads + 6 and len(server._door._guests) <= MOST_GUESTS
+    assert len(server._strangers) <= 3
 
 
 def test_a_stranger_that_says_nothing_holds_nobody_up(group):
@@ -295,7 +367,7 @@ def test_strangers_are_named_when_a_rank_is_missing(group):
 def test_messages_in_small_pieces_and_many_at_once(group):
     server = group.server(2)
     sock = group.raw(server.address)
-    for byte in frame(encode(hello_of(1, CONFIG, VERSIONS))):
+    for byte in frame(encode(hello_of(1, CONFIG, VERSIONS, JOB))):
         sock.sendall(bytes([byte]))
     server.gather(10)
     answers = [Prepared(StepShape("decode", b, 1, 16), (), 0.25) for b in range(1, 40)]
@@ -311,7 +383,7 @@ def test_a_message_in_the_same_packet_as_hello_is_not_lost(group):
     server = group.server(3)
     sock = group.raw(server.address)
     sock.sendall(
-        frame(encode(hello_of(1, CONFIG, VERSIONS))) + frame(encode(Fault(1, "rank 1: no such file")))
+        frame(encode(hello_of(1, CONFIG, VERSIONS, JOB))) + frame(encode(Fault(1, "rank 1: no such file")))
     )
     with pytest.raises(UserError, match="^rank 1: no such file$"):
         server.gather(10)

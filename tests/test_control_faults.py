@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from control_group import (
     CONFIG,
+    JOB,
     SHAPE,
     VERSIONS,
     Group,
@@ -75,7 +76,7 @@ def pair(group):
 def test_a_rank_that_turns_bad_is_the_first_bad_news(group, bytes_, said):
     server = group.server(3)
     bad, other = group.raw(server.address), group.join(server.address, 2)
-    bad.sendall(frame(encode(hello_of(1, CONFIG, VERSIONS))))
+    bad.sendall(frame(encode(hello_of(1, CONFIG, VERSIONS, JOB))))
     server.gather(10)
     assert said_by(bad) == Welcome(0)
     client = other.client()
@@ -268,7 +269,7 @@ def test_on_fault_may_close_the_channel(group):
 
     server = group.server(2, on_fault=on_fault)
     sock = group.raw(server.address)
-    sock.sendall(frame(encode(hello_of(1, CONFIG, VERSIONS))))
+    sock.sendall(frame(encode(hello_of(1, CONFIG, VERSIONS, JOB))))
     server.gather(10)
     sock.close()
     assert closed.get(timeout=3) < 1

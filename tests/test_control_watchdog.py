@@ -1,4 +1,4 @@
-"""The watchdog: who is late is told once, in time, with the last note; who is not never is."""
+"""The watchdog: who is late is told once, in time, with how far it has come; who is not never is."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def clocked():
 
     class Clock:
         seconds = 1000.0
+        where = ""
 
     lines: list[str] = []
-    watchdog = Watchdog(60, lines.append, now=lambda: Clock.seconds)
+    watchdog = Watchdog(60, lines.append, now=lambda: Clock.seconds, where=lambda: Clock.where)
     yield watchdog, Clock, lines
     watchdog.close()
 
 
-def test_late_is_told_once_with_the_last_note(clocked):
+def test_late_is_told_once_with_how_far_it_has_come(clocked):
     watchdog, clock, lines = clocked
     ticket = watchdog.begin("step 3 (decode, batch 8, context 256)")
-    watchdog.note(ticket, "last completed exchange 11 of 93")
-    watchdog.note(ticket, "last completed exchange 12 of 93")
+    clock.where = "last completed exchange 12 of 93"
     clock.seconds += 59.5
     assert watchdog.check() == pytest.approx(0.5)
     assert lines == []
@@ -41,7 +41,7 @@ def test_late_is_told_once_with_the_last_note(clocked):
     assert lines == [said]
     clock.seconds += 1000
     watchdog.check()
-    watchdog.note(ticket, "too late")
+    clock.where = "too late"
     watchdog.done(ticket)
     assert lines == [said]
 

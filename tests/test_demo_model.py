@@ -259,6 +259,10 @@ def test_a_converted_folder_loads_in_transformers(params, tmp_path):
     messages = [{"role": "user", "content": "12 ½ é"}]
     prompt = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == ours.apply_chat_template(messages)
+    begun = [*messages, {"role": "assistant", "content": "That is"}]
+    assert theirs.apply_chat_template(
+        begun, tokenize=False, continue_final_message=True
+    ) == ours.apply_chat_template(begun, False, continue_final_message=True)
     assert theirs(prompt)["input_ids"] == ours.encode(prompt)
 
 

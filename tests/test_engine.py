@@ -93,7 +93,7 @@ class LetterTokenizer:
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return "".join(self.words[i] for i in ids)
 
-    def detokenizer(self):
+    def detokenizer(self, *how):
         return LetterDetokenizer()
 
 

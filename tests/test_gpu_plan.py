@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.gpu import tunings
+from pallas_kernels.gpu.orders import Orders
 from pallas_kernels.gpu.plan import PlanLayout, make_plan
-from pallas_kernels.gpu.spec import Spec, Tuning
+from pallas_kernels.gpu.spec import Memory, Spec, Tuning
+from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine
 
 
 def walk(plan: np.ndarray, layout: PlanLayout, cta: int) -> list[tuple[int, int, int]]:
@@ -70,15 +75,32 @@ def spec(kind: str = "bf16", n: int = 32, k: int = 8, h: int = 128, tuning: Tuni
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16", "int8"])
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 8, 11, 32])
-@pytest.mark.parametrize("h", [64, 80, 96, 128, 256])
-def test_every_shape_has_a_tuning_that_fits(kind: str, k: int, h: int) -> None:
-    for tuning in tunings.candidates(spec(kind, 4 * k, k, h)):
-        s = spec(kind, 4 * k, k, h, tuning)
+@pytest.mark.parametrize("group", [4, 16])
+def test_every_shape_has_a_tuning_that_fits(kind: str, group: int) -> None:
+    """Of all that `supports` lets through, which does not look at shared memory."""
+    for k, h in itertools.product([*range(1, 18), 32, 71], range(16, 257, 16)):
+        fits(spec(kind, group * k, k, h))
+
+
+def fits(wanted: Spec) -> None:
+    for tuning in tunings.candidates(wanted):
+        s = replace(wanted, tuning=tuning)
         assert s.shared_bytes <= 227 * 1024
         assert s.heads_at_once * s.ways <= tuning.n_warps
         assert s.K % s.heads_at_once == 0
         assert s.stage_bytes % 1024 == 0, "or the swizzle's pattern would differ from stage to stage"
+
+
+@pytest.mark.parametrize("n_warps", [4, 8, 12, 16])
+@pytest.mark.parametrize("k", range(1, 18))
+def test_every_token_of_a_tile_is_one_lanes(k: int, n_warps: int) -> None:
+    """Tiles of 48, 80 and 112 tokens are no multiple of a warp's 32 lanes."""
+    s = spec("int8", 2 * k, k, tuning=Tuning(1, n_warps))
+    memory = Memory(*[None] * 12)
+    orders = Orders(WarpMachine({}, Cta(0, 1), 0, 0), s, memory, 0)
+    mine = orders.my_tokens()
+    assert sorted(t for tokens, there in mine for t in tokens[there]) == list(range(s.tile_tokens))
+    assert all(0 <= t < s.tile_tokens for tokens, _ in mine for t in tokens), "idle lanes look there, too"
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from jaxlamina.cli.main import main as command_line
-from jaxlamina.cluster import Cluster
+from jaxlamina.cluster import JOB, Cluster
 from jaxlamina.configs import configs_dir
 from jaxlamina.errors import UserError
 from jaxlamina.gpus import n_gpus
-from launch import devices
+from launch import devices, local
 from launch.commands import mpi_child, mpirun_argv, plain_children, rank_argv
 from launch.options import Options, parse
 from launch.rank import with_options
@@ -86,6 +86,17 @@ def test_plain_children_know_their_rank_and_only_rank_0_has_our_stdin_and_stdout
     assert [(child.stdin, child.stdout) for child in children] == [(True, True)] + [(False, False)] * 2
 
 
+def test_each_job_has_a_word_of_its_own_that_all_its_ranks_know():
+    def words():
+        options = Options(None, ("dop=1,2", "transport=xla"), None, GENERATE)
+        return [
+            child.environment[JOB] for child in local._job(options.cluster(), options, "/pipes")._children
+        ]
+
+    one, other = words(), words()
+    assert len(one) == 3 and len(set(one)) == 1 and len(one[0]) == 32 and one[0] != other[0]
+
+
 def test_a_server_has_time_to_end_and_no_stdin():
     serve = Options(None, (), None, ("serve", "--shutdown-timeout=7", "--port", "0"))
     assert 7 < serve.end_s < 100 < Options(None, (), None, ("serve", "--shutdown-timeout", "99")).end_s
@@ -108,6 +119,10 @@ def test_the_command_gets_what_the_cluster_file_says_of_the_model_and_it_does_no
     found = with_options(["serve", "--max-num-seqs", "2"], replace(cluster, kv_slots=99))
     assert {"--model=tiny", "--dtype=bfloat16", "--kv-slots=99"} < set(found)
     assert not any(word.startswith("--max-num-seqs=") for word in found)
+    assert "--host-kv-slots=auto" in found and not any(word.startswith("--calibration") for word in found)
+    calibrated = replace(cluster, calibration_file="words.txt", host_kv_slots=9)
+    found = with_options(["generate", "x"], calibrated)
+    assert {"--calibration-file=words.txt", "--host-kv-slots=9"} < set(found)
     policies = replace(cluster, scheduling_policy="chat-first", kv_manager="padded", kv_headroom=0.5)
     for command in (["serve"], ["generate", "x"]):
         assert {"--scheduling-policy=chat-first", "--kv-manager=padded", "--kv-headroom=0.5"} < set(
@@ -264,8 +279,11 @@ def test_what_cannot_work_is_said_before_a_rank_is_started(capsys, words, messag
     assert message in captured.err and not captured.out
 
 
-def test_its_options_go_into_the_cluster(monkeypatch):
+def test_its_options_go_into_the_cluster(monkeypatch, tmp_path):
     seen = []
+    (tmp_path / "7").mkdir()  # a model, as far as `launch` looks at one
+    (tmp_path / "7" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "execve", lambda path, argv, environment: seen.append((argv, environment)))
     words = ["--dop", "1,2", "--transport", "mpi", "--partition", "tokens", "--model", "7", "--no-q-first"]
     assert command_line(["launch", *words, "--set", "token_block=4", "--", *GENERATE]) == 0

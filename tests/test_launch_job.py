@@ -76,6 +76,12 @@ def test_rank_0_has_stdin_and_stdout_and_the_others_lines_have_their_rank():
     assert sorted(err) == ["[rank 1] no end of line", "[rank 1] out", "note"]
 
 
+def test_only_bad_news_of_connections_is_shown():
+    well = "[Gloo] Rank {0} is connected to 1 peer ranks. Expected number of connected peer ranks is : {1}"
+    code, _, err = finish(start(say(well.format(0, 1)), say(well.format(1, 1), say(well.format(1, 2)))))
+    assert code == 0 and err == ["[rank 1] " + well.format(1, 2)]
+
+
 def test_text_comes_as_it_is_written():
     process = start("import time; print('a', end='', flush=True); time.sleep(60)", SLEEP)
     began = time.monotonic()
@@ -88,7 +94,7 @@ def test_a_failed_rank_ends_the_others_and_has_the_last_line():
     line = "error: rank 2 (attention worker 1): the file is not there"
     began = time.monotonic()
     code, _, err = finish(start(SLEEP, SLEEP, say(line, "sys.exit(7)")))
-    assert code == 7 and err[-1] == line and err.count(line) == 1
+    assert code == 3 and err[-1] == line and err.count(line) == 1
     assert time.monotonic() - began < 10
 
 
@@ -124,7 +130,7 @@ def test_a_killed_rank_is_named_after_what_the_others_reported(tmp_path):
     report = "error: rank 0 (model worker 0): rank 1 (attention worker 0) closed its connection"
     kill = f"import os; open({str(gone)!r}, 'w').close(); os.kill(os.getpid(), 9)"
     code, _, err = finish(start(REPORT.format(gone=gone, then=say(report, "sys.exit(3)")), kill, SLEEP))
-    assert code != 0
+    assert code == 3
     killed = "error: rank 1 (attention worker 0): killed by SIGKILL; if nobody did that, its host ran out of memory"
     assert err == [report, killed]
 
@@ -135,14 +141,14 @@ def test_a_killed_rank_began_it_even_where_others_do_not_know(tmp_path):
     kill = f"import os; open({str(gone)!r}, 'w').close(); os.kill(os.getpid(), {{}})"
     scripts = REPORT.format(gone=gone, then=say(report, "sys.exit(3)")), kill.format(11)
     code, _, err = finish(start(*scripts))
-    assert code != 0 and err == [report, "error: rank 1 (attention worker 0): killed by SIGSEGV"]
+    assert code == 3 and err == [report, "error: rank 1 (attention worker 0): killed by SIGSEGV"]
     gone.unlink()
     # But a library that gives up aborts.
     abort = REPORT.format(gone=gone, then="time.sleep(0.3); os.abort()")
     code, _, err = finish(
         start(abort, f"open({str(gone)!r}, 'w').close(); " + say("error: rank 1: no", "exit(2)"))
     )
-    assert code != 0 and err[-2:] == [
+    assert code == 3 and err[-2:] == [
         "error: rank 0 (model worker 0): killed by SIGABRT",
         "error: rank 1: no",
     ]
@@ -150,22 +156,29 @@ def test_a_killed_rank_began_it_even_where_others_do_not_know(tmp_path):
 
 def test_a_rank_that_says_nothing_is_named_with_its_exit_code():
     code, _, err = finish(start(SLEEP, "import sys; sys.exit(5)"))
-    assert code == 5 and err[-1] == "error: rank 1 (attention worker 0): ended with exit code 5"
+    assert code == 3 and err[-1] == "error: rank 1 (attention worker 0): ended with exit code 5"
 
 
 def test_a_rank_that_has_said_why_but_does_not_end_is_ended():
     line = "error: rank 1 (attention worker 0): no room for KV"
     began = time.monotonic()
     code, _, err = finish(start(SLEEP, say(line, SLEEP)))
-    assert code == 1 and err == [line] and time.monotonic() - began < 10
+    assert code == 3 and err == [line] and time.monotonic() - began < 10
 
 
 def test_ranks_that_stay_after_rank_0_is_done_are_ended():
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     began = time.monotonic()
     code, out, err = finish(start("print('done')", ignore))
-    assert (code, out) == (1, "done\n") and time.monotonic() - began < 20
+    assert (code, out) == (3, "done\n") and time.monotonic() - began < 20
     assert err == ["error: rank 1 (attention worker 0): did not end within 1.5 s of rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "job"), [((0, 0), 0), ((1, 0), 1), ((2, 2), 2), ((2, 3), 3), ((1, 9), 3), ((2, 130), 3)]
+)
+def test_a_jobs_exit_code_says_what_kind_of_end_it_was(codes, job):
+    assert finish(start(*(f"import sys; sys.exit({code})" for code in codes)))[0] == job
 
 
 def test_rank_0_may_be_done_a_little_before_the_others():

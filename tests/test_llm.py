@@ -11,6 +11,8 @@ import jaxlamina
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.workers import capacity
+from jaxlamina.workers.calibration import Calibration
 
 MODEL = "smollm2-135m-instruct"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -100,6 +102,9 @@ def test_chat_answers_one_conversation_or_several(llm: LLM):
     assert "Paris" in answer.text and answer.finish_reason == "stop"
     assert answer.prompt is not None and answer.prompt.endswith("<|im_start|>assistant\n")
     assert "<|im_end|>" not in answer.text
+    begun = [*question, {"role": "assistant", "content": "The capital of"}]
+    [on] = llm.chat(begun, GREEDY, continue_final_message=True)
+    assert on.text.startswith(" France") and on.prompt.endswith("<|im_start|>assistant\nThe capital of")
     several = llm.chat([question, [{"role": "user", "content": "Say hello."}]], GREEDY)
     assert several[0].token_ids == answer.token_ids and len(several) == 2
 
@@ -171,7 +176,8 @@ def test_a_growing_sequence_compiles_nothing_within_a_bucket(llm: LLM):
     after = llm.stats()
     assert after["n_compilations"] == before["n_compilations"]
     assert after["n_steps"] == before["n_steps"] + 50
-    assert after["buckets"]["context"][0] == 64 and after["compilations"]["attend, batch 1, context 64"] == 1
+    n = after["buckets"]["context"][0]
+    assert after["compilations"][f"attend, batch 1, context {n}"] == 1
 
 
 def test_compiled_programs_are_kept_on_disk(llm: LLM):
@@ -214,7 +220,7 @@ def test_capacity_comes_from_memory_when_not_given(monkeypatch):
         (lambda m: m.generate({"prompt_token_ids": [96]}), "prompt token id 96 is not in the vocabulary"),
         (lambda m: m.generate("words"), "needs a tokenizer"),
         (lambda m: m.chat([{"role": "user", "content": "x"}]), "chat needs a tokenizer"),
-        (lambda m: m.generate([3]), "a prompt must be a string"),
+        (lambda m: m.generate([3.5]), "a prompt must be a string"),
         (lambda m: m.generate({"text": "x"}), "a prompt must be a string"),
         (lambda m: m.generate({"prompt_token_ids": [1], "lora": 1}), r"a prompt has no field \['lora'\]"),
         (
@@ -247,7 +253,7 @@ def test_bad_requests_are_refused_in_one_line_and_leave_nothing_behind(small: LL
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float8"}, "dtype='float8' must be one of float32, bfloat16"),
+        ({"dtype": "float8"}, "dtype='float8' must be one of auto, float32, bfloat16"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_model_len": 65}, "max_model_len=65 must be at least 2 and at most 64"),
         ({"max_model_len": 1}, "max_model_len=1"),
@@ -257,16 +263,88 @@ def test_bad_requests_are_refused_in_one_line_and_leave_nothing_behind(small: LL
         ({"devices": [None] * 4, "attention_workers": 2}, "or 3: one for each attention worker"),
         ({"kv_dtype": "int4"}, "kv_dtype='int4' must be one of auto, int8, int8-channel"),
         ({"attention_workers": 0}, "attention_workers=0 must be at least 1"),
-        ({"attention_workers": 4}, "2 KV heads do not divide evenly over 4 attention workers"),
-        ({"partition": "layers"}, "partition='layers' must be one of heads, requests, tokens"),
+        (
+            {"attention_workers": 4, "partition": "heads"},
+            "2 KV heads do not divide evenly over 4 attention workers",
+        ),
+        ({"partition": "layers"}, "partition='layers' must be one of auto, heads, requests, tokens"),
         ({"attention_workers": 2, "split": False}, "attention_workers=2 needs the model split"),
         ({"host_kv_slots": -1}, "host_kv_slots=-1 must be 0"),
+        ({"host_kv_slots": "some"}, "host_kv_slots='some' must be 0"),
+        (
+            {"calibration_tokens": [1, 2]},
+            "calibration_tokens finds fixed scales, which kv_dtype='auto' has not",
+        ),
+        ({"calibration_headroom": 2.0, "kv_dtype": "int8"}, "calibration_headroom finds fixed scales"),
+        ({"calibration_tokens": [1, 10**6], "kv_dtype": "int8-channel"}, "token 1000000 must be from 0 to"),
+        ({"calibration_tokens": "text", "kv_dtype": "int8-channel"}, "a calibration text needs a tokenizer"),
+        ({"calibration_headroom": 0.5, "kv_dtype": "int8-channel"}, "headroom 0.5 must be from 1 to 100"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(options: dict, message: str):
     model = InMemoryModel(ModelConfig.from_hf(MODELS["llama"]), {})
     with pytest.raises(UserError, match=message):
         LLM(model, **options)
+
+
+def test_host_slots_come_by_themselves_where_they_pay(monkeypatch):
+    """On a CPU there are none; where there are, what gives way is not computed again."""
+    config = ModelConfig.from_hf(MODELS["llama"])
+    model = InMemoryModel(config, random_params(config, seed=1))
+    options = {"max_num_seqs": 4, "kv_slots": 64, "kv_headroom": 0.0, "prefix_caching": False}
+    prompts = [{"prompt_token_ids": [i] * 12} for i in range(1, 5)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    found = []
+    for n_host in (0, 64):
+        if n_host:
+            monkeypatch.setattr(capacity, "is_accelerator", lambda device: True)
+            monkeypatch.setattr(capacity, "host_free_bytes", lambda: 2**30)
+        llm = LLM(model, **options)
+        found.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
+        stats = llm.stats()
+        assert stats["host_kv_slots"] == n_host and stats["n_preemptions"] > 0
+        assert (stats["n_moved_in_tokens"] > 0) == (n_host > 0)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_fixed_scales_are_found_from_the_tokens_given(split: bool):
+    config = ModelConfig.from_hf(MODELS["llama"])
+    model = InMemoryModel(config, random_params(config, seed=1))
+
+    def scales(tokens, headroom=None) -> np.ndarray:
+        llm = LLM(
+            model,
+            kv_dtype="int8-channel-asymmetric",
+            max_model_len=32,
+            kv_slots=40,
+            split=split,
+            calibration_tokens=tokens,
+            calibration_headroom=headroom,
+        )
+        [out] = llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(out.outputs[0].token_ids) == 4
+        return np.asarray((llm.executor.attention.kv if split else llm.executor.kv).k[0].scales)
+
+    one, other = scales([1, 2, 3, 4]), scales([[5, 6], [7, 8]])
+    assert not np.allclose(one, other)
+    np.testing.assert_allclose(scales(np.arange(1, 5), 2.6), one * 2.6 / Calibration().headroom, rtol=1e-5)
+
+
+def test_a_partition_left_open_is_one_that_fits_and_is_said_once(capsys):
+    config = ModelConfig.from_hf(MODELS["llama"])  # 2 KV heads
+    model = InMemoryModel(config, random_params(config, seed=3))
+    prompt = {"prompt_token_ids": [5, 9, 11, 3]}
+    texts = {}
+    for n in (1, 2, 3):
+        found = LLM(model, attention_workers=n, max_num_seqs=1, max_model_len=32)
+        [output] = found.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4))
+        texts[n] = output.token_ids
+    assert texts[1] == texts[2] == texts[3]
+    [line] = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith("note: 2 KV heads do not divide evenly over 3 attention workers") and "tokens" in line
+    )
 
 
 def test_empty_text_prompt_is_refused(llm: LLM):

@@ -57,6 +57,7 @@ def test_the_base_install_needs_no_mpi_and_no_torch():
         "gpu",
         "dev",
         "lm-eval",
+        "test",
     }
 
 

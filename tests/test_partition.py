@@ -27,8 +27,10 @@ from jaxlamina.workers import (
 from jaxlamina.workers.partition import (
     Placement,
     checked_partition,
+    chosen_partition,
     eighths,
     plan_rows,
+    why_chosen,
     wish_by_requests,
     wish_by_tokens,
 )
@@ -66,6 +68,31 @@ def test_every_slot_has_a_place_of_its_own(n_workers: int, n_slots: int, data):
             placement.release(slots)
             written -= set(slots.tolist())
         check_placement(placement, written)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 16), min_size=1, max_size=3))
+def test_auto_is_heads_where_they_divide_and_else_tokens(n_workers: int, heads: list[int]):
+    chosen = chosen_partition("auto", n_workers, heads)
+    checked_partition(chosen, n_workers, heads)
+    divides = all(k % n_workers == 0 for k in heads)
+    assert chosen == ("heads" if divides else "tokens")
+    why = why_chosen("auto", chosen, n_workers, heads)
+    assert why is None if divides else "(partition 'tokens')" in why
+    assert [chosen_partition(kind, n_workers, heads) for kind in KINDS[1:]] == list(KINDS[1:])
+    assert why_chosen("tokens", "tokens", n_workers, heads) is None  # as was asked
+
+
+def test_a_job_chooses_its_partition_by_the_model():
+    from jaxlamina.cluster import Cluster
+    from jaxlamina.ranks.layout import layout_of, partition_of
+
+    cluster = Cluster(dop=(1, 2))
+    assert [partition_of(cluster, [k]) for k in (3, 4)] == ["tokens", "heads"]
+    assert layout_of(cluster, partition_of(cluster, [3])).partition == "tokens"
+    with pytest.raises(UserError, match="take partition='heads', or mini_batches=1"):
+        partition_of(replace(cluster, mini_batches=2), [3])
+    with pytest.raises(UserError, match="3 KV heads do not divide evenly over 2 attention workers"):
+        partition_of(replace(cluster, partition="heads"), [3])
 
 
 def test_a_wish_is_granted_where_there_is_room():
@@ -142,7 +169,7 @@ def test_sizes_are_one_of_nine():
 def test_a_partition_that_cannot_be_says_what_can():
     with pytest.raises(UserError, match=r"3 KV heads .* over 2 attention workers: take 1 or 3 .*'requests'"):
         checked_partition("heads", 2, [3, 3])
-    with pytest.raises(UserError, match="partition='layers' must be one of heads, requests, tokens"):
+    with pytest.raises(UserError, match="partition='layers' must be one of auto, heads, requests, tokens"):
         checked_partition("layers", 2, [4])
     with pytest.raises(UserError, match="attention_workers=0 must be at least 1"):
         checked_partition("tokens", 0, [4])
@@ -270,14 +297,15 @@ def test_each_partition_equals_one_worker(n_workers, rows, window, softcap, seed
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv", ["int8", "int8-channel"])
+@pytest.mark.parametrize("kv", ["int8", "int8-channel", "int8-channel-asymmetric"])
 def test_each_partition_of_int8_equals_one_worker(kind: str, kv: str):
     specs = specs_of(window=4, kv=kv)
     scales = None
-    if kv == "int8-channel":
-        rng = np.random.default_rng(0)
+    if kv != "int8":
+        rng, n_arrays = np.random.default_rng(0), 2 if kv == "int8-channel" else 4
         scales = [
-            ChannelScales(*jnp.asarray(rng.uniform(0.01, 0.04, (2, 4, 16)), jnp.float32)) for _ in specs
+            ChannelScales(*jnp.asarray(rng.uniform(0.01, 0.04, (n_arrays, 4, 16)), jnp.float32))
+            for _ in specs
         ]
     want, got = (
         fed(pool_of(k, b, specs, 60, channel_scales=scales), 5, [7, 3], [2, 4], 3)

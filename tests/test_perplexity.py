@@ -18,6 +18,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.perplexity import by_kv_dtype, main, perplexity, windows_of
 from jaxlamina.workers import LocalExecutor
+from jaxlamina.workers.spec import KV_DTYPES
 
 TEXT = Path(__file__).parent / "data" / "wiki.test.raw.head"
 TEXT_SHA256 = "a692944c927f5db1be61ee0430f073ad0da33699f7d25eb54aa1317c2fe93a49"
@@ -48,9 +49,23 @@ def test_smollm2_on_wikitext_by_decode(length: int):
 FLOAT = WINDOWS[1024][1]
 
 
+# 4 windows of 64 tokens, float32 KV: the value of this program, whose longer windows are transformers' above.
+FLOAT_OF_A_FEW = 73.0851
+
+
+@pytest.mark.parametrize(
+    "kv_dtype", ["int8", "int8-channel", pytest.param("int8-channel-asymmetric", marks=pytest.mark.slow)]
+)
+def test_int8_kv_of_a_few_windows(kv_dtype: str):
+    """Within 1 % of float KV. Scales by channel were chosen on other text."""
+    text = TEXT.read_text(encoding="utf-8")
+    ((_, result),) = by_kv_dtype("smollm2-135m-instruct", text, [kv_dtype], 4, 64)
+    assert result.value == pytest.approx(FLOAT_OF_A_FEW, rel=0.01) and result.value != FLOAT_OF_A_FEW
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel", "int8-channel-asymmetric"])
 def test_smollm2_on_wikitext_through_int8_kv(kv_dtype: str):
     """Within 1 % of float KV: every read of every step but a token's own goes through int8."""
     text = TEXT.read_text(encoding="utf-8")
@@ -62,15 +77,17 @@ def test_smollm2_on_wikitext_through_int8_kv(kv_dtype: str):
 @pytest.mark.slow
 def test_int8_kv_stays_within_a_percent_and_the_program_says_so(capsys):
     """A small part of the same text; the whole of it is `slow`."""
-    main([str(TEXT), "--windows", "4", "--window-tokens", "96"])
+    main([str(TEXT), "--windows", "4", "--window-tokens", "96", "--calibration-headroom", "3"])
     lines = capsys.readouterr().out.splitlines()
     values = json.loads(lines[-1])["perplexity"]
-    assert list(values) == ["auto", "int8", "int8-channel"] and len(set(values.values())) == 3
-    for kv_dtype in ("int8", "int8-channel"):
+    assert tuple(values) == KV_DTYPES and len(set(values.values())) == 4
+    for kv_dtype in KV_DTYPES[1:]:
         assert values[kv_dtype] == pytest.approx(values["auto"], rel=0.01)
     assert lines[1].startswith("KV auto") and lines[1].endswith("+0.000 %")
     with pytest.raises(UserError, match="there is no text file nowhere"):
         main(["nowhere"])
+    with pytest.raises(UserError, match="there is no text file neither"):
+        main([str(TEXT), "--calibration-file", "neither"])
 
 
 def test_perplexity_is_that_of_the_whole_sequence_at_once():

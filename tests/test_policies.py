@@ -14,7 +14,7 @@ from test_scheduler import make, play, request, run_step, workloads
 
 from jaxlamina import SamplingParams
 from jaxlamina.errors import UserError
-from jaxlamina.policies import POLICIES, ChatFirst, Priority, ShortestRemaining, load_policy
+from jaxlamina.policies import POLICIES, ChatFirst, Priority, ShortestRemaining, Turns, load_policy
 from jaxlamina.request import Request, State
 from jaxlamina.scheduler import Scheduler
 from jaxlamina.step_plan import StepPlan
@@ -36,7 +36,7 @@ def check_order(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> 
     """Whoever is admitted stands before all that wait, and whoever gives way after all that go on."""
 
     def place(r: Request):
-        return scheduler.policy.rank(r), r.arrival, r.index
+        return scheduler.policy.rank(r), r.turn, r.arrival, r.index
 
     admitted = [r for r in scheduler.running if r not in before]
     assert scheduler.waiting == sorted(scheduler.waiting, key=place)
@@ -67,6 +67,85 @@ def check_chats(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> 
 def test_any_workload_finishes_in_the_policys_order(name: str, workload, aborted, random, padded: bool):
     check = check_chats if name == "chat-first" else check_order
     play(workload, aborted, random, check, policy=load_policy(name), padded=padded)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    events=st.lists(st.one_of(st.integers(0, 3), st.none()), max_size=120),
+    crowd=st.integers(0, 40),
+)
+def test_callers_take_turns(events: list[int | None], crowd: int):
+    """Whoever waits is served as often as anybody else who waits, but for two requests; and nobody waits for ever."""
+    turns = Turns()
+    waiting: list[tuple[int, int, int]] = []  # turn, arrival, caller
+    served_before: dict[int, int] = {}  # by arrival: requests served while it waited
+    bound: dict[int, int] = {}
+    backlogged: dict[
+        frozenset[int], list[int]
+    ] = {}  # two callers who wait: how often each was served meanwhile
+
+    def add(caller: int) -> None:
+        arrival = len(bound)
+        turn = turns.take(caller)
+        waiting.append((turn, arrival, caller))
+        served_before[arrival] = 0
+        # Of each of five callers, those of no later turn: the round that is on may have been left by none of them but one.
+        bound[arrival] = 5 * (turn - turns._now + 1)
+
+    def serve() -> None:
+        waiting.sort()
+        turn, arrival, caller = waiting.pop(0)
+        turns.came(turn)
+        assert served_before.pop(arrival) <= bound[arrival]
+        for other in served_before:
+            served_before[other] += 1
+        still = {c for _, _, c in waiting}
+        for a in range(5):
+            for b in range(a):
+                pair = frozenset((a, b))
+                if a in still | {caller} and b in still | {caller}:
+                    counts = backlogged.setdefault(pair, [0, 0])
+                    counts[0] += caller == a
+                    counts[1] += caller == b
+                    assert abs(counts[0] - counts[1]) <= 2
+                else:
+                    backlogged.pop(pair, None)
+
+    for _ in range(crowd):
+        add(4)
+    for event in events:
+        if event is not None:
+            add(event)
+        elif waiting:
+            serve()
+    while waiting:
+        serve()
+    assert not turns._last
+
+
+def test_requests_without_a_caller_are_served_as_they_come():
+    assert [Turns().take(None) for _ in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["fifo", "priority"])
+def test_one_callers_many_prompts_let_others_in_between(name: str):
+    scheduler = make(200, max_num_seqs=2, policy=load_policy(name))
+    many = [request(f"many{i}", 4, 3) for i in range(20)]
+    for r in many:
+        r.caller = "crowd"
+        scheduler.add(r)
+    run_step(scheduler)
+    late = request("late", 4, 3)
+    late.caller = "one"
+    scheduler.add(late)
+    waited = 0
+    while late.state is State.WAITING:
+        run_step(scheduler)
+        waited += 1
+    assert waited <= 4 and sum(r.state is State.WAITING for r in many) >= 15
+    while not scheduler.idle:
+        run_step(scheduler)
+    scheduler.check_integrity()
 
 
 def test_a_chat_is_admitted_at_once_and_batch_work_gives_way_to_it():
@@ -227,6 +306,31 @@ def test_a_policy_of_ones_own(my_policies):
     for r in rows:
         scheduler.add(r)
     assert [run_step(scheduler).prefills for _ in range(3)] == [(r,) for r in reversed(rows)]
+
+
+def test_a_policy_in_the_current_folder_is_found(tmp_path, monkeypatch):
+    import sys
+
+    (tmp_path / "policy_of_this_folder.py").write_text(
+        "class Lifo:\n    preemptive = False\n    def rank(self, request):\n        return -request.arrival\n"
+    )
+    before = list(sys.path)
+    with pytest.raises(UserError, match="and in the current folder"):
+        load_policy("policy_of_this_folder:Lifo")
+    monkeypatch.chdir(tmp_path)
+    assert load_policy("policy_of_this_folder:Lifo").preemptive is False and sys.path == before
+
+
+def test_what_the_documents_say_of_a_request_is_there():
+    import re
+    from pathlib import Path
+
+    from jaxlamina.request import Request
+
+    text = (Path(__file__).resolve().parents[1] / "docs/architecture.md").read_text()
+    table = text[text.index("| of a `request` |") :].partition("\n\n")[0]
+    names = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    assert len(names) > 8 and all(hasattr(Request("one", (0,), 1), name) for name in names)
 
 
 def test_all_built_in_policies_load():

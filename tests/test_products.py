@@ -91,9 +91,12 @@ def lowered(n_rows, shapes):
     return jax.jit(stream_products).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("n_rows", [1, 160])
-def test_lowers_for_a_gpu_without_one(n_rows):
-    assert "mosaic_gpu" in lowered(n_rows, [(14336, 4096)] * 2)
+@pytest.mark.parametrize(
+    "n_rows,shapes", [(1, [(14336, 4096)] * 2), (160, [(14336, 4096)] * 2), (64, [(1024, 4096), (256, 4096)])]
+)
+def test_lowers_for_a_gpu_without_one(n_rows, shapes):
+    """Whole products, and the last by parts of K, whose sums are float32."""
+    assert "mosaic_gpu" in lowered(n_rows, shapes)
 
 
 WIDTHS = st.sampled_from([128, 1024, 4096, 11008, 14336, 128256])

@@ -96,21 +96,22 @@ def test_channels_saturate_outside_their_calibration() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**31), m=st.integers(0, 6), form=st.sampled_from(["int8", "channel"]))
+@given(seed=st.integers(0, 2**31), m=st.integers(0, 6), form=st.sampled_from(["int8", "channel", "zeros"]))
 def test_append_matches_reference(seed: int, m: int, form: str) -> None:
     rng = np.random.default_rng(seed)
-    scales = jnp.asarray(rng.uniform(0.01, 0.05, (2, 4)), jnp.float32) if form == "channel" else None
-    pools = [pk.make_pool(7, 2, 4, jnp.int8, channel_scales=scales) for _ in range(2)]
+    scales = None if form == "int8" else jnp.asarray(rng.uniform(0.01, 0.05, (2, 4)), jnp.float32)
+    zeros = jnp.asarray(rng.normal(size=(2, 4)), jnp.float32) if form == "zeros" else None
+    pools = [pk.make_pool(7, 2, 4, jnp.int8, channel_scales=scales, channel_zeros=zeros) for _ in range(2)]
     new = [jnp.asarray(rng.normal(size=(m, 2, 4)), jnp.bfloat16) for _ in range(2)]
     slots = jnp.asarray(np.append(rng.permutation(7), [7, 2**31 - 1, -1])[rng.permutation(10)[:m]], jnp.int32)
     got = pk.append(*pools, *new, slots)
     want = reference.append(*pools, *new, slots)
-    step = 0.05 if form == "channel" else np.abs(np.asarray(new, np.float64)).max(initial=0) / 100
+    step = 0.05 if form != "int8" else np.abs(np.asarray(new, np.float64)).max(initial=0) / 100
     for have, expect in zip(got, want, strict=True):
         # The same number of steps, or one more or less where float64 falls on the other side of a tie.
         np.testing.assert_allclose(reference.dequantise(have), expect, atol=step)
         untouched = np.setdiff1d(np.arange(7), np.asarray(slots))
-        assert not reference.dequantise(have)[untouched].any()
+        assert (reference.dequantise(have)[untouched] == (0 if zeros is None else zeros)).all()
 
 
 @pytest.mark.parametrize("form", ["int8", "channel"])
@@ -153,7 +154,59 @@ def test_the_error_of_attention_over_int8_is_small() -> None:
         assert 1e-4 < error.max() < 3e-2
 
 
+def random_pools(rng: np.random.Generator, n: int, k: int, h: int, *, of_keys: bool = True) -> list[Any]:
+    """Pools with zero points far from 0, full of values about them."""
+    pools = []
+    for has_zeros in (of_keys, True):
+        zeros = jnp.asarray(rng.normal(size=(k, h)) * 3, jnp.float32)
+        pool = pk.make_pool(
+            n,
+            k,
+            h,
+            jnp.int8,
+            channel_scales=jnp.full((k, h), 0.02),
+            channel_zeros=zeros if has_zeros else None,
+        )
+        values = jnp.asarray(rng.integers(-127, 128, (n, k, h)), jnp.int8)
+        pools.append(pool._replace(values=values))
+    return pools
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_zero_points_are_seen_to_outside_of_kernels(window: int | None, softcap: float | None) -> None:
+    """Partials with their lse, and decode steps, are those over what the pools stand for; a row without stored tokens too."""
+    rng = np.random.default_rng(0)
+    pools = random_pools(rng, 44, 2, 8, of_keys=softcap is None)
+    q = jnp.asarray(rng.normal(size=(3, 2, 4, 8)), jnp.float32)
+    table = jnp.asarray(rng.permutation(40)[:36].reshape(3, 12), jnp.int32)
+    lengths = jnp.asarray([12, 0, 7])
+    how: Any = {"scale": 0.35, "window": window, "softcap": softcap}
+    got = pk.partial_attention(q, *pools, table, lengths, **how)
+    floats = [jnp.asarray(reference.dequantise(pool), jnp.float32) for pool in pools]
+    want = pk.partial_attention(q, *floats, table, lengths, **how)
+    for have, expect in zip(got, want, strict=True):
+        np.testing.assert_allclose(have, expect, rtol=2e-5, atol=2e-5)
+    q, new = q[:, :1], [jnp.asarray(rng.normal(size=(3, 1, 2, 8)), jnp.float32) for _ in range(2)]
+    for read_first in (False, True):
+        step = partial(pk.decode_attention, **how, read_first=read_first)
+        *after, out = step(q, *new, *pools, table, lengths, jnp.asarray([40, 41, 99]))
+        want_out = step(q, *new, *floats, table, lengths, jnp.asarray([40, 41, 99]))[-1]
+        np.testing.assert_allclose(out, want_out, rtol=2e-5, atol=2e-5)
+        assert jax.tree.structure(after) == jax.tree.structure(pools)
+        stored = reference.append(*pools, *(x[:, 0] for x in new), [40, 41, 99])
+        for have, expect in zip(after, stored, strict=True):
+            np.testing.assert_allclose(reference.dequantise(have), expect, atol=0.021)
+
+
 def test_pools_that_cannot_be_are_named() -> None:
+    pools = random_pools(np.random.default_rng(0), 4, 2, 8)
+    with pytest.raises(ValueError, match=r"softcap=3\.0 must be None where keys have zero points"):
+        pk.partial_attention(
+            jnp.ones((1, 1, 2, 8)), *pools, jnp.zeros((1, 2), int), jnp.ones(1, int), scale=1.0, softcap=3.0
+        )
+    with pytest.raises(ValueError, match=r"channel_zeros must be \[KV heads, head dim\] = \(2, 8\)"):
+        pk.make_pool(4, 2, 8, jnp.int8, channel_scales=jnp.ones((2, 8)), channel_zeros=jnp.ones(8))
     with pytest.raises(ValueError, match="must be int8"):
         pk.make_pool(4, 2, 8, jnp.bfloat16, channel_scales=jnp.ones((2, 8)))
     with pytest.raises(ValueError, match=r"\[KV heads, head dim\] = \(2, 8\)"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxlamina.adjustments import Adjusted
 from jaxlamina.errors import UserError
 from jaxlamina.sampling import Knobs, Row, Sampler, SamplingBatch, SamplingParams, filter_logits, seed_of
+from jaxlamina.structured import StructuredOutputs
 
 V = 50
 BEAMS = {"use_beam_search": True, "temperature": 0.0}
@@ -229,6 +230,21 @@ def test_a_greedy_batch_is_one_program_whatever_its_parameters():
         ({"stop_token_ids": 2}, "stop_token_ids=2 must be a list"),
         ({"logprobs": 21}, "logprobs=21 must be a whole number at least 0 and at most 20"),
         ({"ignore_eos": 1}, "ignore_eos=1"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens='no' must be True or False"),
+        ({"spaces_between_special_tokens": None}, "spaces_between_special_tokens=None must be True or False"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output=1 must be True or False"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 must be -1 (as many as there is room for)"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens=-2 must be a whole number at least -1"),
+        ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens=True must be"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be a list of token ids, one to"),
+        ({"allowed_token_ids": 3}, "allowed_token_ids must be a list of token ids"),
+        ({"allowed_token_ids": [1, -1]}, "allowed_token_ids=-1 must be a whole number at least 0"),
+        ({"allowed_token_ids": [1, 2.5]}, "allowed_token_ids=2.5 must be a whole number"),
+        ({**BEAMS, "allowed_token_ids": [1]}, "leave out presence_penalty"),
+        (
+            {"allowed_token_ids": [1], "structured_outputs": StructuredOutputs(regex="a")},
+            "give one of the two",
+        ),
         ({"n": 0}, "n=0 must be a whole number at least 1"),
         (
             {"n": 3, "best_of": 2},
@@ -298,6 +314,22 @@ def test_likeliest_tokens_come_with_their_logprobs():
         assert np.asarray(tokens).tolist() == np.argsort(-rows, axis=-1)[:, :n].tolist()
         expected = np.sort(rows - np.log(np.exp(rows).sum(-1, keepdims=True)), axis=-1)[:, ::-1][:, :n]
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_what_is_kept_of_a_prompt():
+    prompt = [*range(20)]
+    for asked, max_tokens, kept in (
+        (None, 5, 20),
+        (7, 5, 7),
+        (16, 5, 16),
+        (-1, 5, 11),
+        (-1, None, 15),
+        (-1, 99, 1),
+    ):
+        params = SamplingParams(truncate_prompt_tokens=asked, max_tokens=max_tokens)
+        assert params.kept(prompt, 16) == prompt[20 - kept :]
+    with pytest.raises(UserError, match="truncate_prompt_tokens=17 is more than the model's length, 16"):
+        SamplingParams(truncate_prompt_tokens=17).kept(prompt, 16)
 
 
 def test_stop_forms_are_normalised():

@@ -167,6 +167,7 @@ def play(workload, aborted: set[int], random, check=lambda scheduler, plan, befo
         if i % 3 == 2:
             prompt[-1] = 7000 + i  # shares all but its last token
         r = Request(str(i), prompt, max_tokens, width=width, lockstep=lockstep, priority=(i + family) % 3)
+        r.caller = (None, "a", "b", "c")[i % 4]
         most = r.width * r.longest if scheduler.padded else r.most_slots
         if width > max_num_seqs or most > capacity:
             with pytest.raises(UserError):
@@ -490,6 +491,11 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers():
         UserError, match=r"need 17 KV slots \(prompt 10 \+ max_tokens 8 - 1\), the pool has 16"
     ):
         scheduler.add(request("big", 10, 8))
+    with_host = make(16, n_host=100)
+    with pytest.raises(
+        UserError, match=r"the pool has 16 \(host slots hold requests that wait, not a part of one"
+    ):
+        with_host.add(request("big", 10, 8))
     exact = request("exact", 10, 7)
     scheduler.add(exact)
     while not scheduler.idle:

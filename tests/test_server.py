@@ -31,6 +31,7 @@ def server():
     # The model's own template, with a place for tools.
     template = str(Path(__file__).with_name("chat_with_tools.jinja"))
     options = ("--max-model-len", "256", "--max-num-seqs", "4", "--no-warm-up", "--chat-template", template)
+    options += ("--scheduling-policy", "fifo")  # one that takes no priority
     with serving(*options) as found:
         yield found
 
@@ -401,6 +402,7 @@ def test_many_at_once_some_of_which_go_away_leave_no_slot_behind(client, server)
     for thread in threads:
         thread.join(120)
     server.wait_until(lambda: server.metric("jaxlamina:kv_slots_used") == 0)
+    assert server.metric("jaxlamina:staggered_batches") == 1
     assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
     assert server.metric("vllm:request_success_total", finished_reason="abort") > 0
     stayed = [i for i, (leaves, _, _) in enumerate(plans) if not leaves]

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import time
-
 import openai
 import pytest
+from batch_requests import client_of, line, results, start, submit, wait
 from checkpoint_examples import tiny_words_folder
-from serving import WORDS_TEMPLATE, serving
 
 from jaxlamina.cli.main import main
-
-LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)
-
-
-def start(tiny, folder):
-    """A server over a folder of files."""
-    options = ("--files-dir", str(folder), "--chat-template", WORDS_TEMPLATE, "--max-num-seqs", "4")
-    return serving("--model", str(tiny), "--served-model-name", "tiny", "--no-warm-up", *options)
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +24,6 @@ def folder(tmp_path_factory):
 def server(tiny, folder):
     with start(tiny, folder) as found:
         yield found
-
-
-def client_of(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-def line(custom_id, url="/v1/completions", **body):
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
-
-
-def submit(client, lines, endpoint="/v1/completions"):
-    raw = b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines)
-    file = client.files.create(file=("requests.jsonl", raw), purpose="batch")
-    assert (file.bytes, file.filename, file.purpose) == (len(raw), "requests.jsonl", "batch")
-    return client.batches.create(
-        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"for": "a test"}
-    )
-
-
-def wait(client, batch, until=("completed", "failed", "expired", "cancelled")):
-    deadline = time.monotonic() + LIMIT_S
-    while batch.status not in until:
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.05)
-        batch = client.batches.retrieve(batch.id)
-    return batch
-
-
-def results(client, file_id):
-    return {x["custom_id"]: x for x in map(json.loads, client.files.content(file_id).text.splitlines())}
 
 
 def test_a_batch_runs_each_line_and_says_which_were_wrong(server):

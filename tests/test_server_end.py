@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
 import socket
 import threading
@@ -76,12 +78,36 @@ def test_what_is_not_finished_in_time_is_told_so(tiny, how):
     assert not any("Traceback" in line for line in server.lines), server.lines
 
 
-def test_it_is_ready_when_all_is_compiled(tiny):
-    options = ("--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+def test_it_answers_before_all_is_compiled(tiny):
+    """What comes then, whole and in the same words as later; and it says how far it is."""
+    options = ("--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    with serving("--model", str(tiny), *options, ready=False) as server:
+        server.wait_for("ready: ")
+        body = {"prompt": "w1 w2", "max_tokens": 8, "temperature": 0, "logprobs": 1}
+        before = server.post("/v1/completions", body)["choices"][0]
+        server.wait_for("INFO:     compiled all 6 programs")
+        said = [line for line in server.lines if "ready: " in line or "compiled all" in line]
+        assert "ready: " in said[0] and "compiled all" in said[1]
+        assert server.post("/v1/completions", body)["choices"][0]["text"] == before["text"]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish() == 0
+    assert not any("Traceback" in line for line in server.lines), server.lines
+
+
+def test_it_waits_for_all_where_told(tiny):
+    options = (
+        "--max-model-len",
+        "64",
+        "--max-num-seqs",
+        "2",
+        "--max-num-batched-tokens",
+        "16",
+        "--wait-for-all",
+    )
     with serving("--model", str(tiny), "--chat-template", WORDS_TEMPLATE, *options, ready=False) as server:
         status, found = server.request("GET", "/health")
         if status == 503:  # it may be ready by now
-            assert found["status"] == "starting" and 0 <= found["compiled"] <= found["of"] == 4
+            assert found["status"] == "starting" and 0 <= found["compiled"] <= found["of"] == 3
             status, found = server.request("POST", "/v1/completions", {"prompt": "w1"})
             assert status == 503 and "compiled" in found["error"]["message"]
         server.wait_for("ready: ")
@@ -113,6 +139,8 @@ def test_rank_0_serves(tiny, transport):
         ranks = children(server.process.pid)
         found = server.post("/v1/completions", LONG | {"max_tokens": 12})
         assert found["choices"][0]["text"] == wanted.text and found["model"] == str(tiny)
+        only = server.post("/v1/completions", LONG | {"max_tokens": 3, "allowed_token_ids": [5]})
+        assert only["choices"][0]["text"].split() == ["w5"] * 3
         check_pools(server)
         stream = Stream(server, LONG | {"max_tokens": 50})
         server.process.send_signal(signal.SIGTERM)
@@ -120,6 +148,50 @@ def test_rank_0_serves(tiny, transport):
         stream.join(10)
     assert stream.events[-1]["choices"][0]["finish_reason"] == "length", stream.events[-1]
     assert ranks and not any(Path(f"/proc/{pid}/exe").exists() for pid in ranks)
+
+
+def test_what_the_device_does_under_load_is_told_once(tiny):
+    options = ("--no-split", "--max-num-seqs", "2", "--max-model-len", "64", "--no-warm-up")
+    with serving("--model", str(tiny), *options, "--profile-after", "0.05", "--profile-s", "0.1") as server:
+        told = "INFO:     under load: "
+        until = time.monotonic() + 60
+        while not (found := [line for line in server.lines if line.startswith(told)]):
+            assert time.monotonic() < until, server.lines
+            server.post("/v1/completions", LONG | {"max_tokens": 40})
+        [rank] = json.loads(found[0].removeprefix(told))["ranks"]
+        assert rank["error"] == "" and 0 < rank["idle"] < 1 and rank["exchange"] == 0
+        assert any(" s under load: " in line for line in server.lines)
+        server.post("/v1/completions", LONG | {"max_tokens": 40})
+        assert sum(line.startswith(told) for line in server.lines) == 1
+
+
+def test_when_a_rank_is_killed_clients_are_told(tiny):
+    """By an event of the stream, not by a connection that is cut."""
+    on_cpus = (
+        "--set",
+        "model_platform=cpu",
+        "--set",
+        "attention_platform=cpu",
+        "--set",
+        "max_model_len=2048",
+    )
+    launch = ("launch", "--dop", "1,1", "--transport", "xla", "--model", str(tiny), *on_cpus, "--")
+    options = ("--max-num-seqs", "2", "--no-warm-up")
+    with serving(*options, before=("-m", "jaxlamina", *launch)) as server:
+        server.post("/v1/completions", LONG | {"max_tokens": 2})
+        [rank] = [pid for pid in children(server.process.pid) if told(pid, "JAXLAMINA_RANK") == "1"]
+        stream = Stream(server, LONG | {"max_tokens": 2000})
+        os.kill(rank, signal.SIGKILL)
+        assert server.finish(90) != 0
+        stream.join(10)
+    assert "the engine has failed: " in stream.events[-1] and "rank 1" in stream.events[-1], stream.events[-1]
+
+
+def told(pid, name):
+    """A variable that a launcher gave one of its ranks."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(x.partition("=")[::2] for x in variables).get(name) if b"launch" in words else None
 
 
 def check_pools(server):

@@ -5,9 +5,11 @@ A real server with a model of 64 words. What is sent comes from the server's own
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import threading
+from contextlib import closing
 from urllib.parse import quote
 
 import pytest
@@ -22,6 +24,7 @@ EXAMPLES = 60
 BODIES = {
     "/v1/completions": {"prompt": "w1 w2", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 2},
+    "/v1/responses": {"input": "w1 w2", "max_output_tokens": 2},
     "/tokenize": {"prompt": "w1 w2"},
     "/detokenize": {"tokens": [1, 2]},
     "/v1/batches": {"input_file_id": "file-" + 32 * "0", "endpoint": "/v1/completions"},
@@ -33,6 +36,7 @@ def server(tmp_path_factory):
     folder = tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=64)
     options = ("--max-num-seqs", "4", "--served-model-name", "tiny", "--api-key", KEY, "--max-body-mib", "1")
     limits = ("--max-concurrent-requests", "3", "--chat-template", WORDS_TEMPLATE)
+    limits += ("--scheduling-policy", "fifo")  # which does not look at priorities
     with serving("--model", str(folder), "--no-warm-up", *options, *limits) as found:
         yield found
 
@@ -144,6 +148,16 @@ def test_what_is_wrong_is_said(server, raw, says):
         ({"messages": [{"role": "user", "content": "w1"}], "top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "w1"}], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "w1"}], "tools": [{"function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "w1"}], "chat_template": "{{ 1 }}"}, "chat_template"),
+        (
+            {"messages": [{"role": "user", "content": "w1"}], "truncate_prompt_tokens": 65},
+            "truncate_prompt_tokens",
+        ),
+        ({"messages": [{"role": "user", "content": "w1"}], "allowed_token_ids": [64]}, "allowed_token_ids"),
+        (
+            {"messages": [{"role": "user", "content": "w1"}], "allowed_token_ids": [-1] * 100_000},
+            "allowed_token_ids",
+        ),
     ],
 )
 def test_a_chat_that_is_wrong(server, body, param):
@@ -163,6 +177,13 @@ def test_any_route(server, path, method):
     status, found = server.request(method, quoted, headers=AUTHORIZED)
     if status != 200:
         check(server, status, found)
+
+
+def test_a_method_that_is_not_there_gets_those_that_are(server):
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("PATCH", "/v1/files/x", headers=AUTHORIZED)
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("Allow")) == (405, "DELETE, GET"), answer.read()
 
 
 def test_ids_lead_nowhere_else(server):
@@ -204,11 +225,17 @@ def test_a_body_that_is_too_large(server):
 )
 def test_v1_needs_the_key(server, given_key):
     headers = {} if given_key is None else {"Authorization": given_key}
-    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/nothing")):
+    keyed = [("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/nothing")]
+    for method, path in (*keyed, ("GET", "/server_info"), ("POST", "/reset_prefix_cache")):
         status, found = server.request(method, path, headers=headers)
         assert status == 401 and found["error"]["code"] == "invalid_api_key"
-    for path in ("/health", "/metrics", "/version"):
+    for path in ("/health", "/ping", "/load", "/metrics", "/version"):
         assert server.request("GET", path, headers=headers)[0] == 200
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER"])
+def test_the_scheme_of_a_key_has_no_case(server, scheme):
+    assert server.request("GET", "/v1/models", headers={"Authorization": f"{scheme} {KEY}"})[0] == 200
 
 
 def test_more_requests_than_allowed_get_429(server):

@@ -3,67 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import queue
 import threading
-from itertools import pairwise
+import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from checkpoint_examples import byte_tokenizer
 from test_engine import LetterTokenizer
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams, adjustments
-from jaxlamina.buckets import Buckets
+from jaxlamina.buckets import Buckets, Shape
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling import LOGPROBS_WIDTHS
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
+from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, Tool
-from jaxlamina.server.tools import ToolCallParser, call_schema, parse
+from jaxlamina.server.tools import call_schema
 from jaxlamina.structured import StructuredOutputs
-from jaxlamina.warm_up import Shape, _empty_batch, shapes, warm_up
+from jaxlamina.tokenizer import Tokenizer
+from jaxlamina.warm_up import Behind, _empty_batch, first_of, shapes, warm_up
 
 # Programs that choose tokens, and say how likely they are.
 SAMPLER = ("choose", "report", "likeliest", *(stage.__name__ for stage in adjustments.STAGES))
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
-
-
-def test_calls_are_taken_out_of_a_text():
-    shown, calls = parse(f"Let me see.{CALL} and {CALL}\n")
-    assert shown == "Let me see. and \n" and [call.function.name for call in calls] == ["f", "f"]
-    assert json.loads(calls[0].function.arguments) == {"a": "é"} and calls[0].id != calls[1].id
-    for text in (
-        "<tool_call>{",
-        "<tool_call>[1]</tool_call>x",
-        '<tool_call>{"name": 1}</tool_call>',
-        "<tool_",
-    ):
-        assert parse(text) == (text, [])
-    broken = f"<tool_call>no</tool_call>{CALL}!"
-    assert parse(broken)[0] == "<tool_call>no</tool_call>!" and len(parse(broken)[1]) == 1
-
-
-pieces = st.sampled_from([CALL, "<tool_call>", "</tool_call>", "<", "x", "<tool_call>{}</tool_call>", "</"])
-
-
-@given(st.lists(pieces, max_size=6).map("".join), st.lists(st.integers(0, 200), max_size=6))
-def test_how_a_text_is_cut_makes_no_difference(text, cuts):
-    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    parser = ToolCallParser()
-    shown, names = "", []
-    for start, end in pairwise(places):
-        more, calls = parser.add(text[start:end])
-        shown += more
-        names += [call.function.name for call in calls]
-    rest, more = parser.finish()
-    shown, names = shown + rest, names + [call.function.name for call in more]
-    whole, calls = parse(text)
-    assert shown == whole and names == [call.function.name for call in calls]
-    assert parser.n_calls == len(names)
 
 
 def test_every_sampling_parameter_can_be_given():
@@ -73,16 +40,19 @@ def test_every_sampling_parameter_can_be_given():
         "prompt": "x", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "n": 2, "best_of": 3,
         "max_tokens": 9, "min_tokens": 2, "stop": ["a"], "stop_token_ids": [4], "ignore_eos": True, "logprobs": 5,
         "prompt_logprobs": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "bad_words": ["b"],
+        "allowed_token_ids": [1, 2], "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        "include_stop_str_in_output": True, "truncate_prompt_tokens": 7,
     }  # fmt: skip
     wanted = {name: value for name, value in body.items() if name != "prompt"}
     assert sampling_params(CompletionRequest(**body)) == SamplingParams(**wanted)
     assert sampling_params(CompletionRequest(prompt="x", logit_bias={"7": -2})).logit_bias == {7: -2}
     structured = {"json": {"type": "object"}}
-    for more in ({"structured_outputs": structured}, {"response_format": {"type": "json_object"}}):
+    older = {"guided_json": structured["json"]}
+    for more in ({"structured_outputs": structured}, older, {"response_format": {"type": "json_object"}}):
         found = sampling_params(CompletionRequest(prompt="x", **more))
         assert found.structured_outputs == StructuredOutputs(**structured)
-    with pytest.raises(ApiError, match="structured_outputs.grammar is not supported"):
-        sampling_params(CompletionRequest(prompt="x", structured_outputs={"grammar": "x"}))
+    with pytest.raises(ApiError, match="structured_outputs.gramma is not supported"):
+        sampling_params(CompletionRequest(prompt="x", structured_outputs={"gramma": "x"}))
     beams = {"prompt": "x", "use_beam_search": True, "beam_width": 4, "length_penalty": 0.5}
     found = sampling_params(CompletionRequest(**beams))
     assert (found.beam_width, found.length_penalty, found.temperature) == (4, 0.5, 0)
@@ -93,6 +63,55 @@ def test_log_probabilities_of_a_prompt_are_asked_for_in_two_ways():
     asked += [({"echo": True, "logprobs": 3, "prompt_logprobs": n}, max(3, n)) for n in (0, 5)]
     for fields, n in asked:
         assert sampling_params(CompletionRequest(prompt="x", **fields)).prompt_logprobs == n
+
+
+def test_marks_that_are_special_tokens_are_not_left_out_of_a_text():
+    """Mistral's are, and without them no call would be seen; where nothing looks for them they stay out."""
+    inner = byte_tokenizer()
+    inner.add_special_tokens(["[TOOL_CALLS]", "[THINK]"])
+    template = "{{ tools }}{{ messages[0].content }}[TOOL_CALLS]"
+    model = SimpleNamespace(
+        tokenizer=Tokenizer(inner, chat_template=template),
+        config=SimpleNamespace(vocab_size=300),
+        max_model_len=900,
+    )
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    for parsers, more, skips in (
+        ({}, {}, True),
+        ({}, tools, False),
+        ({"tool_call_parser": "hermes"}, tools, True),
+        ({"reasoning_parser": "mistral"}, {}, False),
+        ({"reasoning_parser": "qwen3"}, {}, True),
+        ({"reasoning_parser": "mistral"}, {"response_format": {"type": "json_object"}}, True),
+        ({}, tools | {"tool_choice": "required"}, True),
+    ):
+        prompts = Prompts(model, **parsers)
+        body = ChatCompletionRequest(**chat, **more)
+        params = sampling_params(body)
+        reading = prompts.reading(body, params, prompts.chat(body, params))
+        assert prompts.with_marks(params, reading).skip_special_tokens == skips, (parsers, more)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *("{{ nothing", "{{" + 5000 * "(" + "1" + 5000 * ")" + "}}", "{{ 'a' * 10 ** 15 }}", "{{ 1 / 0 }}"),
+        *(30 * "{% for x in [1] %}" + 30 * "{% endfor %}", 3000 * "{% if 1 %}" + 3000 * "{% endif %}"),
+        *("{{ ''.__class__.mro() }}", "{% include 'x' %}", "{{ messages | nothing }}", "{{ range(10 ** 9) | list }}"),
+    ],
+    ids=lambda template: template[:24].encode("ascii", "replace"),
+)  # fmt: skip
+def test_a_requests_template_that_fails_is_refused(template):
+    model = SimpleNamespace(
+        tokenizer=Tokenizer(byte_tokenizer()), config=SimpleNamespace(vocab_size=300), max_model_len=900
+    )
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], chat_template=template)
+    with pytest.raises(ApiError) as error:
+        Prompts(model, trust_request_chat_template=True).chat(body)
+    assert error.value.status == 400 and "\n" not in str(error.value)
+    with pytest.raises(ApiError, match="--trust-request-chat-template"):
+        Prompts(model).chat(body)
 
 
 def test_references_of_a_tools_schema_hold_in_the_schema_of_calls():
@@ -121,9 +140,7 @@ def test_defaults_of_completions_and_chats():
 @pytest.mark.parametrize("name", NOT_YET)
 def test_a_field_that_is_not_supported_is_one_of_the_api_and_refused(name):
     odd = {"functions": [{}]}
-    odd |= {"allowed_token_ids": [1], "include_stop_str_in_output": True, "continue_final_message": True}
-    odd |= {"skip_special_tokens": False, "spaces_between_special_tokens": False, "suffix": "b"}
-    odd |= {"chat_template": "{{ 1 }}", "function_call": {"name": "f"}}
+    odd |= {"suffix": "b", "function_call": {"name": "f"}}
     kinds = [kind for kind in (CompletionRequest, ChatCompletionRequest) if name in kind.model_fields]
     assert kinds
     for kind in kinds:
@@ -182,6 +199,7 @@ def test_after_warming_up_nothing_is_compiled(options):
     kinds = [{}, {"n": 2}, {"best_of": 2, "logprobs": 20}, {"min_tokens": 3, "logprobs": 3}]
     kinds += [{"repetition_penalty": 1.3, "logit_bias": {3: 1.0}}]
     kinds += [{"presence_penalty": 1.0, "bad_words": ["ab", "c"], "logprobs": 0}]
+    kinds += [{"allowed_token_ids": [*range(9)]}]
     asked = [
         way | kind
         for way in ways
@@ -268,6 +286,56 @@ def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog):
     assert len([r for r in drawing if not r.threadName.startswith("compile")]) == n_reports
     assert all(r.threadName.startswith("compile") for r in steps)
     llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{}, {"split": False, "mixed_steps": True}], ids=str)
+def test_programs_are_compiled_behind_requests(options):
+    """A few serve every request, with the same tokens; the others come while requests run, those that were wanted first, and
+    then nothing is compiled for a request any more."""
+    config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 256})
+    limits = {"max_num_seqs": 4, "max_model_len": 200, "max_num_batched_tokens": 64}
+    params = random_params(config, seed=1)
+    llm = LLM(InMemoryModel(config, params), **limits, **options)
+    sizes = {"max_model_len": 200, "max_chunk": 64, "mixed": llm.engine.mixed_steps}
+    todo = shapes(llm.buckets, **sizes)
+    first = first_of(todo)
+    warm_up(llm.engine, first, lambda n: None, lambda: False, all_of_drawing=False)
+    prompts = [{"prompt_token_ids": [t % 90 for t in range(1, n)]} for n in (3, 100, 40, 33, 7)]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [o.token_ids for o in LLM(InMemoryModel(config, params), **limits).generate(prompts, greedy)]
+    n = llm.stats()["n_compilations"]
+    assert [o.token_ids for o in llm.generate(prompts, greedy)] == expected
+    assert llm.stats()["n_compilations"] == n, "the first programs hold every step"
+    assert set(llm.engine.sizes.wanted) <= {*todo} - {*first}
+
+    rest, done, calls = [s for s in todo if s not in first], [], queue.SimpleQueue()
+    behind = Behind(llm.engine, rest, done.append, calls.put)
+    behind.start()
+    seen = [len(llm.engine.sizes.shapes)]
+    while len(done) < len(rest):
+        calls.get(timeout=120)()  # as the engine's thread, between steps
+        seen.append(len(llm.engine.sizes.shapes))
+        assert [o.token_ids for o in llm.generate(prompts[:2], greedy)] == expected[:2]
+        while calls.empty() and len(done) < len(rest):
+            time.sleep(0.01)
+    assert behind.join(60) and done == [*range(1, len(rest) + 1)]
+    assert seen == sorted(seen) and {*llm.engine.sizes.shapes} == {*todo, *first}
+    n = llm.stats()["n_compilations"]
+    assert [o.token_ids for o in llm.generate(prompts, greedy)] == expected
+    llm.generate(prompts, SamplingParams(temperature=0.7, top_p=0.9, logprobs=3, repetition_penalty=1.2))
+    assert llm.stats()["n_compilations"] == n, llm.stats()["compilations"]
+    llm.engine.check_integrity()
+
+
+def test_compiling_behind_ends_when_told():
+    config = ModelConfig.from_hf(MODELS["llama"])
+    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
+    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    behind = Behind(llm.engine, todo, lambda n: None, lambda call: None)  # no step comes
+    behind.start()
+    assert not behind.join(0.1)
+    behind.stop()
+    assert behind.join(120) and not llm.engine.sizes.shapes
 
 
 def test_what_fails_while_compiling_ahead_is_raised(monkeypatch):

@@ -28,9 +28,20 @@ two = ShardedExecutor(fn, params, n_slots=n_slots, devices=jax.devices())
 rounds = [[np.asarray(x.decode(batch)) for _ in range(2)] for x in (one, two)]
 worst = max(float(abs(a - b).max() / abs(a).max()) for a, b in zip(*rounds))
 pools = [np.asarray(a) - np.asarray(b) for a, b in zip(one.kv.k + one.kv.v, two.kv.k + two.kv.v)]
+import gc, weakref
+made, alive = [], []
+def noting(kind):
+  def make(*args, **options):
+    gc.collect()
+    alive.append(sum(x() is not None for x in made))
+    found = kind(*args, **options)
+    made.append(weakref.ref(found))
+    return found
+  return make
+sb.UnsplitExecutor, sb.ShardedExecutor = noting(UnsplitExecutor), noting(ShardedExecutor)
 found, _ = sb.measure(config, [sb.StepCase(4, 16)], group=None, dtype=jnp.float32, n_rounds=1, unsplit=True,
   local=False, n_devices=2, device=jax.devices()[0])
-print(json.dumps({"ways": {r.way: (r.max_difference, r.floor_ms) for r in found}, "worst": worst, "pools": max(float(abs(x).max()) for x in pools),
+print(json.dumps({"ways": {r.way: (r.max_difference, r.floor_ms) for r in found}, "worst": worst, "alive": alive, "pools": max(float(abs(x).max()) for x in pools),
   "n_devices": [len(x.kv.k[0].sharding.device_set) for x in (one, two)],
   "own_bytes": max(s.data.nbytes for s in two.kv.k[0].addressable_shards) / one.kv.k[0].nbytes}))
 """
@@ -50,6 +61,7 @@ def test_two_devices_give_what_one_gives():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["worst"] < 1e-5 and found["pools"] < 1e-5
     assert found["n_devices"] == [1, 2] and found["own_bytes"] == 0.5
+    assert found["alive"] == [0, 0]  # of executors when one is made: each has all of the memory
     ways = found["ways"]
     assert list(ways) == ["unsplit", "unsplit, 2 devices by requests", "unsplit, 2 devices by weights"]
     assert ways["unsplit, 2 devices by requests"][0] is None  # other requests than the others'

@@ -9,7 +9,7 @@ import pytest
 import split_examples as ex
 from flax import nnx
 
-from splitter import split
+from splitter import SplitError, split
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +77,32 @@ def test_a_whole_prompt_through_flax_attention_with_a_mask():
     np.testing.assert_allclose(
         ex.run_split(cut, params, x, lengths), apply(params, x, lengths), rtol=1e-5, atol=1e-6
     )
+
+
+class WithoutCache(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(7, ex.D, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, ex.D, decode=False, rngs=rngs)
+
+    def __call__(self, tokens, positions):
+        return self.attention(self.embed(tokens) + self.embed(positions))
+
+
+def test_a_module_in_place_of_a_function_of_parameters_is_refused():
+    model, tokens = WithoutCache(nnx.Rngs(0)), jnp.ones((1, 4), jnp.int32)
+    with pytest.raises(SplitError, match=r"after WithoutCache is its parameters.* nnx\.split\(module\)"):
+        split(model, tokens, tokens)
+    graph, params = nnx.split(model)
+    assert split(lambda params, *inputs: nnx.merge(graph, params)(*inputs), params, tokens, tokens).n == 1
+    assert (
+        split(lambda params, model, x: model(x, x), {}, model, tokens).n == 1
+    )  # weights among the inputs are there
+
+
+def test_a_cache_among_the_parameters_is_named():
+    model = ex.FlaxDecoder(LAYERS, ex.D, nnx.Rngs(0))
+    model.init_cache(B, LENGTH)
+    with pytest.raises(
+        SplitError, match=r"parameter params\S*cache\S*: if that is a cache, make it an input"
+    ):
+        split(lambda model, tokens: model(tokens), model, jnp.ones((B, 1), jnp.int32))

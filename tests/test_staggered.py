@@ -62,6 +62,13 @@ def test_auto_tries_both_and_gives_the_same_tokens() -> None:
     check_greedy(found[0], n_tokens=30)
     decodes = [name for name in found[0]["programs"] if name.startswith("decode, batch 4")]
     assert {"staggered" in name for name in decodes} == {True, False}, decodes
+    said = found[0]["staggering"]
+    assert said["n_batches"] == "auto" and {of["batch"] for of in said["chosen"]} >= {4}, said
+    for bucket in said["chosen"]:  # tried out until both have been timed five times
+        times = bucket["step_s"]
+        fastest = min(times, key=times.get, default="1")
+        assert bucket["n_batches"] in (None, int(fastest)), bucket
+        assert bucket["batch"] > 1 or bucket["n_batches"] == 1, bucket
 
 
 @pytest.mark.parametrize("transport", ["xla", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])

@@ -23,6 +23,7 @@ SCHEMA = {
 }
 NUMBER = r"[1-9][0-9]{2}-[0-9]{4}"
 CHOICES = ("positive", "negative", "neither", 'neither "one"\n nor the öther')
+GRAMMAR = 'start: WORD " is " ("red" | NUMBER) "."\nWORD: /[A-Z][a-z]{1,6}/\nNUMBER: /[1-9][0-9]/'
 PROMPT = "My friend Ada is 36 years old and likes red. As JSON:"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 SEEDED = SamplingParams(temperature=1.5, max_tokens=60, seed=3)
@@ -49,6 +50,10 @@ def follows_schema(text: str) -> bool:
 ASKED = [
     (StructuredOutputs(json=SCHEMA), follows_schema),
     (StructuredOutputs(regex=NUMBER), lambda text: bool(re.fullmatch(NUMBER, text))),
+    (
+        StructuredOutputs(grammar=GRAMMAR),
+        lambda text: bool(re.fullmatch(r"[A-Z][a-z]{1,6} is (red|[1-9][0-9])[.]", text)),
+    ),
     (StructuredOutputs(choice=CHOICES), lambda text: text in CHOICES),
 ]
 
@@ -67,7 +72,7 @@ def test_outputs_follow_what_was_asked_and_end_where_it_is_complete(llm: LLM):
     llm.engine.async_scheduling = True
     assert [out.token_ids for out in again] == [out.token_ids for out in together]
     # Each is what it is alone, and so are those beside them.
-    for i in (1, 5, 7):
+    for i in (1, 5, 7, 9):
         [alone] = llm.generate(PROMPT, params[i])
         assert alone.token_ids == together[i].token_ids
 
@@ -116,8 +121,9 @@ def test_what_cannot_be_followed_is_refused_when_it_is_queued(llm: LLM, asked: d
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({}, "must have one of json, regex and choice"),
-        ({"regex": "a", "choice": ["b"]}, "must have one of json, regex and choice"),
+        ({}, "must have one of json, regex, choice and grammar"),
+        ({"regex": "a", "choice": ["b"]}, "must have one of json, regex, choice and grammar"),
+        ({"grammar": 3}, "structured_outputs.grammar=3 must be a string"),
         ({"json": "{"}, "structured_outputs.json is not JSON"),
         ({"json": "[1]"}, "must be a JSON schema: an object or its text"),
         ({"regex": 3}, "structured_outputs.regex=3 must be a string"),

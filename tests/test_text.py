@@ -25,9 +25,10 @@ class Pieces:
     tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=20),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
     left=st.text("ab", max_size=3),
+    include=st.booleans(),
 )
-def test_text_ends_before_the_first_stop_string_and_release_never_takes_back(tokens, stops, left):
-    text = GeneratedText(Pieces(left), stops)
+def test_text_ends_before_the_first_stop_string_and_release_never_takes_back(tokens, stops, left, include):
+    text = GeneratedText(Pieces(left), stops, include_stop=include)
     shown = ""
     for i, token in enumerate(tokens):
         whole = "".join(PIECES[t] for t in tokens[: i + 1])
@@ -43,6 +44,9 @@ def test_text_ends_before_the_first_stop_string_and_release_never_takes_back(tok
         assert stopped == any(s in whole for s in stops)
     shown += text.release(finished=True)
     cut = min((whole.index(s) for s in stops if s in whole), default=len(whole)) if tokens or left else 0
+    if include and stopped:  # or behind it
+        cut += len(text.stopped_by)
+        assert whole[:cut].endswith(text.stopped_by)
     assert shown == text.text == (whole[:cut] if tokens or left else "")
     assert (text.stopped_by in stops) == stopped
 

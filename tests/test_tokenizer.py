@@ -449,6 +449,43 @@ def test_messages_of_another_form_are_errors(messages):
         render("x{{ messages[0].content }}", messages)
 
 
+SAID = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def test_the_last_message_is_continued():
+    begun = [*MESSAGES, {"role": "a", "content": "Hello "}]
+    how = {"continue_final_message": True, "add_generation_prompt": False}
+    assert render(SAID, begun, **how) == "<user>Hello</><a>Hello "
+    assert render(SAID, [{"role": "a", "content": None}], **how) == "<a>"
+    assert render(SAID, MESSAGES, chat_template="{{ messages[0].content }}!") == "Hello!"
+    for template, messages, more, problem in (
+        (SAID, begun, {"add_generation_prompt": True}, "give one"),
+        ("x", begun, {}, "leaves out the last message"),
+        (SAID, [{"role": "a", "content": ["x"]}], {}, "its content is no text"),
+        (SAID, [], {}, "messages must be a list"),
+        (SAID, "text", {}, "messages must be a list"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            render(template, messages, **how | more)
+
+
 def test_no_template_is_an_error():
     with pytest.raises(UserError, match="no chat template; use generate"):
         BYTES.apply_chat_template(MESSAGES)
+
+
+def test_blanks_between_special_tokens_are_left_out_where_that_is_asked_for():
+    """By a decoder that puts them there, as one of whole words does."""
+    inner = Inner(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    inner.add_special_tokens(["<x>", "<y>"])
+    words = Tokenizer(inner)
+
+    def text(ids, *how):
+        detokenizer = words.detokenizer(*how)
+        return "".join([*map(detokenizer.add, ids), detokenizer.finish()])
+
+    ids = [0, 2, 3, 2, 1, 3]
+    assert text(ids, False, True) == "a <x> <y> <x> b <y>"
+    assert text(ids, False, False) == "a <x><y><x> b <y>"
+    assert text(ids, True, False) == text(ids) == "a b"
+    assert words.is_special("<x>") and not words.is_special("a")

@@ -12,7 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
+from jaxlamina.tables import print_table
 
 if TYPE_CHECKING:
     from jaxlamina.bench.breakdown_bench import Breakdown
@@ -42,17 +44,17 @@ def breakdown_command(
     ] = False,
 ) -> None:
     """Record where a step's time goes on each rank: `jaxlamina launch --dop 1,1 -- bench breakdown --staggered 2`."""
+    shape = model_config(config)
     from jaxlamina import ranks
     from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, split_bench, step_bench
-    from jaxlamina.configs import model_config
     from jaxlamina.llm import DTYPES
     from jaxlamina.profiling import perfetto
+    from jaxlamina.ranks.layout import partition_of
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
     cases, n_batches = step_bench.cases_of(case), step_bench.numbers_of(staggered)
     _check_files(timeline, figure)
-    shape = model_config(config)
     if layers is not None:
         shape = split_bench.with_layers(shape, layers)
     group = ranks.current()
@@ -64,7 +66,7 @@ def breakdown_command(
     with Console(stderr=True).status("starting") as status:
         options = {"group": group, "dtype": DTYPES[dtype], "n_steps": steps, "staggered": n_batches}
         found = breakdown_bench.measure(shape, cases, **options, on_progress=status.update)
-    job = group.description
+    job = f"{group.description}, {partition_of(group.cluster, [shape.num_key_value_heads])}"
     accelerator = group.device.device_kind
     title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; {accelerator}"
     if timeline is not None:
@@ -72,7 +74,7 @@ def breakdown_command(
     if figure is not None:
         breakdown_figure.draw(found, f"{title}, {here.line()}", figure)
     if not as_json:
-        out = Console(width=118, highlight=False)
+        out = Console(highlight=False)
         out.print(here.line(), soft_wrap=True)
         out.print(title, soft_wrap=True)
         _show(out, found)
@@ -113,7 +115,7 @@ def _show(out: Console, found: list[Breakdown]) -> None:
                 str(x.case) if first else "", x.way if first else "", f"{pool} × {len(ranks)}",
                 f"{x.timeline.step_ms:.2f}" if first else "", *cells, f"{x.untraced_ms:.2f}" if first else "",
             )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
     out.print(
         "ms a step and share of it, a pool's ranks' mean. bubble: its devices idle, or in an exchange whose other end has "
         "not come. other: operators of no slice, layer or exchange. untraced: without the profiler, with the time "

@@ -6,6 +6,7 @@ Knows breakdowns. Needs matplotlib.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ _COLORS: dict[Kind, str] = {
 }
 _INK, _FAINT = "#333333", "#dddddd"
 _BAR = 0.8  # of a bar's place
+_TITLE_PER_INCH = 15  # characters of 8 points
 
 
 def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
@@ -39,7 +41,7 @@ def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
     width = max(5.0, 1.6 + len(by_case) * (0.5 + 0.55 * n_bars))
     with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "jaxlamina", "text.color": _INK}):
         figure = Figure(figsize=(width, 4.0), layout="constrained")
-        figure.suptitle(title, fontsize=8, wrap=True)
+        figure.suptitle(textwrap.fill(title, int(_TITLE_PER_INCH * width)), fontsize=8)
         panels = figure.subplots(1, len(by_case), squeeze=False)[0]
         for axes, (case, of_case) in zip(panels, by_case.items(), strict=True):
             _panel(axes, of_case)
@@ -51,8 +53,17 @@ def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
             if any(x.timeline.ms(x.timeline.ranks_of(pool))[kind] for x in found for pool in POOLS)
         ]
         handles = [Patch(facecolor=_COLORS[kind], edgecolor=_INK, lw=0.5, label=kind) for kind in kinds]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False)
+        _legend(figure, handles)
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _legend(figure: Any, handles: Sequence[Any]) -> None:
+    """Below the panels, in as few rows as the figure is wide enough for."""
+    for ncols in range(len(handles), 0, -1):
+        legend = figure.legend(handles=handles, loc="outside lower center", ncols=ncols, frameon=False)
+        if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _panel(axes: Any, of_case: Sequence[Breakdown]) -> None:

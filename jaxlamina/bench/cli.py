@@ -29,24 +29,29 @@ from jaxlamina.bench.prefix_cli import prefix_command
 from jaxlamina.bench.serve_cli import serve_command
 from jaxlamina.bench.step_cli import step_command
 from jaxlamina.bench.throughput_cli import throughput_command
+from jaxlamina.cli.command import HELP, Command, add
+from jaxlamina.cli.model_options import MODEL_HELP, find
+from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
+from jaxlamina.tables import print_table
 
 app = typer.Typer(
     no_args_is_help=True,
+    **HELP,
     help="Measure what the project claims. Every bench ends with one line of JSON on stdout.",
 )
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")]
 
 
-app.command("breakdown")(breakdown_command)
-app.command("exchange")(exchange_command)
-app.command("kernels")(kernels_command)
-app.command("overhead")(overhead_command)
-app.command("prefix")(prefix_command)
-app.command("serve")(serve_command)
-app.command("step")(step_command)
-app.command("throughput")(throughput_command)
+add(app, "breakdown", breakdown_command)
+add(app, "exchange", exchange_command)
+add(app, "kernels", kernels_command)
+add(app, "overhead", overhead_command)
+add(app, "prefix", prefix_command)
+add(app, "serve", serve_command)
+add(app, "step", step_command)
+add(app, "throughput", throughput_command)
 
 
 @app.callback()
@@ -54,7 +59,7 @@ def _bench() -> None:
     """Keeps `bench` a group of commands."""
 
 
-@app.command("split")
+@app.command("split", cls=Command)
 def split_command(
     config: Annotated[
         str, typer.Option(help="A model shape: a name in configs/models, or a config.json.")
@@ -69,13 +74,12 @@ def split_command(
     as_json: JsonOption = False,
 ) -> None:
     """Time tracing, splitting and compiling of a model shape, by number of layers. No weights are allocated."""
+    shape = model_config(config)
     from jaxlamina.bench import machine, split_bench
-    from jaxlamina.configs import model_config
 
     counts = _counts("--layers", layers)
     if dtype not in ("bfloat16", "float32"):
         raise UserError(f"--dtype {dtype!r} must be bfloat16 or float32")
-    shape = model_config(config)
     where = machine.describe()
     console = Console(stderr=True)
     with console.status("starting") as status:
@@ -120,7 +124,7 @@ def _show_split(out: Console, record: dict[str, Any], found: list[Any], where: A
         ]
         row += [f"{t.n_slices}", f"{t.n_programs}", f"{t.compile_s:.2f}"]
         table.add_row(*row, *([f"{t.every_slice_s:.1f}"] if each else []))
-    out.print(table)
+    print_table(out, table)
     for t in found:
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, _, seconds in t.programs)
         out.print(f"compiled at {t.n_layers} layers: {parts}", style="dim", soft_wrap=True)
@@ -146,11 +150,9 @@ def _show_split(out: Console, record: dict[str, Any], found: list[Any], where: A
         )
 
 
-@app.command("decode")
+@app.command("decode", cls=Command)
 def decode_command(
-    model: Annotated[
-        str, typer.Option(help="The demo model, a Hugging Face folder or a .gguf.")
-    ] = "smollm2-135m-instruct",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m-instruct",
     batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 224,
     tokens: Annotated[int, typer.Option(min=1, help="Decode steps after the prompts' own pass.")] = 64,
@@ -173,6 +175,7 @@ def decode_command(
     Only decode steps are timed; the prompts' own pass and turning tokens into text are not. Peers take turns in one
     run, each in a process of its own.
     """
+    path = find(model)
     from jaxlamina.bench import decode_bench, machine
     from jaxlamina.bench import peers as peers_
     from jaxlamina.bench.prompts import encoder_of
@@ -181,7 +184,7 @@ def decode_command(
     batches = _counts("--batch", batch)
     names, left_out = peers_.chosen(peers)
     where = machine.describe(peers_.PACKAGES)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(path)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -212,7 +215,6 @@ def decode_command(
 
 
 def _show_decode(out: Console, report: Any, where: Any) -> None:
-    from jaxlamina.bench import decode_bench
     from jaxlamina.bench.peers import TITLES
 
     def title(peer: str) -> str:
@@ -245,7 +247,7 @@ def _show_decode(out: Console, report: Any, where: Any) -> None:
             "–" if r.same_tokens is None else f"{r.same_tokens}/{r.batch}",
             f"{r.prefill_s:.2f} s",
         )
-    out.print(table)
+    print_table(out, table)
     out.print(
         "% roof: of the roofline below; same: rows with the first peer's tokens exactly; "
         "prefill: the prompts' own pass, not in tokens/s",
@@ -268,14 +270,6 @@ def _show_decode(out: Console, report: Any, where: Any) -> None:
             f"({ratio.lowest:.2f}–{ratio.highest:.2f} over the rounds)",
             soft_wrap=True,
         )
-    for r in report.results:
-        if r.host_exposed is not None:
-            out.print(
-                f"batch {r.batch}: {title(r.peer)} lets the device wait for the host {r.host_exposed:.1%} of a step at "
-                f"most ({_verdict(r.host_exposed <= decode_bench.HOST_EXPOSED_LIMIT)}: limit "
-                f"{decode_bench.HOST_EXPOSED_LIMIT:.0%})",
-                soft_wrap=True,
-            )
     for peer, note in report.notes.items():
         out.print(f"{title(peer)}: {note}", style="dim", soft_wrap=True)
     for peer, why in report.left_out.items():

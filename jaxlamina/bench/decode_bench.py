@@ -20,7 +20,6 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params
 
 FLOAT32_BYTES = 4
-HOST_EXPOSED_LIMIT = 0.02
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,6 @@ class PeerResult:
 
     same_tokens: rows whose tokens all equal the first measured peer's; None for that peer itself.
     of_roofline: median speed over `DecodeReport.roofline`.
-    host_exposed: share of the steps' time, median over the rounds, in which the device waited for the host at most; None
-    for peers of whom it is not known.
     """
 
     peer: str
@@ -41,7 +38,6 @@ class PeerResult:
     prefill_s: float
     of_roofline: float
     same_tokens: int | None
-    host_exposed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -234,7 +230,6 @@ def _results(
             found = runs[name, batch]
             speeds = tuple(batch * n_steps / run.decode_s for run in found)
             same = sum(a == b for a, b in zip(found[0].tokens, reference, strict=True))
-            exposed = [run.exposed_s / run.decode_s for run in found if run.exposed_s is not None]
             made.append(
                 PeerResult(
                     peer=name,
@@ -245,7 +240,6 @@ def _results(
                     prefill_s=median(run.prefill_s for run in found),
                     of_roofline=median(speeds) / roofline,
                     same_tokens=None if name == peers[0] else same,
-                    host_exposed=median(exposed) if exposed else None,
                 )
             )
     return made

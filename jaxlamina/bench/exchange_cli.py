@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlamina.errors import UserError
+from jaxlamina.tables import print_table
 
 
 def exchange_command(
@@ -135,7 +136,7 @@ def _show(out: Console, report: Any, where: Any) -> None:
             f"{p.n_turns}",
         )
         last = p.size_bytes
-    out.print(table)
+    print_table(out, table)
     out.print(
         "µs: of a round trip; GB/s: one way; round trips: in one program, which each round runs once",
         style="dim",

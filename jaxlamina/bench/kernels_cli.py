@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlamina.errors import UserError
+from jaxlamina.tables import print_table
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
@@ -140,7 +141,7 @@ def _show(
                 "–" if r is mine[0] else f"{1 / mine[0].ratio[r.peer]:.3f}",
                 "–" if r.error is None else f"{r.error:.1e}",
             )
-        out.print(table)
+        print_table(out, table)
     out.print(f"one long array is read at {record['read_bytes_per_s'] / 1e12:.3f} TB/s in this run")
     for what, why in record["left_out"].items():
         out.print(f"left out: {what}: {why}", style="yellow", soft_wrap=True)

@@ -229,7 +229,7 @@ class Layers:
     def _generate(self, text: str, case: Case) -> tuple[float, list[Sequence[int]]]:
         params = SamplingParams(temperature=0.0, max_tokens=case.size.n_output, ignore_eos=True)
         began_s = time.perf_counter()
-        outputs = self._llm.generate([text] * case.copies, params)
+        outputs = self._llm.generate([text] * case.copies, params, use_tqdm=False)
         return time.perf_counter() - began_s, [output.token_ids for output in outputs]
 
     def _serve(self, text: str, times: CaseTimes) -> None:

@@ -17,6 +17,8 @@ from rich.table import Table
 
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
+from jaxlamina.gpus import MEMORY_SHARE
+from jaxlamina.tables import print_table
 
 _SERVER_S = 1800.0  # to compile everything
 # Of a GPU's memory for each of the two processes that have the model.
@@ -38,7 +40,7 @@ def overhead_command(
     dataset_name: Annotated[
         str, typer.Option(help="Their lengths: sharegpt-like, alpaca-like or azure-conversation.")
     ] = "alpaca-like",
-    max_num_seqs: model_options.MaxNumSeqs = 32,
+    max_num_seqs: model_options.MaxNumSeqs = None,
     max_model_len: model_options.MaxModelLen = None,
     no_warm_up: Annotated[
         bool, typer.Option("--no-warm-up", help="The server compiles each program when it first needs it.")
@@ -47,7 +49,8 @@ def overhead_command(
     as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout.")] = False,
 ) -> None:
     """What engine, server and command line add to the forward passes of a batch; latency by request rate."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_SHARE)
+    path = model_options.find(model)
+    os.environ.setdefault(MEMORY_SHARE, _GPU_SHARE)
     from jaxlamina import ranks
     from jaxlamina.bench import machine, overhead_bench
     from jaxlamina.bench.loads import drawn
@@ -60,6 +63,7 @@ def overhead_command(
     longest = max(c.size.n_tokens for c in cases) + 16
     sizes = drawn(dataset_name, num_prompts, seed=seed, most_tokens=max_model_len) if rates else []
     length = max_model_len or max([longest, *(size.n_tokens for size in sizes)])
+    max_num_seqs = max_num_seqs or model_options.SERVED_SEQS
     options = ["--model", model, "--dtype", dtype, "--max-num-seqs", str(max_num_seqs)]
     options += ["--max-model-len", str(length), "--no-enable-prefix-caching"]
     where = machine.describe(["aiohttp", "fastapi", "uvicorn"])
@@ -68,14 +72,15 @@ def overhead_command(
         with console.status("starting the server (it compiles first)"):
             more = ["--no-warm-up"] if no_warm_up else []
             url = stack.enter_context(serving([*options, *more], deadline_s=_SERVER_S))
-        llm = model_options.load(
-            console,
+        kept = model_options.ModelOptions(
             model,
             dtype=dtype,
             max_num_seqs=max_num_seqs,
             max_model_len=length,
-            prefix_caching=False,
+            enable_prefix_caching=False,
+            scheduling_policy=model_options.FIRST_COME,
         )
+        llm = model_options.load(console, path, kept)
         layers = overhead_bench.Layers(llm, url, model)
         with console.status("starting") as status:
             found = [layers.measure_case(c, attempts, status.update) for c in cases]
@@ -97,7 +102,7 @@ def overhead_command(
         **where.to_dict(),
     }
     if not as_json:
-        _show(Console(width=118, highlight=False), record, where)
+        _show(Console(highlight=False), record, where)
     print(json.dumps(record))
 
 
@@ -118,10 +123,10 @@ def _show(out: Console, record: dict[str, Any], where: Any) -> None:
     out.print(f"{record['model']}, {record['dtype']}, {record['accelerator']}", soft_wrap=True)
     for case in record["cases"]:
         title = f"{case['case']} tokens, {case['n_attempts']} attempts"
-        out.print(_components(title, case))
-        out.print(_layers(case))
+        print_table(out, _components(title, case))
+        print_table(out, _layers(case))
     if record["loads"]:
-        out.print(_loads(record))
+        print_table(out, _loads(record))
 
 
 def _components(title: str, case: dict[str, Any]) -> Table:

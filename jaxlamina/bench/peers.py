@@ -9,6 +9,7 @@ from there on, each ending with the chosen tokens on the host. No peer turns tok
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,15 +35,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Decoded:
-    """One run: `n_steps + 1` tokens a row, seconds of the prompts' pass and of the steps after it.
-
-    exposed_s: of the steps', in which the device waited for the host at most; None where that is not known.
-    """
+    """One run: `n_steps + 1` tokens a row, seconds of the prompts' pass and of the steps after it."""
 
     tokens: list[list[int]]
     prefill_s: float
     decode_s: float
-    exposed_s: float | None = None
 
 
 class Peer(Protocol):
@@ -94,11 +91,9 @@ class Ours:
             step()
         prefilled = time.perf_counter()
         before = sum(map(len, tokens.values()))
-        exposed_before_s = engine.stats.exposed_s
         for _ in range(n_steps):
             step()
         decode_s = time.perf_counter() - prefilled
-        exposed_s = engine.stats.exposed_s - exposed_before_s
         for request_id in tokens:
             engine.abort(request_id)
         jax.block_until_ready(
@@ -109,19 +104,40 @@ class Ours:
                 "the engine could not keep all rows running; use a smaller --batch, --prompt or --tokens"
             )
         rows = [row[: n_steps + 1] for row in tokens.values()]
-        return Decoded(rows, prefilled - start, decode_s, exposed_s)
+        return Decoded(rows, prefilled - start, decode_s)
+
+
+def flash_attention() -> str | None:
+    """transformers' newest flash attention for CUDA that is to be had here, by a package of its own or by `kernels`."""
+    from transformers.utils import import_utils
+
+    for version in (3, 2):
+        is_there = getattr(import_utils, f"is_flash_attn_{version}_available", None)
+        if is_there is None:
+            continue
+        by_kernels = {"kernels_fallback_ok": True} if inspect.signature(is_there).parameters else {}
+        if is_there(**by_kernels):
+            return f"flash_attention_{version}"
+    return None
 
 
 def transformers_model(
-    config: ModelConfig, dtype: Any, device: str, weights: Mapping[str, Any] | None
+    config: ModelConfig,
+    dtype: Any,
+    device: str,
+    weights: Mapping[str, Any] | None,
+    attention: str | None = None,
 ) -> Any:
-    """transformers' own model of this shape, with these weights or random ones, for inference."""
+    """transformers' own model of this shape, with these weights or random ones, for inference. ``attention``: None for its
+    own choice."""
     import torch
     import transformers
 
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**config.to_hf()), dtype=dtype
+            transformers.AutoConfig.for_model(**config.to_hf()),
+            dtype=dtype,
+            **({"attn_implementation": attention} if attention else {}),
         )
     if weights is not None:
         tensors = {name: torch.from_numpy(np.array(x)) for name, x in weights.items()}

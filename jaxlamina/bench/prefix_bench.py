@@ -69,7 +69,10 @@ def measure(
     n_tokens = n_shared_tokens + n_own_tokens
     if llm is None:
         length = n_tokens + 8
-        llm = LLM(model, dtype=dtype, split=split, max_num_seqs=1, max_model_len=length, kv_slots=4 * length)
+        llm = LLM(
+            model, dtype=dtype, split=split, max_num_seqs=1, max_model_len=length, kv_slots=4 * length,
+            use_tqdm_on_load=False,
+        )  # fmt: skip
     if llm.engine.scheduler.prefix_cache is None:
         raise UserError("the model was opened with prefix_caching=False: there is nothing to measure")
     rng = np.random.default_rng(0)
@@ -125,9 +128,9 @@ def _same_tokens(llm: Any, prompt: Sequence[int]) -> bool:
     from jaxlamina.sampling import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    [cached] = llm.generate({"prompt_token_ids": list(prompt)}, params)
+    [cached] = llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)
     llm.reset_prefix_cache()
-    [computed] = llm.generate({"prompt_token_ids": list(prompt)}, params)
+    [computed] = llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)
     return bool(
         cached.token_ids == computed.token_ids and cached.n_cached_tokens and not computed.n_cached_tokens
     )

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from jaxlamina.cli.model_options import MODEL_HELP, find
+
 
 def prefix_command(
-    model: Annotated[
-        str, typer.Option(help="The demo model, a Hugging Face folder or a .gguf.")
-    ] = "smollm2-135m-instruct",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m-instruct",
     shared: Annotated[int, typer.Option(min=1, help="Tokens that both prompts begin with.")] = 1000,
     own: Annotated[int, typer.Option(min=1, help="Tokens of each prompt after them.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of requests; one more compiles.")] = 5,
@@ -20,12 +20,13 @@ def prefix_command(
     as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout.")] = False,
 ) -> None:
     """Time to the first token of two float32 requests that share most of their prompt."""
+    path = find(model)
     from jaxlamina.bench import machine, prefix_bench
 
     where = machine.describe()
     with Console(stderr=True).status("loading, compiling and timing"):
         times = prefix_bench.measure(
-            model, n_shared_tokens=shared, n_own_tokens=own, n_rounds=rounds, split=not no_split
+            str(path), n_shared_tokens=shared, n_own_tokens=own, n_rounds=rounds, split=not no_split
         )
     record = times.to_dict()
     if not as_json:

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
+from jaxlamina.tables import print_table
 
 if TYPE_CHECKING:
     from jaxlamina.bench.loads import Size
@@ -46,8 +48,8 @@ def serve_command(
     ] = None,
     speedup: Annotated[float, typer.Option(help="The trace's arrivals come so much faster.")] = 1.0,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests; of a trace the first ones.")] = 1000,
-    random_input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of random requests.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(min=1, help="Output tokens of them.")] = 128,
+    input_len: model_options.InputLen = 1024,
+    output_len: model_options.OutputLen = 128,
     request_rate: Annotated[
         float, typer.Option(help="Requests a second; inf: all at once. A trace has its own arrivals.")
     ] = math.inf,
@@ -72,7 +74,9 @@ def serve_command(
         list[str] | None,
         typer.Option(help="Also requests a second within limits in ms: --goodput ttft:200 tpot:50."),
     ] = None,
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more_goodput: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME:MS", help="More limits, after --goodput's first.")
+    ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that the server may say nothing in an answer.")
     ] = 600.0,
@@ -100,7 +104,7 @@ def serve_command(
         arrive_s = [at_s / speedup for at_s in arrive_s]
     else:
         if dataset_name == "random":
-            sizes = [loads.Size(random_input_len, random_output_len)] * num_prompts
+            sizes = [loads.Size(input_len, output_len)] * num_prompts
         else:
             sizes = loads.drawn(dataset_name, num_prompts, seed=seed, most_tokens=served.max_model_len)
         arrive_s = loads.arrivals(num_prompts, request_rate, burstiness, seed=seed)
@@ -266,7 +270,7 @@ def _show(
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    out.print(table)
+    print_table(out, table)
     table = Table(title="ms", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     keys = ["mean", "median", "std", *(f"p{p:g}" for p in percentiles)]
@@ -274,8 +278,10 @@ def _show(
         table.add_column(key, justify="right", no_wrap=True)
     for name in names:
         values = [_ms(record[f"{key}_{name}_ms"]) for key in keys]
-        table.add_row(f"{serve_metrics.TITLES[name]} ({name.upper()})", *values)
-    out.print(table)
+        table.add_row(name.upper(), *values)
+    print_table(out, table)
+    titles = "; ".join(f"{name.upper()}: {serve_metrics.TITLES[name]}" for name in names)
+    out.print(titles, style="dim", soft_wrap=True)
     _show_notes(out, record, measured)
 
 

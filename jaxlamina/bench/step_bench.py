@@ -8,6 +8,7 @@ clocks; nothing of tables, nor of how ranks were started.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from jaxlamina.workers.sharded import ShardedExecutor
 from jaxlamina.workers.workspace import LargestStep
 
 _ROUND_S = 0.4
+# What a device cannot do, such as for want of memory, and arrays that are gone since. An executor's own errors end the bench.
+_FAILURES = (RuntimeError,)
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,15 @@ def measure(
     n_devices: int = 1,
     device: jax.Device,
     on_progress: Callable[[str], object] = lambda _: None,
+    on_failure: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[StepResult], float]:
     """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
     ``local``: also the slices called one by one from Python in this process. ``staggered``: also split into so many
     staggered batches; ``mini_batches``: also with each layer's messages in so many parts. ``prefill``: also with so many tokens of another prompt, of as many tokens as the case's requests
     have, at its middle. ``n_devices``: also unsplit over so many devices of this process, each with its share of the requests,
-    and each with its share of every weight. ``UserError`` for a number that no case can be cut into."""
+    and each with its share of every weight; then executors come one after another, each with all of the memory, and ways do
+    not take turns. ``on_failure``: told of each way that a device could not run, which is left out. ``UserError`` for a number
+    that no case can be cut into."""
     check_cut(cases, [*staggered, *mini_batches, n_devices])
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
@@ -162,41 +168,60 @@ def measure(
     n_slots = max(case.batch * (case.context + 1) + _before(case) + prefill for case in cases)
     most = max(case.batch for case in cases), max(case.context for case in cases)
     fn = partial(apply, config)
-    executors: dict[str, Any] = {}
+    makers: dict[str, Callable[[], Any]] = {}
     if unsplit:
-        executors["unsplit"] = UnsplitExecutor(fn, params, n_slots=n_slots, device=device)
+        makers["unsplit"] = partial(UnsplitExecutor, fn, params, n_slots=n_slots, device=device)
         if n_devices > 1:
-            shards = ShardedExecutor(fn, params, n_slots=n_slots, devices=jax.local_devices()[:n_devices])
-            executors[f"unsplit, {n_devices} devices by weights"] = shards
+            devices = jax.local_devices()[:n_devices]
+            by_weights = partial(ShardedExecutor, fn, params, n_slots=n_slots, devices=devices)
+            makers[f"unsplit, {n_devices} devices by weights"] = by_weights
     if local:
-        executors["slice by slice"] = LocalExecutor(
-            fn, params, n_slots=n_slots, model_device=device, attention_device=device
+        makers["slice by slice"] = partial(
+            LocalExecutor, fn, params, n_slots=n_slots, model_device=device, attention_device=device
         )
     if group is not None:
-        executors["split"] = RanksExecutor(
+        makers["split"] = partial(
+            RanksExecutor,
             fn, params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
             largest=LargestStep(*most, max(2, prefill)), kv_dtype=group.cluster.kv_dtype, config=config,
         )  # fmt: skip
-    found = []
-    for case in cases:
-        batch = shuffled_batch(case, n_slots, config.vocab_size)
-        chunk = shuffled_chunk(case, prefill, n_slots, config.vocab_size) if prefill else None
-        found += _case(
-            config,
-            case,
-            executors,
-            staggered,
-            mini_batches,
-            batch,
-            chunk,
-            params,
-            limit,
-            n_rounds,
-            on_progress,
-            n_slots,
-            n_devices,
-        )
+    at_once = [[name] for name in makers] if n_devices > 1 else [list(makers)]
+    found: list[StepResult] = []
+    firsts: dict[StepCase, list[np.ndarray]] = {case: [] for case in cases}
+    for names in at_once:
+        executors: dict[str, Any] = {}
+        for name in names:
+            try:
+                executors[name] = makers[name]()
+            except _FAILURES as error:
+                on_failure(f"{name}: {_reason(error)}")
+        for case in cases:
+            batch = shuffled_batch(case, n_slots, config.vocab_size)
+            chunk = shuffled_chunk(case, prefill, n_slots, config.vocab_size) if prefill else None
+            found += _case(
+                config,
+                case,
+                executors,
+                staggered,
+                mini_batches,
+                batch,
+                chunk,
+                params,
+                limit,
+                n_rounds,
+                on_progress,
+                on_failure,
+                firsts[case],
+                n_slots,
+                n_devices,
+            )
+        executors.clear()
+        gc.collect()  # an executor's programs and the executor name each other
     return found, limit
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]
 
 
 def _case(
@@ -211,14 +236,21 @@ def _case(
     limit: float,
     n_rounds: int,
     on_progress: Callable[[str], object],
+    on_failure: Callable[[str], object],
+    first: list[np.ndarray],
     n_slots: int,
     n_devices: int,
 ) -> list[StepResult]:
+    """``first``: logits of the first way of this case, empty before there are any."""
     part = StepCase(case.batch // n_devices, case.context)
     weights, kv = weight_bytes(params), kv_bytes(config, case, params)
     steps: dict[str, Callable[[], Any]] = {}
     results: dict[str, StepResult] = {}
-    first: list[np.ndarray] = []
+
+    def fail(way: str, error: Exception) -> None:
+        on_failure(f"{case}, {way}: {_reason(error)}")
+        steps.pop(way), results.pop(way, None)
+
     for name, executor in executors.items():
         if isinstance(executor, RanksExecutor):
             executor.pool.assume_stored(batch)
@@ -231,13 +263,17 @@ def _case(
             rows = batch if way.share == 1 else shuffled_batch(part, n_slots, config.vocab_size)
             steps[way.name] = partial(_run, executor, way, rows, chunk)
             began = time.perf_counter()
-            logits = [np.asarray(x, np.float32) for x in steps[way.name]()]
+            try:
+                logits = [np.asarray(x, np.float32) for x in steps[way.name]()]
+            except _FAILURES as error:
+                fail(way.name, error)
+                continue
             took, floor = time.perf_counter() - began, (weights + kv / way.share) / limit * 1e3
             result = results[way.name] = StepResult(str(case), way.name, floor_ms=floor, prepare_s=took)
             n = way.options.get("n_batches", 1)
             if n > 1:
                 result.pools_floor_ms = max(n * weights, kv / len(executor.group.workers)) / limit * 1e3
-            if way.decode is not None and chunk is not None:
+            if way.decode in results and chunk is not None:
                 result.n_prompt_tokens, result.n_stored_tokens = chunk.tokens.shape[1], int(chunk.lengths[0])
                 stored = kv_bytes(config, StepCase(1, result.n_stored_tokens), params)
                 result.floor_ms += stored / limit * 1e3
@@ -247,12 +283,17 @@ def _case(
                 continue
             first += logits[len(first) :]
             result.max_difference = max(map(_difference, logits, first))
-    turns = {way: max(3, int(_ROUND_S / timed(step, 3))) for way, step in steps.items()}
+    turns: dict[str, int] = {}
     for i in range(n_rounds):
         on_progress(f"{case}: round {i + 1} of {n_rounds}")
-        for name, step in steps.items():
-            results[name].ahead_ms.append(timed(step, turns[name]) * 1e3)
-            results[name].alone_ms.append(alone(step, max(3, turns[name] // 2)) * 1e3)
+        for name, step in [*steps.items()]:
+            try:
+                if name not in turns:
+                    turns[name] = max(3, int(_ROUND_S / timed(step, 3)))
+                results[name].ahead_ms.append(timed(step, turns[name]) * 1e3)
+                results[name].alone_ms.append(alone(step, max(3, turns[name] // 2)) * 1e3)
+            except _FAILURES as error:
+                fail(name, error)
     return list(results.values())
 
 

@@ -12,7 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
+from jaxlamina.tables import print_table
 
 
 def step_command(
@@ -58,18 +60,18 @@ def step_command(
     ] = False,
 ) -> None:
     """Time a decode step, unsplit and split over ranks: `jaxlamina launch --dop 1,1 -- bench step`."""
+    shape = model_config(config)
     import jax
 
     from jaxlamina import ranks
     from jaxlamina.bench import machine, split_bench, step_bench
-    from jaxlamina.configs import model_config
     from jaxlamina.llm import DTYPES
+    from jaxlamina.ranks.layout import partition_of
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
     cases, n_batches = step_bench.cases_of(case), step_bench.numbers_of(staggered)
     n_parts = step_bench.numbers_of(mini_batches, "--mini-batches")
-    shape = model_config(config)
     if layers is not None:
         shape = split_bench.with_layers(shape, layers)
     group = ranks.current()
@@ -83,6 +85,7 @@ def step_command(
     console = Console(stderr=True)
     here = machine.describe(["mpi4jax", "mpi4py"])
     device = group.device if group is not None else jax.local_devices()[0]
+    failed: list[str] = []
     with console.status("starting") as status:
         results, limit = step_bench.measure(
             shape,
@@ -98,8 +101,13 @@ def step_command(
             n_devices=devices,
             device=device,
             on_progress=status.update,
+            on_failure=failed.append,
         )
-    job = "one device" if group is None else group.description
+    job = (
+        "one device"
+        if group is None
+        else f"{group.description}, {partition_of(group.cluster, [shape.num_key_value_heads])}"
+    )
     record = {
         "bench": "step",
         "model": config,
@@ -109,18 +117,23 @@ def step_command(
         "accelerator": device.device_kind,
         "read_bytes_per_s": limit,
         "results": [r.to_dict() for r in results],
+        "failed": failed,
         **asdict(here),
     }
     if not as_json:
-        out = Console(width=118, highlight=False)
+        out = Console(highlight=False)
         out.print(f"{device.device_kind}; {here.line()}", soft_wrap=True)
         out.print(
             f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; read at {limit / 1e12:.3f} TB/s"
         )
-        out.print(_table([r for r in results if not r.n_prompt_tokens], shape.num_hidden_layers))
+        print_table(out, _table([r for r in results if not r.n_prompt_tokens], shape.num_hidden_layers))
         if prefill is not None:
-            out.print(_prefill_table([r for r in results if r.n_prompt_tokens]))
+            print_table(out, _prefill_table([r for r in results if r.n_prompt_tokens]))
+        for line in failed:
+            out.print(f"failed, and left out: {line}", style="yellow", markup=False, soft_wrap=True)
     print(json.dumps(record))
+    if failed:
+        raise typer.Exit(1)
 
 
 def _prefill_table(results: list) -> Table:

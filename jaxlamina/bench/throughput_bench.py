@@ -22,6 +22,7 @@ from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
 from jaxlamina.errors import UserError
 from jaxlamina.llm import DTYPES, LLM, InMemoryModel
 from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.profiling.under_load import OneWindow, UnderLoad
 from jaxlamina.ranks import Group
 from jaxlamina.sampling import SamplingParams
 from jaxlamina.weights.dummy import random_weights
@@ -35,7 +36,8 @@ _ROOM = 1.2  # of memory beside weights and KV, for what a step works with
 @dataclass(frozen=True)
 class Options:
     """``model``: a checkpoint's name, or None for random weights of ``config``. ``n_alone``: of the requests the first so
-    many are also served one after another. ``padded``: also serve all with a padded KV cache. Other options as of `LLM`."""
+    many are also served one after another. ``padded``: also serve all with a padded KV cache. ``profile_s``: seconds that are
+    recorded of one more run. Other options as of `LLM`."""
 
     model: str | None
     config: ModelConfig
@@ -49,6 +51,7 @@ class Options:
     kv_slots: int | None = None
     padded: bool = False
     kv_headroom: float | None = None
+    profile_s: float = 0.0
 
     @property
     def kv_token_bytes(self) -> int:
@@ -59,8 +62,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """All requests of one way, once. ``batch``: sequences that got a token, mean over the engine's steps. ``exposed_s``:
-    in which the device waited for the host; None where that is not known."""
+    """All requests of one way, once. ``batch``: sequences that got a token, mean over the engine's steps. ``wait_s``: in which
+    the host waited for results; None where that is not known."""
 
     n_requests: int
     n_prompt: int
@@ -69,7 +72,7 @@ class Run:
     n_steps: int | None = None
     batch: float | None = None
     n_preemptions: int | None = None
-    exposed_s: float | None = None
+    wait_s: float | None = None
 
     @property
     def requests_per_s(self) -> float:
@@ -91,7 +94,8 @@ class Run:
 @dataclass
 class Report:
     """What was found, a run a round of each way. ``in_turns``: whether transformers and this engine took turns, and not
-    one after the other. ``same_tokens``: requests whose tokens all are those of transformers."""
+    one after the other. ``same_tokens``: requests whose tokens all are those of transformers. ``headings``: what a table says
+    of a way in its name."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -101,6 +105,12 @@ class Report:
     kv_slots: int = 0
     in_turns: bool = True
     same_tokens: int | None = None
+    under_load: UnderLoad | None = None
+    headings: dict[str, str] = field(default_factory=dict)
+
+    def heading(self, way: str) -> str:
+        """A way, and what must be known of it beside its numbers."""
+        return f"{way} ({self.headings[way]})" if way in self.headings else way
 
     def ratio(self, way: str) -> tuple[float, float, float]:
         """Generated tokens a second of ours over another way's: median, lowest and highest of the rounds' own ratios
@@ -168,6 +178,11 @@ def measure(
             if theirs is not None and report.in_turns:
                 on_progress(f"{head}, {TRANSFORMERS}")
                 theirs.turn()
+        if options.profile_s:
+            on_progress("recording")
+            report.under_load = ours.recorded(
+                load, options.profile_s, statistics.median(r.seconds for r in report.runs[OURS])
+            )
     if theirs is not None and theirs.tokens is not None and options.model is not None:
         report.same_tokens = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
     return report
@@ -221,6 +236,7 @@ class _Ours:
             kv_manager=kv_manager,
             kv_headroom=options.kv_headroom,
             group=group,
+            use_tqdm_on_load=False,
         )
         self.kv_slots = int(self._llm.stats()["kv_slots"])
         self.device = self._llm.model_device
@@ -247,8 +263,21 @@ class _Ours:
             n_steps=more("n_steps"),
             batch=more("n_generated_tokens") / more("n_steps"),
             n_preemptions=more("n_preemptions"),
-            exposed_s=more("exposed_s") if "exposed_s" in after else None,
+            wait_s=more("wait_s"),
         )
+
+    def recorded(self, load: _Load, for_s: float, usual_s: float) -> UnderLoad | None:
+        """What devices do from a quarter of a run on, for so many seconds; None if nothing could be recorded."""
+        found: list[UnderLoad] = []
+        engine = self._llm.engine
+        window = OneWindow(engine, 0.25 * usual_s, for_s, found.append)
+        engine.before_step = window.before_step
+        try:
+            self._generate(load)
+            window.finish()
+        finally:
+            engine.before_step = None
+        return found[0] if found else None
 
     def one_at_a_time(self, load: _Load) -> float:
         """Seconds for all requests, each begun when the one before it is done."""
@@ -260,7 +289,7 @@ class _Ours:
     def _generate(self, load: _Load) -> list[list[int]]:
         asked = [{"prompt_token_ids": prompt} for prompt in load.prompts]
         params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in load.n_outputs]
-        found = [list(output.token_ids) for output in self._llm.generate(asked, params)]
+        found = [list(output.token_ids) for output in self._llm.generate(asked, params, use_tqdm=False)]
         if [len(tokens) for tokens in found] != load.n_outputs:
             raise UserError("some outputs are shorter than asked for: the KV of one request does not fit")
         return found
@@ -286,6 +315,7 @@ class _Theirs:
             self._process = PeerProcess(TRANSFORMERS, partial(ContinuousBatching, job))
             self._platform, self._free_bytes = self._process.ask("where")
             report.notes[TRANSFORMERS] = self._process.note
+            report.headings[TRANSFORMERS] = self._process.ask("heading")
         except PeerError as error:
             self._give_up(error)
 

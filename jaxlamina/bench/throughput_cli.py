@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlamina.cli import model_options
+from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
+from jaxlamina.tables import print_table
 
 if TYPE_CHECKING:
     from jaxlamina.bench.loads import Size
@@ -21,7 +23,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 def throughput_command(
     model: Annotated[
-        str | None, typer.Option(help=f"A name, a Hugging Face folder or a .gguf. Default: {DEFAULT_MODEL}.")
+        str | None, typer.Option(help=f"{model_options.MODEL_HELP} Default: {DEFAULT_MODEL}.")
     ] = None,
     config: Annotated[
         str | None,
@@ -36,18 +38,14 @@ def throughput_command(
             help="Lengths: sharegpt-like, alpaca-like, azure-conversation or random (all the same)."
         ),
     ] = "sharegpt-like",
-    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of random requests.")] = 256,
-    output_len: Annotated[int, typer.Option(min=1, help="Output tokens of them.")] = 128,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 32,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens computed in one step; longer prompts come in chunks.")
-    ] = 2048,
+    input_len: model_options.InputLen = 256,
+    output_len: model_options.OutputLen = 128,
+    max_num_seqs: model_options.MaxNumSeqs = None,
+    max_num_batched_tokens: model_options.MaxNumBatchedTokens = 2048,
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Draw no longer requests. Default: the model's length.")
     ] = None,
-    kv_slots: Annotated[
-        int | None, typer.Option(min=1, help="Tokens whose KV is kept, of all requests together.")
-    ] = None,
+    kv_slots: model_options.KvSlots = None,
     padded: Annotated[
         bool,
         typer.Option(
@@ -55,7 +53,7 @@ def throughput_command(
         ),
     ] = False,
     kv_headroom: model_options.KvHeadroom = None,
-    no_split: Annotated[bool, typer.Option("--no-split", help="One program a step.")] = False,
+    split: model_options.Split = True,
     one_at_a_time: Annotated[
         int, typer.Option(min=0, help="Also serve so many of the requests one after another.")
     ] = 0,
@@ -63,21 +61,31 @@ def throughput_command(
         str | None, typer.Option(help="transformers: its continuous batching, on the same requests.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, in which the ways take turns.")] = 1,
+    profile_s: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Record so many seconds of one more run: what each rank's device does. 0: none."
+        ),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the drawn lengths.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout.")] = False,
 ) -> None:
     """Serve a full queue of requests in this process, greedily: requests and tokens a second. Over ranks, too:
     `jaxlamina launch --dop 1,1 -- bench throughput`."""
+    if model is not None and config is not None:
+        raise UserError("--model and --config are two ways to say which model: give one")
+    path = shape = None
+    if config is None:
+        path = model_options.find(model or DEFAULT_MODEL)
+    else:
+        shape = model_config(config)
     from jaxlamina import ranks
     from jaxlamina.bench import machine, split_bench, throughput_bench
     from jaxlamina.bench.loads import means
     from jaxlamina.bench.prompts import encoder_of
-    from jaxlamina.configs import model_config
     from jaxlamina.llm import DTYPES
     from jaxlamina.weights import open_checkpoint
 
-    if model is not None and config is not None:
-        raise UserError("--model and --config are two ways to say which model: give one")
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
     if compare not in (None, "transformers"):
@@ -85,11 +93,10 @@ def throughput_command(
     if one_at_a_time > num_prompts:
         raise UserError(f"--one-at-a-time {one_at_a_time} must be at most --num-prompts {num_prompts}")
     encode = None
-    if config is None:
-        checkpoint = open_checkpoint(model or DEFAULT_MODEL)
+    if path is not None:
+        checkpoint = open_checkpoint(path)
         shape, encode = checkpoint.config, encoder_of(checkpoint)
-    else:
-        shape = model_config(config)
+    assert shape is not None
     if layers is not None:
         if config is None:
             raise UserError("--layers is for --config: a model of trained weights has all of its layers")
@@ -99,6 +106,7 @@ def throughput_command(
         raise UserError("--padded is for one process: run it without launch")
     most = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     sizes = _sizes(dataset_name, num_prompts, input_len, output_len, most, seed)
+    max_num_seqs = max_num_seqs or model_options.SERVED_SEQS
     where = machine.describe(["torch", "transformers"] if compare else [])
     options = throughput_bench.Options(
         model=None if config is not None else model or DEFAULT_MODEL,
@@ -106,13 +114,14 @@ def throughput_command(
         dtype=dtype,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        split=not no_split,
+        split=split,
         n_rounds=rounds,
         n_alone=one_at_a_time,
         compare=compare is not None,
         kv_slots=kv_slots,
         padded=padded,
         kv_headroom=kv_headroom,
+        profile_s=profile_s,
     )
     with Console(stderr=True).status("starting") as status:
         report = throughput_bench.measure(
@@ -142,11 +151,13 @@ def throughput_command(
         "in_turns": report.in_turns,
         "same_tokens": report.same_tokens,
         "notes": report.notes,
+        "headings": report.headings,
         "left_out": report.left_out,
+        "under_load": report.under_load and report.under_load.to_dict(),
         **where.to_dict(),
     }
     if not as_json:
-        _show(Console(width=118, highlight=False), record, report, where)
+        _show(Console(highlight=False), record, report, where)
     print(json.dumps(record))
 
 
@@ -187,14 +198,14 @@ def _show(out: Console, record: dict[str, Any], report: Any, where: Any) -> None
     table.add_column("way", no_wrap=True)
     for name in (
         *("requests", "s", "requests/s", "output tok/s", "all tok/s"),
-        *("batch", "preempted", "host ms/step"),
+        *("batch", "preempted", "host waits"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for way, runs in report.runs.items():
         for run in runs:
-            host = None if run.exposed_s is None else f"{1e3 * run.exposed_s / run.n_steps:.2f}"
+            host = None if run.wait_s is None else f"{run.wait_s / run.seconds:.0%}"
             table.add_row(
-                way,
+                report.heading(way),
                 f"{run.n_requests}",
                 f"{run.seconds:.2f}",
                 f"{run.requests_per_s:.3f}",
@@ -204,15 +215,22 @@ def _show(out: Console, record: dict[str, Any], report: Any, where: Any) -> None
                 "–" if run.n_preemptions is None else f"{run.n_preemptions}",
                 host or "–",
             )
-    out.print(table)
+    print_table(out, table)
     out.print(
-        "batch: sequences that got a token, mean over steps; host: the device waited for it", style="dim"
+        "batch: sequences that got a token, mean over steps; host waits: for results, of the time. What the device waits is "
+        "seen with --profile-s",
+        style="dim",
+        soft_wrap=True,
     )
+    for line in report.under_load.lines() if report.under_load else ():
+        out.print(line, soft_wrap=True, markup=False)
     for way in (ALONE, PADDED, TRANSFORMERS):
         if way in report.runs:
             ratio, low, high = report.ratio(way)
             limit = _limit(record, ratio) if way == ALONE else ""
-            out.print(f"{OURS} is {ratio:.2f} × {way} in output tokens/s ({low:.2f}–{high:.2f}){limit}")
+            out.print(
+                f"{OURS} is {ratio:.2f} × {report.heading(way)} in output tokens/s ({low:.2f}–{high:.2f}){limit}"
+            )
     if report.same_tokens is not None:
         out.print(
             f"the same tokens as transformers: {report.same_tokens} of {record['num_prompts']} requests"

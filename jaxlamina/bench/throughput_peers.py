@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.machine import n_cores
-from jaxlamina.bench.peers import transformers_model
+from jaxlamina.bench.peers import flash_attention, transformers_model
 from jaxlamina.models import ModelConfig
 
 _PAGE_TOKENS = 256  # transformers' own default
@@ -53,7 +53,11 @@ class ContinuousBatching:
         weights = None if job.model is None else _weights(job.model)
         self._torch = torch
         self._model = transformers_model(
-            job.config, getattr(torch, job.dtype), "cuda" if on_gpu else "cpu", weights
+            job.config,
+            getattr(torch, job.dtype),
+            "cuda" if on_gpu else "cpu",
+            weights,
+            flash_attention() if on_gpu and job.dtype != "float32" else None,
         )
         n_blocks = needed_blocks(job.sizes, job.max_num_seqs)
         if on_gpu:
@@ -72,15 +76,19 @@ class ContinuousBatching:
         }
         shortest = min(job.sizes)
         self.run([[1] * shortest.n_prompt] * min(2, job.max_num_seqs), [2] * min(2, job.max_num_seqs))
-        attention = self._model.config._attn_implementation
+        self._attention: str = self._model.config._attn_implementation
         self.note = (
-            f"torch {'CUDA' if on_gpu else 'CPU'}, continuous batching, {attention} attention, "
+            f"torch {'CUDA' if on_gpu else 'CPU'}, continuous batching, {self._attention} attention, "
             f"KV of {n_blocks * _PAGE_TOKENS:,} tokens, {job.max_num_batched_tokens} tokens a step at most"
         )
 
     def where(self) -> tuple[str, int]:
         """("cpu" or "gpu", bytes that are free on the GPU, 0 for none)."""
         return self.platform, self.free_bytes() if self.platform == "gpu" else 0
+
+    def heading(self) -> str:
+        """What a table's heading must say of it: whether this is its way at best."""
+        return heading(self._attention, self.platform)
 
     def free_bytes(self) -> int:
         return int(self._torch.cuda.mem_get_info()[0])
@@ -121,6 +129,14 @@ class ContinuousBatching:
             * itemsize
             * _PAGE_TOKENS
         )
+
+
+def heading(attention: str, platform: str) -> str:
+    """On GPUs continuous batching is made for flash attention; any other builds a mask of all tokens of a step by all that
+    are stored."""
+    if platform == "gpu" and "flash" not in attention:
+        return f"{attention}, its slow way"
+    return attention
 
 
 def needed_blocks(sizes: Sequence[Size], max_num_seqs: int) -> int:

@@ -6,6 +6,7 @@ its results have been shown.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -18,23 +19,26 @@ import typer
 from rich.console import Console
 
 from jaxlamina.cache import cache_dir
-from jaxlamina.cli import model_options, served
-from jaxlamina.cli.batch_input import Requests, parse, read
+from jaxlamina.cli import served
+from jaxlamina.cli.batch_input import Requests, names_of, parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
+from jaxlamina.cli.model_options import SERVED_SEQS, ModelOptions, with_options
 from jaxlamina.cli.progress import bar
 
 _LOOK_EVERY_S = 0.3
 
 
+@with_options
 def batch(
     inputs: Annotated[
         list[str],
         typer.Argument(
-            metavar="INPUT...",
+            metavar="INPUT",
             help="Each is a batch: a file (JSONL, or text with a prompt a line), '-' for stdin, or "
             """'["p1", "p2"] [32, 64]': prompts and max tokens.""",
         ),
     ],
+    options: ModelOptions,
     url: served.Url = None,
     api_key: served.ApiKey = None,
     chat: Annotated[
@@ -48,16 +52,15 @@ def batch(
         float, typer.Option(min=0, help="Where a prompt does not say; 0: the likeliest.")
     ] = 0.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Results as JSON lines, as in OpenAI's files.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Results as JSON lines, as in OpenAI's files, with the input's name and the prompt.",
+        ),
     ] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew, also where a run was interrupted.")
     ] = False,
-    model: model_options.Model = model_options.DEFAULT_MODEL,
-    dtype: model_options.DType = "float32",
-    max_model_len: model_options.MaxModelLen = None,
-    max_num_seqs: model_options.MaxNumSeqs = 32,
-    chat_template: model_options.ChatTemplate = None,
 ) -> None:
     """Run batches of prompts. Interrupted, the same command goes on: what is done is not done again.
 
@@ -65,22 +68,24 @@ def batch(
     """
     defaults = {"max_tokens": max_tokens, "temperature": temperature}
     batches = [
-        parse(sys.stdin.read() if text == "-" else read(text), chat=chat, defaults=defaults)
-        for text in inputs
+        parse(
+            sys.stdin.read() if text == "-" else read(text),
+            chat=chat,
+            defaults=defaults,
+            source=name,
+            prefix=f"{name}:" if len(inputs) > 1 else "",
+        )
+        for text, name in zip(inputs, names_of(inputs), strict=True)
     ]
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "chat_template": chat_template,
-    }
-    where = [url] if url is not None else [model, options]
+    where = [url] if url is not None else [dataclasses.asdict(options)]
     memory = _Memory(where, batches)
     if restart:
         memory.forget()
     console = Console(stderr=True)
     files_dir = memory.folder if url is None else None
-    with served.server(console, url, api_key, model, files_dir, **options) as client:
+    with served.server(
+        console, url, api_key, options, default_seqs=SERVED_SEQS, files_dir=files_dir
+    ) as client:
         known = memory.batch_ids()
         jobs = [_job(client, requests, batch_id) for requests, batch_id in zip(batches, known, strict=True)]
         memory.keep([job.id for job in jobs])
@@ -93,7 +98,10 @@ def batch(
         for job in jobs:
             results = job.results(client)
             n_missing += len(job.requests.lines) - sum(r["response"]["status_code"] == 200 for r in results)
-            print("\n".join(map(json.dumps, results) if as_json else grouped(job, results)), flush=True)
+            for line in map(json.dumps, results) if as_json else grouped(job, results):
+                print(line, flush=True)
+            if job.error is not None:
+                console.print(f"error: {job.error}", highlight=False, markup=False, soft_wrap=True)
     memory.forget()
     raise typer.Exit(1 if n_missing else 0)
 
@@ -102,7 +110,9 @@ class _Memory:
     """Which batches a command has submitted, in a folder named by what it asks, and of whom."""
 
     def __init__(self, where: Sequence[Any], batches: Sequence[Requests]) -> None:
-        asked = json.dumps([*where, [[requests.endpoint, requests.lines] for requests in batches]])
+        asked = json.dumps(
+            [*where, [[requests.endpoint, requests.lines] for requests in batches]], default=str
+        )
         self._n = len(batches)
         self.folder = cache_dir() / "batches" / hashlib.sha256(asked.encode()).hexdigest()[:24]
         self._file = self.folder / "ids.json"

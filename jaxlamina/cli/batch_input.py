@@ -7,7 +7,7 @@ report); OpenAI's lines; lines of bodies (`{"prompt": …}` or `{"messages": …
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @dataclass(frozen=True)
 class Requests:
-    """``lines``: custom_id → body, in the order they came. All go to one ``endpoint``."""
+    """``lines``: custom_id → body, in the order they came. All go to one ``endpoint``. ``source``: the input's name."""
 
     endpoint: str
     lines: dict[str, dict[str, Any]]
+    source: str = ""
 
     def jsonl(self) -> bytes:
         made = (
@@ -41,17 +42,29 @@ def read(text: str) -> str:
         raise UserError(f"cannot read {text}: {error}") from None
 
 
-def parse(text: str, *, chat: bool, defaults: Mapping[str, Any]) -> Requests:
+def names_of(inputs: Sequence[str]) -> list[str]:
+    """A name for each input that no other has: a file's own, "stdin" or "list"; of equal ones the second is "name#2"."""
+    own = [
+        "list" if text.lstrip().startswith("[") else "stdin" if text == "-" else Path(text).name
+        for text in inputs
+    ]
+    return [name if (n := own[: i + 1].count(name)) == 1 else f"{name}#{n}" for i, name in enumerate(own)]
+
+
+def parse(
+    text: str, *, chat: bool, defaults: Mapping[str, Any], source: str = "", prefix: str = ""
+) -> Requests:
     """``chat``: prompts are messages to the model and not texts to go on with; ``defaults``: fields of every body that
-    does not say otherwise. `UserError` that names the line that is wrong."""
+    does not say otherwise; ``prefix``: of the custom_id of a line that has none, before its number. `UserError` that names
+    the line that is wrong."""
     if text.lstrip().startswith("["):
         found = [_body_of(prompt, chat) | more for prompt, more in _two_lists(text.strip())]
-        named = {str(i): body for i, body in enumerate(found, start=1)}
+        named = {f"{prefix}{i}": body for i, body in enumerate(found, start=1)}
     else:
         named = {}
         for i, line in enumerate(text.splitlines(), start=1):
             if line.strip():
-                custom_id, body = _line(line, i, chat)
+                custom_id, body = _line(line, i, chat, prefix)
                 if custom_id in named:
                     raise UserError(f"line {i}: another line has the custom_id {custom_id!r}, too")
                 named[custom_id] = body
@@ -61,7 +74,7 @@ def parse(text: str, *, chat: bool, defaults: Mapping[str, Any]) -> Requests:
     if len(endpoints) > 1:
         raise UserError("some lines have messages and some have prompts: a batch is of one kind")
     [endpoint] = endpoints
-    return Requests(endpoint, {name: {**defaults, **body} for name, body in named.items()})
+    return Requests(endpoint, {name: {**defaults, **body} for name, body in named.items()}, source)
 
 
 def _two_lists(text: str) -> list[tuple[str, dict[str, int]]]:
@@ -71,7 +84,7 @@ def _two_lists(text: str) -> list[tuple[str, dict[str, int]]]:
         prompts, end = decoder.raw_decode(text)
         rest = text[end:].strip()
         counts = json.loads(rest) if rest else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{form} ({error})") from None
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise UserError(form)
@@ -83,16 +96,18 @@ def _two_lists(text: str) -> list[tuple[str, dict[str, int]]]:
     return [(prompt, {"max_tokens": count}) for prompt, count in zip(prompts, counts, strict=True)]
 
 
-def _line(text: str, number: int, chat: bool) -> tuple[str, dict[str, Any]]:
+def _line(text: str, number: int, chat: bool, prefix: str) -> tuple[str, dict[str, Any]]:
+    custom_id = f"{prefix}{number}"
     if not text.lstrip().startswith("{"):
-        return str(number), _body_of(text, chat)
+        return custom_id, _body_of(text, chat)
     try:
-        line = json.loads(text)
+        body = line = json.loads(text)
+    except RecursionError:
+        raise UserError(f"line {number} is nested too deeply") from None
     except ValueError as error:
         raise UserError(f"line {number} is not JSON: {error}") from None
-    body, custom_id = line, str(number)
     if isinstance(line.get("body"), dict):
-        body, custom_id = line["body"], str(line.get("custom_id", number))
+        body, custom_id = line["body"], str(line.get("custom_id", custom_id))
     if ("prompt" in body) == ("messages" in body):
         raise UserError(f"line {number} must have either a prompt or messages")
     return custom_id, body

@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxlamina.cli.batch_input import Requests
 from jaxlamina.client import Client, ServerError
-from jaxlamina.errors import UserError
 
 _OVER = ("completed", "failed", "expired", "cancelled")
 
@@ -50,6 +49,12 @@ class BatchJob:
         return self.state["status"] in _OVER
 
     @property
+    def error(self) -> str | None:
+        """Why it failed, if it did."""
+        errors = self.state["errors"]
+        return f"{self.id} failed: {errors['data'][0]['message']}" if errors else None
+
+    @property
     def n_done(self) -> int:
         counts = self.state["request_counts"]
         return int(counts["completed"] + counts["failed"])
@@ -59,15 +64,22 @@ class BatchJob:
             self.state = client.get(f"/v1/batches/{self.id}")
 
     def results(self, client: Client) -> list[dict[str, Any]]:
-        """A line for each request, in the order they were given; a request that was not run has none."""
-        if self.state["errors"]:
-            raise UserError(f"{self.id} failed: {self.state['errors']['data'][0]['message']}")
+        """A line for each request, in the order they were given; a request that was not run has none. Each says of which
+        input it is (``input``), and its prompt or messages."""
         lines: dict[str, dict[str, Any]] = {}
         for kind in ("output_file_id", "error_file_id"):
             if self.state[kind] is not None:
                 content = client.content(f"/v1/files/{self.state[kind]}/content")
                 lines |= {line["custom_id"]: line for line in map(json.loads, content.splitlines())}
-        return [{"batch_id": self.id, **lines[name]} for name in self.requests.lines if name in lines]
+        return [
+            {"batch_id": self.id, "input": self.requests.source, **_asked(body), **lines[name]}
+            for name, body in self.requests.lines.items()
+            if name in lines
+        ]
+
+
+def _asked(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in ("prompt", "messages") if name in body}
 
 
 def texts_of(result: dict[str, Any]) -> list[str]:

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jaxlamina.cli import model_options, served
+from jaxlamina.cli import served
 from jaxlamina.cli.batch_input import parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
+from jaxlamina.cli.model_options import ModelOptions, with_options
 from jaxlamina.client import Client
 from jaxlamina.errors import UserError
 
@@ -26,6 +27,7 @@ SETTABLE = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+_SEQS = 4  # rows for the chat and for batches beside it
 HELP = """\
 /system TEXT     the system message, for what follows; without TEXT, none
 /reset           forget what was said
@@ -36,28 +38,22 @@ HELP = """\
 Ctrl-C           stops an answer"""
 
 
+@with_options
 def chat(
+    options: ModelOptions,
     url: served.Url = None,
     api_key: served.ApiKey = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest token.")] = None,
-    model: model_options.Model = model_options.DEFAULT_MODEL,
-    dtype: model_options.DType = "float32",
-    max_model_len: model_options.MaxModelLen = None,
-    chat_template: model_options.ChatTemplate = None,
 ) -> None:
     """Talk with a model. /help lists the commands; answers go to stdout, everything else to stderr."""
     console = Console(stderr=True)
     settings = {"max_tokens": max_tokens, "temperature": temperature}
-    options: dict[str, Any] = {
-        "max_num_seqs": 4,  # rows for the chat and for batches beside it
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "chat_template": chat_template,
-    }
-    with served.server(console, url, api_key, model, **options) as client:
-        chat = Chat(client, console, {name: value for name, value in settings.items() if value is not None})
+    with served.server(console, url, api_key, options, default_seqs=_SEQS) as client:
+        given = {name: value for name, value in settings.items() if value is not None}
+        left = "it ends with this chat" if url is None else "the server goes on with it"
+        chat = Chat(client, console, given, left)
         chat.system = system
         if console.is_terminal:
             chat.say("/help lists the commands, /exit ends")
@@ -65,10 +61,12 @@ def chat(
 
 
 class Chat:
-    """One conversation. ``settings``: fields of every request."""
+    """One conversation. ``settings``: fields of every request; ``left_batches``: what becomes of batches that it leaves."""
 
-    def __init__(self, client: Client, console: Console, settings: dict[str, Any]) -> None:
-        self.client, self.console, self.settings = client, console, settings
+    def __init__(
+        self, client: Client, console: Console, settings: dict[str, Any], left_batches: str = ""
+    ) -> None:
+        self.client, self.console, self.settings, self.left_batches = client, console, settings, left_batches
         self.system: str | None = None
         self.turns: list[dict[str, str]] = []
         self.batches: list[BatchJob] = []
@@ -83,24 +81,44 @@ class Chat:
 
     def run(self) -> None:
         """Until /exit or the end of stdin. What is wrong with one line does not end it."""
+        asked = False
         while True:
             self._show_batches()
             try:
                 line = input("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
-                return
+                return self._leave()
             except KeyboardInterrupt:
                 self.say("")
                 continue
             try:
                 if line == "/exit":
-                    return
+                    self._show_batches()
+                    if asked or not self.batches:
+                        return self._leave()
+                    asked = True
+                    self.say(
+                        f"still running: {self._ids}; /exit again leaves, and anything else shows what is done"
+                    )
+                    continue
+                asked = False
                 if line.startswith("/"):
                     self._command(line)
                 elif line:
                     self._answer(line)
             except UserError as error:
                 self.say(f"error: {error}")
+
+    @property
+    def _ids(self) -> str:
+        return ", ".join(job.id for job in self.batches)
+
+    def _leave(self) -> None:
+        if self.batches:
+            done = ", ".join(
+                f"{job.id} ({job.n_done} of {len(job.requests.lines)} done)" for job in self.batches
+            )
+            self.say(f"not waited for: {done}; {self.left_batches}")
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -163,6 +181,8 @@ class Chat:
                 if job.is_over:
                     self.batches.remove(job)
                     print("\n".join(grouped(job, job.results(self.client))), flush=True)
+                    if job.error is not None:
+                        self.say(f"error: {job.error}")
             except UserError as error:
                 self.say(f"error: {error}")
 

@@ -21,6 +21,7 @@ def doctor(
     from rich.text import Text
 
     from jaxlamina import doctor as examine
+    from jaxlamina.tables import print_table
 
     with Console(stderr=True).status("looking"):
         findings = examine.examine()
@@ -39,6 +40,6 @@ def doctor(
             detail.append(f"\n→ {f.mend}", style="bold")
         table.add_row(Text(f.status, style=colours[f.status]), f.name, detail)
     out = Console()
-    out.print(table)
+    print_table(out, table)
     out.print("ready" if healthy else "not ready: mend what is broken", style="bold")
     raise typer.Exit(0 if healthy else 1)

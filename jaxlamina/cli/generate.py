@@ -5,10 +5,12 @@ Text goes to stdout, everything else to stderr. Knows `LLM`; nothing of how it r
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +19,8 @@ import typer
 from rich.console import Console
 
 from jaxlamina.cli import model_options
+from jaxlamina.cli.model_options import ModelOptions, with_options
+from jaxlamina.cli.progress import bar
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,12 +32,13 @@ if TYPE_CHECKING:
 _PROFILE_AFTER, _PROFILED_STEPS = 2, 8
 
 
+@with_options
 def generate(
     prompts: Annotated[
         list[str],
-        typer.Argument(metavar="PROMPT...", help="Each is a prompt of its own; '-' reads one from stdin."),
+        typer.Argument(metavar="PROMPT", help="Each is a prompt of its own; '-' reads one from stdin."),
     ],
-    model: model_options.Model = model_options.DEFAULT_MODEL,
+    options: ModelOptions,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -64,6 +69,12 @@ def generate(
         list[str] | None,
         typer.Option(metavar="TOKEN=BIAS", help="Added to a token id's logit; may be repeated."),
     ] = None,
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--allowed-token-id", help="A token id that may be written, and no other; may be repeated."
+        ),
+    ] = None,
     bad_words: Annotated[
         list[str] | None, typer.Option(help="A string that is not to be written; may be repeated.")
     ] = None,
@@ -71,7 +82,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="JSON",
-            help='{"json": SCHEMA}, {"regex": …} or {"choice": […]}: what all of a text must be.',
+            help='{"json": SCHEMA}, {"regex": …}, {"choice": […]} or {"grammar": …}: what all of a text must be.',
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same prompt, same text.")] = None,
@@ -82,9 +93,30 @@ def generate(
         list[int] | None,
         typer.Option("--stop-token-id", help="A token id that ends the text; may be repeated."),
     ] = None,
+    include_stop_str_in_output: Annotated[
+        bool, typer.Option("--include-stop-str-in-output", help="Do not leave it out of the text.")
+    ] = False,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")
     ] = False,
+    skip_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--skip-special-tokens/--no-skip-special-tokens",
+            help="Leave special tokens' names out of the text.",
+        ),
+    ] = True,
+    spaces_between_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--spaces-between-special-tokens/--no-spaces-between-special-tokens",
+            help="Where the tokenizer puts blanks between them.",
+        ),
+    ] = True,
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Take so many tokens of a prompt's end; -1: as many as there is room for."),
+    ] = None,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities of each token and so many rivals.")
     ] = None,
@@ -93,39 +125,17 @@ def generate(
     ] = None,
     n: Annotated[int, typer.Option(help="Write so many continuations of each prompt.")] = 1,
     best_of: Annotated[
-        int | None, typer.Option(help="Draw so many and show the -n likeliest of them; default: as many.")
+        int | None, typer.Option(help="Draw so many and show the --n likeliest of them; default: as many.")
     ] = None,
     use_beam_search: Annotated[
         bool, typer.Option("--use-beam-search", help="Search for the likeliest text instead of drawing.")
     ] = False,
     beam_width: Annotated[
-        int | None, typer.Option(help="Beam search with so many beams; default: --best-of, or -n.")
+        int | None, typer.Option(help="Beam search with so many beams; default: --best-of, or --n.")
     ] = None,
     length_penalty: Annotated[
         float, typer.Option(help="Beam search: above 0 favours longer texts, below 0 shorter ones.")
     ] = 1.0,
-    dtype: model_options.DType = "float32",
-    max_model_len: model_options.MaxModelLen = None,
-    split: model_options.Split = True,
-    prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-caching/--no-prefix-caching", help="Start prompts from KV that others left; or never."
-        ),
-    ] = True,
-    kv_dtype: model_options.KvDtype = "auto",
-    attention_workers: Annotated[int, typer.Option(help="Workers that share the KV.")] = 1,
-    partition: model_options.Partition = "heads",
-    host_kv_slots: Annotated[
-        int, typer.Option(help="Tokens whose KV may wait in host memory when there is no room.")
-    ] = 0,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Prompt tokens computed in one step; longer prompts come in chunks.")
-    ] = 2048,
-    scheduling_policy: model_options.SchedulingPolicy = "fifo",
-    kv_manager: model_options.KvManager = "token",
-    kv_headroom: model_options.KvHeadroom = None,
-    gpu_memory_utilization: model_options.GpuMemoryUtilization = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -148,6 +158,7 @@ def generate(
             raise UserError(f"{option} are shown in the JSON output only: add --json")
     if profile is not None:
         _check_profile(profile, max_tokens)
+    path = options.find()
     console = Console(stderr=True)
     with console.status("starting JAX"):
         from jaxlamina.sampling import (
@@ -165,12 +176,17 @@ def generate(
             frequency_penalty=frequency_penalty,
             repetition_penalty=repetition_penalty,
             logit_bias=_biases(logit_bias or []),
+            allowed_token_ids=allowed_token_ids or None,
             bad_words=bad_words,
             structured_outputs=_structured(structured_outputs),
             seed=seed,
             stop=stop or None,
             stop_token_ids=stop_token_ids or None,
+            include_stop_str_in_output=include_stop_str_in_output,
             ignore_eos=ignore_eos,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             n=n,
@@ -181,30 +197,19 @@ def generate(
         )
         import jaxlamina.llm  # noqa: F401  (the slow import, under the spinner)
     started = time.perf_counter()
-    llm = _load(
+    llm = model_options.load(
         console,
-        model,
-        dtype=dtype,
-        max_num_seqs=len(texts) * params.n_sequences,
-        max_model_len=max_model_len,
-        split=split,
-        prefix_caching=prefix_caching,
-        kv_dtype=kv_dtype,
-        attention_workers=attention_workers,
-        partition=partition,
-        host_kv_slots=host_kv_slots,
-        max_num_batched_tokens=max_num_batched_tokens,
-        scheduling_policy=scheduling_policy,
-        kv_manager=kv_manager,
-        kv_headroom=kv_headroom,
-        gpu_memory_utilization=gpu_memory_utilization,
+        path,
+        options,
+        default_seqs=len(texts) * params.n_sequences,
+        default_policy=model_options.FIRST_COME,
         recording=profile is not None,
     )
     load_s = time.perf_counter() - started
     ready = _prompts(llm, texts, chat, system)
     with console.status("compiling, or reading compiled programs from disk"):
         # Two tokens go through every program of the first steps, so that the speed below is one of decoding.
-        llm.generate(ready, replace(params, max_tokens=min(2, max_tokens), min_tokens=0))
+        llm.generate(ready, replace(params, max_tokens=min(2, max_tokens), min_tokens=0), use_tqdm=False)
         llm.reset_prefix_cache()
     warm_s = time.perf_counter() - started - load_s
     if profile is not None:
@@ -212,16 +217,22 @@ def generate(
         recorder.record_later(_PROFILE_AFTER, _PROFILED_STEPS)
     watch = _Stopwatch(streams=not params.chosen_at_end)
     show = watch.on_token if as_json else _Streamer(watch, n_texts=len(texts) * n).on_token
-    outputs = llm.generate(ready, params, on_token=show)
+    with _prompt_bar(console, len(texts)) as on_output:
+
+        def on_token(event: Any) -> None:
+            show(event)
+            on_output(event)
+
+        outputs = llm.generate(ready, params, on_token=on_token)
     n_rows = len(outputs) * params.n_sequences
     if profile is not None:
         _write_profile(console, llm, profile)
     if as_json:
-        record = _record(llm, model, outputs, watch, watch.tokens_per_s(n_rows), load_s, warm_s, split)
+        record = _record(llm, options, outputs, watch, watch.tokens_per_s(n_rows), load_s, warm_s)
         print(json.dumps(record, ensure_ascii=False))
         return
     _write_several(outputs, n)
-    _closing_lines(console, llm, n_rows, watch, load_s, warm_s, split)
+    _closing_lines(console, llm, n_rows, watch, load_s, warm_s, options.split)
 
 
 def _check_profile(path: Path, max_tokens: int) -> None:
@@ -286,16 +297,6 @@ def _write_several(outputs: list[RequestOutput], n: int) -> None:
                 print(f"[{'.'.join(of_prompt + of_n)}] {completion.text}")
 
 
-def _load(console: Console, model: str, **options: Any) -> LLM:
-    from jaxlamina import ranks
-
-    group = ranks.current()
-    if group is not None:
-        options["kv_slots"] = group.cluster.kv_slots
-        options["max_num_seqs"] = min(options["max_num_seqs"], group.cluster.max_num_seqs)
-    return model_options.load(console, model, **options)
-
-
 def _prompts(llm: LLM, texts: list[str], chat: bool | None, system: str | None) -> list[Any]:
     """What `LLM.generate` takes, through the chat template where it is wanted."""
     if chat is None:
@@ -354,9 +355,22 @@ class _Streamer:
         sys.stdout.flush()
 
 
+@contextmanager
+def _prompt_bar(console: Console, n: int) -> Iterator[Callable[[Any], None]]:
+    """A bar of finished prompts where there are several; a single one is seen as it is written."""
+    if n == 1:
+        yield lambda event: None
+        return
+    with bar(console, "prompts") as on_progress:
+        done = itertools.count(1)
+        on_progress(0, n)
+        yield lambda event: None if event.output is None else on_progress(next(done), n)
+
+
 def _closing_lines(
     console: Console, llm: LLM, n_rows: int, watch: _Stopwatch, load_s: float, warm_s: float, split: bool
 ) -> None:
+    model_options.say_dtype(console, llm)
     stats = llm.stats()
     rate = watch.tokens_per_s(n_rows)
     speed = f"{rate:.1f} tokens/s" if rate is not None else f"{watch.seconds:.2f} s"
@@ -377,17 +391,17 @@ def _closing_lines(
 
 def _record(
     llm: LLM,
-    model: str,
+    options: ModelOptions,
     outputs: list[RequestOutput],
     watch: _Stopwatch,
     tokens_per_s: float | None,
     load_s: float,
     warm_s: float,
-    split: bool,
 ) -> dict[str, Any]:
-    report = llm.split_report() if split else None
+    report = llm.split_report() if options.split else None
     return {
-        "model": model,
+        "model": options.model,
+        "dtype": llm.dtype,
         "outputs": [asdict(output) for output in outputs],
         "n_tokens": watch.n_tokens,
         "seconds": round(watch.seconds, 4),

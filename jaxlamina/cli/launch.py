@@ -24,7 +24,7 @@ def launch(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="-- COMMAND...", help=f"What rank 0 runs: {', '.join(COMMANDS)}, with its own options."
+            metavar="-- COMMAND", help=f"What rank 0 runs: {', '.join(COMMANDS)}, with its own options."
         ),
     ] = None,
     config: Annotated[
@@ -33,10 +33,11 @@ def launch(
     dop: Annotated[str | None, typer.Option(help="Model workers, attention workers: 1,2.")] = None,
     transport: Annotated[str | None, typer.Option(help="mpi (mpi4jax) or xla (jax.distributed).")] = None,
     partition: Annotated[
-        str | None, typer.Option(help="What attention workers share out: heads, requests or tokens.")
+        str | None, typer.Option(help="What attention workers share out: auto, heads, requests or tokens.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="As of generate.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Weights and KV: float32 or bfloat16.")] = None,
+    revision: Annotated[str | None, typer.Option(help="As of generate.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="As of generate.")] = None,
     q_first: Annotated[
         bool | None,
         typer.Option("--q-first/--no-q-first", help="Send q before k and v are computed; or all together."),
@@ -59,13 +60,14 @@ def launch(
         "transport": transport,
         "partition": partition,
         "model": model,
+        "revision": revision,
         "dtype": dtype,
         "q_first": q_first,
     }
     quoted = {key: json.dumps(value, ensure_ascii=False) for key, value in given.items() if value is not None}
     words = [*(changes or []), *(f"{key}={value}" for key, value in quoted.items())]
-    Cluster.load(config, dict(change(word) for word in words))
-    _check_command(command or [])
+    cluster = Cluster.load(config, dict(change(word) for word in words))
+    find_model(command or [], cluster)
     arguments = [*(() if config is None else ("--config", str(config)))]
     arguments += [part for word in words for part in ("--set", word)]
     sys.stdout.flush()
@@ -77,8 +79,27 @@ def launch(
     )
 
 
-def _check_command(command: list[str]) -> None:
-    """Finds a bad option of the command before ranks are started."""
+def find_model(command: list[str], cluster: Cluster) -> None:
+    """Finds a bad option of the command, or a wrong model, and fetches what is missing of that model: before ranks are
+    started that would wait for it, and before JAX is imported."""
+    from jaxlamina.cli.model_options import find
+
+    context = _context(command)
+
+    def is_said(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name != "DEFAULT"
+
+    if "revision" not in context.params:
+        return  # a bench, which has its own ways to say which model
+    own = is_said("model")
+    revision = context.params["revision"] if own or is_said("revision") else cluster.revision
+    model = context.params["model"] if own else cluster.model
+    find(model, revision, context.params.get("load_format", "auto"))
+
+
+def _context(command: list[str]) -> Any:
+    """The command's options as they are understood; finds a bad one before ranks are started."""
     if not command or command[0] not in COMMANDS:
         given = f"not {command[0]!r}" if command else "and there is none"
         raise UserError(
@@ -93,7 +114,7 @@ def _check_command(command: list[str]) -> None:
     while isinstance(current, typer.core.TyperGroup):
         context = current.make_context(name, list(words), parent=context)
         name, current, words = current.resolve_command(context, words)
-    current.make_context(name, words, parent=context)
+    return current.make_context(name, words, parent=context)
 
 
 def _environment() -> dict[str, str]:

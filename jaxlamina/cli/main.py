@@ -15,24 +15,25 @@ import typer
 from jaxlamina import __version__
 from jaxlamina.bench.cli import app as bench_app
 from jaxlamina.cli import batch, chat, convert, doctor, generate, launch, plan, serve, split
+from jaxlamina.cli.command import HELP, add, as_options
 from jaxlamina.errors import UserError
 
 app = typer.Typer(
     name="jaxlamina",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **HELP,
     help="LLM decoding with model-attention disaggregation on JAX: weights in one pool, KV and attention in another.",
 )
-app.command("generate")(generate.generate)
-app.command("serve")(serve.serve)
-app.command("chat")(chat.chat)
-app.command("batch")(batch.batch)
-app.command("split")(split.split)
-app.command("convert")(convert.convert)
-app.command("doctor")(doctor.doctor)
-app.command("launch")(launch.launch)
-app.command("plan")(plan.plan)
+add(app, "generate", generate.generate)
+add(app, "serve", serve.serve)
+add(app, "chat", chat.chat)
+add(app, "batch", batch.batch)
+add(app, "split", split.split)
+add(app, "convert", convert.convert)
+add(app, "doctor", doctor.doctor)
+add(app, "launch", launch.launch)
+add(app, "plan", plan.plan)
 app.add_typer(bench_app, name="bench")
 
 
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None, who: str = "") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except Exception as error:
-        line = _line_of(error)
+        line = _line_of(error, sys.argv[1:] if arguments is None else arguments)
         if line is None:
             raise
         print(f"error: {who}: {line}" if who else f"error: {line}", file=sys.stderr)
@@ -75,10 +76,10 @@ def main(arguments: Sequence[str] | None = None, who: str = "") -> int:
     return 0
 
 
-def _line_of(error: Exception) -> str | None:
+def _line_of(error: Exception, words: Sequence[str]) -> str | None:
     """The line to show for an error that input or environment caused; None for one that is ours."""
     if isinstance(error, UserError):
-        return str(error)
+        return as_options(str(error), app, words)
     if "splitter" in sys.modules:
         from splitter import SplitError
 

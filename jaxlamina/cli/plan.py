@@ -107,16 +107,20 @@ def _show(title: str, schedule: Schedule, waits: Bubbles) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from jaxlamina.tables import print_table
+
     out: Any = Console()
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("")
-    for name in ("busy", "exchanging", "idle within a step", "idle between steps"):
+    for name in ("busy", "exchanging", "idle", "of it within a step", "at its ends"):
         table.add_column(name, justify="right")
     rows = [(f"{schedule.kind} {r}", shares) for r, shares in enumerate(waits.replicas)]
     for name, s in (*rows, ("attention pool", waits.attention)):
-        shares = (s.busy, s.exchange, s.idle_within, s.idle_boundary)
+        shares = (s.busy, s.exchange, s.idle_within + s.idle_boundary, s.idle_within, s.idle_boundary)
         table.add_row(name, *(f"{100 * share:.1f} %" for share in shares))
-    out.print(table)
+    print_table(out, table)
     rate = schedule.n_batches / waits.step_s
+    note = "idle within a step: between its first and its last work; at its ends: before the first and after the last"
+    out.print(note, style="dim", highlight=False, soft_wrap=True)
     line = f"a decode step every {1e3 * waits.step_s:,.3f} ms, {rate:,.1f} batch steps a second"
     out.print(line, markup=False, highlight=False, soft_wrap=True)

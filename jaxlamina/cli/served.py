@@ -9,12 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from jaxlamina.cli import model_options
+from jaxlamina.cli.model_options import ModelOptions
 from jaxlamina.client import Client
 from jaxlamina.errors import UserError
 
@@ -30,11 +31,12 @@ def server(
     console: Console,
     url: str | None,
     api_key: str | None,
-    model: str,
+    options: ModelOptions,
+    *,
+    default_seqs: int,
     files_dir: Path | None = None,
-    **options: Any,
 ) -> Iterator[Client]:
-    """A client of the server at ``url``, or of one in this process with ``model`` and its ``options``."""
+    """A client of the server at ``url``, or of one in this process with the model that ``options`` say."""
     if url is not None:
         client = Client(url, api_key=api_key)
         if client.get("/health").get("status") != "ready":
@@ -43,13 +45,20 @@ def server(
         return
     from jaxlamina.server.settings import Settings
 
+    path = options.find()
     with console.status("starting JAX"):
         from jaxlamina.server.run import in_process
     with tempfile.TemporaryDirectory(prefix="jaxlamina-") as folder:
         uds = str(Path(folder, "server"))
         settings = Settings(
-            (model,), uds=uds, files_dir=files_dir, log_level="error", warm_up=False, shutdown_timeout_s=0.0
+            (options.model,),
+            uds=uds,
+            files_dir=files_dir,
+            log_level="error",
+            warm_up=False,
+            shutdown_timeout_s=0.0,
         )
-        llm = model_options.load(console, model, **options)
+        llm = model_options.load(console, path, options, default_seqs=default_seqs)
+        model_options.say_dtype(console, llm)
         with in_process(llm, settings):
             yield Client(uds=uds)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxlamina.cli.model_options import Revision
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def split(
     dtype: Annotated[str, typer.Option(help="Weights and activations: float32 or bfloat16.")] = "float32",
     svg: Annotated[Path | None, typer.Option(help="Draw the partitioned graph into this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="The same as a page, details on hovering.")] = None,
+    revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as JSON on stdout.")] = False,
 ) -> None:
     """Cut a model at its attention operators and report the slices and what crosses each cut."""
@@ -40,8 +42,9 @@ def split(
     from rich.console import Console
 
     console = Console(stderr=True)
+    path = _find(model, revision)
     with console.status("reading the model's shape"):
-        shape = _shape(model)
+        shape = _shape(path)
     with console.status(f"tracing and cutting {shape.num_hidden_layers} layers"):
         parts = _cut(shape, batch, dtype)
         report = parts.report()
@@ -62,19 +65,30 @@ def split(
                 console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _shape(model: str) -> ModelConfig:
-    from jaxlamina import configs
+def _find(model: str, revision: str | None) -> Path:
+    """The file that says the shape, or the folder or GGUF file with it. Before JAX is imported."""
+    from jaxlamina import configs, model_files
 
-    if configs.find_model(model) is not None:
-        return configs.model_config(model)
-    from jaxlamina.weights import open_checkpoint
-
+    if revision is None and (path := configs.find_model(model)) is not None:
+        return path
     try:
-        return open_checkpoint(model).config
+        return model_files.find(model, revision, weights=False)
     except UserError as error:
-        if Path(model).exists() or not str(error).startswith("unknown model"):
+        if not str(error).startswith("unknown model"):
             raise
         raise UserError(f"{error}; known shapes: {', '.join(configs.model_names())}") from None
+
+
+def _shape(path: Path) -> ModelConfig:
+    from jaxlamina import configs
+
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix in (".toml", ".json"):
+        return configs.model_config(path)
+    from jaxlamina.weights import open_checkpoint
+
+    return open_checkpoint(path).config
 
 
 def _cut(shape: ModelConfig, batch: int, dtype: str) -> SplitModel:
@@ -94,6 +108,8 @@ def _show(out: Any, report: SplitReport, title: str) -> None:
     from rich import box
     from rich.table import Table
 
+    from jaxlamina.tables import print_table
+
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for name in ("cuts", "q", "k, v", "attention output", "context"):
         table.add_column(name, justify="right", no_wrap=name != "context")
@@ -104,7 +120,7 @@ def _show(out: Any, report: SplitReport, title: str) -> None:
         table.add_row(
             f"{first}–{last}" if last > first else f"{first}", *(f"{n:,} B" for n in row), _plain(values)
         )
-    out.print(table)
+    print_table(out, table)
     out.print(report.line(), markup=False, highlight=False, soft_wrap=True)
     for what, names in (("no attention", report.aux_outputs), ("attention state", report.state_outputs)):
         if names:

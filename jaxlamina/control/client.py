@@ -169,6 +169,6 @@ class ControlClient:
             raise ControlError(*self._fault)
 
 
-def hello_of(rank: int, config: Config, versions: Mapping[str, str]) -> Hello:
+def hello_of(rank: int, config: Config, versions: Mapping[str, str], job: str = "") -> Hello:
     """This process's Hello as ``rank``."""
-    return Hello(PROTOCOL, rank, os.getpid(), socket.gethostname(), dict(config), dict(versions))
+    return Hello(PROTOCOL, rank, os.getpid(), socket.gethostname(), dict(config), dict(versions), job)

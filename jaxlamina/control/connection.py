@@ -191,22 +191,3 @@ class Connection:
             self._pong_is_due.set()
         elif not isinstance(message, Pong):
             self._on_message(message)
-
-
-def read_body(sock: socket.socket, reader: FrameReader, deadline_s: float) -> bytes | bytearray:
-    """The next message's bytes, for a peer with which there is no `Connection` yet.
-
-    `FrameError`, `OSError` (`TimeoutError` when ``deadline_s`` has passed, `ConnectionEnded` when the peer closed).
-    """
-    until = time.monotonic() + deadline_s
-    while True:
-        for body in reader.bodies():
-            return body
-        rest_s = until - time.monotonic()
-        if rest_s <= 0:
-            raise TimeoutError(f"it sent no whole message within {deadline_s:g} s")
-        sock.settimeout(rest_s)
-        data = sock.recv(_CHUNK_BYTES)
-        if not data:
-            raise ConnectionEnded("it closed the connection before it had said who it is")
-        reader.feed(data)

@@ -12,7 +12,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
 
 CHUNK = "chunk."
@@ -172,7 +172,8 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class Hello(_Message, frozen=True):
-    """A rank's first words. ``config``: what it was started with; ``versions``: of the libraries that must agree."""
+    """A rank's first words. ``config``: what it was started with; ``versions``: of the libraries that must agree; ``job``: the
+    word of its job, "" where it has none."""
 
     protocol: int
     rank: int
@@ -180,6 +181,7 @@ class Hello(_Message, frozen=True):
     host: str
     config: dict[str, str | int | float | bool | None]
     versions: dict[str, str]
+    job: str = ""
 
 
 class Welcome(_Message, frozen=True):
@@ -198,9 +200,10 @@ class Setup(_Message, frozen=True):
     """What an attention rank needs to know of the model and of its KV slots.
 
     ``kv_slots``: as many as the user asked for, or None to fill the memory with at most ``most_slots`` and at least
-    ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``stages``: the model rank that runs
-    each slice, where model ranks are stages of a pipeline. ``channel_scales``: a layer's scales of keys and values for KV
-    that is scaled by channel.
+    ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``n_host_slots``: as many as the user
+    asked for, or None for as many as pay. ``stages``: the model rank that runs
+    each slice, where model ranks are stages of a pipeline. ``channel_scales``: each layer's `ChannelScales` for KV that is
+    scaled by channel.
     """
 
     layers: tuple[Layer, ...]
@@ -210,20 +213,21 @@ class Setup(_Message, frozen=True):
     most_slots: int
     least_slots: int
     largest: tuple[int, int, int]
-    n_host_slots: int
+    n_host_slots: int | None
     stages: tuple[int, ...]
-    channel_scales: tuple[tuple[Array | None, Array | None], ...] | None = None
+    channel_scales: tuple[tuple[Array | None, ...], ...] | None = None
 
 
 class SetupModel(_Message, frozen=True):
     """To a model rank other than rank 0, whose weights rank 0 then sends by the transport: the model (`config`, as of
-    Hugging Face), the dtype of weights, and how KV is kept; which parameters it gets, and ``stages``, as of Setup. It
-    answers ModelReady."""
+    Hugging Face), the dtype of weights, and how KV is kept; which parameters it gets; ``partition`` and ``stages``, as of
+    Setup. It answers ModelReady."""
 
     config: dict[str, Any]
     dtype: str
     kv_dtype: str
     params: tuple[str, ...]
+    partition: str
     stages: tuple[int, ...]
 
 
@@ -232,11 +236,15 @@ class ModelReady(_Message, frozen=True):
 
 
 class SlotsFound(_Message, frozen=True):
+    """Slots of the whole memory pool, as far as this rank's memory goes; and of the host's, as far as its host's does."""
+
     n_slots: int
+    n_host_slots: int
 
 
 class Allocate(_Message, frozen=True):
     n_slots: int
+    n_host_slots: int
 
 
 class Allocated(_Message, frozen=True):
@@ -244,24 +252,28 @@ class Allocated(_Message, frozen=True):
 
 
 class Prepare(_Message, frozen=True):
-    """Compile the program of a bucket, do not run it. ``traceable``: so that a trace names each of its kernels."""
+    """Compile the program of a bucket, do not run it. ``traceable``: so that a trace names each of its kernels. ``wait``: for
+    what is being compiled since `PrepareLater`; if not, the answer may be that it is not done."""
 
     shape: StepShape
     traceable: bool = False
+    wait: bool = True
 
 
 class PrepareLater(_Message, frozen=True):
-    """`Prepare` will come: begin with it, go on with other messages, and answer nothing yet."""
+    """`Prepare` will come: begin with it, go on with other messages, and answer nothing yet. ``behind``: steps run meanwhile."""
 
     shape: StepShape
     traceable: bool = False
+    behind: bool = False
 
 
 class Prepared(_Message, frozen=True):
-    """``exchanges`` of the compiled program, in the order in which they are run; ``seconds`` that compiling took."""
+    """``exchanges`` of the compiled program, in the order in which they are run, None while it is being compiled; ``seconds``
+    that compiling took."""
 
     shape: StepShape
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[Exchange, ...] | None
     seconds: float
 
 
@@ -348,6 +360,37 @@ class Recorded(_Message, frozen=True):
         return cls(host, steps, spans, meetings, error)
 
 
+class Observe(_Message, frozen=True):
+    """Begin to record what the device does, without waiting for steps; or end it, and answer with Observed."""
+
+    begin: bool
+
+
+class Observed(_Message, frozen=True):
+    """What a rank's device did in a stretch of time, in nanoseconds: in all, computing, in exchanges while it computed
+    nothing, and idle, that in ``n_gaps`` gaps. ``kernels``: (name, nanoseconds, runs) of what took the most. ``error``: why
+    there is nothing in it, where that is so."""
+
+    host: str
+    window_ns: int = 0
+    compute_ns: int = 0
+    exchange_ns: int = 0
+    idle_ns: int = 0
+    n_gaps: int = 0
+    longest_gap_ns: int = 0
+    kernels: tuple[tuple[str, int, int], ...] = ()
+    error: str = ""
+
+    @classmethod
+    def failed(cls, host: str, error: str) -> Observed:
+        return cls(host, error=error)
+
+    def share(self, name: str) -> float:
+        """Of the whole time, such as of "idle_ns"."""
+        found: int = getattr(self, name)
+        return found / self.window_ns if self.window_ns else 0.0
+
+
 # Ending, and between
 
 
@@ -393,6 +436,8 @@ Message = (
     | PutRows
     | Record
     | Recorded
+    | Observe
+    | Observed
     | Fault
     | Ping
     | Pong
@@ -416,7 +461,7 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
     """``MessageError`` for anything but exactly one message of the types above."""
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"not a message of control protocol {PROTOCOL}: {error}") from error
 
 
@@ -425,11 +470,12 @@ class AnyHello(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
 
     protocol: int
     rank: int
+    job: str = ""
 
 
 def decode_any_hello(body: bytes | bytearray) -> AnyHello:
     """A Hello of whatever protocol, further fields left out. ``MessageError`` if it is none."""
     try:
         return msgspec.msgpack.decode(body, type=AnyHello)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"not a Hello: {error}") from error

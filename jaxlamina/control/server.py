@@ -6,17 +6,25 @@ Knows nothing of what the messages ask for, and nothing of devices.
 from __future__ import annotations
 
 import queue
-import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxlamina.control.admission import Config, first_difference, read_hello, why_no_rank
-from jaxlamina.control.connection import Connection, ConnectionEnded, read_body
+from jaxlamina.control.admission import (
+    Config,
+    Refusal,
+    first_difference,
+    is_of_job,
+    read_hello,
+    why_no_rank,
+)
+from jaxlamina.control.connection import Connection, ConnectionEnded
+from jaxlamina.control.door import Door
 from jaxlamina.control.faults import LAST_WORDS_S, ControlError, Telling
-from jaxlamina.control.frames import LARGEST_BYTES, FrameError, FrameReader, frame
+from jaxlamina.control.frames import LARGEST_BYTES, FrameReader, frame
 from jaxlamina.control.messages import (
     AnyHello,
     Bye,
@@ -24,18 +32,14 @@ from jaxlamina.control.messages import (
     Hello,
     M,
     Message,
-    MessageError,
     Refused,
     Welcome,
-    decode_any_hello,
     encode,
 )
 from jaxlamina.control.sockets import address_text, listen
 from jaxlamina.errors import UserError
 
-_HELLO_BYTES = 1 << 20  # of a peer that is not known yet; a Hello has a few hundred
-_HELLO_S = 10.0
-_ACCEPT_AGAIN_S = 0.1
+_STRANGERS_SHOWN = 3
 
 
 @dataclass
@@ -56,6 +60,9 @@ class ControlServer:
 
     - ``address``: "host:port", of this host. Port 0 takes any that is free; ``self.address`` then has it.
     - ``config``, ``versions``: what every rank must have been started with.
+    - ``job``: the word of this job. A rank with the same word that cannot take part ends the job before it has begun. Anyone
+      else who comes with a Hello that does not fit is turned away alone, and so are all where there is no word ("").
+    - ``on_refused(line)``: somebody was turned away alone; called a few times at most, from a thread of the channel.
     - ``describe(rank)``: as in "rank 2 (attention worker 1)".
     - ``on_fault(rank, line)``: called once at most, from a thread of the channel, with the first bad news after
       ``gather``; the others have been told by then.
@@ -73,6 +80,8 @@ class ControlServer:
         versions: Mapping[str, str],
         heartbeat_s: float = 5.0,
         on_fault: Callable[[int, str], None],
+        on_refused: Callable[[str], None] = lambda line: None,
+        job: str = "",
         epoch: int = 0,
     ) -> None:
         self.n_ranks = n_ranks
@@ -81,22 +90,20 @@ class ControlServer:
         self._versions = dict(versions)
         self._describe = describe
         self._heartbeat_s = heartbeat_s
-        self._on_fault = on_fault
+        self._on_fault, self._on_refused = on_fault, on_refused
+        self._job = job
         self._changed = threading.Condition()
         self._members: dict[int, _Member] = {}
         self._is_formed = False
         self._is_closing = False
         self._fault: tuple[int, str] | None = None
+        self._told: str | None = None  # of the fault, or of why this closes, to those who come now
         self._telling = Telling()
-        self._strangers: list[str] = []
-        self._why_closing: str | None = None
-        self._greeters: set[threading.Thread] = set()  # who have not yet taken in, or turned away, who came
-        self._listener = listen(address)
-        self._listener.setblocking(False)
-        self._woken, self._waker = socket.socketpair()
-        self.address = address_text(self._listener.getsockname())
-        self._acceptor = threading.Thread(target=self._accept, name="control-accept", daemon=True)
-        self._acceptor.start()
+        self._strangers: deque[str] = deque(maxlen=_STRANGERS_SHOWN)
+        self._n_refused = 0
+        listener = listen(address)
+        self.address = address_text(listener.getsockname())
+        self._door = Door(listener, self._hear, self._stranger)
 
     def gather(self, deadline_s: float) -> None:
         """Returns when every rank from 1 on is there and has been welcomed.
@@ -164,7 +171,7 @@ class ControlServer:
         with self._changed:
             if self._is_closing:
                 return
-            self._is_closing, self._why_closing = True, fault
+            self._is_closing = True
             members = list(self._members.values())
             self._wake()
         last: Message
@@ -172,12 +179,9 @@ class ControlServer:
             last = Refused(fault or f"{self._describe(0)} ended before all ranks had started")
         else:
             last = Bye() if fault is None else Fault(0, fault)
-        self._waker.close()  # wakes the acceptor, which takes in whoever has connected
-        self._acceptor.join(LAST_WORDS_S)
+        self._door.close()
         _say(members, last)
-        until = time.monotonic() + LAST_WORDS_S
-        for greeter in list(self._greeters):  # the process may end right after, and with it what they say
-            greeter.join(max(0.0, until - time.monotonic()))
+        self._door.wait_closed()  # the process may end right after, and with it what is said there
         until = time.monotonic() + wait_s
         for member in members:
             member.connection.wait_ended(max(0.0, until - time.monotonic()))
@@ -204,80 +208,60 @@ class ControlServer:
 
     # Before the group is formed
 
-    def _accept(self) -> None:
-        """Until `close`; whoever has connected by then is still heard, and told why."""
-        with self._listener, self._woken, selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while True:
-                selector.select()
-                is_closing = self._is_closing
-                try:
-                    sock, peer = self._listener.accept()
-                except OSError as error:
-                    if is_closing:
-                        return
-                    if not isinstance(error, BlockingIOError):
-                        time.sleep(_ACCEPT_AGAIN_S)  # too many open files, say: ranks go on trying
-                    continue
-                sock.setblocking(True)
-                greeter = threading.Thread(
-                    target=self._greet, args=(sock, peer), name="control-reader", daemon=True
-                )
-                self._greeters.add(greeter)
-                greeter.start()
-
-    def _greet(self, sock: socket.socket, peer: tuple) -> None:
-        """Reads who it is; then this thread is that rank's reader."""
-        try:
-            connection = self._heard(sock, peer)
-        finally:
-            self._greeters.discard(threading.current_thread())
-        if connection is not None:
-            connection.run()
-
-    def _heard(self, sock: socket.socket, peer: tuple) -> Connection | None:
-        """The connection of a rank that is taken in. Others are told why not."""
-        reader = FrameReader(_HELLO_BYTES)
-        try:
-            body = read_body(sock, reader, _HELLO_S)
-            claimed = decode_any_hello(body)
-        except (OSError, FrameError, MessageError) as error:
-            # Anyone can connect (a port scan, a load balancer's probe): that must not end the job.
-            sock.close()
-            with self._changed:
-                self._strangers.append(f"{address_text(peer)} ({error})")
-            return None
-        reader.largest_bytes = LARGEST_BYTES
+    def _hear(
+        self,
+        sock: socket.socket,
+        address: str,
+        reader: FrameReader,
+        claimed: AnyHello,
+        body: bytes | bytearray,
+    ) -> str | None:
+        """Takes a rank in; or why not, for whoever it is."""
         with self._changed:
             verdict = self._why_refuse(claimed, body)
             if isinstance(verdict, Hello):
-                return self._admit(sock, reader, verdict)
-            if not self._is_formed and self._fault is None:
-                self._fault = (claimed.rank, verdict)
+                reader.largest_bytes = LARGEST_BYTES
+                self._admit(sock, reader, verdict)
+                return None
+            if self._is_formed or self._is_closing or self._fault is not None:
+                return verdict.told
+            if is_of_job(claimed, self._job):
+                self._fault, self._told = (claimed.rank, verdict.known), verdict.told
                 self._wake()
-        _refuse(sock, verdict)
-        return None
+                return verdict.told
+        self._stranger(f"{address} ({verdict.known})", verdict.known)
+        return verdict.told
 
-    def _why_refuse(self, claimed: AnyHello, body: bytes | bytearray) -> str | Hello:
-        """The line of why this process cannot be that rank; or its Hello."""
+    def _stranger(self, text: str, line: str | None = None) -> None:
+        """Anyone can connect (a port scan, a load balancer's probe, a rank of another job): that must not end this one."""
+        with self._changed:
+            self._strangers.append(text)
+            self._n_refused += line is not None
+            is_news = line is not None and self._n_refused <= _STRANGERS_SHOWN
+        if is_news and line is not None:
+            self._on_refused(line)
+
+    def _why_refuse(self, claimed: AnyHello, body: bytes | bytearray) -> Refusal | Hello:
+        """Why this process cannot be that rank; or its Hello."""
         if self._fault is not None or self._is_closing:
-            return self._fault[1] if self._fault else self._why_closing or f"{self._describe(0)} is ending"
-        reason = why_no_rank(claimed, self.n_ranks, self._describe)
+            told = self._told or f"{self._describe(0)} is ending"
+            return Refusal(told, told)
+        reason = why_no_rank(claimed, self.n_ranks, self._job, self._describe)
         if reason is not None:
             return reason
         who = self._describe(claimed.rank)
         hello = read_hello(body, who)
-        if isinstance(hello, str):
+        if isinstance(hello, Refusal):
             return hello
         if claimed.rank in self._members:
-            return (
+            line = (
                 f"two processes were started as {who}: {self._members[claimed.rank].place} and {_place(hello)}; give "
                 "every process a rank of its own, and end what is left of an older job"
             )
+            return Refusal(line, line)
         return first_difference(hello, self._config, self._versions, self._describe) or hello
 
-    def _admit(self, sock: socket.socket, reader: FrameReader, hello: Hello) -> Connection:
+    def _admit(self, sock: socket.socket, reader: FrameReader, hello: Hello) -> None:
         connection = Connection(
             sock,
             reader,
@@ -286,8 +270,8 @@ class ControlServer:
             on_end=lambda why: self._ended(hello, why),
         )
         self._members[hello.rank] = _Member(hello, connection)
+        threading.Thread(target=connection.run, name="control-reader", daemon=True).start()
         self._changed.notify_all()
-        return connection
 
     def _not_started(self, deadline_s: float) -> str:
         missing = [self._describe(rank) for rank in range(1, self.n_ranks) if rank not in self._members]
@@ -295,7 +279,7 @@ class ControlServer:
             f"{' and '.join(missing)} did not start within {deadline_s:g} s: nothing came to {self.address}"
         )
         if self._strangers:
-            line += f", but for {'; '.join(self._strangers[:3])}"
+            line += f", but for {'; '.join(self._strangers)}"
         return f"{line}; see what {'it' if len(missing) == 1 else 'they'} printed, and whether that address is reached"
 
     # From the readers' threads
@@ -341,16 +325,3 @@ def _say(members: list[_Member], message: Message) -> None:
             member.connection.send(message, LAST_WORDS_S)
         except ConnectionEnded:
             pass  # its reader says why
-
-
-def _refuse(sock: socket.socket, reason: str) -> None:
-    try:
-        sock.settimeout(LAST_WORDS_S)
-        sock.sendall(b"".join(frame(encode(Refused(reason)))))
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(1 << 12):
-            pass  # closed with something unread, TCP would take the reason back
-    except OSError:
-        pass  # it has gone on its own
-    finally:
-        sock.close()

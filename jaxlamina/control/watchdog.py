@@ -19,25 +19,29 @@ class _Job:
     what: str
     deadline_s: float
     until: float
-    text: str = ""
 
 
 class Watchdog:
     """``begin`` something and say when it is ``done``; if that takes more than ``deadline_s`` seconds, ``on_late(line)``
     is called, once for it and from the watchdog's thread.
 
-    ``now``: seconds of a clock that only goes forward. ``begin``, ``note``, ``done`` and ``restart`` take microseconds
-    and wake no thread, so every step can have its ticket.
+    ``where()``: how far what is late has come, as in "last completed exchange 12 of 93"; asked when something is late, and put
+    into the line. ``now``: seconds of a clock that only goes forward. ``begin``, ``done`` and ``restart`` take microseconds and
+    wake no thread, so every step can have its ticket.
     """
 
     def __init__(
-        self, deadline_s: float, on_late: Callable[[str], None], now: Callable[[], float] = time.monotonic
+        self,
+        deadline_s: float,
+        on_late: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+        where: Callable[[], str] = lambda: "",
     ) -> None:
         if not deadline_s > 0:
             raise ValueError(f"{deadline_s=} must be above 0")
         self.deadline_s = deadline_s
         self._on_late = on_late
-        self._now = now
+        self._now, self._where = now, where
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
         self._tickets = itertools.count()
@@ -53,13 +57,6 @@ class Watchdog:
             ticket = next(self._tickets)
             self._jobs[ticket] = job
         return ticket
-
-    def note(self, ticket: int, text: str) -> None:
-        """How far it has come, as in "last completed exchange 12 of 93"; the last note is told if it is late."""
-        with self._lock:
-            job = self._jobs.get(ticket)
-            if job is not None:
-                job.text = text
 
     def done(self, ticket: int) -> None:
         """It is done, late or not."""
@@ -79,10 +76,17 @@ class Watchdog:
             now = self._now()
             late = [self._jobs.pop(t) for t, job in list(self._jobs.items()) if job.until <= now]
             next_s = min([self.deadline_s, *(job.until - now for job in self._jobs.values())])
+        where = self._how_far() if late else ""
         for job in late:
-            note = f" ({job.text})" if job.text else ""
+            note = f" ({where})" if where else ""
             self._on_late(f"{job.what} was not done within {job.deadline_s:g} s{note}")
         return next_s
+
+    def _how_far(self) -> str:
+        try:
+            return self._where()
+        except Exception as error:  # noqa: BLE001 (that it is late must be said in any case)
+            return f"how far it is cannot be known: {type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Ends the thread; nothing is late any more."""

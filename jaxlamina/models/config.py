@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlamina.errors import UserError
-from jaxlamina.models.rope_config import RopeConfig, rope_from_hf, rope_to_hf
+from jaxlamina.models.rope_config import RopeConfig, finite, rope_from_hf, rope_to_hf
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 
@@ -85,6 +85,15 @@ _FAMILY_KEYS: dict[str, frozenset[str]] = {
         "layer_norm_elementwise_affine",
     },
 }
+
+# Far above any model that there is: what is larger is damage or malice, and takes memory before a tensor is looked at.
+_MOST = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+}
+_MOST_OF_ALL = 1 << 27
 
 # What transformers assumes when a config.json leaves the key out.
 _DEFAULTS: dict[str, dict[str, int | None]] = {
@@ -275,7 +284,7 @@ def _llama_like(family: str, hf: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         hidden_act="silu",
-        norm_eps=_number(hf, "rms_norm_eps", 1e-6),
+        norm_eps=_epsilon(hf, "rms_norm_eps", 1e-6),
         tie_word_embeddings=_flag(hf, "tie_word_embeddings", False),
         windows=_windows(family, hf, n_layers),
         rope=rope_from_hf(hf, max_positions),
@@ -336,6 +345,8 @@ def _windows(family: str, hf: Mapping[str, Any], n_layers: int) -> tuple[int | N
     window = _optional_size(hf, "sliding_window", 4096)
     types = hf.get("layer_types")
     if types is not None:
+        if not isinstance(types, list | tuple) or not all(isinstance(kind, str) for kind in types):
+            raise UserError(f"config: layer_types={_short(types)} must be a list of names")
         strange = sorted(set(types) - {"full_attention", "sliding_attention"})
         if strange:
             raise UserError(
@@ -354,6 +365,8 @@ def _windows(family: str, hf: Mapping[str, Any], n_layers: int) -> tuple[int | N
     if types is None:
         first = hf.get("max_window_layers")
         first = 28 if first is None else first
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise UserError(f"config: max_window_layers={_short(first)} must be an integer")
         return tuple(window if i >= first else None for i in range(n_layers))
     if window is None and "sliding_attention" in types:
         raise UserError(
@@ -365,11 +378,20 @@ def _windows(family: str, hf: Mapping[str, Any], n_layers: int) -> tuple[int | N
 
 def _token_ids(hf: Mapping[str, Any]) -> dict[str, Any]:
     eos = hf.get("eos_token_id")
+    several = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
     return {
-        "bos_token_id": hf.get("bos_token_id"),
-        "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
-        "pad_token_id": hf.get("pad_token_id"),
+        "bos_token_id": _token_id("bos_token_id", hf.get("bos_token_id")),
+        "eos_token_ids": tuple(_token_id("eos_token_id", one) for one in several if one is not None),
+        "pad_token_id": _token_id("pad_token_id", hf.get("pad_token_id"), least=-1),  # LLaMA's first had -1
     }
+
+
+def _token_id(key: str, value: Any, least: int = 0) -> int | None:
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31
+    ):
+        raise UserError(f"config: {key}={_short(value)} must be a token id")
+    return value
 
 
 def _size(hf: Mapping[str, Any], key: str) -> int:
@@ -387,6 +409,9 @@ def _optional_size(hf: Mapping[str, Any], key: str, default: int | None) -> int 
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise UserError(f"config: {key}={_short(value)} must be a positive integer")
+    most = _MOST.get(key, _MOST_OF_ALL)
+    if value > most:
+        raise UserError(f"config: {key}={_short(value)} must be at most {most}; check config.json")
     return value
 
 
@@ -394,9 +419,14 @@ def _number(hf: Mapping[str, Any], key: str, default: float) -> float:
     value = hf.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"config: {key}={_short(value)} must be a number")
-    return float(value)
+    return finite(key, value)
+
+
+def _epsilon(hf: Mapping[str, Any], key: str, default: float) -> float:
+    value = _number(hf, key, default)
+    if not 0 <= value < 1:
+        raise UserError(f"config: {key}={_short(value)} must be at least 0 and below 1")
+    return value
 
 
 def _flag(hf: Mapping[str, Any], key: str, default: bool) -> bool:

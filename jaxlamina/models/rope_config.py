@@ -5,11 +5,14 @@ Knows names and values, no arrays: the frequencies are made in `rope.py`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxlamina.errors import UserError
+
+MOST_THETA = 1e15  # published ones go up to 1e8 or so; float32 has room for this
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -66,7 +69,7 @@ def rope_from_hf(hf: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
     """Read either form; raises `UserError` naming the field for a type or a key that is not supported."""
     where, params = _rope_dict(hf)
     rope_type = params.get("rope_type") or params.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise UserError(f"config: {where} has rope_type={rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
     if params.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UserError(
@@ -89,9 +92,7 @@ def rope_from_hf(hf: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
         value = params.get(key)
         if value is None or key not in keys:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"config: {where}.{key}={value!r} must be a number")
-        return float(value)
+        return finite(f"{where}.{key}", value)
 
     original = None
     if "original_max_position_embeddings" in keys:
@@ -101,11 +102,11 @@ def rope_from_hf(hf: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
             or params.get("original_max_position_embeddings")
             or max_position_embeddings
         )
-        if isinstance(original, bool) or not isinstance(original, int | float) or original <= 0:
+        original = int(finite(f"{where}.original_max_position_embeddings", original))
+        if original <= 0:
             raise UserError(
                 f"config: {where}.original_max_position_embeddings={original!r} must be a positive integer"
             )
-        original = int(original)
     factor = number("factor")
     if factor is None:
         factor = max_position_embeddings / original if original is not None else 1.0
@@ -165,6 +166,14 @@ def _theta(where: str, params: Mapping[str, Any], hf: Mapping[str, Any]) -> floa
         theta = hf.get("rope_theta")
     if theta is None:
         theta = 10000.0
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 1:
-        raise UserError(f"config: rope_theta={theta!r} in {where} must be a number above 1")
-    return float(theta)
+    theta = finite(f"rope_theta in {where}", theta)
+    if not 1 < theta <= MOST_THETA:
+        raise UserError(f"config: rope_theta={theta!r} in {where} must be above 1 and at most {MOST_THETA:g}")
+    return theta
+
+
+def finite(key: str, value: Any) -> float:
+    """A number of a config.json as a float; `UserError` for anything else, infinities and NaN too."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise UserError(f"config: {key}={value!r:.60} must be a finite number")
+    return float(value)

@@ -63,6 +63,14 @@ class RecordingExecutor(RanksExecutor):
     def record(self, batch: DecodeBatch, n_steps: int) -> Timeline:
         """Runs a decode step again and again, each once the last is done, and gives ``n_steps`` of them. Two more come
         before them: one that compiles, and one in which ranks begin to record. ``UserError`` if a rank cannot."""
+        usual = self.n_batches
+        self.n_batches = self._settled_n_batches(batch)  # the same steps, whatever is tried out elsewhere
+        try:
+            return self._record(batch, n_steps)
+        finally:
+            self.n_batches = usual
+
+    def _record(self, batch: DecodeBatch, n_steps: int) -> Timeline:
         self.decode(batch).block_until_ready()
         shape, program = self._latest
         assert program is not None

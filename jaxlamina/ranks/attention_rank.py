@@ -7,6 +7,7 @@ else: no weight, no token, no request. Which slots are whose is rank 0's affair.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,21 +17,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina import compilation
-from jaxlamina.cluster import Cluster
+from jaxlamina.cluster import JOB, Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient, hello_of
 from jaxlamina.errors import UserError
+from jaxlamina.exit_codes import FAILED
 from jaxlamina.ranks.attention_programs import AttentionProgram, StepInputs, step_inputs_of
-from jaxlamina.ranks.group import FAILED, Failing, Watch, first_line, leave, start_jax, versions
+from jaxlamina.ranks.group import Failing, Watch, first_line, leave, start_jax, versions
 from jaxlamina.ranks.layout import Layout, layout_of
 from jaxlamina.ranks.model_rank import ModelRank
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.transports import Program, Transport, open_transport
 from jaxlamina.workers.attention_worker import attention_workspace_bytes
-from jaxlamina.workers.capacity import is_accelerator, slots_that_fit
+from jaxlamina.workers.capacity import (
+    check_host_slots,
+    check_slots,
+    host_slots_that_pay,
+    is_accelerator,
+    slots_that_fit,
+)
 from jaxlamina.workers.kv_pools import KVPools, padded, pieces
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
-from jaxlamina.workers.workspace import LargestStep
+from jaxlamina.workers.workspace import LargestStep, shapes
 
 
 def serve(cluster: Cluster, rank: int) -> int:
@@ -40,7 +48,7 @@ def serve(cluster: Cluster, rank: int) -> int:
     try:
         compilation.keep_programs()
         device_of = start_jax(cluster, rank)
-        hello = hello_of(rank, cluster.as_config(), versions())
+        hello = hello_of(rank, cluster.as_config(), versions(), os.environ.get(JOB, ""))
         client = ControlClient(
             cluster.control,
             hello,
@@ -52,7 +60,7 @@ def serve(cluster: Cluster, rank: int) -> int:
         failing.tell = lambda line: client.close(fault=line)
         device = device_of()
         transport = open_transport(cluster.transport, rank, cluster.n_ranks, device, cluster.peer_memory)
-        watch = Watch(cluster.step_deadline_s, failing.of_own)
+        watch = Watch(cluster.step_deadline_s, failing.of_own, transport.where)
         role = AttentionRank if cluster.role(rank).pool == "attention" else ModelRank
         role(cluster, rank, transport, client, watch).run()
         failing.over = True
@@ -101,6 +109,7 @@ class AttentionRank(ServedRank):
         self._layers: _Layers | None = None
         self._setup: m.Setup | None = None
         self._kv: KVPools | None = None
+        self._pools_like: Any = ()  # their shapes, whichever step has them
         self._bound = False  # whether the pools are as programs take them
         self._handlers |= {
             m.Setup: self._on_setup,
@@ -120,21 +129,37 @@ class AttentionRank(ServedRank):
         self._forget_programs()
         self._kv, self._bound = None, False
         self._epoch += 1
-        self._setup, self._layers = setup, _Layers.of(setup, layout_of(self._cluster, setup.stages))
-        self._client.send(m.SlotsFound(self._find_slots(setup, self._layers)))
+        layout = layout_of(self._cluster, setup.partition, setup.stages)
+        self._setup, self._layers = setup, _Layers.of(setup, layout)
+        n_slots = self._find_slots(setup, self._layers)
+        self._client.send(m.SlotsFound(n_slots, self._find_host_slots(setup, self._layers, n_slots)))
 
     def _find_slots(self, setup: m.Setup, layers: _Layers) -> int:
-        """Slots of the whole memory pool, as far as this worker's memory goes."""
-        if setup.kv_slots is not None:
-            return setup.kv_slots
-        device, needs = self._transport.device, 0
-        if is_accelerator(device):
+        """Slots of the whole memory pool, as far as this worker's memory goes. ``UserError`` if its share of those that were
+        asked for does not fit."""
+        device, share = self._transport.device, 1.0 if layers.layout.by_heads else 1 / len(self._workers)
+
+        def needs_bytes(_: jax.Device) -> int:
             largest = LargestStep(*setup.largest)
-            needs = attention_workspace_bytes(layers.specs, layers.n_query_heads, device, largest)
-        share = 1.0 if layers.layout.by_heads else 1 / len(self._workers)
+            if not is_accelerator(device):
+                return 0
+            return attention_workspace_bytes(layers.specs, layers.n_query_heads, device, largest)
+
+        check_host_slots(setup.n_host_slots or 0, layers.specs, share=share)
+        if setup.kv_slots is not None:
+            check_slots(setup.kv_slots, layers.specs, device, share=share, workspace_bytes=needs_bytes)
+            return setup.kv_slots
+        most, least = setup.most_slots, setup.least_slots
         return slots_that_fit(
-            layers.specs, device, setup.most_slots, setup.least_slots, share=share, workspace_bytes=needs
+            layers.specs, device, most, least, share=share, workspace_bytes=needs_bytes(device)
         )
+
+    def _find_host_slots(self, setup: m.Setup, layers: _Layers, n_slots: int) -> int:
+        """The other workers may be on the same host, and any worker may have to keep all of what waits."""
+        if setup.n_host_slots is not None:
+            return setup.n_host_slots
+        device, n_workers = self._transport.device, len(self._workers)
+        return host_slots_that_pay(layers.specs, [device], n_slots, n_sharing=n_workers)
 
     def _on_allocate(self, message: m.Allocate) -> None:
         assert self._setup is not None and self._layers is not None
@@ -145,27 +170,27 @@ class AttentionRank(ServedRank):
             self._layers.specs,
             -(-message.n_slots // n_workers),
             self._transport.device,
-            channel_scales=None if scales is None else [self._scales(pair, index) for pair in scales],
-            n_host_slots=self._setup.n_host_slots,
+            channel_scales=None if scales is None else [self._scales(layer, index) for layer in scales],
+            n_host_slots=message.n_host_slots,
         )
         jax.block_until_ready((self._kv.k, self._kv.v))
+        self._pools_like = shapes((self._kv.k, self._kv.v))
         self._client.send(m.Allocated())
 
-    def _scales(self, pair: tuple[m.Array | None, m.Array | None], index: int) -> ChannelScales:
+    def _scales(self, layer: tuple[m.Array | None, ...], index: int) -> ChannelScales:
         """This worker's rows of a layer's ``[K, H]``."""
         assert self._layers is not None
         b = len(self._workers) if self._layers.layout.by_heads else 1
-        own = (None if x is None else jnp.asarray(np.split(x.numpy(), b)[index % b]) for x in pair)
+        own = (None if x is None else jnp.asarray(np.split(x.numpy(), b)[index % b]) for x in layer)
         return ChannelScales(*own)
 
     # --- programs ---
-    def _compile_later(self, part: m.StepShape) -> Callable[[], tuple[Program, Any]]:
+    def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         assert self._layers is not None and self._kv is not None
         specs, layout = self._layers.specs, self._layers.layout
         traced = AttentionProgram(self._transport, layout, specs, self._layers.n_query_heads, part)
-        self._bind()
-        args = self._kv.k, self._kv.v, step_inputs_of(layout, part, specs)
-        compiles = self._transport.compile_later(traced.step, *args, donate_argnums=(0, 1))
+        args = *self._pools_like, step_inputs_of(layout, part, specs)
+        compiles = self._transport.compile_later(traced.step, *args, donate_argnums=(0, 1), behind=behind)
         return lambda: (compiles(), None)  # the pools are another step's results each time
 
     def _on_step(self, step: m.Step) -> None:

@@ -9,39 +9,75 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 
 class Choice:
     """``next(bucket)`` says how many batches its next step shall have; ``took`` says how long one took.
 
     Candidates take turns until each has ``n_trials`` times after a first one, which is not counted: it may still have
-    compiled something. Then it is the one with the least median for good. Thread-safe: times come from another thread.
+    compiled something. Then it is the one with the least median for good, and ``on_chosen(bucket, medians)`` is told.
+    Thread-safe: times come from another thread.
     """
 
-    def __init__(self, candidates: Sequence[int], n_trials: int = 5) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[int],
+        n_trials: int = 5,
+        on_chosen: Callable[[Any, Mapping[int, float]], None] = lambda bucket, medians: None,
+    ) -> None:
         if not candidates or n_trials < 1:
             raise ValueError(f"{candidates=} and {n_trials=} must be one at least")
-        self._candidates, self._n_trials = tuple(candidates), n_trials
+        self._candidates, self._n_trials, self._on_chosen = tuple(candidates), n_trials, on_chosen
+        self._n_rows: dict[Hashable, int] = {}
         self._begun: dict[Hashable, int] = {}
         self._times: dict[tuple[Hashable, int], list[float]] = {}
         self._lock = threading.Lock()
 
     def next(self, bucket: Hashable, n_rows: int) -> int:
         """Batches for a step of so many rows: no more than rows."""
-        possible = [n for n in self._candidates if n <= n_rows] or [1]
+        possible = self.possible(n_rows)
         with self._lock:
-            if all(len(self._counted(bucket, n)) >= self._n_trials for n in possible):
-                return min(possible, key=lambda n: statistics.median(self._counted(bucket, n)))
+            self._n_rows[bucket] = n_rows
+            chosen = self._chosen(bucket, n_rows)
+            if chosen is not None:
+                return chosen
             turn = self._begun.get(bucket, 0)
             self._begun[bucket] = turn + 1
             return possible[turn % len(possible)]
 
+    def possible(self, n_rows: int) -> tuple[int, ...]:
+        """What ``next`` may say for so many rows."""
+        return tuple(n for n in self._candidates if n <= n_rows) or (1,)
+
+    def settled(self, bucket: Hashable, n_rows: int) -> int:
+        """As ``next``, for a step whose time will not be told: what has been chosen, or else the first candidate."""
+        with self._lock:
+            return self._chosen(bucket, n_rows) or self.possible(n_rows)[0]
+
     def took(self, bucket: Hashable, n_batches: int, seconds: float) -> None:
         with self._lock:
             times = self._times.setdefault((bucket, n_batches), [])
-            if len(times) <= self._n_trials:
-                times.append(seconds)
+            if len(times) > self._n_trials:
+                return
+            times.append(seconds)
+            n_rows = self._n_rows.get(bucket)
+            is_last = n_rows is not None and len(self.possible(n_rows)) > 1 and self._chosen(bucket, n_rows)
+        if is_last:
+            self._on_chosen(bucket, self.medians(bucket))
+
+    def found(self) -> dict[Any, tuple[int | None, dict[int, float]]]:
+        """Of each bucket that had a step: the number chosen, None while it is tried out, and `medians`."""
+        with self._lock:
+            chosen = {bucket: self._chosen(bucket, n_rows) for bucket, n_rows in self._n_rows.items()}
+        return {bucket: (n, self.medians(bucket)) for bucket, n in chosen.items()}
+
+    def _chosen(self, bucket: Hashable, n_rows: int) -> int | None:
+        possible = self.possible(n_rows)
+        if any(len(self._counted(bucket, n)) < self._n_trials for n in possible):
+            return possible[0] if len(possible) == 1 else None
+        return min(possible, key=lambda n: statistics.median(self._counted(bucket, n)))
 
     def medians(self, bucket: Hashable) -> dict[int, float]:
         """Seconds a step by number of batches, of those that have been timed."""

@@ -7,10 +7,12 @@ what KV looks like is the attention ranks' affair, and how tensors travel the tr
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.choice import Choice
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
-from jaxlamina.ranks.layout import layout_of, schedule_of
+from jaxlamina.ranks.layout import layout_of, partition_of, schedule_of
 from jaxlamina.ranks.memory_pool import Arrays, RemotePool, told_with
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, receiver, send_parameters, shards_of, traces
@@ -32,7 +34,7 @@ from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, levelled, with_chunk
-from jaxlamina.workers.calibration import channel_scales
+from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.partition import checked_partition
@@ -40,6 +42,8 @@ from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitReport
+
+_log = logging.getLogger("uvicorn.error")  # the server's log
 
 
 class Part(NamedTuple):
@@ -68,13 +72,21 @@ def _nothing(_: float) -> None:
     pass
 
 
+def _say_choice(bucket: tuple[int, int], medians: Mapping[int, float]) -> None:
+    times = ", ".join(f"{1000 * s:.2f} ms as {n}" for n, s in sorted(medians.items()))
+    n = min(medians, key=medians.__getitem__)
+    as_what = "one batch" if n == 1 else f"{n} staggered batches"
+    _log.info("decode steps of batch %d, context %d go as %s: %s", *bucket, as_what, times)
+
+
 class RanksExecutor:
     """A model worker in this process, attention workers in others.
 
     - ``group``: as `jaxlamina.ranks.join` gives it; its cluster says partition, transport and deadlines.
     - ``kv_slots``: tokens whose KV is kept; None: as many as fit, between ``least_slots`` and ``most_slots``.
-    - ``config``: what ``model`` is `jaxlamina.models.apply` of; other model ranks, where there are any, make theirs of it.
-    - ``kv_dtype``, ``n_host_slots``, ``calibration_tokens``, ``largest``: as of `LocalExecutor`.
+    - ``config``: what ``model`` is `jaxlamina.models.apply` of; other model ranks, where there are any, make theirs of it,
+      and a partition "auto" of the cluster is chosen by its KV heads.
+    - ``kv_dtype``, ``n_host_slots``, ``calibration``, ``largest``: as of `LocalExecutor`.
 
     Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``mini_batches``, as the
     cluster's; ``n_batches``, as how
@@ -95,39 +107,39 @@ class RanksExecutor:
         least_slots: int,
         largest: LargestStep,
         kv_dtype: str = "auto",
-        n_host_slots: int = 0,
-        calibration_tokens: np.ndarray | None = None,
+        n_host_slots: int | None = 0,
+        calibration: Calibration | None = None,
         config: ModelConfig | None = None,
     ) -> None:
         self.group = group
         self.programs = Programs()
         cluster = group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
-        own, stages = self._share_out(model, params, like, config, kv_dtype)
-        self.layout = layout_of(cluster, stages)
+        partition = partition_of(cluster, () if config is None else (config.num_key_value_heads,))
+        own, stages = self._share_out(model, params, like, config, kv_dtype, partition)
+        self.layout = layout_of(cluster, partition, stages)
         self.model = ModelWorker(model, own, group.device, self.programs, like)
         one_row = self.model.split(1)
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
-        checked_partition(cluster.partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
+        checked_partition(partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
         # The other pool's devices are not known here, but that they are of the same platform.
         alike = cluster.attention_platform == cluster.model_platform
         self.bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
-        self.n_batches: int | Literal["auto"] = cluster.n_batches
+        self.n_batches = cluster.n_batches_on(group.device.platform)
+        self.latest_n_batches = 1  # of the last decode step
         self.mini_batches = cluster.mini_batches
         self.prefill_workers = cluster.prefill_workers
-        self.choice = Choice((1, cluster.usual_n_batches))
-        scales = None
-        if kv_dtype == "int8-channel":
-            known = model, params, self.specs, calibration_tokens
-            with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
-                scales = channel_scales(*known, n_positions=largest.context)
+        self.choice = Choice((1, cluster.usual_n_batches), on_chosen=_say_choice)
+        known = model, params, self.specs, calibration
+        with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
+            scales = channel_scales(*known, n_positions=largest.context)
         setup = m.Setup(
             layers=tuple(
                 _layer(spec, site.q.shape[2]) for spec, site in zip(self.specs, one_row.sites, strict=True)
             ),
-            partition=cluster.partition,
+            partition=partition,
             token_block=cluster.token_block,
             kv_slots=kv_slots,
             most_slots=most_slots,
@@ -135,14 +147,17 @@ class RanksExecutor:
             largest=(largest.batch, largest.context, largest.prompt),
             n_host_slots=n_host_slots,
             stages=self.layout.stages,
-            channel_scales=None if scales is None else tuple(tuple(map(_array, pair)) for pair in scales),  # type: ignore[misc]
+            channel_scales=None if scales is None else tuple(tuple(map(_array, layer)) for layer in scales),
         )
-        self.n_slots = self._allocate(setup)
+        self.n_slots, self.n_host_slots = self._allocate(setup)
         self.pool = RemotePool(
-            group, self.layout, self.specs, self.n_slots, n_host_slots, cluster.token_block
+            group, self.layout, self.specs, self.n_slots, self.n_host_slots, cluster.token_block
         )
         self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards_of(cluster))
         self._programs: dict[m.StepShape, Own] = {}
+        self._tracing = (
+            threading.Lock()
+        )  # the transport knows what it has sent in the program that is being traced
         self._compiled: dict[Any, Any] = {}  # rank 0's programs, which several steps may have in common
         self._start = group.transport.bind(jax.device_put(np.zeros(1, np.int32), group.device))
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
@@ -161,6 +176,7 @@ class RanksExecutor:
         """One token more for each row: logits ``[B, V]`` float32."""
         self._check_current()
         rows, on_done = self._rows(batch)
+        self.latest_n_batches = rows.shape.n_batches
         [logits] = self._launch([rows], on_done)
         return _without_padding(logits, batch)
 
@@ -184,7 +200,7 @@ class RanksExecutor:
         reads weights once for both (Lamina 2024 §5.6): logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s.
 
         Where there are prefill workers, `decode_with_prompts` on the first of them. Else one step after the other where
-        steps go as staggered batches or model workers share out the weights. Each token of the chunk is a row of the model,
+        all steps go as staggered batches or model workers share out the weights. Each token of the chunk is a row of the model,
         so one that goes by a row's largest position (dynamic rope scaling) sees its own. ``ValueError`` for a chunk of
         several requests.
         """
@@ -193,7 +209,7 @@ class RanksExecutor:
             assert logits is not None
             return logits, of_chunk
         tokens, positions = with_chunk(batch, chunk)
-        if self.n_batches != 1 or self.group.cluster.shares_weights:
+        if not self._goes_together:
             return self.decode(batch), self.prefill(chunk)
         self._check_current()
         planned = self.pool.plan_with_chunk(batch, chunk, self.q_first)
@@ -210,7 +226,7 @@ class RanksExecutor:
         every token, as of `prefill_all`.
         """
         self._check_current()
-        parts = [] if batch is None else [self._rows(batch)[0]]
+        parts = [] if batch is None else [self._rows(batch, self._settled_n_batches(batch))[0]]
         if self.layout.by_heads:  # programs are few then, and the step lasts as long as its largest prompt
             # A prompt that is scored is left as small as it is: every token's logits are a row of the vocabulary.
             others = {index: prompt for index, prompt in prompts.items() if index not in scored}
@@ -228,14 +244,37 @@ class RanksExecutor:
             return None, logits
         return _without_padding(logits[0], batch), logits[1:]
 
-    def _rows(self, batch: DecodeBatch) -> tuple[Part, Callable[[float], None]]:
-        """A decode step, its rows padded to whole staggered batches or mini-batches; and who is to be told its seconds."""
+    def candidates(self, n_rows: int) -> tuple[int, ...]:
+        """How many staggered batches a decode step of so many rows may run as: one number, or those that are tried."""
+        if self.n_batches == "auto":
+            return self.choice.possible(n_rows)
+        return (self.n_batches if n_rows >= self.n_batches else 1,)
+
+    def staggering(self) -> dict[str, Any]:
+        """How decode steps are staggered: ``n_batches``, and where that is "auto" of each bucket the number chosen (None while
+        it is tried out) and the median seconds of a step by number of batches."""
+        found = self.choice.found().items() if self.n_batches == "auto" else ()
+        buckets = [
+            {"batch": batch, "context": context, "n_batches": n, "step_s": medians}
+            for (batch, context), (n, medians) in sorted(found)
+        ]
+        return {"n_batches": self.n_batches, "chosen": buckets}
+
+    def _settled_n_batches(self, batch: DecodeBatch) -> int:
+        """Staggered batches of a step whose time says nothing of them."""
+        n_rows = len(batch.tokens)
+        if self.n_batches == "auto":
+            return self.choice.settled((n_rows, batch.slot_table.shape[1]), n_rows)
+        return self.candidates(n_rows)[0]
+
+    def _rows(self, batch: DecodeBatch, n_batches: int | None = None) -> tuple[Part, Callable[[float], None]]:
+        """A decode step as ``n_batches``, or as it is its turn, its rows padded to whole staggered batches or mini-batches; and
+        who is to be told its seconds."""
         n_rows = len(batch.tokens)
         bucket = n_rows, batch.slot_table.shape[1]
-        if self.n_batches == "auto":
-            n_batches = self.choice.next(bucket, n_rows)
-        else:
-            n_batches = self.n_batches if n_rows >= self.n_batches else 1
+        if n_batches is None:
+            auto = self.n_batches == "auto"
+            n_batches = self.choice.next(bucket, n_rows) if auto else self.candidates(n_rows)[0]
         mini_batches = self.mini_batches if n_batches == 1 and n_rows >= self.mini_batches else 1
         n_parts = max(n_batches, mini_batches)
         batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
@@ -270,37 +309,64 @@ class RanksExecutor:
         """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
         self.pool.release(as_slots(slots))
 
+    @property
+    def compiles_behind(self) -> bool:
+        """Whether programs can be compiled before their steps come, and while others run: not where they depend on where tokens
+        lie, or on prefill workers."""
+        return not (self.places_tokens or self.prefill_workers)
+
     def compile_later(
-        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, *, of_all: bool = False
+        self,
+        batch: DecodeBatch | PrefillBatch,
+        chunk: PrefillBatch | None = None,
+        *,
+        of_all: bool = False,
+        behind: bool = False,
     ) -> Callable[[], Any] | None:
-        """As of `UnsplitExecutor`: the other ranks begin with theirs, too. None, and the step compiles its programs itself,
-        where they depend on where tokens lie, on how long steps have taken, or on prefill workers."""
-        shape = self._shape_ahead(batch, chunk, of_all)
-        rows = None if shape is None else shape.part_of(0)
-        if shape is None or rows is None or shape in self._programs or rows in self._compiled:
+        """As of `UnsplitExecutor`, in each number of staggered batches that is tried; the other ranks begin with theirs, too.
+        None where there is nothing to compile, or it cannot be known."""
+        missing = [shape for shape in self._shapes_ahead(batch, chunk, of_all) if shape not in self._programs]
+        if not missing:
             return None
-        for rank in (*self.group.model_ranks_in(shape), *self.group.workers):
-            self.group.send(rank, m.PrepareLater(shape, self.group.transport.traceable))
-        compiles = self._side.compile_later(rows)
+        for shape in missing:
+            for rank in (*self.group.model_ranks_in(shape), *self.group.workers):
+                self.group.send(rank, m.PrepareLater(shape, self.group.transport.traceable, behind))
 
         def run() -> None:
-            self._compiled[rows] = compiles()
+            for shape in missing:
+                rows = shape.part_of(0)
+                if rows is not None and rows not in self._compiled:
+                    self._compiled[rows] = self._compile(rows, behind)
 
         return run
 
-    def _shape_ahead(
+    def prepare(
+        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, *, of_all: bool = False
+    ) -> bool:
+        """Finds, of a step that `compile_later` was called for, that the ranks' programs match, so that the step is only run;
+        False while another rank is compiling its own."""
+        return all(self._matched(shape, wait=False) for shape in self._shapes_ahead(batch, chunk, of_all))
+
+    def _compile(self, rows: m.StepShape, behind: bool = False) -> tuple[Program, Any]:
+        with self._tracing:
+            compiles = self._side.compile_later(rows, behind)
+        return compiles()
+
+    def _shapes_ahead(
         self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None, of_all: bool
-    ) -> m.StepShape | None:
-        if self.places_tokens or self.prefill_workers:
-            return None
+    ) -> list[m.StepShape]:
+        if not self.compiles_behind:
+            return []
         if isinstance(batch, PrefillBatch):
-            return self._prompts(batch, self.q_first, of_all).shape
-        if self.n_batches == "auto":
-            return None
+            return [self._prompts(batch, self.q_first, of_all).shape]
         if chunk is None:
-            return self._rows(batch)[0].shape
-        together = self.n_batches == 1 and not self.group.cluster.shares_weights
-        return self.pool.plan_with_chunk(batch, chunk, self.q_first)[0] if together else None
+            return [self._rows(batch, n)[0].shape for n in self.candidates(len(batch.tokens))]
+        return [self.pool.plan_with_chunk(batch, chunk, self.q_first)[0]] if self._goes_together else []
+
+    @property
+    def _goes_together(self) -> bool:
+        """Whether a decode step and a chunk of a prompt can be one program: it runs the rows as one batch."""
+        return self.n_batches in (1, "auto") and not self.group.cluster.shares_weights
 
     @property
     def places_tokens(self) -> bool:
@@ -355,6 +421,12 @@ class RanksExecutor:
 
     def _prepared(self, shape: m.StepShape) -> Own:
         """A bucket's programs, compiled on all ranks and found to match before anyone runs it."""
+        found = self._matched(shape, wait=True)
+        assert found is not None
+        return found
+
+    def _matched(self, shape: m.StepShape, *, wait: bool) -> Own | None:
+        """None, unless told to ``wait``, while another rank is compiling its own."""
         if shape in self._programs:
             return self._programs[shape]
         if shape.n_batches > 1:  # what cannot be is said before anybody else hears of it
@@ -362,14 +434,17 @@ class RanksExecutor:
         began = time.perf_counter()
         others = (*self.group.model_ranks_in(shape), *self.group.workers)
         for rank in others:
-            self.group.send(rank, m.Prepare(shape, self.group.transport.traceable))
-        self.programs.compiled(str(shape))
+            self.group.send(rank, m.Prepare(shape, self.group.transport.traceable, wait))
         try:
             own = self._own(shape)
         finally:  # the others' answers are taken in whatever happens here, or they would be taken for the next ones
             answers = [self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in others]
         lists = {0: own.exchanges()}
-        lists |= {rank: answer.exchanges for rank, answer in zip(others, answers, strict=True)}
+        for rank, answer in zip(others, answers, strict=True):
+            if answer.exchanges is None:
+                return None
+            lists[rank] = answer.exchanges
+        self.programs.compiled(str(shape))
         difference = first_difference(lists, self.group.cluster.describe)
         if difference is not None:
             raise UserError(f"the ranks' programs of {shape} do not match, so none is run: {difference}")
@@ -382,7 +457,7 @@ class RanksExecutor:
         rows, program, weights, receive = shape.part_of(0), None, None, None
         if rows is not None:
             if rows not in self._compiled:
-                self._compiled[rows] = self._side.compile(rows)
+                self._compiled[rows] = self._compile(rows)
             program, weights = self._compiled[rows]
         sources = tuple((part.rank, part.logits_of) for part in shape.parts if part.rank)
         if sources:
@@ -395,7 +470,13 @@ class RanksExecutor:
         return Own(program, weights, receive)
 
     def _share_out(
-        self, model: ModelFn, params: Params, like: dict[str, Any], config: ModelConfig | None, kv_dtype: str
+        self,
+        model: ModelFn,
+        params: Params,
+        like: dict[str, Any],
+        config: ModelConfig | None,
+        kv_dtype: str,
+        partition: str,
     ) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
         """Sends the other model ranks and prefill workers their weights: all, or what each is to hold. Gives this rank's, and
         each slice's rank if they are stages of a pipeline."""
@@ -419,9 +500,10 @@ class RanksExecutor:
         dtype = str(next(iter(params.values())).dtype)
         for rank in group.replicas:
             names = tuple(sorted(stages.params[rank]))
-            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, stages.ranks))
+            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, partition, stages.ranks))
         for rank in group.prefill_ranks:
-            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, tuple(sorted(params)), ()))
+            names = tuple(sorted(params))
+            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, partition, ()))
         for rank in others:  # one after another: this device may have no room for all at once
             own = dict(params) if rank in group.prefill_ranks else share(rank)
             done = send_parameters(group.transport, jax.device_put(own, self.device), rank)
@@ -431,17 +513,17 @@ class RanksExecutor:
             group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
         return share(0), stages.ranks
 
-    def _allocate(self, setup: m.Setup) -> int:
-        """Slots that all attention ranks have room for. What they held for a model before this one is gone."""
+    def _allocate(self, setup: m.Setup) -> tuple[int, int]:
+        """Slots, and host slots, that all attention ranks have room for. What they held for a model before this one is gone."""
         self.group.epoch += 1
         self._epoch = self.group.epoch
         self.group.broadcast(setup)
-        found = [self.group.receive(r, m.SlotsFound, PREPARE_DEADLINE_S).n_slots for r in self.group.workers]
-        n_slots = min(found)
-        self.group.broadcast(m.Allocate(n_slots))
+        found = [self.group.receive(rank, m.SlotsFound, PREPARE_DEADLINE_S) for rank in self.group.workers]
+        n_slots, n_host_slots = min(x.n_slots for x in found), min(x.n_host_slots for x in found)
+        self.group.broadcast(m.Allocate(n_slots, n_host_slots))
         for rank in self.group.workers:
             self.group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
-        return n_slots
+        return n_slots, n_host_slots
 
 
 def _without_padding(logits: jax.Array, batch: DecodeBatch) -> jax.Array:

@@ -21,15 +21,15 @@ from typing import Any, TypeVar
 import jax
 
 from jaxlamina import __version__
-from jaxlamina.cluster import Cluster
+from jaxlamina.cluster import JOB, Cluster
 from jaxlamina.control.channel import ControlServer
 from jaxlamina.control.messages import Message, StepShape
 from jaxlamina.control.watchdog import Watchdog
 from jaxlamina.errors import UserError
+from jaxlamina.exit_codes import FAILED
 from jaxlamina.gpus import visible_gpus
 from jaxlamina.transports import Transport, open_transport
 
-FAILED = 3  # the exit code of a rank that ends because it or another one failed
 # Programs are compiled on all ranks at once; the largest models take minutes.
 PREPARE_DEADLINE_S = 900.0
 _SHUTDOWN_S = 10  # for ranks to leave jax.distributed together
@@ -52,8 +52,11 @@ class Watch:
     """Reports steps that are not done in time, which is since they were begun or the step before them was done: one that is
     launched ahead waits for it. A step's array is waited for by a thread, so nobody else need."""
 
-    def __init__(self, deadline_s: float, on_late: Callable[[str], None]) -> None:
-        self.watchdog = Watchdog(deadline_s, on_late)
+    def __init__(
+        self, deadline_s: float, on_late: Callable[[str], None], where: Callable[[], str] = lambda: ""
+    ) -> None:
+        """``where``: as of `Transport.where`."""
+        self.watchdog = Watchdog(deadline_s, on_late, where=where)
         self._queue: queue.SimpleQueue[_Launched | threading.Event] = queue.SimpleQueue()
         self._on_late = on_late
         self._thread = threading.Thread(target=self._wait, name="step watch", daemon=True)
@@ -117,9 +120,13 @@ class Group:
             versions=versions(),
             heartbeat_s=cluster.heartbeat_s,
             on_fault=self._failing.because_of,
+            on_refused=lambda line: print(f"note: refused: {line}", file=sys.stderr, flush=True),
+            job=os.environ.get(JOB, ""),
         )
         self._failing.tell = lambda line: self.control.close(fault=line, wait_s=1)
-        self.watch = Watch(cluster.step_deadline_s, self._failing.of_own)
+        self._failing.last_words = lambda line: self.last_words(line)
+        self.last_words: Callable[[str], None] = lambda line: None  # before this process ends with its job
+        self.watch = Watch(cluster.step_deadline_s, self._failing.of_own, lambda: self.transport.where())
 
     @property
     def load_device(self) -> jax.Device:
@@ -128,9 +135,9 @@ class Group:
 
     @property
     def description(self) -> str:
-        """DOP, how messages travel, and what attention workers share out."""
+        """DOP, and how messages travel."""
         how = self.cluster.transport + (" by memory" if self.transport.by_memory else "")
-        return f"DOP {self.cluster.pools}, {how}, {self.cluster.partition}"
+        return f"DOP {self.cluster.pools}, {how}"
 
     def gather(self) -> None:
         """Waits for all ranks. ``UserError`` that says which did not come, or came with another configuration."""
@@ -190,6 +197,7 @@ class Failing:
         self._cluster, self._rank = cluster, rank
         self._lock = threading.Lock()
         self.tell: Callable[[str], Any] | None = None
+        self.last_words: Callable[[str], None] = lambda line: None
         self.over = False
 
     def of_own(self, text: str) -> None:
@@ -216,6 +224,8 @@ class Failing:
             if self.tell is not None and not told:
                 with suppress(Exception):  # they find out by themselves that this rank is gone
                     self.tell(line.removeprefix("error: "))
+            with suppress(Exception):
+                self.last_words(line.removeprefix("error: "))
         finally:
             os._exit(FAILED)
 

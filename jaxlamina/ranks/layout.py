@@ -6,7 +6,8 @@ Knows ranks and sizes; no array, and no model but its heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxlamina.control.messages import StepShape
 from jaxlamina.errors import UserError
 from jaxlamina.ranks.wires import HeadsOf, MixedSizes, Sizes
 from jaxlamina.schedules import Schedule, make_schedule
+from jaxlamina.workers.partition import chosen_partition
 from jaxlamina.workers.spec import AttentionSpec
 
 Tie = jax.Array | None
@@ -64,9 +66,18 @@ class Layout:
         return HeadsOf(n_query_heads // b, spec.n_kv_heads // b, spec.head_dim, spec.dtype)
 
 
-def layout_of(cluster: Cluster, stages: tuple[int, ...] = ()) -> Layout:
+def partition_of(cluster: Cluster, n_kv_heads: Sequence[int]) -> str:
+    """The cluster's partition, chosen for a model with so many KV heads where the cluster says "auto". ``UserError`` for one
+    that cannot be, with these heads or with what else the cluster says."""
+    partition = chosen_partition(cluster.partition, cluster.n_attention, n_kv_heads)
+    replace(cluster, partition=partition)  # type: ignore[arg-type]  # checks the combination
+    return partition
+
+
+def layout_of(cluster: Cluster, partition: str, stages: tuple[int, ...] = ()) -> Layout:
+    """``partition``: the cluster's, as it was chosen for the model where the cluster says "auto"."""
     workers = tuple(cluster.pools.attention_ranks)
-    return Layout(workers, cluster.partition, cluster.n_replicas, cluster.pipelining_mode, stages)
+    return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages)
 
 
 def span(what: str, index: int, batch: int = 0) -> Any:

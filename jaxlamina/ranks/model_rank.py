@@ -25,9 +25,11 @@ from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.shards import shard_axes, shard_like
 from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.transports import Program, Transport
+from jaxlamina.workers.capacity import check_weights
 from jaxlamina.workers.model_worker import ModelWorker
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.workspace import tree_bytes
 
 _INPUTS = ("tokens", "positions", "logits_at")
 
@@ -56,18 +58,20 @@ class ModelRank(ServedRank):
         function, like = partial(apply, config), abstract_params(config, jnp.dtype(setup.dtype))
         n, shards = self._cluster.tensor_parallel, () if self._prefill_rank else shards_of(self._cluster)
         own = shard_like(like, shard_axes(traces(function, like), like, n), n) if shards else like
-        params = receive_parameters(self._transport, {name: own[name] for name in setup.params}, 0)
+        own = {name: own[name] for name in setup.params}
+        check_weights(tree_bytes(own), setup.dtype, self._transport.device)
+        params = receive_parameters(self._transport, own, 0)
         jax.block_until_ready(params)
         model = ModelWorker(function, params, self._transport.device, Programs(), like)
         specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
         replica = 0 if shards else self._rank
-        layout = layout_of(self._cluster, setup.stages)
+        layout = layout_of(self._cluster, setup.partition, setup.stages)
         self._side = ModelSide(self._transport, model, layout, specs, replica, shards)
         self._client.send(m.ModelReady())
 
-    def _compile_later(self, part: m.StepShape) -> Callable[[], tuple[Program, Any]]:
+    def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         assert self._side is not None
-        return self._side.compile_later(part)
+        return self._side.compile_later(part, behind)
 
     def _on_step(self, step: m.Step) -> None:
         ticket = self._begin(step)

@@ -27,8 +27,7 @@ from splitter import SplitModel, Traced
 
 
 class ModelSide:
-    """``compile`` gives a bucket's program and the weights to call it with; ``compile_later`` traces it, and gives a call that
-    does the rest in any thread."""
+    """``compile_later`` traces a bucket's program, and gives a call that does the rest in any thread."""
 
     def __init__(
         self,
@@ -46,11 +45,9 @@ class ModelSide:
         self.replica, self.shards = replica, tuple(shards)
         self._weights: dict[int, Any] = {}  # by id, as programs take them
 
-    def compile(self, shape: StepShape) -> tuple[Program, Any]:
-        """The program of a bucket on this rank: called with the weights, inputs and ``at`` (`ModelProgram.step`)."""
-        return self.compile_later(shape)()
-
-    def compile_later(self, shape: StepShape) -> Callable[[], tuple[Program, Any]]:
+    def compile_later(self, shape: StepShape, behind: bool = False) -> Callable[[], tuple[Program, Any]]:
+        """Traces the program of a bucket on this rank; the call that comes back gives it, to be called with the weights, inputs
+        and ``at`` (`ModelProgram.step`), and the weights."""
         split = self.model.split(shape.model_rows, shape.tokens, of_all=shape.of_all)
         ends = self._ends(shape)
         own = self.layout.slices_on(self.replica, split.n + 1)
@@ -61,7 +58,7 @@ class ModelSide:
         if self.shards:
             step = self._of_shards(step, split)
         step = with_streamed_products(step, self.transport.device)
-        compiles, given = self.transport.compile_later(step, *args), args[0]
+        compiles, given = self.transport.compile_later(step, *args, behind=behind), args[0]
         return lambda: (compiles(), given)
 
     def _ends(self, shape: StepShape) -> SplitModel | None:

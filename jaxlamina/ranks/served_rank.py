@@ -6,9 +6,12 @@ Knows the control messages' order; what a rank holds and runs is `model_rank`'s 
 
 from __future__ import annotations
 
+import platform
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jaxlamina import garbage
@@ -18,6 +21,7 @@ from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient
 from jaxlamina.errors import UserError
 from jaxlamina.profiling.collect import Recorder
+from jaxlamina.profiling.under_load import Window
 from jaxlamina.ranks.group import Watch
 from jaxlamina.transports import Program, Transport
 
@@ -35,13 +39,19 @@ class ServedRank(ABC):
         self._epoch = 0  # how many models there have been
         self._last: Any = None  # what the last step leaves when it is done
         self._recorder = Recorder(transport)
+        self._window: Window | None = None
+        self._why_no_window = ""
         # Programs, each with what it is called with in every step; and those that rank 0 will ask for.
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self._ahead: Ahead[tuple[Program, Any]] = Ahead()
+        self._tracing = (
+            threading.Lock()
+        )  # a transport knows what it has sent in the program that is being traced
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.PrepareLater: self._on_prepare_later,
             m.Prepare: self._on_prepare,
             m.Record: self._on_record,
+            m.Observe: self._on_observe,
         }
 
     def run(self) -> None:
@@ -66,21 +76,29 @@ class ServedRank(ABC):
         return shape
 
     @abstractmethod
-    def _compile_later(self, part: m.StepShape) -> Callable[[], tuple[Program, Any]]:
-        """Traces the program of a part, and gives a call that compiles it, in any thread."""
+    def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
+        """Traces the program of a part, and gives a call that compiles it; in any thread, one at a time."""
 
     def _on_prepare_later(self, message: m.PrepareLater) -> None:
         self._transport.traceable = message.traceable
         part = self._part(message.shape)
         if part not in self._programs and part not in self._ahead:
-            self._ahead.begin(part, self._compile_later(part))
+            self._ahead.begin(part, partial(self._compiled, part, message.behind))
+
+    def _compiled(self, part: m.StepShape, behind: bool = False) -> tuple[Program, Any]:
+        with self._tracing:
+            compiles = self._compile_later(part, behind)
+        return compiles()
 
     def _on_prepare(self, message: m.Prepare) -> None:
         began = time.perf_counter()
         self._transport.traceable = message.traceable
         part = self._part(message.shape)
+        if not (message.wait or self._ahead.is_done(part)):
+            self._client.send(m.Prepared(message.shape, None, 0.0))
+            return
         if part not in self._programs:
-            self._programs[part] = self._ahead.take(part) or self._compile_later(part)()
+            self._programs[part] = self._ahead.take(part) or self._compiled(part)
         took = time.perf_counter() - began
         program, _ = self._programs[part]
         self._client.send(m.Prepared(message.shape, program.exchanges(), took))
@@ -95,6 +113,20 @@ class ServedRank(ABC):
             self._recorder.start(message.steps)
         except UserError as error:
             self._client.send(self._recorder.failed(error))
+
+    def _on_observe(self, message: m.Observe) -> None:
+        if message.begin:
+            self._window = Window(self._transport.device)
+            try:
+                self._window.begin()
+            except UserError as error:
+                self._window, self._why_no_window = None, str(error)
+        elif self._window is None:
+            self._client.send(m.Observed.failed(platform.node(), self._why_no_window))
+        else:
+            last = self._last
+            self._client.send(self._window.taken(lambda: None if last is None else last.block_until_ready()))
+            self._window = None
 
     def _begin(self, step: m.Step) -> int:
         """The watch's ticket for a step, which must be of the model that is set up."""

@@ -17,12 +17,24 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 import jaxlamina
+from jaxlamina.engine import Engine
 from jaxlamina.server.async_engine import AsyncEngine, Unavailable
 from jaxlamina.server.batches import Batches
-from jaxlamina.server.errors import ApiError, JsonResponse, of_status, of_validation, response
+from jaxlamina.server.bodies import BodyRoute
+from jaxlamina.server.errors import (
+    ApiError,
+    JsonResponse,
+    of_failure,
+    of_os_error,
+    of_status,
+    of_validation,
+    response,
+    unavailable,
+)
 from jaxlamina.server.files import Files, page
 from jaxlamina.server.gate import Gate
 from jaxlamina.server.metrics import Metrics, snapshot
@@ -34,21 +46,27 @@ from jaxlamina.server.protocol import (
     CompletionResponse,
     DetokenizeRequest,
     DetokenizeResponse,
+    ErrorAnswer,
     TokenizeRequest,
     TokenizeResponse,
 )
+from jaxlamina.server.responses import ResponsesRequest
 from jaxlamina.server.service import Body, EventStream, Service
 from jaxlamina.server.settings import Settings
+from jaxlamina.server.workshop import in_thread
 
 T = TypeVar("T")
+Asked = TypeVar("Asked")
 _METRICS_DEADLINE_S = 5.0
+_ERRORS = {"4XX": "The request cannot be answered.", "5XX": "The server cannot answer now."}
 _CLIENT_GONE = 499  # nobody reads it; the access log shows it
 Page = Annotated[int, Query(ge=1, le=10_000)]
 
 
 @dataclass
 class Parts:
-    """What routes answer with. ``progress``: programs compiled and all there are."""
+    """What routes answer with. ``progress``: programs compiled, of those that are there before the first request. ``info``:
+    for ``/server_info``."""
 
     settings: Settings
     engine: AsyncEngine
@@ -57,10 +75,16 @@ class Parts:
     files: Files
     batches: Batches
     progress: Callable[[], tuple[int, int]]
+    info: dict[str, Any]
 
 
 def make_app(parts: Parts, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    app = FastAPI(title="JaxLamina", version=jaxlamina.__version__, lifespan=lifespan)
+    # What the document says of errors; they are made without it.
+    errors: dict[int | str, dict[str, Any]] = {
+        kind: {"model": ErrorAnswer, "description": whose} for kind, whose in _ERRORS.items()
+    }
+    app = FastAPI(title="JaxLamina", version=jaxlamina.__version__, lifespan=lifespan, responses=errors)
+    app.router.route_class = BodyRoute
     app.add_middleware(
         Gate,
         api_key=parts.settings.api_key,
@@ -97,12 +121,22 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response(of_validation(error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return response(of_status(error.status_code, error.detail), dict(error.headers or {}))
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # of each method that there is the framework has a route
+            same = (
+                x for x in app.routes if isinstance(x, Route) and x.matches(request.scope)[0] != Match.NONE
+            )
+            headers["Allow"] = ", ".join(sorted({method for route in same for method in route.methods or ()}))
+        return response(of_status(error.status_code, error.detail), headers)
 
     @app.exception_handler(ClientDisconnect)
     async def client_gone(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=_CLIENT_GONE)
+
+    @app.exception_handler(OSError)
+    async def os_error(_: Request, error: OSError) -> Response:
+        return response(of_os_error(error))
 
     @app.exception_handler(Exception)
     async def unforeseen(_: Request, error: Exception) -> Response:
@@ -147,11 +181,20 @@ async def _gone(request: Request) -> None:
         pass
 
 
+async def _made(make: Callable[[Asked], T], body: Asked) -> T:
+    """What ``make`` makes of a body, in a thread."""
+    try:
+        return await in_thread(make, body)
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
+        raise of_failure(error) from None
+
+
 def _add_completions(app: FastAPI, parts: Parts) -> None:
     async def answer(request: Request, body: Body) -> Response:
         if body.stream:
             return _EventResponse(await _unless_gone(request, parts.service.stream(body)))
-        return JsonResponse(await _unless_gone(request, parts.service.whole(body)))
+        found = await _unless_gone(request, parts.service.whole(body))
+        return await in_thread(JsonResponse, found)
 
     @app.post("/v1/completions", response_model=CompletionResponse)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -161,17 +204,23 @@ def _add_completions(app: FastAPI, parts: Parts) -> None:
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
         return await answer(request, body)
 
+    @app.post("/v1/responses")
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        return await answer(request, body)
+
     @app.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeRequest) -> Response:
         parts.service.check_model(body.model)
-        tokens = await asyncio.to_thread(parts.service.prompts.tokenize, body)
+        tokens = await _made(parts.service.prompts.tokenize, body)
         length = parts.service.prompts.max_model_len
-        return JsonResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+        return await in_thread(
+            JsonResponse, {"count": len(tokens), "max_model_len": length, "tokens": tokens}
+        )
 
     @app.post("/detokenize", response_model=DetokenizeResponse)
     async def detokenize(body: DetokenizeRequest) -> Response:
         parts.service.check_model(body.model)
-        return JsonResponse({"prompt": await asyncio.to_thread(parts.service.prompts.detokenize, body)})
+        return JsonResponse({"prompt": await _made(parts.service.prompts.detokenize, body)})
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -265,6 +314,27 @@ def _add_status(app: FastAPI, parts: Parts) -> None:
         if parts.engine.state == "starting":
             found["compiled"], found["of"] = parts.progress()
         return JsonResponse(found, 503)
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        """As /health: SageMaker's name for it."""
+        return await health()
+
+    @app.get("/load")
+    async def load() -> Response:
+        return JsonResponse({"server_load": parts.engine.n_open})
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        return JsonResponse(parts.info | {"state": parts.engine.state})
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        try:
+            await parts.engine.ask(Engine.reset_prefix_cache, _METRICS_DEADLINE_S)
+        except (TimeoutError, Unavailable) as error:
+            raise unavailable(str(error) or "the engine is in a long step: try again") from None
+        return JsonResponse({"status": "reset"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

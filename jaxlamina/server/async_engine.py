@@ -7,6 +7,7 @@ All bookkeeping of who waits for what is on the event loop's side. Knows `Engine
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
@@ -17,11 +18,16 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
+from jaxlamina.jobs import Job
 from jaxlamina.outputs import RequestOutput
 from jaxlamina.sampling import SamplingParams
+from jaxlamina.server.settings import GRAMMAR_TIMEOUT_S
+from jaxlamina.server.workshop import Busy, Workshop, in_thread
+from jaxlamina.structured import Matcher
 
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
+_COMPILING_AT_ONCE = 2  # grammars
 State = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 
@@ -53,7 +59,8 @@ class Observer(Protocol):
 class Answers:
     """The events of one caller's prompts, as they come: an async iterator of (which prompt, event).
 
-    Ends when all are finished. Raises `Unavailable` where they cannot be finished any more. Whoever stops earlier says
+    Ends when all are finished. Raises `Unavailable` where they cannot be finished any more, and whatever ended one of them
+    alone (`TokenEvent.error`). Whoever stops earlier says
     so by `close`, which may be called at any time and ends what still runs.
     """
 
@@ -78,6 +85,10 @@ class Answers:
         self._engine._leave(self, finished=not self._left)
 
     def _give(self, index: int, event: TokenEvent) -> None:
+        if event.error is not None:
+            self._fail(event.error)
+            self.close()
+            return
         self._queue.put_nowait((index, event))
         if event.output is not None:
             self._left -= 1
@@ -112,9 +123,9 @@ class _Reply(Generic[T]):
 @dataclass(frozen=True)
 class _Add:
     answers: Answers
-    prompts: Sequence[Prompt]
-    params: SamplingParams
+    jobs: Sequence[Job]
     priority: int
+    caller: int
     reply: _Reply[None]
 
 
@@ -127,6 +138,11 @@ class _Abort:
 class _Ask:
     read: Callable[[Engine], Any]
     reply: _Reply[Any]
+
+
+@dataclass(frozen=True)
+class _Call:
+    call: Callable[[], None]
 
 
 class _Stop:
@@ -148,7 +164,8 @@ class AsyncEngine:
     """``prepare(stopped)`` runs in the thread before the first request is taken (see `jaxlamina.warm_up`), ``before_step()``
     before each step.
 
-    ``state``: "starting" until then, "ready", "draining" once `drain` is called, "stopped", or "failed" with ``reason``.
+    What a request needs before its first step (checks, grammar) is made in other threads; a grammar that takes longer than
+    ``grammar_timeout_s`` is refused. ``state``: "starting" until then, "ready", "draining" once `drain` is called, "stopped", or "failed" with ``reason``.
     """
 
     def __init__(
@@ -159,6 +176,7 @@ class AsyncEngine:
         prepare: Callable[[Callable[[], bool]], None],
         max_concurrent: int,
         before_step: Callable[[], None] = lambda: None,
+        grammar_timeout_s: float = GRAMMAR_TIMEOUT_S,
     ) -> None:
         self.state: State = "starting"
         self.reason = ""
@@ -167,7 +185,10 @@ class AsyncEngine:
         self._observer = observer
         self._prepare = prepare
         self._before_step = before_step
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Ask | _Stop] = queue.SimpleQueue()
+        self._grammar_timeout_s = grammar_timeout_s
+        self._compiling = Workshop(_COMPILING_AT_ONCE)
+        self._callers = itertools.count()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Ask | _Call | _Stop] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running: dict[str, _Running] = {}  # the thread's
@@ -206,10 +227,10 @@ class AsyncEngine:
     async def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0, counted: bool = True
     ) -> Answers:
-        """Queues ``prompts`` together and returns once all are accepted.
+        """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among others.
 
-        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. Raises `UserError` for what cannot be served (then none of them is),
-        `Unavailable`, `TooMany`.
+        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. Raises `UserError` for what cannot be
+        served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of ours.
         """
         self.check_ready()
         if counted and self.n_open >= self.max_concurrent:
@@ -219,11 +240,34 @@ class AsyncEngine:
         self._none_open.clear()
         reply: _Reply[None] = _Reply(self._loop)
         try:
-            await self._post(_Add(answers, prompts, params, priority, reply), reply)
+            matcher = await self._compiled(params)
+            jobs = await in_thread(self._jobs, prompts, params, matcher)
+            if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
+                raise Unavailable(self._why_not())
+            await self._post(_Add(answers, jobs, priority, next(self._callers), reply), reply)
         except BaseException:
             answers.close()
             raise
         return answers
+
+    async def _compiled(self, params: SamplingParams) -> Matcher | None:
+        """The grammar of ``params``, if they have one."""
+        if params.structured_outputs is None:
+            return None
+        try:
+            return await self._compiling.run(
+                lambda: self._engine.admission.matcher(params), self._grammar_timeout_s
+            )
+        except TimeoutError:
+            raise UserError(
+                f"structured_outputs take longer than {self._grammar_timeout_s:g} s to compile: ask for something simpler"
+            ) from None
+        except Busy:
+            raise TooMany("other requests' structured_outputs are being compiled: try again later") from None
+
+    def _jobs(self, prompts: Sequence[Prompt], params: SamplingParams, matcher: Matcher | None) -> list[Job]:
+        make = self._engine.admission.job
+        return [make(prompt.token_ids, params, prompt.text, matcher) for prompt in prompts]
 
     async def ask(self, read: Callable[[Engine], T], deadline_s: float) -> T:
         """What ``read`` finds, called between two steps. `TimeoutError` past the deadline, `Unavailable`."""
@@ -232,6 +276,15 @@ class AsyncEngine:
         reply: _Reply[T] = _Reply(self._loop)
         async with asyncio.timeout(deadline_s):
             return await self._post(_Ask(read, reply), reply)
+
+    def between_steps(self, call: Callable[[], None]) -> None:
+        """Has the engine's thread do so before its next step, from any thread. What it raises ends the engine."""
+        self._inbox.put(_Call(call))
+
+    def fail(self, reason: str) -> None:
+        """Whoever waits is told that nobody will be answered any more."""
+        if self.state != "failed":
+            self._end("failed", reason)
 
     async def drain(self, deadline_s: float) -> None:
         """Takes no more requests, waits for those there are, and at the deadline ends them with `Unavailable`."""
@@ -325,18 +378,21 @@ class AsyncEngine:
             elif isinstance(message, _Abort):
                 self._abort(message.answers)
             elif isinstance(message, _Ask):
-                message.reply.set(message.read(self._engine))
+                try:
+                    message.reply.set(message.read(self._engine))
+                except Exception as error:  # noqa: BLE001 (who asks is told)
+                    message.reply.fail(error)
+            elif isinstance(message, _Call):
+                message.call()
         return False
 
     def _add(self, message: _Add) -> None:
         now = time.perf_counter()
         try:
-            for index, prompt in enumerate(message.prompts):
-                request_id = self._engine.add_request(
-                    prompt.token_ids, message.params, prompt.text, priority=message.priority
-                )
-                self._running[request_id] = _Running(message.answers, index, now)
-        except UserError as error:
+            for index, job in enumerate(message.jobs):
+                self._engine.add_job(job, priority=message.priority, caller=message.caller)
+                self._running[job.request_id] = _Running(message.answers, index, now)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             self._abort(message.answers)
             message.reply.fail(error)
         else:
@@ -344,8 +400,8 @@ class AsyncEngine:
 
     def _abort(self, answers: Answers) -> None:
         for request_id in [id_ for id_, running in self._running.items() if running.answers is answers]:
-            self._engine.abort(request_id)
             del self._running[request_id]
+            self._engine.abort(request_id)
             self._observer.aborted()
 
     def _give_out(self, events: Sequence[TokenEvent]) -> None:
@@ -355,14 +411,20 @@ class AsyncEngine:
             running = self._running.get(event.request_id)
             if running is None:  # aborted while its step ran
                 continue
-            self._observe(running, event, now)
             given.append((running.answers, running.index, event))
-            if event.output is not None:
+            if event.output is not None or event.error is not None:
                 del self._running[event.request_id]
+            try:
+                self._observe(running, event, now)
+            except Exception:  # noqa: BLE001 (a count less)
+                _log.exception("request %s was not counted", event.request_id)
         if given:
             _call(self._loop, self._deliver, given)
 
     def _observe(self, running: _Running, event: TokenEvent, now: float) -> None:
+        if event.error is not None:
+            self._observer.aborted()
+            return
         if running.first is None:
             running.first = now
             self._observer.first_token(now - running.arrived)

@@ -1,27 +1,27 @@
 """OpenAI's batches: files of requests, run in the background, their results kept line by line.
 
 A batch's state is `batches/ID.json`; its results so far are the files it will give out, to which each line is added when
-it is there. So a batch goes on after a restart where it was, and no line with a result is run again. Knows files and the
-service; not how requests run.
+it is there. So a batch goes on after a restart where it was, and no line with a result is run again. A batch always comes
+to an end: what a line raises is that line's result, and anything else fails the batch, which gives out the results it has.
+Knows files and the service; not how requests run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError
 
+from jaxlamina.server.batch_files import Line, Results, Source, Starts, died_twice, problem
 from jaxlamina.server.errors import ApiError, of_validation, refused
-from jaxlamina.server.files import Files, is_id, new_id, write_json
+from jaxlamina.server.files import Files, is_id, new_id, read_json, write_json
 from jaxlamina.server.protocol import BatchRequest, ChatCompletionRequest, CompletionRequest
 from jaxlamina.server.service import Body, Service
 
@@ -29,39 +29,42 @@ ENDPOINTS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
 }
-MAX_LINES = 50_000
 _LIFE_S = 24 * 3600
 _OVER = ("completed", "failed", "expired", "cancelled")
-_MOST_ERRORS = 20
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+_STRIKES = 2  # deaths of a server over a line before it is given up
+_KINDS = {
+    **dict.fromkeys(("id", "endpoint", "input_file_id", "status"), str),
+    **dict.fromkeys(("created_at", "expires_at"), int),
+    "request_counts": dict,
+}
+_FAILED = ".failed"  # in place of ".json": the batch failed, and there was no room to write that
 
 _log = logging.getLogger("uvicorn.error")
-
-
-@dataclass(frozen=True)
-class _Line:
-    custom_id: str
-    start: int  # where it is in the file
-    length: int
 
 
 class Batches:
     """Runs every batch of a folder that is not over, ``n_at_once`` lines of all of them at a time.
 
     That is fewer than the engine takes at once, so that a chat never waits for a row that batch work holds (FineInfer
-    §3.1); lines wait here, and not in the engine's queue.
+    §3.1); lines wait here, and not in the engine's queue. ``max_line_bytes``: of a line of input.
     """
 
-    def __init__(self, folder: Path, files: Files, service: Service, n_at_once: int) -> None:
+    def __init__(
+        self, folder: Path, files: Files, service: Service, n_at_once: int, max_line_bytes: int
+    ) -> None:
         self._folder, self._files, self._service = folder, files, service
+        self._max_line_bytes = max_line_bytes
         self._rows = asyncio.Semaphore(n_at_once)
+        self._suspect = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._known = {path.stem: json.loads(path.read_text("ascii")) for path in folder.glob("batch-*.json")}
+        self._known = {batch["id"]: batch for batch in _states(folder)}
 
     def resume(self) -> None:
         """Goes on with what an earlier server left."""
         for batch in sorted(self._known.values(), key=lambda batch: batch["created_at"]):
-            if batch["status"] not in _OVER:
+            is_over = batch["status"] in _OVER and not Results.are_left(self._folder, batch["id"])
+            if not is_over and batch["id"] not in self._tasks:
                 self._start(batch)
 
     async def stop(self) -> None:
@@ -92,8 +95,8 @@ class Batches:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": body.metadata,
         }
-        self._known[batch["id"]] = batch
         self._save(batch)
+        self._known[batch["id"]] = batch
         self._start(batch)
         return batch
 
@@ -113,7 +116,8 @@ class Batches:
             raise refused(f"the batch is {batch['status']} already")
         if batch["status"] != "cancelling":
             self._become(batch, "cancelling")
-            self._tasks[batch_id].cancel()
+            if batch_id in self._tasks:
+                self._tasks[batch_id].cancel()
             self._start(batch)
         return batch
 
@@ -128,51 +132,76 @@ class Batches:
         if before is not None:
             await asyncio.wait([before])
         try:
-            lines, errors = await asyncio.to_thread(
-                _read_lines, self._files.path(batch["input_file_id"]), batch
-            )
-            if errors:
-                batch["errors"] = {"object": "list", "data": errors}
-                self._become(batch, "failed")
-                return
-            with _Results(self._folder, batch["id"]) as results:
-                await self._run_lines(batch, lines, results)
-                self._hand_out(batch, results)
-        except OSError as error:
-            _log.error("%s failed: %s", batch["id"], error)
-            batch["errors"] = {"object": "list", "data": [_problem(None, "io_error", str(error))]}
-            self._become(batch, "failed")
+            with await asyncio.to_thread(Results, self._folder, batch["id"]) as results:
+                with Starts(self._folder, batch["id"]) as starts:
+                    if batch["status"] in ("validating", "in_progress"):
+                        await self._run_all(batch, results, starts)
+                await self._end(batch, results)
+            with suppress(OSError):
+                starts.delete()
+                results.delete()
+        except Exception as error:  # noqa: BLE001 (whatever it is, the batch is not to wait for ever)
+            self._fail(batch, error)
 
-    async def _run_lines(self, batch: dict[str, Any], lines: list[_Line], results: _Results) -> None:
-        counts = batch["request_counts"]
-        counts |= {"total": len(lines), "completed": results.n_right, "failed": results.n_wrong}
-        if batch["status"] == "validating":
-            self._become(batch, "in_progress")
-        if batch["status"] != "in_progress":  # it is being cancelled
-            return
-        source = self._files.path(batch["input_file_id"])
+    async def _run_all(self, batch: dict[str, Any], results: Results, starts: Starts) -> None:
+        """Runs the lines that have no result; ``errors`` say why some could not be."""
+        try:
+            with Source(self._files.path(batch["input_file_id"])) as source:
+                lines, errors = await asyncio.to_thread(source.lines, batch["endpoint"], self._max_line_bytes)
+                if not errors:
+                    counts = {"total": len(lines), "completed": results.n_right, "failed": results.n_wrong}
+                    batch["request_counts"] |= counts
+                    if batch["status"] == "validating":
+                        self._become(batch, "in_progress")
+                    left = [line for line in lines if line.custom_id not in results.done]
+                    await self._run_lines(batch, left, source, results, starts)
+        except FileNotFoundError:
+            errors = [problem(None, "file_not_found", "the input file is gone")]
+        except Exception as error:  # noqa: BLE001 (what comes of no line)
+            errors = [_io_problem(error)]
+        if errors:
+            batch["errors"] = {"object": "list", "data": errors}
+
+    async def _run_lines(
+        self, batch: dict[str, Any], lines: list[Line], source: Source, results: Results, starts: Starts
+    ) -> None:
         async with asyncio.TaskGroup() as group:
             for line in lines:
-                if line.custom_id in results.done:
-                    continue
                 await self._rows.acquire()
                 if time.time() > batch["expires_at"]:
                     self._rows.release()
                     break
-                task = group.create_task(self._run_line(batch, line, source, results))
+                task = group.create_task(self._run_line(batch, line, source, results, starts))
                 task.add_done_callback(lambda _: self._rows.release())  # also of one that never began
 
-    async def _run_line(self, batch: dict[str, Any], line: _Line, source: Path, results: _Results) -> None:
-        status, body = await self._answer(batch["endpoint"], _json_at(source, line)["body"])
+    async def _run_line(
+        self, batch: dict[str, Any], line: Line, source: Source, results: Results, starts: Starts
+    ) -> None:
+        if starts.deaths(line) >= _STRIKES:
+            wrong = died_twice()
+            _log.error("%s, line %.200r: %s", batch["id"], line.custom_id, wrong)
+            status, body = wrong.status, wrong.body()
+        else:
+            async with _Beginning(starts, line, self._suspect, self._is_well) as beginning:
+                try:
+                    status, body = await self._answer(batch["endpoint"], source, line, beginning.over)
+                except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # noqa: BLE001 (Rust's panics are no `Exception`)
+                    _log.exception("%s, line %.200r", batch["id"], line.custom_id)
+                    wrong = ApiError(500, f"internal error ({type(error).__name__})", type="internal_error")
+                    status, body = wrong.status, wrong.body()
         results.add(line.custom_id, status, body)
         batch["request_counts"] |= {"completed": results.n_right, "failed": results.n_wrong}
 
-    async def _answer(self, endpoint: str, body: Any) -> tuple[int, dict[str, Any]]:
+    async def _answer(
+        self, endpoint: str, source: Source, line: Line, on_event: Callable[[], None]
+    ) -> tuple[int, dict[str, Any]]:
         try:
-            request = ENDPOINTS[endpoint].model_validate(body)
-            if request.stream:
+            body = await asyncio.to_thread(lambda: ENDPOINTS[endpoint].model_validate(source.body(line)))
+            if body.stream:
                 raise refused("a batch's answers are not streamed: leave stream out", "stream")
-            return 200, await self._service.whole(request, counted=False)
+            return 200, await self._service.whole(body, counted=False, on_event=on_event)
         except ValidationError as error:
             wrong = of_validation(error.errors(include_url=False, include_context=False))
         except RecursionError:
@@ -183,141 +212,123 @@ class Batches:
             wrong = error
         return wrong.status, wrong.body()
 
-    def _hand_out(self, batch: dict[str, Any], results: _Results) -> None:
-        cancelled = batch["status"] == "cancelling"
-        if not cancelled:
-            self._become(batch, "finalizing")
-        results.sync()
-        for kind in ("output", "error"):
-            if results.path(kind).stat().st_size:
-                file_id = new_id("file")
-                os.link(results.path(kind), self._files.path(file_id))
-                self._files.register(file_id, f"{batch['id']}_{kind}.jsonl", "batch_output")
-                batch[f"{kind}_file_id"] = file_id
+    def _is_well(self) -> bool:
+        return self._service.engine.state != "failed"
+
+    # -- its end ------------------------------------------------------------------------------------------------
+
+    async def _end(self, batch: dict[str, Any], results: Results) -> None:
+        """Gives out what results there are."""
+        if batch["status"] in _OVER and batch["status"] != "failed":
+            return  # it had only to be tidied up
         counts = batch["request_counts"]
-        is_all = counts["completed"] + counts["failed"] == counts["total"]
-        self._become(batch, "cancelled" if cancelled else "completed" if is_all else "expired")
-        results.delete()
+        counts |= {"completed": results.n_right, "failed": results.n_wrong}
+        status = batch["status"]
+        if status == "cancelling":
+            last = "cancelled"
+        elif batch["errors"]:
+            last = "failed"
+        else:
+            is_all = counts["completed"] + counts["failed"] == counts["total"]
+            last = "completed" if is_all else "expired"
+            self._become(batch, "finalizing")
+        await asyncio.to_thread(results.sync)
+        for kind in ("output", "error"):
+            if results.path(kind).stat().st_size and batch[f"{kind}_file_id"] is None:
+                name = f"{batch['id']}_{kind}.jsonl"
+                batch[f"{kind}_file_id"] = self._files.adopt(results.path(kind), name, "batch_output")["id"]
+        self._become(batch, last)
+        say = _log.error if last == "failed" else _log.info
+        why = f" ({batch['errors']['data'][0]['message']})" if batch["errors"] else ""
+        say("%s is %s%s: %d of %d lines done", batch["id"], last, why, counts["completed"], counts["total"])
+
+    def _fail(self, batch: dict[str, Any], error: Exception) -> None:
+        """The batch cannot even be brought to its end: on a full disk, say. The next server gives out its results."""
+        wrong = _io_problem(error)
+        _log.error(
+            "%s is failed (%s)", batch["id"], wrong["message"], exc_info=not isinstance(error, OSError)
+        )
+        batch["errors"] = batch["errors"] or {"object": "list", "data": [wrong]}
+        batch |= {"status": "failed", "failed_at": int(time.time())}
+        path = self._path(batch["id"])
+        try:
+            write_json(path, batch)
+        except OSError:
+            with suppress(OSError):  # a state needs room, a name none
+                os.replace(path, path.with_suffix(_FAILED))
 
     def _become(self, batch: dict[str, Any], status: str) -> None:
-        batch["status"] = status
-        batch[f"{status}_at"] = int(time.time())
-        self._save(batch)
+        changed = {"status": status, f"{status}_at": int(time.time())}
+        self._save(batch | changed)
+        batch |= changed
 
     def _save(self, batch: dict[str, Any]) -> None:
-        write_json(self._folder / f"{batch['id']}.json", batch)
+        path = self._path(batch["id"])
+        write_json(path, batch)
+        path.with_suffix(_FAILED).unlink(missing_ok=True)
+
+    def _path(self, batch_id: str) -> Path:
+        return self._folder / f"{batch_id}.json"
 
 
-class _Results:
-    """Lines that are there, right ones (`output`) and wrong ones (`error`) in a file each."""
+class _Beginning:
+    """From before a line is run until there is a token of its answer: what a server may die of, as ``starts`` will say.
 
-    def __init__(self, folder: Path, batch_id: str) -> None:
-        self._paths = {kind: folder / f"{batch_id}.{kind}.jsonl" for kind in ("output", "error")}
-        self.done: set[str] = set()
-        counts = {}
-        for kind, path in self._paths.items():
-            before = len(self.done)
-            self.done |= _custom_ids(path)
-            counts[kind] = len(self.done) - before
-        self.n_right, self.n_wrong = counts["output"], counts["error"]
-        self._files = {kind: open(path, "ab") for kind, path in self._paths.items()}  # noqa: SIM115
+    A line over which a server has died already waits for others of this kind (``lock``): of several that were begun when it
+    died, only the one that it dies of again is to be given up.
+    """
 
-    def __enter__(self) -> Self:
+    def __init__(self, starts: Starts, line: Line, lock: asyncio.Lock, is_well: Callable[[], bool]) -> None:
+        self._starts, self._line, self._is_well = starts, line, is_well
+        self._lock = lock if starts.deaths(line) else None
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        if self._lock is not None:
+            await self._lock.acquire()
+        self._starts.say(Starts.BEGUN, self._line)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
+    def over(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._release()
+            with suppress(OSError):  # it only looks worse than it is then
+                self._starts.say(Starts.GONE_WELL, self._line)
 
-    def path(self, kind: str) -> Path:
-        return self._paths[kind]
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._release()
+            if kind is not None and self._is_well():  # it was cancelled, which says nothing of the line
+                with suppress(OSError):
+                    self._starts.say(Starts.UNDONE, self._line)
 
-    def add(self, custom_id: str, status: int, body: dict[str, Any]) -> None:
-        request_id = f"batch_req_{uuid.uuid4().hex}"
-        response = {"status_code": status, "request_id": request_id, "body": body}
-        line = {"id": request_id, "custom_id": custom_id, "response": response, "error": None}
-        right = status == 200
-        file = self._files["output" if right else "error"]
-        file.write(json.dumps(line).encode("ascii") + b"\n")
-        file.flush()
-        self.done.add(custom_id)
-        self.n_right, self.n_wrong = self.n_right + right, self.n_wrong + (not right)
-
-    def sync(self) -> None:
-        for file in self._files.values():
-            os.fsync(file.fileno())
-
-    def delete(self) -> None:
-        for path in self._paths.values():
-            path.unlink()
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
 
-def _custom_ids(path: Path) -> set[str]:
-    """Of the whole lines of a results file; a last one that is torn is cut off."""
-    if not path.exists():
-        return set()
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        path.write_bytes(whole)
-    return {json.loads(line)["custom_id"] for line in whole.splitlines()}
-
-
-def _read_lines(path: Path, batch: dict[str, Any]) -> tuple[list[_Line], list[dict[str, Any]]]:
-    """Where each request is, and what is wrong with the file."""
-    lines: list[_Line] = []
-    errors: list[dict[str, Any]] = []
-    seen: set[str] = set()
-    try:
-        source = open(path, "rb")  # noqa: SIM115
-    except FileNotFoundError:
-        return [], [_problem(None, "file_not_found", "the input file is gone")]
-    with source:
-        start = 0
-        for number, text in enumerate(source, start=1):
-            line = _Line("", start, len(text))
-            start += len(text)
-            if not text.strip():
+def _states(folder: Path) -> list[dict[str, Any]]:
+    """Of all batches that can be read."""
+    found = {}
+    for suffix in (_FAILED, ".json"):  # where both are there, the latter was written later
+        for path in folder.glob(f"batch-*{suffix}"):
+            batch = read_json(path, _KINDS)
+            if batch is None or not is_id(batch["id"]) or not is_id(batch["input_file_id"]):
                 continue
-            custom_id, wrong = _check_line(text, batch["endpoint"], seen.__contains__)
-            if wrong is not None:
-                errors.append(_problem(number, "invalid_request", wrong))
-            if len(lines) == MAX_LINES:
-                errors.append(_problem(number, "too_many_requests", f"at most {MAX_LINES} requests"))
-            if len(errors) >= _MOST_ERRORS or len(lines) == MAX_LINES:
-                break
-            seen.add(custom_id)
-            lines.append(_Line(custom_id, line.start, line.length))
-    if not lines and not errors:
-        errors.append(_problem(None, "empty_file", "the input file has no request"))
-    return lines, errors
+            batch = dict.fromkeys(("errors", "output_file_id", "error_file_id", "metadata")) | batch
+            if suffix == _FAILED:
+                error = OSError("there was no room on the disk")
+                batch["errors"] = batch["errors"] or {"object": "list", "data": [_io_problem(error)]}
+                batch["status"] = "failed"
+            found[batch["id"]] = batch
+    return list(found.values())
 
 
-def _check_line(text: bytes, endpoint: str, is_known: Callable[[str], bool]) -> tuple[str, str | None]:
-    """The line's custom_id, and what is wrong with it."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return "", "the line is not JSON"
-    if not isinstance(line, dict):
-        return "", "the line is not an object"
-    custom_id = line.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        return "", "the line has no custom_id"
-    if is_known(custom_id):
-        return custom_id, "another line has the same custom_id"
-    if line.get("method") != "POST" or line.get("url") != endpoint:
-        return custom_id, f'the line must have "method": "POST" and "url": "{endpoint}", as the batch'
-    if not isinstance(line.get("body"), dict):
-        return custom_id, "the line has no body"
-    return custom_id, None
-
-
-def _problem(number: int | None, code: str, message: str) -> dict[str, Any]:
-    return {"code": code, "line": number, "message": message, "param": None}
-
-
-def _json_at(path: Path, line: _Line) -> Any:
-    with open(path, "rb") as source:
-        source.seek(line.start)
-        return json.loads(source.read(line.length))
+def _io_problem(error: BaseException) -> dict[str, Any]:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, OSError):
+        return problem(None, "io_error", str(error))
+    return problem(None, "internal_error", f"internal error ({type(error).__name__})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxlamina.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jaxlamina.server.async_engine import Prompt
 from jaxlamina.server.forms import Form, prompt_field, ranked
 from jaxlamina.server.protocol import (
     ChatAnswer,
@@ -18,38 +19,48 @@ from jaxlamina.server.protocol import (
     Delta,
     DeltaToolCall,
     TokenLogprob,
-    ToolCall,
     Usage,
 )
-from jaxlamina.server.tools import ToolUse, parse, parser_for
+from jaxlamina.server.reading import Read, Reading
+from jaxlamina.server.tools import tool_call
 
 
 class ChatForm(Form):
-    """``use``: whether the text may have calls of tools in it, or must be one."""
+    """``reading``: what the text may have in it."""
 
     prefix = "chatcmpl"
 
-    def __init__(self, body: ChatCompletionRequest, model: str, use: ToolUse) -> None:
+    def __init__(self, body: ChatCompletionRequest, model: str, prompt: Prompt, reading: Reading) -> None:
         super().__init__(
             model,
             body.n or 1,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            gives_ids=bool(body.return_token_ids),
         )
         self._n_top, self._n_prompt_top = body.top_logprobs or 0, body.prompt_logprobs
-        self._use: ToolUse = use
-        self._parsers = [parser_for(use) for _ in range(self.n)]
+        self._gives_thoughts = body.include_reasoning
+        self._prompt_ids = list(prompt.token_ids) if self.gives_ids else None
+        self._reading = reading
+        self._readers = [reading.reader() for _ in range(self.n)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
         choices = []
         for choice, _, completion in self.choices(outputs):
-            text, calls = parse(completion.text, self._use)
+            read = self._reading.reader().whole(completion.text)
+            calls = [tool_call(call, self._reading.form) for call in read.calls]
+            message = ChatAnswer(
+                content=read.answered or (None if calls else ""),
+                reasoning_content=(self._gives_thoughts and read.thought) or None,
+                tool_calls=calls or None,
+            )
             choices.append(
                 ChatChoice(
                     index=choice,
-                    message=ChatAnswer(content=text or (None if calls else ""), tool_calls=calls or None),
+                    message=message,
                     logprobs=self._logprobs(completion.logprobs),
                     finish_reason="tool_calls" if calls else completion.finish_reason,
                     stop_reason=completion.stop_reason,
+                    token_ids=list(completion.token_ids) if self.gives_ids else None,
                 )
             )
         return ChatCompletionResponse(
@@ -58,42 +69,48 @@ class ChatForm(Form):
             choices=choices,
             usage=self.usage(outputs),
             prompt_logprobs=prompt_field(outputs[0], self._n_prompt_top),
+            prompt_token_ids=self._prompt_ids,
         )
 
     def opening(self) -> Iterator[ChatCompletionChunk]:
         for choice in range(self.n):
-            yield self._chunk(ChunkChoice(index=choice, delta=Delta(role="assistant", content="")))
+            chunk = self._chunk(ChunkChoice(index=choice, delta=Delta(role="assistant", content="")))
+            chunk.prompt_token_ids = self._prompt_ids
+            yield chunk
 
-    def piece(self, choice: int, text: str, entry: PositionLogprobs | None) -> Iterator[ChatCompletionChunk]:
-        parser = self._parsers[choice]
-        calls: list[ToolCall] = []
-        if parser is not None:
-            text, calls = parser.add(text)
-        if text or entry is not None:
-            logprobs = self._logprobs(None if entry is None else [entry])
-            yield self._chunk(ChunkChoice(index=choice, delta=Delta(content=text), logprobs=logprobs))
-        yield from self._called(choice, calls)
+    def piece(
+        self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
+    ) -> Iterator[ChatCompletionChunk]:
+        logprobs = self._logprobs(None if entry is None else [entry])
+        delta = self._delta(choice, self._readers[choice].add(text))
+        if delta is None and (logprobs, ids) != (None, None):
+            delta = Delta(content="")
+        if delta is not None:
+            yield self._chunk(ChunkChoice(index=choice, delta=delta, logprobs=logprobs, token_ids=ids))
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[ChatCompletionChunk]:
-        parser = self._parsers[choice]
-        reason: str = completion.finish_reason
-        if parser is not None:
-            rest, calls = parser.finish()
-            if rest:
-                yield self._chunk(ChunkChoice(index=choice, delta=Delta(content=rest)))
-            yield from self._called(choice, calls)
-            reason = "tool_calls" if parser.n_calls else reason
+        reader = self._readers[choice]
+        delta = self._delta(choice, reader.finish())
+        if delta is not None:
+            yield self._chunk(ChunkChoice(index=choice, delta=delta))
+        reason = "tool_calls" if reader.n_calls else completion.finish_reason
         yield self._chunk(
             ChunkChoice(index=choice, delta=Delta(), finish_reason=reason, stop_reason=completion.stop_reason)
         )
 
-    def _called(self, choice: int, calls: Sequence[ToolCall]) -> Iterator[ChatCompletionChunk]:
-        """A chunk with calls that are complete now."""
-        parser = self._parsers[choice]
-        if parser is not None and calls:
-            first = parser.n_calls - len(calls)
-            numbered = [DeltaToolCall(index=first + i, **call.model_dump()) for i, call in enumerate(calls)]
-            yield self._chunk(ChunkChoice(index=choice, delta=Delta(tool_calls=numbered)))
+    def _delta(self, choice: int, read: Read) -> Delta | None:
+        """What is new; None if nothing is."""
+        first = self._readers[choice].n_calls - len(read.calls)
+        calls = [
+            DeltaToolCall(index=first + i, **tool_call(call, self._reading.form).model_dump())
+            for i, call in enumerate(read.calls)
+        ]
+        thought = read.thought if self._gives_thoughts else ""
+        if not (thought or read.answered or calls):
+            return None
+        return Delta(
+            content=read.answered or None, reasoning_content=thought or None, tool_calls=calls or None
+        )
 
     def usage_chunk(self, counts: Usage) -> ChatCompletionChunk:
         return ChatCompletionChunk(id=self.id, model=self.model, choices=[], usage=counts)

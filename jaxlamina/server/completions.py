@@ -32,13 +32,16 @@ class CompletionForm(Form):
             body.n or 1,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             gives_written=body.max_tokens != 0,
+            gives_ids=bool(body.return_token_ids),
         )
+        self._prompts = prompts
         self._n_top, self._n_prompt_top = body.logprobs or 0, body.prompt_logprobs
         self._echoes = [prompt.text or "" for prompt in prompts] if body.echo else [""] * len(prompts)
         # A prompt's first token has no entry, so its text must be known; empty unless prompts are echoed with entries.
         scores = body.echo and body.logprobs is not None
         self._firsts = [decode(prompt.token_ids[:1]) for prompt in prompts] if scores else []
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
+        self._begun: set[int] = set()  # choices that have had a chunk
 
     def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         choices = []
@@ -55,6 +58,8 @@ class CompletionForm(Form):
                     finish_reason=completion.finish_reason,
                     stop_reason=completion.stop_reason,
                     prompt_logprobs=prompt_field(output, self._n_prompt_top),
+                    prompt_token_ids=self._prompt_ids(choice),
+                    token_ids=list(completion.token_ids) if self.gives_ids else None,
                 )
             )
         return CompletionResponse(id=self.id, model=self.model, choices=choices, usage=self.usage(outputs))
@@ -74,9 +79,11 @@ class CompletionForm(Form):
             logprobs = self._logprobs(choice, entries)
             yield self._chunk(CompletionChoice(index=choice, text=self._echoes[which], logprobs=logprobs))
 
-    def piece(self, choice: int, text: str, entry: PositionLogprobs | None) -> Iterator[CompletionResponse]:
+    def piece(
+        self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
+    ) -> Iterator[CompletionResponse]:
         logprobs = self._logprobs(choice, None if entry is None else [entry])
-        yield self._chunk(CompletionChoice(index=choice, text=text, logprobs=logprobs))
+        yield self._chunk(CompletionChoice(index=choice, text=text, logprobs=logprobs, token_ids=ids))
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[CompletionResponse]:
         completion = self._given(completion)
@@ -92,7 +99,13 @@ class CompletionForm(Form):
     def usage_chunk(self, counts: Usage) -> CompletionResponse:
         return CompletionResponse(id=self.id, model=self.model, choices=[], usage=counts)
 
+    def _prompt_ids(self, choice: int) -> list[int] | None:
+        return list(self._prompts[choice // self.n].token_ids) if self.gives_ids else None
+
     def _chunk(self, choice: CompletionChoice) -> CompletionResponse:
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            choice.prompt_token_ids = self._prompt_ids(choice.index)
         return CompletionResponse(id=self.id, model=self.model, choices=[choice])
 
     def _logprobs(

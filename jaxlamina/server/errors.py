@@ -5,7 +5,9 @@ Knows how pydantic and FastAPI report bad input; nothing of endpoints.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import re
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -17,6 +19,7 @@ from jaxlamina.errors import UserError
 
 _NAMED_FIRST = re.compile(r"(\w+)(?:=|\.\w)")  # how `SamplingParams` names the field that is wrong
 _LONGEST_MESSAGE = 1000
+_log = logging.getLogger("uvicorn.error")
 
 
 class ApiError(Exception):
@@ -52,6 +55,26 @@ def unavailable(message: str) -> ApiError:
 def of_user_error(error: UserError) -> ApiError:
     named = _NAMED_FIRST.match(str(error))
     return refused(str(error), named[1] if named else None)
+
+
+def of_os_error(error: OSError) -> ApiError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ApiError(507, "the server has no room left for this on its disk", type="insufficient_storage")
+    return ApiError(500, f"internal error ({type(error).__name__})", type="internal_error")
+
+
+def of_failure(error: Exception) -> ApiError:
+    """For whatever a request's own work raised: what it asked for (400), or a fault of ours (500), which is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return of_user_error(error)
+    if isinstance(error, OSError):
+        return of_os_error(error)
+    if isinstance(error, RecursionError):
+        return refused("the request is nested too deeply")
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, f"internal error ({type(error).__name__})", type="internal_error")
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:

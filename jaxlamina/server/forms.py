@@ -6,6 +6,7 @@ nothing of the engine or HTTP.
 
 from __future__ import annotations
 
+import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,16 +15,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenEvent
+from jaxlamina.server.errors import ApiError
 from jaxlamina.server.protocol import PromptEntry, PromptLogprob, PromptTokensDetails, Usage
 
 
 class Form(ABC):
-    """One request's answer. ``gives_written``: what the model writes is part of it."""
+    """One request's answer. ``gives_written``: what the model writes is part of it; ``gives_ids``: so are token ids, of
+    prompts and of what is written."""
 
     prefix: str
 
-    def __init__(self, model: str, n: int, *, include_usage: bool, gives_written: bool = True) -> None:
-        self.model, self.n, self.gives_written = model, n, gives_written
+    def __init__(
+        self, model: str, n: int, *, include_usage: bool, gives_written: bool = True, gives_ids: bool = False
+    ) -> None:
+        self.model, self.n, self.gives_written, self.gives_ids = model, n, gives_written, gives_ids
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._include_usage = include_usage
         self._finished: dict[int, RequestOutput] = {}
@@ -40,8 +45,9 @@ class Form(ABC):
         """What prompt number ``which``'s event adds to the stream."""
         if event.prompt_logprobs is not None:
             yield from self.scored(which, event.prompt_logprobs)
-        if self.gives_written and (event.new_text or event.logprobs is not None):
-            yield from self.piece(self._choice(which, event.index), event.new_text, event.logprobs)
+        if self.gives_written and (event.new_text or event.logprobs is not None or self.gives_ids):
+            ids = [event.token_id] if self.gives_ids else None
+            yield from self.piece(self._choice(which, event.index), event.new_text, event.logprobs, ids)
         if event.output is not None:
             self._finished[which] = event.output
             for completion in event.output.outputs:
@@ -57,12 +63,24 @@ class Form(ABC):
         yield from ()
 
     @abstractmethod
-    def piece(self, choice: int, text: str, entry: PositionLogprobs | None) -> Iterator[BaseModel]:
-        """Some more text of a choice, with the log-probabilities of the token it came with."""
+    def piece(
+        self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
+    ) -> Iterator[BaseModel]:
+        """Some more text of a choice, with the log-probabilities and, where wanted, the id of the token it came with."""
 
     @abstractmethod
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[BaseModel]:
         """A choice is finished; its text has gone out."""
+
+    last = "data: [DONE]\n\n"  # after all else, in a stream
+
+    def event(self, chunk: BaseModel) -> str:
+        """A chunk as a server-sent event."""
+        return _event(dump(chunk))
+
+    def failure(self, error: ApiError) -> str:
+        """The event of an answer that cannot be finished."""
+        return _event(error.body())
 
     @abstractmethod
     def usage_chunk(self, counts: Usage) -> BaseModel:
@@ -114,17 +132,24 @@ def _entry(entry: PositionLogprobs, n: int) -> PromptEntry:
     }
 
 
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
 def dump(answer: BaseModel) -> dict[str, Any]:
     """A whole answer or a chunk as plain data; a chunk has no fields that it says nothing about."""
     found = answer.model_dump()
-    for field in ("usage", "prompt_logprobs"):
-        if found.get(field) is None:
-            found.pop(field, None)
+    _without_none(found, "usage", "prompt_logprobs", "prompt_token_ids")
     for choice in found.get("choices", ()):
-        if choice.get("prompt_logprobs") is None:
-            choice.pop("prompt_logprobs", None)
+        _without_none(choice, "prompt_logprobs", "prompt_token_ids", "token_ids")
         if "delta" in choice:
-            choice["delta"] = {name: value for name, value in choice["delta"].items() if value is not None}
-        elif "message" in choice and choice["message"]["tool_calls"] is None:
-            del choice["message"]["tool_calls"]
+            _without_none(choice["delta"], *choice["delta"])
+        elif "message" in choice:
+            _without_none(choice["message"], "tool_calls", "reasoning_content")
     return found
+
+
+def _without_none(found: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if found.get(name) is None:
+            found.pop(name, None)

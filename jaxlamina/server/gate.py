@@ -16,17 +16,19 @@ from jaxlamina.server.errors import ApiError, response, unavailable
 from jaxlamina.server.files import MAX_FILE_BYTES
 
 _UPLOADS = "/v1/files"
+_KEYED = ("/server_info", "/reset_prefix_cache")
 _FORM_BYTES = 64 * 1024  # of an upload, beside the file
 
 
 class Gate:
-    """``why_not()``: why the server takes no request now, or None. What is outside of ``/v1`` needs no key."""
+    """``why_not()``: why the server takes no request now, or None. What is outside of ``/v1`` needs no key, but what
+    tells of the server's options or throws away what it has stored."""
 
     def __init__(
         self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, why_not: Callable[[], str | None]
     ) -> None:
         self._app = app
-        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
         self._max_body_bytes = max_body_bytes
         self._why_not = why_not
 
@@ -42,11 +44,13 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if scope["path"].startswith("/v1/"):
+        if scope["path"].startswith(("/v1/", *_KEYED)):
             if self._key is not None:
-                given = headers.get("authorization", "").encode("latin-1")
-                if not hmac.compare_digest(given, self._key):
+                scheme, _, given = headers.get("authorization", "").partition(" ")
+                right = hmac.compare_digest(given.encode("latin-1"), self._key)
+                if not right or scheme.lower() != "bearer":
                     return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            # What needs the engine.
             if scope["method"] == "POST" and (reason := self._why_not()) is not None:
                 return unavailable(reason)
         length = headers.get("content-length", "")

@@ -56,6 +56,11 @@ _GAUGES = (
     ("jaxlamina:kv_slots_used", "KV slots that requests hold.", "kv_slots_used"),
     ("jaxlamina:kv_slots_shared", "KV slots that several sequences hold.", "kv_slots_shared"),
     ("jaxlamina:kv_slots_cached", "KV slots that the prefix cache alone holds.", "kv_slots_cached"),
+    (
+        "jaxlamina:staggered_batches",
+        "Batches that the latest decode step over ranks ran as; 1 where none are staggered.",
+        "n_batches",
+    ),
     ("jaxlamina:host_kv_slots", "KV slots in host memory there are.", "host_kv_slots"),
     ("jaxlamina:host_kv_slots_used", "KV slots in host memory in use.", "host_kv_slots_used"),
 )
@@ -73,6 +78,7 @@ def snapshot(engine: Engine) -> dict[str, float]:
     """The engine's numbers now. For the thread that owns it."""
     found: dict[str, float] = {**asdict(engine.stats), **engine.kv_stats()}
     found["n_running"] = len(engine.scheduler.running)
+    found["n_batches"] = getattr(engine.executor, "latest_n_batches", 1)
     found["n_waiting"] = len(engine.scheduler.waiting)
     found["kv_usage"] = found["kv_slots_used"] / found["kv_slots"]
     return found

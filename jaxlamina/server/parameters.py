@@ -18,19 +18,14 @@ from jaxlamina.structured import StructuredOutputs
 PASSED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of", "use_beam_search", "beam_width"),
     *("length_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "allowed_token_ids"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+    "truncate_prompt_tokens",
 )
 
 # field → the values that change nothing; with any other the request is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (None,),
-    "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "include_stop_str_in_output": (None, False),
-    "truncate_prompt_tokens": (None,),
     "suffix": (None, ""),
-    "chat_template": (None,),
-    "continue_final_message": (None, False),
     "functions": (None, []),
     "function_call": (None, "none"),
 }
@@ -81,7 +76,7 @@ def _prompt_logprobs(body: CompletionRequest | ChatCompletionRequest) -> int | N
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     """By token ids, which are keys of an object, and so text."""
-    odd = next((key for key in given if not key.isdecimal()), None)
+    odd = next((key for key in given if not key.isdecimal() or len(key) > 10), None)
     if odd is not None:
         raise refused(f"logit_bias {odd!r:.40} must be a token id", "logit_bias")
     return {int(token): bias for token, bias in given.items()}
@@ -104,12 +99,14 @@ def _structured(body: SamplingFields) -> StructuredOutputs | None:
 def _structured_field(body: SamplingFields) -> StructuredOutputs | None:
     format_ = body.response_format
     asked = format_ is not None and format_.type != "text"
-    if asked and body.structured_outputs:
+    old = {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+    structured = body.structured_outputs or {name: x for name, x in old.items() if x is not None}
+    if asked and structured:
         raise refused(
             "response_format and structured_outputs are two ways to say it: give one", "response_format"
         )
-    if body.structured_outputs:
-        return StructuredOutputs.of(body.structured_outputs)
+    if structured:
+        return StructuredOutputs.of(structured)
     if not asked:
         return None
     assert format_ is not None

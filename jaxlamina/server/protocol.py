@@ -9,14 +9,36 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from jaxlamina.sampling import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_N = 128
 MAX_PROMPTS = 1024
 MAX_STOPS = 16
+MAX_TEMPLATE = 2**17  # characters
+MAX_CHOICES = 2**14
+# Of the lists of a request, which end at their first error: a million errors would take minutes to tell.
+MAX_CONTINUATIONS = 4096  # of all prompts
+MAX_TOKEN_IDS = 2**18
+MAX_MESSAGES = 4096
+MAX_PARTS = 256  # of a message
+MAX_TOOLS = 1024
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 _StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def _at_most(n: int) -> BeforeValidator:
+    """An object of at most ``n`` fields, before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > n:
+            raise ValueError(f"it has {len(value)} fields, at most {n} are taken")
+        return value
+
+    return BeforeValidator(check)
 
 
 class _Model(BaseModel):
@@ -48,8 +70,8 @@ class SamplingFields(_Model):
     length_penalty: Annotated[Finite, Field(ge=-10, le=10)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
@@ -58,26 +80,42 @@ class SamplingFields(_Model):
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=2)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], _at_most(MAX_LOGIT_BIASES)] | None
+    ) = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    bad_words: Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None = None
-    # Of these only the value that changes nothing is taken (`parameters.NOT_YET`).
-    allowed_token_ids: list[TokenId] | None = None
+    # vLLM's names for parts of it before there was one field.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    bad_words: Annotated[list[_StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None
+    ) = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    return_token_ids: bool | None = None
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[int], Field(fail_fast=True)]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[
+            list[Annotated[list[int], Field(fail_fast=True)]], Field(max_length=MAX_PROMPTS, fail_fast=True)
+        ]
+    )
     echo: bool = False
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = (
         None  # 0: the prompt is echoed, and nothing written
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: str | None = None
+    suffix: str | None = None  # only the value that changes nothing is taken (`parameters.NOT_YET`)
     add_special_tokens: bool = True
 
 
@@ -99,10 +137,11 @@ class ContentPart(_Model):
 
 class ChatMessage(_Model):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class FunctionDefinition(_Model):
@@ -116,24 +155,27 @@ class Tool(_Model):
     function: FunctionDefinition
 
 
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class ChatFields(_Model):
     """What a chat's prompt is made of."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    # As `SamplingFields` above.
-    chat_template: str | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ChatCompletionRequest(ChatFields, SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # As `SamplingFields` above.
+    include_reasoning: bool = True
+    # As `suffix` above.
     functions: list[Any] | None = None
     function_call: Any | None = None
 
@@ -174,6 +216,8 @@ class CompletionChoice(_Model):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: list[PromptEntry | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class _Answer(_Model):
@@ -209,6 +253,7 @@ class ChatLogprobs(_Model):
 class ChatAnswer(_Model):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -218,12 +263,14 @@ class ChatChoice(_Model):
     logprobs: ChatLogprobs | None = None
     finish_reason: str
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionResponse(_Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_logprobs: list[PromptEntry | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class DeltaToolCall(ToolCall):
@@ -233,6 +280,7 @@ class DeltaToolCall(ToolCall):
 class Delta(_Model):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[DeltaToolCall] | None = None
 
 
@@ -242,11 +290,13 @@ class ChunkChoice(_Model):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChunkChoice]
+    prompt_token_ids: list[int] | None = None
 
 
 class TokenizeRequest(_Model):
@@ -255,9 +305,12 @@ class TokenizeRequest(_Model):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -269,15 +322,26 @@ class TokenizeResponse(_Model):
 
 class DetokenizeRequest(_Model):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class DetokenizeResponse(_Model):
     prompt: str
 
 
+class ErrorDetails(_Model):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(_Model):
+    error: ErrorDetails
+
+
 class BatchRequest(_Model):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"] = "24h"
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16), _at_most(16)] | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import tempfile
 import threading
@@ -16,27 +17,47 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+import jaxlamina
 from jaxlamina import garbage
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
+from jaxlamina.profiling.under_load import OneWindow, say_under_load
 from jaxlamina.server.app import Parts, make_app
 from jaxlamina.server.async_engine import AsyncEngine
 from jaxlamina.server.batches import Batches
+from jaxlamina.server.connections import protocol
 from jaxlamina.server.files import Files, Folder
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pool_times import PoolTimes
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
-from jaxlamina.server.settings import CONNECTIONS_END_S, THREAD_END_S, Settings
-from jaxlamina.warm_up import Shape, shapes, warm_up
+from jaxlamina.server.settings import CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
+from jaxlamina.warm_up import Behind, Shape, compiles_behind, first_of, shapes, warm_up
 
 _READY_S = 60.0  # of one that compiles nothing before
 
 Progress = Callable[[int, int], None]
+_log = logging.getLogger("uvicorn.error")
+
+
+class _LogProgress:
+    """A line at most so often, and one at the end."""
+
+    def __init__(self, every_s: float = 15.0) -> None:
+        self._every_s, self._last = every_s, time.monotonic()
+
+    def __call__(self, n_done: int, n_all: int) -> None:
+        now = time.monotonic()
+        if n_done == n_all:
+            _log.info("compiled all %d programs", n_all)
+        elif now - self._last >= self._every_s:
+            self._last = now
+            _log.info("compiled %d of %d programs; requests are answered meanwhile", n_done, n_all)
 
 
 class _Server(uvicorn.Server):
@@ -51,7 +72,8 @@ class _Server(uvicorn.Server):
 
 
 class App:
-    """One server of one model. ``on_progress(n_done, n_all)``: programs compiled, from the engine's thread."""
+    """One server of one model. ``on_progress(n_done, n_all)``: programs compiled of those that are there before the first
+    request, from the engine's thread."""
 
     def __init__(
         self, llm: LLM, settings: Settings, on_progress: Progress, on_ready: Callable[[], None]
@@ -59,11 +81,21 @@ class App:
         self.settings = settings
         self._on_progress, self._on_ready = on_progress, on_ready
         self._todo = _todo(llm, settings) if settings.warm_up else []
+        self._first = self._todo if settings.wait_for_all else first_of(self._todo)
+        if compiles_behind(llm.engine):
+            self._todo = list(dict.fromkeys((*self._first, *self._todo)))
+        else:
+            self._todo = self._first
+        self._behind: Behind | None = None
+        self._log_progress = _LogProgress()
         self._n_done = 0
         self._engine = llm.engine
         pools = None
         if settings.pool_metrics_interval_s:
             pools = PoolTimes(llm.executor, settings.pool_metrics_interval_s)
+        if settings.profile_after_s:
+            window = OneWindow(llm.engine, settings.profile_after_s, settings.profile_s, say_under_load)
+            llm.engine.before_step = window.before_step
         metrics = Metrics(settings.served_model_names[0], pools)
         self.engine = AsyncEngine(
             llm.engine,
@@ -71,6 +103,7 @@ class App:
             prepare=self._prepare,
             max_concurrent=settings.max_concurrent_requests,
             before_step=(lambda: None) if pools is None else pools.before_step,
+            grammar_timeout_s=settings.grammar_timeout_s,
         )
         self._stack = contextlib.ExitStack()
         folder = settings.files_dir or Path(
@@ -78,15 +111,37 @@ class App:
         )
         locked = self._stack.enter_context(contextlib.closing(Folder(folder)))
         ignores_priority = getattr(llm.engine.scheduler.policy, "ignores_priority", False)
-        service = Service(self.engine, Prompts(llm), settings.served_model_names, ignores_priority)
+        prompts = Prompts(
+            llm,
+            trust_request_chat_template=settings.trust_request_chat_template,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+        service = Service(
+            self.engine,
+            prompts,
+            settings.served_model_names,
+            ignores_priority,
+            settings.max_grammar_bytes,
+        )
         files = Files(locked.path / "files")
         n_at_once = max(1, llm.engine.scheduler.max_num_seqs - 1)
-        self._batches = Batches(locked.path / "batches", files, service, n_at_once)
-        parts = Parts(settings, self.engine, service, metrics, files, self._batches, self._progress)
+        self._batches = Batches(locked.path / "batches", files, service, n_at_once, settings.max_body_bytes)
+        parts = Parts(
+            settings,
+            self.engine,
+            service,
+            metrics,
+            files,
+            self._batches,
+            self._progress,
+            _info(llm, settings),
+        )
         config = uvicorn.Config(
             make_app(parts, self._lifespan),
             uds=settings.uds,
             log_level=settings.log_level,
+            http=protocol(settings.max_connections, settings.client_timeout_s),
             timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
@@ -95,6 +150,8 @@ class App:
         self._draining: asyncio.Task[None] | None = None
         self._ended_in_time = True
         self._failed_to_start = False
+        if (group := getattr(llm.executor, "group", None)) is not None:
+            group.last_words = self._last_words
 
     def run(self, listener: socket.socket | None = None) -> bool:
         """Serves until `end` or a signal; whether everything had ended in time. `UserError` if it was never ready."""
@@ -113,6 +170,21 @@ class App:
             self._loop.call_soon_threadsafe(self._begin_drain)
         else:
             self._server.should_exit = True
+
+    def _last_words(self, line: str) -> None:
+        """The process is about to end since its job has failed: every client is told so, as far as that is quick."""
+        loop, told = self._loop, threading.Event()
+        if loop is None or loop.is_closed():
+            return
+
+        async def tell() -> None:
+            self.engine.fail(line)
+            while self._server.server_state.tasks:
+                await asyncio.sleep(0.01)
+            told.set()
+
+        asyncio.run_coroutine_threadsafe(tell(), loop)
+        told.wait(LAST_WORDS_S)
 
     def _begin_drain(self) -> None:
         if self._draining is not None:
@@ -137,7 +209,12 @@ class App:
         resuming.cancel()
         await self._batches.stop()
         await self.engine.drain(0.0)
+        behind = self._behind
+        if behind is not None:
+            behind.stop()
         self._ended_in_time = await self.engine.stop(THREAD_END_S)
+        if behind is not None:  # one that compiles would be in the way of this process's end
+            self._ended_in_time &= await asyncio.to_thread(behind.join, THREAD_END_S)
 
     async def _once_started(self) -> None:
         is_ready = await self.engine.started()
@@ -146,20 +223,57 @@ class App:
         if is_ready:
             self._batches.resume()
             self._on_ready()
+            self._compile_behind()
         elif self.engine.state == "failed":
             self._failed_to_start = self._server.should_exit = True
 
     def _prepare(self, stopped: Callable[[], bool]) -> None:
-        self._on_progress(0, len(self._todo))
-        warm_up(self._engine, self._todo, self._compiled, stopped)
+        self._on_progress(0, len(self._first))
+        warm_up(self._engine, self._first, self._compiled, stopped, all_of_drawing=self.settings.wait_for_all)
         garbage.settle()
 
     def _compiled(self, n: int) -> None:
         self._n_done = n
-        self._on_progress(n, len(self._todo))
+        self._on_progress(n, len(self._first))
+
+    def _compile_behind(self) -> None:
+        """The rest of the programs, while requests are answered."""
+        rest = self._todo[len(self._first) :]
+        if self._todo and not self.settings.wait_for_all:
+            self._behind = Behind(self._engine, rest, self._compiled_behind, self.engine.between_steps)
+            self._behind.start()
+
+    def _compiled_behind(self, n: int) -> None:
+        self._n_done = len(self._first) + n
+        self._log_progress(self._n_done, len(self._todo))
+        if self._n_done == len(self._todo):
+            self.engine.between_steps(garbage.settle)
 
     def _progress(self) -> tuple[int, int]:
-        return self._n_done, len(self._todo)
+        """Of the programs that are there before the first request."""
+        return self._n_done, len(self._first)
+
+
+def _info(llm: LLM, settings: Settings) -> dict[str, Any]:
+    """What ``/server_info`` says: nothing that is secret, and what does not change."""
+    said = (
+        *("served_model_names", "max_concurrent_requests", "max_body_bytes", "max_num_batched_tokens"),
+        *("prefix_caching", "trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+    )
+    scheduler = llm.engine.scheduler
+    model = {
+        "config": llm.config.to_hf(),
+        "max_model_len": llm.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "kv_slots": scheduler.slots.capacity,
+        "model_device": str(llm.model_device),
+        "attention_device": llm.stats()["attention_device"],
+    }
+    return {
+        "version": jaxlamina.__version__,
+        "server": {name: getattr(settings, name) for name in said},
+        "model": model,
+    }
 
 
 def _todo(llm: LLM, settings: Settings) -> list[Shape]:

@@ -5,35 +5,43 @@ Puts prompts, parameters, the engine and an answer's form together. Knows nothin
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from jaxlamina.errors import UserError
-from jaxlamina.outputs import RequestOutput
+from jaxlamina.outputs import RequestOutput, TokenEvent
+from jaxlamina.policies import BATCH_PRIORITY
 from jaxlamina.sampling import SamplingParams
 from jaxlamina.server.async_engine import Answers, AsyncEngine, Prompt, TooMany, Unavailable
 from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.completions import CompletionForm
-from jaxlamina.server.errors import ApiError, of_user_error, refused, unavailable
+from jaxlamina.server.errors import ApiError, of_failure, refused, unavailable
 from jaxlamina.server.forms import Form, dump
 from jaxlamina.server.parameters import sampling_params
 from jaxlamina.server.prompts import Prompts
-from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest
+from jaxlamina.server.protocol import MAX_CONTINUATIONS, ChatCompletionRequest, CompletionRequest
+from jaxlamina.server.responses import ResponsesForm, ResponsesRequest, as_chat
+from jaxlamina.server.settings import MAX_GRAMMAR_BYTES
+from jaxlamina.server.workshop import in_thread
 
-Body = CompletionRequest | ChatCompletionRequest
+Body = CompletionRequest | ChatCompletionRequest | ResponsesRequest
 
 
 class Service:
-    """Raises `ApiError` for whatever cannot be answered. ``counted``: see `AsyncEngine.submit`."""
+    """Raises `ApiError` for whatever cannot be answered. ``counted``: see `AsyncEngine.submit`; what is not counted is batch
+    work, which goes after chats unless it says a priority of its own."""
 
     def __init__(
-        self, engine: AsyncEngine, prompts: Prompts, names: Sequence[str], ignores_priority: bool
+        self,
+        engine: AsyncEngine,
+        prompts: Prompts,
+        names: Sequence[str],
+        ignores_priority: bool,
+        max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
     ) -> None:
-        """``ignores_priority``: the scheduling policy never looks at a request's."""
+        """``ignores_priority``: the scheduling policy never looks at a request's. ``max_grammar_bytes``: of what an output must
+        follow."""
         self.engine, self.prompts, self.names = engine, prompts, tuple(names)
-        self._ignores_priority = ignores_priority
+        self._ignores_priority, self._max_grammar_bytes = ignores_priority, max_grammar_bytes
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -50,17 +58,20 @@ class Service:
         except Unavailable as error:
             raise unavailable(str(error)) from None
 
-    async def whole(self, body: Body, *, counted: bool = True) -> dict[str, Any]:
-        """The answer, when all of it is there."""
+    async def whole(
+        self, body: Body, *, counted: bool = True, on_event: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The answer, when all of it is there. ``on_event`` is called as often as something of it comes."""
         form, answers = await self._begin(body, counted)
         try:
             outputs: dict[int, RequestOutput] = {}
             async for which, event in answers:
+                on_event()
                 if event.output is not None:
                     outputs[which] = event.output
-            return dump(form.whole([outputs[which] for which in sorted(outputs)]))
-        except Unavailable as error:
-            raise unavailable(str(error)) from None
+            return await in_thread(lambda: dump(form.whole([outputs[which] for which in sorted(outputs)])))
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
+            raise _of(error) from None
         finally:
             answers.close()
 
@@ -71,34 +82,61 @@ class Service:
     async def _begin(self, body: Body, counted: bool) -> tuple[Form, Answers]:
         self.check_model(body.model)
         self.check_ready()
-        params = sampling_params(body)
+        try:
+            form, prompts, params = await in_thread(self._prepared, body)
+            priority = body.priority
+            if not counted and not self._ignores_priority and "priority" not in body.model_fields_set:
+                priority = BATCH_PRIORITY
+            return form, await self.engine.submit(prompts, params, priority=priority, counted=counted)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
+            raise _of(error) from None
+
+    def _prepared(self, body: Body) -> tuple[Form, Sequence[Prompt], SamplingParams]:
+        """All that a request asks for, checked. It may take long: a template is run, a long text is tokenised."""
+        asked = as_chat(body) if isinstance(body, ResponsesRequest) else body
+        params = sampling_params(asked)
         if body.priority and self._ignores_priority:
             raise refused(
                 f"priority={body.priority} would change nothing: this server's scheduling policy does not look at it; leave it "
                 "out, or serve with --scheduling-policy priority (or chat-first)",
                 "priority",
             )
+        follows = params.structured_outputs
+        if follows is not None and follows.n_bytes > self._max_grammar_bytes:
+            raise refused(
+                f"structured_outputs have {follows.n_bytes} bytes, at most {self._max_grammar_bytes} are taken: ask for "
+                "something shorter, or serve with a larger --max-grammar-bytes",
+                "structured_outputs",
+            )
         form: Form
-        if isinstance(body, ChatCompletionRequest):
-            prompts = [await asyncio.to_thread(self.prompts.chat, body, params.max_tokens)]
-            form = ChatForm(body, self.names[0], self.prompts.tool_use(body))
+        prompts: Sequence[Prompt]
+        if isinstance(asked, ChatCompletionRequest):
+            prompts = [self.prompts.chat(asked, params)]
+            reading = self.prompts.reading(asked, params, prompts[0])
+            params = self.prompts.with_marks(params, reading)
+            if isinstance(body, ResponsesRequest):
+                form = ResponsesForm(body, self.names[0], reading, self.prompts.n_tokens)
+            else:
+                form = ChatForm(asked, self.names[0], prompts[0], reading)
         else:
             # 16 where nobody says how many is no wish that must be met in full
-            prompts = await asyncio.to_thread(self.prompts.completion, body)
-            form = CompletionForm(body, self.names[0], prompts, self.prompts.decode)
-        return form, await self._submit(prompts, params, body.priority, counted)
+            prompts = self.prompts.completion(asked, params)
+            form = CompletionForm(asked, self.names[0], prompts, self.prompts.decode)
+        if len(prompts) * params.n_sequences > MAX_CONTINUATIONS:
+            raise refused(
+                f"{len(prompts)} prompts with {params.n_sequences} continuations each are too many: a request may have "
+                f"{MAX_CONTINUATIONS}",
+                "n",
+            )
+        return form, prompts, params
 
-    async def _submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, priority: int, counted: bool
-    ) -> Answers:
-        try:
-            return await self.engine.submit(prompts, params, priority=priority, counted=counted)
-        except UserError as error:
-            raise of_user_error(error) from None
-        except Unavailable as error:
-            raise unavailable(str(error)) from None
-        except TooMany as error:
-            raise ApiError(429, str(error), type="rate_limit_error", code="rate_limit_exceeded") from None
+
+def _of(error: Exception) -> ApiError:
+    if isinstance(error, Unavailable):
+        return unavailable(str(error))
+    if isinstance(error, TooMany):
+        return ApiError(429, str(error), type="rate_limit_error", code="rate_limit_exceeded")
+    return of_failure(error)
 
 
 class EventStream:
@@ -112,19 +150,20 @@ class EventStream:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         form = self._form
-        for chunk in form.opening():
-            yield _event(dump(chunk))
         try:
+            for chunk in form.opening():
+                yield form.event(chunk)
             async for which, event in self._answers:
-                for chunk in form.chunks(which, event):
-                    yield _event(dump(chunk))
-        except Unavailable as error:
-            yield _event(unavailable(str(error)).body())
-        else:
+
+                def chunks(which: int = which, event: TokenEvent = event) -> str:
+                    return "".join(form.event(chunk) for chunk in form.chunks(which, event))
+
+                # A prompt's entries may be many thousands.
+                text = chunks() if event.prompt_logprobs is None else await in_thread(chunks)
+                if text:
+                    yield text
             for chunk in form.closing():
-                yield _event(dump(chunk))
-        yield "data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n"
+                yield form.event(chunk)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
+            yield form.failure(_of(error))
+        yield form.last

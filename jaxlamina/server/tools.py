@@ -1,21 +1,22 @@
-"""Tool calls: what a request asks for, and calls in what a model writes.
+"""Tool calls: what a request asks for, and how calls look in an answer.
 
-A model that may call writes Hermes' form, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, somewhere in its text; one
-that must is held to the JSON object alone. Knows fields and text; whether a model's template asks for that form is
-`Prompts`' question.
+A model that may call does so in the form of its template (`tool_parsers`); one that must is held to a JSON object alone.
+Knows fields; nothing of templates.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import string
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from jaxlamina.server.errors import refused
 from jaxlamina.server.protocol import ChatFields, FunctionCall, Tool, ToolCall
+from jaxlamina.server.tool_parsers import Call
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ToolUse = Literal["none", "auto", "forced"]
 
 
@@ -82,100 +83,19 @@ def _moved(schema: Any, place: str) -> Any:
     return moved
 
 
-class Parser(Protocol):
-    """Takes calls out of a text that comes in pieces."""
-
-    n_calls: int
-
-    def add(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text that can be shown now, and the calls that are complete now."""
-        ...
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The same, when there is no more text."""
-        ...
+def tool_call(call: Call, form: str | None) -> ToolCall:
+    """With an id of its own; Mistral's templates take ids of nine letters and digits alone."""
+    if form == "mistral":
+        id_ = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    else:
+        id_ = f"call_{uuid.uuid4().hex}"
+    return ToolCall(id=id_, function=FunctionCall(name=call.name, arguments=call.arguments))
 
 
-class ForcedCallParser:
-    """Of a text that is one call and nothing else. One that was cut off is shown as it was written."""
-
-    def __init__(self) -> None:
-        self.n_calls = 0
-        self._held = ""
-
-    def add(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        return "", []
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        call = _parse(held)
-        if call is None:
-            return held, []
-        self.n_calls = 1
-        return "", [call]
-
-
-class ToolCallParser:
-    """Of a text in which calls may stand.
-
-    What may yet become a call is held back. A call that is no JSON object with a name is shown as it was written.
-    """
-
-    def __init__(self) -> None:
-        self.n_calls = 0
-        self._held = ""
-
-    def add(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        shown, calls = "", []
-        while (start := self._held.find(OPEN)) >= 0 and (end := self._held.find(CLOSE, start)) >= 0:
-            call = _parse(self._held[start + len(OPEN) : end])
-            end += len(CLOSE)
-            shown += self._held[: start if call else end]
-            calls += [call] if call else []
-            self._held = self._held[end:]
-        self.n_calls += len(calls)
-        if start < 0:
-            start = len(self._held) - _overlap(self._held, OPEN)
-        shown, self._held = shown + self._held[:start], self._held[start:]
-        return shown, calls
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        return held, []
-
-
-def parser_for(use: ToolUse) -> Parser | None:
-    """A new one; None where nothing is to be taken out."""
-    if use == "none":
-        return None
-    return ForcedCallParser() if use == "forced" else ToolCallParser()
-
-
-def parse(text: str, use: ToolUse = "auto") -> tuple[str, list[ToolCall]]:
-    """A whole text without its calls, and the calls."""
-    parser = parser_for(use)
-    if parser is None:
-        return text, []
-    shown, calls = parser.add(text)
-    rest, more = parser.finish()
-    return shown + rest, calls + more
-
-
-def _parse(text: str) -> ToolCall | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = json.dumps(call.get("arguments", {}))
-    return ToolCall(
-        id=f"call_{uuid.uuid4().hex}", function=FunctionCall(name=call["name"], arguments=arguments)
+def description(tools: Sequence[Tool]) -> str:
+    """What a system message says of tools where the chat template has no place for them."""
+    listed = [tool.function.model_dump(exclude_none=True) for tool in tools]
+    return (
+        f"You can call these tools: {json.dumps(listed)}\n"
+        'To call one, answer with a JSON object: {"name": its name, "arguments": {its arguments}}'
     )
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How long the longest end of ``text`` is that ``mark`` starts with."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -106,9 +106,18 @@ class Transport(Protocol):
         ...
 
     def compile_later(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        donate_argnums: Sequence[int] = (),
+        behind: bool = False,
     ) -> Callable[[], Program]:
-        """``compile`` in two: this traces, and the call that it gives compiles, in any thread."""
+        """``compile`` in two: this traces, and the call that it gives compiles, in any thread. ``behind``: while others run."""
+        ...
+
+    def where(self) -> str:
+        """How far the exchanges of the program that the device is at have come, with layer and batch, for somebody who waits
+        for it; "" where that leaves no mark, as calls of MPI and collectives do not. From any thread, within a second."""
         ...
 
     def bind(self, tree: Any) -> Any:
@@ -136,7 +145,15 @@ def open_transport(
     raise UserError(f"transport={name!r} must be one of {', '.join(TRANSPORTS)}")
 
 
-def compiler_options(device: jax.Device, traceable: bool) -> dict[str, Any] | None:
-    """XLA's options for a rank's program. Kernels within a CUDA graph are in a trace without the instruction that they are
-    of, so a program that is to be traced has no such graphs."""
-    return {"xla_gpu_enable_command_buffer": ""} if traceable and device.platform == "gpu" else None
+def compiler_options(
+    device: jax.Device, traceable: bool = False, behind: bool = False
+) -> dict[str, Any] | None:
+    """XLA's options for a step's program. Kernels within a CUDA graph are in a trace without the instruction that they are
+    of, so a program that is to be traced has no such graphs. One that is compiled ``behind`` steps that run tries no kernels
+    out: XLA does so in memory that a step may still be using (docs/findings.md)."""
+    if device.platform != "gpu":
+        return None
+    options: dict[str, Any] = {"xla_gpu_enable_command_buffer": ""} if traceable else {}
+    if behind:
+        options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    return options or None

@@ -11,8 +11,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxlamina.control.messages import Exchange
+from jaxlamina.profiling.scopes import Scope, scope_in
 from pallas_kernels.gpu.mail import Ring
 
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
@@ -23,6 +25,7 @@ _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
 _TARGET = re.compile(r'custom_call_target="mpi_(\w+?)_ffi"')
 # A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced in.
 _BY_MEMORY = re.compile(r'op_name="[^"]*exchange/(put|take)\.(\d+)/')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _PAIR = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _AXES = re.compile(r"replica_groups=\S*mesh\S*\[(.*?)\]\s*\{(.*?)\}")
@@ -60,6 +63,17 @@ def xla_exchanges(hlo: str, rank: int) -> tuple[Exchange, ...]:
     Raises ValueError as `mpi_exchanges`, and for a collective of some of the ranks.
     """
     return _Module(hlo).expand(lambda i, shapes: _xla(i, shapes, rank))
+
+
+def in_order(hlo: str, rank: int) -> tuple[Exchange | Scope, ...]:
+    """A program's exchanges as `xla_exchanges`, and between them the scopes of what is computed, in the order of execution."""
+
+    def read(i: _Instruction, shapes: _Shapes) -> Sequence[Exchange | Scope]:
+        op_name = _OP_NAME.search(i.attributes)
+        scope = scope_in(op_name[1]) if op_name else None
+        return _xla(i, shapes, rank) or ([] if scope is None else [scope])
+
+    return _Module(hlo).expand(read)
 
 
 def by_instruction(hlo: str, rank: int | None) -> dict[str, list[Exchange]]:
@@ -204,7 +218,7 @@ class _Instruction:
 
 # A computation's instructions' shapes by name, and what one instruction exchanges.
 _Shapes = Mapping[str, str]
-_Reader = Callable[[_Instruction, _Shapes], Sequence[Exchange]]
+_Reader = Callable[[_Instruction, _Shapes], Sequence[Any]]
 
 
 class _Module:
@@ -232,32 +246,28 @@ class _Module:
         if self._entry is None:
             raise ValueError("the text holds no ENTRY computation")
 
-    def expand(self, reader: _Reader) -> tuple[Exchange, ...]:
+    def expand(self, reader: _Reader) -> tuple[Any, ...]:
         assert self._entry is not None
         return self._expand(self._entry, reader, {})
 
-    def _expand(
-        self, name: str, reader: _Reader, known: dict[str, tuple[Exchange, ...]]
-    ) -> tuple[Exchange, ...]:
+    def _expand(self, name: str, reader: _Reader, known: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
         if name not in known:
             instructions = self.computations[name]
             shapes = {i.name: i.shape for i in instructions}
-            found: list[Exchange] = []
+            found: list[Any] = []
             for instruction in instructions:
                 found += reader(instruction, shapes)
                 found += self._called(instruction, reader, known)
             known[name] = tuple(found)
         return known[name]
 
-    def _called(
-        self, i: _Instruction, reader: _Reader, known: dict[str, tuple[Exchange, ...]]
-    ) -> Sequence[Exchange]:
+    def _called(self, i: _Instruction, reader: _Reader, known: dict[str, tuple[Any, ...]]) -> Sequence[Any]:
         if i.opcode == "while":
             (body,) = _computations(i, "body")
             (condition,) = _computations(i, "condition")
             once = self._expand(condition, reader, known) + self._expand(body, reader, known)
             count = _TRIP_COUNT.search(i.attributes)
-            if once and not count:
+            if any(isinstance(e, Exchange) for e in once) and not count:
                 raise ValueError(
                     f"the loop {i.name!r} has exchanges in it and no fixed number of turns: give it a static bound"
                 )
@@ -265,7 +275,8 @@ class _Module:
         if i.opcode == "conditional":
             names = _computations(i, "branch_computations", "true_computation", "false_computation")
             branches = [self._expand(name, reader, known) for name in names]
-            if any(b != branches[0] for b in branches):
+            exchanged = [[e for e in b if isinstance(e, Exchange)] for b in branches]
+            if any(b != exchanged[0] for b in exchanged):
                 raise ValueError(f"the branches of {i.name!r} have different exchanges")
             return branches[0]
         if i.opcode in ("call", "fusion", "async-start", "custom-call"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxlamina.transports.progress import Way
 from pallas_kernels.gpu.mail import ADDRESSES, N_FIELDS, Ring
 from pallas_kernels.mail import supports
 
 _HANDLE_BYTES = 64
 _HOST_BYTES = 128
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_READ_S = 0.5
+_MARKS_BYTES = 4096  # the most that is read at once
 
 Gather = Callable[[np.ndarray], np.ndarray]
 
@@ -36,7 +42,7 @@ class Mailbox:
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device, ring: Ring, gather: Gather) -> None:
         """``gather``: every rank's array ``[k]`` as ``[n_ranks, k]``, uint8. All ranks must come here."""
-        self.ring = ring
+        self.ring, self._rank = ring, rank
         self.why_not = ""
         self._bases = [0] * n_ranks  # of each rank's mailbox as this process has it mapped
         self._cuda: _Cuda | None = None
@@ -58,6 +64,20 @@ class Mailbox:
         self.is_complete = all(each[r][q] for r in range(n_ranks) for q in range(n_ranks) if r != q)
         self.peers = frozenset(r for r in range(n_ranks) if r != rank and each[rank][r] and each[r][rank])
         self.table = np.stack([self._row(rank, r, opened[r]) for r in range(n_ranks)])
+
+    def counts(self) -> dict[Way, int]:
+        """Messages put to each peer and taken from it, 32 bits, while kernels run. Empty if they cannot be read in time."""
+        if self._cuda is None:
+            return {}
+        own, found = self._bases[self._rank], {}
+        try:
+            for peer in self.peers:
+                first = own + peer * self._bytes_each + self.ring.data_bytes
+                marks = self._cuda.read(first, 4 * self.ring.mark_bytes)
+                found["put", peer], found["take", peer] = n_messages(marks)
+        except _CudaError:
+            return {}
+        return found
 
     def _open(self, rank: int, cards: np.ndarray) -> list[int]:
         """Every rank's mailbox, 0 for one that is out of reach."""
@@ -94,6 +114,19 @@ class Mailbox:
         return row
 
 
+def n_messages(marks: bytes) -> tuple[int, int]:
+    """(put, taken) of one peer, from its marks: what came, what was taken, and both ways' counts, a number a CTA each.
+
+    A message counts when the last CTA has counted it; numbers are of 32 bits and may wrap."""
+    _, _, sent, received = np.frombuffer(marks, np.int32).reshape(4, -1)
+    return _least(sent), _least(received)
+
+
+def _least(counts: np.ndarray) -> int:
+    behind = (counts - counts[0]).astype(np.int32)  # wraps as the counts do
+    return (int(counts[0]) + int(behind.min())) % (1 << 32)
+
+
 def _host() -> bytes:
     """This machine, as no other has it."""
     try:
@@ -119,6 +152,11 @@ class _Cuda:
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(ordinal), int(device.local_hardware_id))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+        # Both made now: while a kernel waits for its peer, what allocates may wait for the kernel.
+        self._stream, self._pinned = ctypes.c_void_p(), ctypes.c_void_p()
+        with self._current():
+            self._call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+            self._call("cuMemAllocHost_v2", ctypes.byref(self._pinned), ctypes.c_size_t(_MARKS_BYTES))
 
     def allocate(self, n_bytes: int) -> int:
         """Memory of zeros, for as long as the process lives."""
@@ -142,6 +180,20 @@ class _Cuda:
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, _ENABLE_PEER_ACCESS)
         return pointer.value
 
+    def read(self, pointer: int, n_bytes: int) -> bytes:
+        """Memory of this GPU, past whatever its kernels are at."""
+        assert n_bytes <= _MARKS_BYTES and self._pinned.value is not None
+        until = time.monotonic() + _READ_S
+        with self._current():
+            size = ctypes.c_size_t(n_bytes)
+            self._call("cuMemcpyDtoHAsync_v2", self._pinned, ctypes.c_uint64(pointer), size, self._stream)
+            while (status := self._library.cuStreamQuery(self._stream)) == _NOT_READY:
+                if time.monotonic() > until:
+                    raise _CudaError("a copy of the marks does not end")
+                time.sleep(0.001)
+            self._check("cuStreamQuery", status)
+        return ctypes.string_at(self._pinned.value, n_bytes)
+
     @contextmanager
     def _current(self) -> Iterator[None]:
         self._call("cuCtxPushCurrent_v2", self._context)
@@ -151,7 +203,9 @@ class _Cuda:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _call(self, name: str, *args: object) -> None:
-        status = getattr(self._library, name)(*args)
+        self._check(name, getattr(self._library, name)(*args))
+
+    def _check(self, name: str, status: int) -> None:
         if status:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(status, ctypes.byref(text))

@@ -118,14 +118,21 @@ class MpiTransport:
         return self.compile_later(function, *args, donate_argnums=donate_argnums)()
 
     def compile_later(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        donate_argnums: Sequence[int] = (),
+        behind: bool = False,
     ) -> Callable[[], MpiProgram]:
         here = jax.sharding.SingleDeviceSharding(self.device)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
-        options = compiler_options(self.device, self.traceable)
+        options = compiler_options(self.device, self.traceable, behind)
         jitted = jax.jit(function, donate_argnums=tuple(donate_argnums), compiler_options=options)
         program = MpiProgram(jitted, shapes)  # compiling traces it once more, which is this thread's affair
         return lambda: program
+
+    def where(self) -> str:
+        return ""
 
     def bind(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)

@@ -27,6 +27,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.transports import SPAN, compiler_options
 from jaxlamina.transports.exchanges import xla_exchanges
 from jaxlamina.transports.mailbox import Mailbox
+from jaxlamina.transports.progress import Launches, Way, messages_of
 from pallas_kernels.gpu.mail import Ring
 from pallas_kernels.mail import n_bytes, put, take
 from pallas_kernels.order import tied, zero_after
@@ -72,6 +73,7 @@ class XlaTransport:
             if box.peers:
                 self._mail, self._table = Mail(box), self.bind(box.table)
         self.by_memory = self._mail is not None
+        self.launches = Launches()
 
     def _gather(self, own: np.ndarray) -> np.ndarray:
         """Every rank's array ``[k]``, all alike, as ``[n_ranks, k]``."""
@@ -218,7 +220,11 @@ class XlaTransport:
         return self.compile_later(function, *args, donate_argnums=donate_argnums)()
 
     def compile_later(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        donate_argnums: Sequence[int] = (),
+        behind: bool = False,
     ) -> Callable[[], XlaProgram]:
         mail = self._mail
 
@@ -234,9 +240,13 @@ class XlaTransport:
         )
         shapes = jax.tree.map(self._shape, (self._table, *args))
         jitted = jax.jit(mapped, donate_argnums=tuple(i + 1 for i in donate_argnums))
-        options = compiler_options(self.device, self.traceable)
+        options = compiler_options(self.device, self.traceable, behind)
         lowered, table = jitted.lower(*shapes), self._table
         return lambda: XlaProgram(lowered.compile(compiler_options=options), self, table)
+
+    def where(self) -> str:
+        counts = {} if self._mail is None else self._mail.counts()
+        return self.launches.where(counts, self.rank) if counts else ""
 
     def bind(self, tree: Any) -> Any:
         return jax.tree.map(self._bound, tree)
@@ -284,6 +294,10 @@ class Mail:
         self._traced: Any = None  # the table, as the program has it
         self._tags = count()
 
+    def counts(self) -> dict[Way, int]:
+        """Of messages, while kernels run."""
+        return self._box.counts()
+
     def carries(self, like: Any, peer: int) -> bool:
         """The same at both ends."""
         return peer in self._box.peers and self._box.ring.carries(n_bytes(like))
@@ -323,11 +337,14 @@ class XlaProgram:
     """A compiled program; arguments that are not bound yet are on the way in, results stay bound."""
 
     def __init__(self, compiled: Any, transport: XlaTransport, table: Any) -> None:
-        self._compiled, self._bind, self._table = compiled, transport.bind, table
+        self._compiled, self._transport, self._table = compiled, transport, table
         self._exchanges = xla_exchanges(compiled.as_text(), transport.rank)
+        self._messages = messages_of(self._exchanges)
 
     def __call__(self, *args: Any) -> Any:
-        return self._compiled(self._table, *self._bind(args))
+        if self._messages:
+            self._transport.launches.add(self, self._messages)
+        return self._compiled(self._table, *self._transport.bind(args))
 
     def exchanges(self) -> tuple[Exchange, ...]:
         return self._exchanges

@@ -1,8 +1,9 @@
 """Weights: checkpoints of every supported format as one flat dict {Hugging Face tensor name: array}."""
 
 from jaxlamina.cache import cache_dir
+from jaxlamina.model_files import demo
 from jaxlamina.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxlamina.weights.convert import convert
 from jaxlamina.weights.dummy import DummyCheckpoint
 
-__all__ = ["Checkpoint", "DummyCheckpoint", "cache_dir", "convert", "open_checkpoint"]
+__all__ = ["Checkpoint", "DummyCheckpoint", "cache_dir", "convert", "demo", "open_checkpoint"]

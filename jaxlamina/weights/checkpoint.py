@@ -1,6 +1,6 @@
 """A checkpoint, whatever its format: a config, tensors by Hugging Face name, a tokenizer.
 
-Holds what every format shares, and `open_checkpoint`, which finds out which format a path is. Knows nothing
+Holds what every format shares, and `open_checkpoint`, which finds out which format a model has. Knows nothing
 of byte layouts (`safetensors_io`, `gguf_io`, `orbax_io`) or of what a model computes.
 """
 
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxlamina.errors import UserError
+from jaxlamina.model_files import find
 from jaxlamina.models import ModelConfig, abstract_params
 from jaxlamina.tokenizer import Tokenizer, generation_eos_ids
 from jaxlamina.weights.streaming import Progress, StoredTensor, place, stream, target_dtype
@@ -34,6 +35,11 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def config(self) -> ModelConfig: ...
+
+    @property
+    @abstractmethod
+    def own_dtype(self) -> str | None:
+        """What most bytes of the weights are stored as: float32, bfloat16, float16, …; None for a quantised form."""
 
     @abstractmethod
     def load(
@@ -97,58 +103,26 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); fetch it again") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply; fetch it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
 
 
-def open_checkpoint(model: str | Path) -> Checkpoint:
-    """Open the demo model by name, a Hugging Face folder, a `.gguf` file or a folder `convert` wrote.
+def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
+    """Open what `jaxlamina.model_files.find` finds: the demo model by name, a Hugging Face folder, a `.gguf` file, a folder
+    `convert` wrote, or a model of the Hugging Face Hub.
 
     Raises `UserError` for a name that is neither a path nor known, for a folder without config.json or
     weights, and for files that are not what they should be.
     """
     # The formats build on this module, so they are imported when one is needed.
-    from jaxlamina.weights import demo
-
-    path = Path(model).expanduser()
-    try:
-        exists = path.exists()
-    except (OSError, ValueError):  # too long, or a NUL in it: no path in any case
-        exists = False
-    if not exists:
-        known = demo.find(str(model))
-        if known is None:
-            names = ", ".join(demo.NAMES)
-            raise UserError(
-                f"unknown model {str(model)!r}: there is no such file or folder, and the only model known by name "
-                f"is {names}; give a Hugging Face folder (config.json beside *.safetensors), a .gguf file or an "
-                "orbax folder"
-            )
-        path = known
-    return _open_folder(path) if path.is_dir() else _open_file(path)
-
-
-def _open_file(path: Path) -> Checkpoint:
     from jaxlamina.weights.gguf_io import GgufCheckpoint
-
-    if path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name == "config.json":
-        raise UserError(f"{path} is one file of a checkpoint; give its folder, {path.resolve().parent}")
-    return GgufCheckpoint(path)
-
-
-def _open_folder(path: Path) -> Checkpoint:
     from jaxlamina.weights.orbax_io import OrbaxCheckpoint, is_orbax_folder
     from jaxlamina.weights.safetensors_io import SafetensorsCheckpoint
 
-    if not (path / "config.json").is_file():
-        ggufs = sorted(file.name for file in path.glob("*.gguf"))
-        if ggufs:
-            raise UserError(
-                f"{path} has no config.json; to load a GGUF file give the file, such as {path / ggufs[0]}"
-            )
-        raise UserError(
-            f"{path} has no config.json; give a Hugging Face folder (config.json beside *.safetensors), "
-            "a .gguf file or an orbax folder"
-        )
+    path = find(model, revision)
+    if not path.is_dir():
+        return GgufCheckpoint(path)
     return OrbaxCheckpoint(path) if is_orbax_folder(path) else SafetensorsCheckpoint(path)

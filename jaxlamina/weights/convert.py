@@ -15,7 +15,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.weights.checkpoint import Checkpoint, expected_shapes, open_checkpoint
 from jaxlamina.weights.orbax_io import write_orbax
 from jaxlamina.weights.safetensors_io import write_safetensors
-from jaxlamina.weights.streaming import Progress, target_dtype
+from jaxlamina.weights.streaming import TARGET_DTYPES, Progress, target_dtype
 
 FORMATS = ("safetensors", "orbax")
 MAX_SHARD_BYTES = 5 * 10**9
@@ -26,24 +26,27 @@ def convert(
     target: str | Path,
     *,
     to: str = "safetensors",
-    dtype: Any = "float32",
+    dtype: Any = "auto",
     progress: Progress | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write the checkpoint `source` (anything `open_checkpoint` takes) as a new folder `target`; returns it.
 
-    safetensors go out one tensor at a time; Orbax takes the whole model at once, on the CPU. The folder appears
+    `dtype`: "auto" is the source's own, float32 if it is quantised. safetensors go out one tensor at a time; Orbax takes the whole model at once, on the CPU. The folder appears
     only when it is complete. Raises `UserError` for an unknown format and a target that is there already.
     """
     if to not in FORMATS:
         raise UserError(f"to={to!r} must be one of {', '.join(FORMATS)}")
     if max_shard_bytes < 1:
         raise UserError(f"{max_shard_bytes=} must be positive")
-    kind = target_dtype(dtype)
+    if dtype != "auto":
+        dtype = target_dtype(dtype)
     target = Path(target).expanduser()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} is there already; remove it or give another folder")
     checkpoint = open_checkpoint(source)
+    own = checkpoint.own_dtype
+    kind = target_dtype((own if own in TARGET_DTYPES else "float32") if dtype == "auto" else dtype)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.configs import find_model, model_config
+from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
+from jaxlamina.model_files import find_shape
 from jaxlamina.models import ModelConfig, abstract_params
 from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import eos_token_ids_of
@@ -22,20 +23,15 @@ from jaxlamina.weights.streaming import Progress
 
 
 class DummyCheckpoint:
-    """``model``: a Hugging Face folder, of which config.json is read, and the tokenizer if there is one; or a shape as
-    `jaxlamina.configs.model_config` knows it, which has no tokenizer. ``UserError`` for neither."""
+    """``model``: a Hugging Face folder, or ``org/name`` of the Hub, of which config.json is read, and the tokenizer if there
+    is one; or a shape as `jaxlamina.configs.model_config` knows it, which has no tokenizer. ``UserError`` for neither."""
 
-    def __init__(self, model: str | Path) -> None:
-        self._path = path = Path(model).expanduser()
+    own_dtype: str | None = None  # drawn as one likes
+
+    def __init__(self, model: str | Path, revision: str | None = None) -> None:
+        self._path = path = find_shape(model, revision)
         self._folder = path if path.is_dir() else None
-        if self._folder is None and find_model(model) is None:
-            raise UserError(
-                f"random weights need a model's shape: {str(model)!r} is no folder with a config.json, no .json or .toml "
-                "file and no name of configs/models"
-            )
-        if self._folder is not None and not (self._folder / "config.json").is_file():
-            raise UserError(f"{path} has no config.json, which says what shape random weights are to have")
-        self.config: ModelConfig = model_config(model if self._folder is None else path / "config.json")
+        self.config: ModelConfig = model_config(path if self._folder is None else path / "config.json")
 
     def load(self, dtype: Any, device: Any = None, progress: Progress | None = None) -> dict[str, jax.Array]:
         """Drawn on ``device``; ``progress(done_bytes, total_bytes)``."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ from jaxlamina.weights.streaming import StoredTensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
+_OWN_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -91,6 +93,11 @@ class GgufCheckpoint(StreamedCheckpoint):
     @property
     def config(self) -> ModelConfig:
         return self._config
+
+    @property
+    def own_dtype(self) -> str | None:
+        tensors = self._file.tensors.values()
+        return most_common_dtype((_OWN_DTYPES.get(t.type_name), t.n_bytes) for t in tensors)
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:

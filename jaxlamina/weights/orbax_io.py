@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
@@ -48,6 +49,11 @@ class OrbaxCheckpoint(Checkpoint):
     @property
     def config(self) -> ModelConfig:
         return self._config
+
+    @property
+    def own_dtype(self) -> str | None:
+        sizes = self._stored.values()
+        return most_common_dtype((kind.name, int(np.prod(shape)) * kind.itemsize) for shape, kind in sizes)
 
     @cached_property
     def _stored(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -16,15 +16,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
+from jaxlamina.model_files.hub import INDEX_NAME, SINGLE_NAME
 from jaxlamina.models import ModelConfig
 from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes, read_json
 from jaxlamina.weights.fit import check_fit, is_buffer, model_names
 from jaxlamina.weights.streaming import StoredTensor
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 # Element types a weight may have; the rest of the format's types are known by size alone.
@@ -55,8 +55,16 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
     def config(self) -> ModelConfig:
         return self._config
 
+    @property
+    def own_dtype(self) -> str | None:
+        return most_common_dtype((np.dtype(FLOATS[kind]).name, t.n_bytes) for kind, t in self._found.values())
+
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
+        return {name: tensor for name, (_, tensor) in self._found.items()}
+
+    @cached_property
+    def _found(self) -> dict[str, tuple[str, StoredTensor]]:
         tensors: dict[str, tuple[str, StoredTensor]] = {}
         for file in _weight_files(self.path):
             for name, entry in read_header(file).items():
@@ -75,7 +83,7 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
                 f"{self.path} stores weights as {', '.join(strange)}, which is not supported; "
                 f"supported: {', '.join(FLOATS)}"
             )
-        return {name: tensor for name, (_, tensor) in found.items()}
+        return found
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -344,7 +344,7 @@ def _scales_of(w: int, b: int, scales: Sequence[ChannelScales] | None) -> list[C
     """Worker w's rows of each layer's ``[K, H]``."""
     if scales is None:
         return None
-    return [ChannelScales(*(None if x is None else jnp.split(x, b)[w] for x in pair)) for pair in scales]
+    return [ChannelScales(*(None if x is None else jnp.split(x, b)[w] for x in layer)) for layer in scales]
 
 
 def _at(slots: np.ndarray, rows: Any, where: np.ndarray | None = None) -> np.ndarray:

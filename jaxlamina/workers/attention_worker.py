@@ -42,12 +42,15 @@ class AttentionWorker:
         self.n_slots = n_slots
         self.device = device
         self.kv = KVPools(specs, n_slots, device, channel_scales=channel_scales, n_host_slots=n_host_slots)
+        # Taken now: a step gives the pools away, and another thread may ask meanwhile.
+        self._pools_like = [jax.tree.map(_like, pools) for pools in zip(self.kv.k, self.kv.v, strict=True)]
         distinct = dict.fromkeys(self.specs)
         attends = {spec: jit_attend(spec, device, programs) for spec in distinct}
         stored = {spec: jit_attend_stored(spec, device, programs) for spec in distinct}
-        self._attends = [attends[spec] for spec in self.specs]
-        self._attends_stored = [stored[spec] for spec in self.specs]
-        self._append = jit_append(programs)
+        # A layer's programs: `attend`, `attend_stored`, `append`.
+        self.attends = [attends[spec] for spec in self.specs]
+        self.attends_stored = [stored[spec] for spec in self.specs]
+        self.stores = jit_append(programs)
         self._table: tuple[jax.Array, ...] = ()  # slot table [B, C], lengths [B]
         self._new_slots: Any = None
         self._q_positions: dict[int, jax.Array] = {}
@@ -55,6 +58,10 @@ class AttentionWorker:
     @property
     def workers(self) -> tuple[AttentionWorker, ...]:
         return (self,)
+
+    def pools_like(self, i: int) -> tuple[Any, Any]:
+        """The shapes of layer i's pools, which programs that are only lowered are given."""
+        return self._pools_like[i]
 
     def begin_decode(self, batch: DecodeBatch) -> None:
         """Takes in the step's slot table, lengths and new slots: one transfer for all layers."""
@@ -90,13 +97,13 @@ class AttentionWorker:
     def attend(self, i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Layer i: stores the new tokens' k, v ``[B, 1, K, H]`` and attends q ``[B, 1, N, H]`` over all tokens."""
         kv = self.kv
-        kv.k[i], kv.v[i], out = self._attends[i](kv.k[i], kv.v[i], q, k, v, *self._table, self._new_slots)
+        kv.k[i], kv.v[i], out = self.attends[i](kv.k[i], kv.v[i], q, k, v, *self._table, self._new_slots)
         return out
 
     def append(self, i: int, k: jax.Array, v: jax.Array) -> None:
         """Layer i: stores k, v ``[..., K, H]``, as many tokens as new slots; padding is dropped."""
         kv = self.kv
-        kv.k[i], kv.v[i] = self._append(kv.k[i], kv.v[i], k, v, self._new_slots)
+        kv.k[i], kv.v[i] = self.stores(kv.k[i], kv.v[i], k, v, self._new_slots)
 
     def attend_stored(self, i: int, q: jax.Array) -> Partial:
         """Layer i: q ``[B, T, N, H]`` over the rows' earlier tokens.
@@ -105,7 +112,7 @@ class AttentionWorker:
         """
         window = self.specs[i].window
         q_positions = None if window is None else self._q_positions.get(window)
-        return self._attends_stored[i](q, self.kv.k[i], self.kv.v[i], *self._table, q_positions)
+        return self.attends_stored[i](q, self.kv.k[i], self.kv.v[i], *self._table, q_positions)
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
@@ -121,6 +128,10 @@ class AttentionWorker:
 
     def release(self, slots: Slots) -> None:
         """``slots`` are free now: nothing to do where a slot has one place for ever."""
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def jit_attend(

@@ -64,7 +64,8 @@ class DecodeBatch(NamedTuple):
 class PrefillBatch(NamedTuple):
     """Prompts, or what is left of them after tokens whose KV is stored already; padded on the right.
 
-    A pad's position repeats the last valid one and it is not stored. C is 0 where no row has earlier tokens.
+    A pad's position repeats the last valid one and it is not stored. C is 0 where no row has earlier tokens, unless
+    ``Buckets.prefills`` is false.
     """
 
     tokens: np.ndarray  # [B, T] int32
@@ -103,7 +104,8 @@ class PrefillBatch(NamedTuple):
         n_tokens = np.asarray([len(row) for row in tokens], np.int32)
         lengths = np.asarray([len(row) for row in earlier], np.int32)
         width = bucket(int(n_tokens.max()), buckets.prompt)
-        context = bucket(int(lengths.max()), buckets.context) if lengths.any() else 0
+        # A prompt's first chunk may be run by a program of later ones.
+        context = bucket(int(lengths.max()), buckets.context) if lengths.any() or not buckets.prefills else 0
         last = n_tokens - 1
         batch = cls(
             np.zeros((len(tokens), width), np.int32),

@@ -1,4 +1,4 @@
-"""Fixed scales of an int8 KV cache, a channel each, from what a model's keys and values are like on some tokens.
+"""Fixed scales and zero points of an int8 KV cache, a channel each, from what a model's keys and values are like on some tokens.
 
 ALISA §V.B quantises KV channel-wise. A scale for each channel must hold for tokens that are yet to come, so a small
 batch goes through the model when it is loaded. Knows a model function and its attention; no checkpoint.
@@ -6,7 +6,9 @@ batch goes through the model when it is loaded. Knows a model function and its a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,35 +17,82 @@ import numpy as np
 from jaxlamina.errors import UserError
 from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
-from pallas_kernels import causal_attention, channel_scales_of
+from pallas_kernels import causal_attention, channel_scales_of, channel_zeros_of
 
-# Rows and tokens of the batch when none is given.
-_ROWS, _TOKENS = 8, 128
+# Rows and tokens of the batch when none is given; most rows of one that is made of a text.
+_ROWS, _TOKENS, _MOST_ROWS = 8, 128, 64
+_MOST_CHARACTERS = 16 * _MOST_ROWS * _TOKENS  # of a text, more of which would not be looked at
 
-# Tokens yet to come go somewhat beyond those of the batch, and a value that clips costs more than the finer step
-# gains: SmolLM2's perplexity over 4 x 1,024 tokens is 0.5 % above float KV with this, 2.4 % with 1.0.
-_HEADROOM = 1.3
+
+@dataclass(frozen=True)
+class Calibration:
+    """What int8 scales that are fixed are found from.
+
+    - ``tokens`` ``[B, T]``: None draws them at random from the vocabulary, always the same ones.
+    - ``headroom``: scales hold so much more than the farthest value met. Tokens yet to come go somewhat beyond, and a value
+      that clips costs more than the finer step gains. Chosen on other text than what tests judge by: docs/benchmarks.md.
+    """
+
+    tokens: np.ndarray | None = None
+    headroom: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.headroom <= 100:
+            raise UserError(f"calibration headroom {self.headroom} must be from 1 to 100")
+        if self.tokens is not None and (self.tokens.ndim != 2 or self.tokens.shape[1] < 2):
+            raise UserError(
+                f"calibration tokens {self.tokens.shape} must be [rows, tokens], two or more tokens a row"
+            )
+
+
+def calibration_rows(given: Any, encode: Callable[[str], Sequence[int]], n_vocab: int) -> np.ndarray:
+    """Rows ``[B, T]`` of text, token ids, or lists of either, put one after the other; T is at most 128, and of a long text
+    the first rows are taken. ``UserError`` for what is neither, for ids that the vocabulary has not, and for fewer than two
+    tokens."""
+    tokens = np.asarray(list(_flat(given, encode)), np.int64)
+    wrong = tokens[(tokens < 0) | (tokens >= n_vocab)]
+    if len(wrong):
+        raise UserError(f"calibration token {wrong[0]} must be from 0 to {n_vocab - 1}")
+    length = min(_TOKENS, len(tokens))
+    if length < 2:
+        raise UserError(f"calibration needs two tokens or more, {len(tokens)} given")
+    n_rows = min(_MOST_ROWS, len(tokens) // length)
+    return tokens[: n_rows * length].reshape(n_rows, length).astype(np.int32)
+
+
+def _flat(given: Any, encode: Callable[[str], Sequence[int]]) -> Any:
+    if isinstance(given, str):
+        yield from encode(given[:_MOST_CHARACTERS])
+    elif isinstance(given, int | np.integer) and not isinstance(given, bool):
+        yield given
+    elif isinstance(given, list | tuple | np.ndarray):
+        for part in given:
+            yield from _flat(part, encode)
+    else:
+        raise UserError(f"calibration tokens must be text, token ids or lists of them, not {given!r:.80}")
 
 
 def channel_scales(
     model: ModelFn,
     params: Params,
     specs: Sequence[AttentionSpec],
-    tokens: np.ndarray | None = None,
+    calibration: Calibration | None = None,
     *,
     n_positions: int = 1024,
-) -> list[ChannelScales]:
-    """Scales ``[K, H]`` of each layer: a channel's largest magnitude over ``tokens`` ``[B, T]`` and some more, by 127.
+) -> list[ChannelScales] | None:
+    """Scales, and zero points where a layer's KV has some, ``[K, H]`` of each layer; None if none is scaled by channel.
 
-    Values beyond that clip. The rows stand at positions spread over the first ``n_positions``, for rotary embeddings
-    turn a key's channels into one another, some within few positions and some over thousands. Without ``tokens`` they are drawn at random from the vocabulary, always the same ones.
-    ``UserError`` for fewer than two tokens a row.
+    A channel's zero point is the middle of its values' range over the tokens ``[B, T]``, its scale 127th of the farthest value
+    from there, and some more. Values beyond that clip. The rows stand at positions spread over the first ``n_positions``, for
+    rotary embeddings turn a key's channels into one another, some within few positions and some over thousands.
     """
+    if not any(spec.by_channel for spec in specs):
+        return None
+    calibration = calibration or Calibration()
+    tokens = calibration.tokens
     if tokens is None:
         n_vocab = jax.eval_shape(model, dict(params), *[jnp.zeros((1, 1), jnp.int32)] * 2, None).shape[-1]
         tokens = np.random.default_rng(0).integers(0, n_vocab, (_ROWS, _TOKENS), dtype=np.int32)
-    if tokens.ndim != 2 or tokens.shape[1] < 2:
-        raise UserError(f"calibration tokens {tokens.shape} must be [rows, tokens], two or more tokens a row")
     b, t = tokens.shape
     traced = trace_step(model, params, b, t)
 
@@ -51,7 +100,10 @@ def channel_scales(
         found: list[ChannelScales] = []
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            found.append(ChannelScales(*(_HEADROOM * channel_scales_of(x) for x in (k, v))))
+            pairs = zip((k, v), specs[i].zero_points, strict=True)
+            zeros = [channel_zeros_of(x) if has else None for x, has in pairs]
+            of_both = (channel_scales_of(x, z) for x, z in zip((k, v), zeros, strict=True))
+            found.append(ChannelScales(*(calibration.headroom * x for x in of_both), *zeros))
             return causal_attention(q, k, v, **specs[i].scoring)
 
         traced.eval(params, *inputs, attend=attend)

@@ -201,13 +201,15 @@ def _empty(
     channel_scales: Sequence[ChannelScales] | None,
 ) -> tuple[list[Pool], list[Pool]]:
     scales = channel_scales or [ChannelScales(None, None)] * len(specs)
+
+    def pool(spec: AttentionSpec, scales: jax.Array | None, zeros: jax.Array | None) -> Pool:
+        sizes = n_slots, spec.n_kv_heads, spec.head_dim
+        return make_pool(*sizes, spec.kv_dtype, channel_scales=scales, channel_zeros=zeros)
+
     with jax.default_device(device):
         made = [
-            [
-                make_pool(n_slots, spec.n_kv_heads, spec.head_dim, spec.kv_dtype, channel_scales=of_layer)
-                for of_layer in pair
-            ]
-            for spec, pair in zip(specs, scales, strict=True)
+            (pool(spec, of.k, of.k_zeros), pool(spec, of.v, of.v_zeros))
+            for spec, of in zip(specs, scales, strict=True)
         ]
     k, v = zip(*jax.device_put(made, device), strict=True)
     return list(k), list(v)

@@ -7,20 +7,22 @@ are computed (Lamina 2025, §4.2.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
+from jaxlamina.buckets import Cut
 from jaxlamina.errors import UserError
 from jaxlamina.workers import capacity
 from jaxlamina.workers.attention_pool import PlacedPool, attention_pool
-from jaxlamina.workers.attention_worker import Partial, attention_workspace_bytes
+from jaxlamina.workers.attention_worker import AttentionWorker, Partial, attention_workspace_bytes
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
-from jaxlamina.workers.calibration import channel_scales
-from jaxlamina.workers.capacity import HowManySlots, resolve_slots, spread_over
+from jaxlamina.workers.calibration import Calibration, channel_scales
+from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots, spread_over
 from jaxlamina.workers.kv_pools import Slots
 from jaxlamina.workers.model_worker import (
     BoundModel,
@@ -33,10 +35,42 @@ from jaxlamina.workers.model_worker import (
 )
 from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
-from jaxlamina.workers.spec import AttentionSpec
-from jaxlamina.workers.workspace import LargestStep
+from jaxlamina.workers.spec import AttentionSpec, bucket_cut
+from jaxlamina.workers.workspace import LargestStep, ints
 from pallas_kernels.order import zero_after
 from splitter import SplitReport
+
+
+class _Lowered:
+    """Programs that have been lowered for arrays of some shapes on a device, each once, and are to be compiled."""
+
+    def __init__(self, device: jax.Device, programs: dict[Any, Any] | None = None) -> None:
+        self._sharding = SingleDeviceSharding(device)
+        self._programs: dict[Any, Any] = {} if programs is None else programs  # by function and shapes
+
+    def on(self, device: jax.Device) -> _Lowered:
+        """The same programs, and more of another device."""
+        return _Lowered(device, self._programs)
+
+    def like(self, tree: Any) -> Any:
+        """The shapes of a tree of arrays or shapes, on this device."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), tree)
+
+    def shapes(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Those that ``function`` gives."""
+        return self.like(jax.eval_shape(function, *args))
+
+    def lower(self, function: Any, *args: Any) -> Any:
+        """The shapes that jitted ``function`` gives; it is lowered if it has not been for such arguments."""
+        leaves, tree = jax.tree.flatten(args)
+        key = function, tree, *((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
+        if key not in self._programs:
+            self._programs[key] = function.lower(*args)
+        return self.like(self._programs[key].out_info)
+
+    def compile(self) -> None:
+        for lowered in self._programs.values():
+            lowered.compile()
 
 
 class LocalExecutor:
@@ -46,14 +80,13 @@ class LocalExecutor:
     - ``q_first``: send q before k and v are computed, at one call more a layer; by default where the workers are
       on different devices.
     - ``kv_dtype``: "auto" as the model's, "int8" with a scale a slot and KV head, "int8-channel" with fixed
-      scales a channel, found by running ``calibration_tokens`` ``[B, T]`` (random ones if None) through the model.
+      scales a channel, found as ``calibration`` says, "int8-channel-asymmetric" with fixed zero points, too.
     - ``attention_workers``, ``partition``: how many, and whether they share out "heads", "requests" or "tokens".
       They are on ``attention_devices``, or on ``attention_device`` and as many others as there are.
-    - ``n_host_slots``: room in host memory for the KV of as many tokens, for ``move_out`` and ``move_in``.
+    - ``n_host_slots``: room in host memory for the KV of as many tokens, for ``move_out`` and ``move_in``. None: what
+      `capacity.host_slots_that_pay` says.
     - ``largest``: the largest step to come, whose workspace is left free where memory decides on ``n_slots``.
     """
-
-    launches_by_slice = True
 
     def __init__(
         self,
@@ -69,8 +102,8 @@ class LocalExecutor:
         partition: str = "heads",
         attention_devices: Sequence[jax.Device] | None = None,
         token_block: int = 16,
-        n_host_slots: int = 0,
-        calibration_tokens: np.ndarray | None = None,
+        n_host_slots: int | None = 0,
+        calibration: Calibration | None = None,
         largest: LargestStep | None = None,
     ) -> None:
         self.programs = Programs()
@@ -85,10 +118,9 @@ class LocalExecutor:
         n_query_heads = [site.q.shape[2] for site in one_row.sites]
         workspace = partial(self._workspace_bytes, specs, n_query_heads, devices, largest)
         self.n_slots = resolve_slots(n_slots, specs, devices, workspace)
-        scales = None
-        if kv_dtype == "int8-channel":
-            known = model, self.model.params, specs, calibration_tokens
-            scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
+        self.n_host_slots = resolve_host_slots(n_host_slots, specs, devices, self.n_slots)
+        known = model, self.model.params, specs, calibration
+        scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
         self.attention = attention_pool(
             specs,
             self.n_slots,
@@ -98,7 +130,7 @@ class LocalExecutor:
             partition=partition,
             token_block=token_block,
             channel_scales=scales,
-            n_host_slots=n_host_slots,
+            n_host_slots=self.n_host_slots,
         )
         self._apart = set(devices) != {model_device} or len(devices) > 1
         self.q_first = set(devices) != {model_device} if q_first is None else q_first
@@ -149,6 +181,84 @@ class LocalExecutor:
         """One token more for each row, and a chunk of another request's prompt: logits ``[B, V]`` and ``[1, V]``. One after
         the other: here every slice is a call of its own, and attention workers are told of one step at a time."""
         return self.decode(batch), self.prefill(chunk)
+
+    @property
+    def bucket_cut(self) -> Cut:
+        """How finely sizes are cut."""
+        return bucket_cut(self.attention.specs, self.attention.workers[0].device, whole_steps=False)
+
+    @property
+    def compiles_behind(self) -> bool:
+        """Whether programs can be compiled while others run. A GPU tries kernels out for programs that slices are called by."""
+        return isinstance(self.attention, AttentionWorker) and not capacity.is_accelerator(self.device)
+
+    def compile_later(
+        self,
+        batch: DecodeBatch | PrefillBatch,
+        chunk: PrefillBatch | None = None,
+        *,
+        of_all: bool = False,
+        behind: bool = False,
+    ) -> Callable[[], Any] | None:
+        """As of `UnsplitExecutor`: the programs of all slices and of attention. None with several attention workers."""
+        assert not behind or self.compiles_behind
+        worker = self.attention
+        if not isinstance(worker, AttentionWorker):
+            return None
+        found = _Lowered(self.device)
+        for part in (batch,) if chunk is None else (batch, chunk):
+            if isinstance(part, DecodeBatch):
+                self._lower_decode(found, worker, part)
+            else:
+                self._lower_prefill(found, worker, part, of_all)
+        return found.compile
+
+    def _lower_decode(self, found: _Lowered, worker: AttentionWorker, batch: DecodeBatch) -> None:
+        b = len(batch.tokens)
+        model, at_worker = self.model.decode(b), found.on(worker.device)
+        context, out = found.shapes(model.first_context, ints(b, 1), ints(b, 1)), None
+        table = at_worker.like((batch.slot_table, batch.lengths, batch.new_slots))
+        for i, part in enumerate(model.slices):
+            if self.q_first:
+                q, rest = found.lower(part.q_part, part.weights, context, out)
+                tie = found.lower(self._zero_after, at_worker.like(q) if self._apart else q)
+                k, v, context = found.lower(part.kv_part, part.weights, rest, tie)
+            else:
+                q, k, v, context = found.lower(part.whole, part.weights, context, out)
+            *_, out = at_worker.lower(
+                worker.attends[i], *worker.pools_like(i), *at_worker.like((q, k, v)), *table
+            )
+            out = found.like(out)
+        found.lower(model.final, model.final_weights, context, out)
+
+    def _lower_prefill(
+        self, found: _Lowered, worker: AttentionWorker, batch: PrefillBatch, of_all: bool
+    ) -> None:
+        b, t = batch.tokens.shape
+        model, at_worker = self.model.prefill(b, t, of_all=of_all), found.on(worker.device)
+        inputs = (ints(b, t), ints(b, t)) if of_all else (ints(b, t), ints(b, t), ints(b))
+        context = found.shapes(model.first_context, *inputs)
+        table, slots = (
+            at_worker.like((batch.slot_table, batch.lengths)),
+            at_worker.like(batch.slots.reshape(-1)),
+        )
+        partials: Any = ()
+        out = None
+        for i, part in enumerate(model.slices):
+            if batch.has_earlier:
+                q, own, k, v, context = found.lower(part.chunk, part.weights, context, partials)
+                stored = at_worker.lower(
+                    worker.attends_stored[i], at_worker.like(q), *worker.pools_like(i), *table, None
+                )
+                partials = own, found.like(stored)
+            else:
+                out, k, v, context = found.lower(part.whole, part.weights, context, out)
+            at_worker.lower(worker.stores, *worker.pools_like(i), *at_worker.like((k, v)), slots)
+        if batch.has_earlier:
+            last = worker.specs[-1]
+            out = found.shapes(lambda x: combined(x, last), partials)
+            found.lower(self._combined, partials, last)
+        found.lower(model.final, model.final_weights, context, out)
 
     def _from_first(
         self, model: BoundModel[PrefillSlice], context: Context

@@ -5,7 +5,8 @@ request goes to the one with the least KV. By tokens: blocks of a request's posi
 two differ only in where a token is wished to go; from there on a slot is a pair (worker, local slot), and a step's
 inputs are cut into each worker's own by `plan_rows`.
 
-Knows slots, positions and workers; numpy only, no device.
+Knows slots, positions and workers; numpy only, no device. "auto" is chosen here, before anything is placed: nothing else
+knows it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,35 @@ from jaxlamina.errors import UserError
 
 Partition = Literal["heads", "requests", "tokens"]
 PARTITIONS = ("heads", "requests", "tokens")
+AUTO = "auto"
+
+
+def chosen_partition(partition: str, n_workers: int, n_kv_heads: Sequence[int]) -> str:
+    """What "auto" stands for: heads where they divide evenly, else tokens; any other partition is that one.
+
+    Tokens and not requests, since they share out one long request as evenly as many short ones, and a step's shapes then
+    depend least on which requests are in it. ``UserError`` as of `checked_partition`.
+    """
+    if partition == AUTO:
+        partition = "tokens" if any(k % max(1, n_workers) for k in n_kv_heads) else "heads"
+    checked_partition(partition, n_workers, n_kv_heads)
+    return partition
+
+
+def why_chosen(partition: str, chosen: str, n_workers: int, n_kv_heads: Sequence[int]) -> str | None:
+    """One line that says what "auto" became where it is not the usual thing."""
+    if partition != AUTO or chosen == "heads":
+        return None
+    return (
+        f"{next(k for k in n_kv_heads if k % n_workers)} KV heads do not divide evenly over {n_workers} attention workers, "
+        f"so each keeps blocks of every request's tokens (partition {chosen!r})"
+    )
 
 
 def checked_partition(partition: str, n_workers: int, n_kv_heads: Sequence[int]) -> None:
     """``UserError`` for a partition that is none, and for heads that do not divide evenly."""
     if partition not in PARTITIONS:
-        raise UserError(f"{partition=} must be one of {', '.join(PARTITIONS)}")
+        raise UserError(f"{partition=} must be one of {', '.join((AUTO, *PARTITIONS))}")
     if n_workers < 1:
         raise UserError(f"attention_workers={n_workers} must be at least 1")
     uneven = [k for k in n_kv_heads if k % n_workers]
@@ -32,7 +56,7 @@ def checked_partition(partition: str, n_workers: int, n_kv_heads: Sequence[int])
         fits = [b for b in range(1, min(uneven) + 1) if not any(k % b for k in n_kv_heads)]
         raise UserError(
             f"{uneven[0]} KV heads do not divide evenly over {n_workers} attention workers: take "
-            f"{' or '.join(map(str, fits))} of them, or partition='requests' or 'tokens'"
+            f"{' or '.join(map(str, fits))} of them, or partition='tokens' or partition='requests'"
         )
 
 

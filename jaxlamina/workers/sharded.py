@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -32,14 +33,19 @@ class ShardedExecutor(UnsplitExecutor):
     def __init__(
         self, model: ModelFn, params: Params, *, n_slots: int, devices: Sequence[jax.Device]
     ) -> None:
-        super().__init__(model, params, n_slots=n_slots, device=devices[0])
+        super().__init__(
+            model, params, n_slots=1, device=devices[0]
+        )  # no device is to hold all KV, not even at first
+        self.n_slots = n_slots
         n_heads = {spec.n_kv_heads for spec in self.specs}
         if any(n % len(devices) for n in n_heads):
             raise UserError(f"{n_heads} KV heads cannot be shared out over {len(devices)} devices")
         self._mesh = Mesh(np.array(devices), (_AXIS,))
         self.params = {name: self._put(x, _spec_of(name, x)) for name, x in self.params.items()}
-        for pools in (self.kv.k, self.kv.v):
-            pools[:] = [self._put(pool, _POOL) for pool in pools]
+        by_heads = NamedSharding(self._mesh, _POOL)
+        whole: Any  # pools of plain arrays: there is no other kind here
+        for whole in (self.kv.k, self.kv.v):
+            whole[:] = [jnp.zeros((n_slots, *x.shape[1:]), x.dtype, device=by_heads) for x in whole]
         self._decode = jax.jit(self._traced_decode, donate_argnums=(1, 2))
 
     def decode(self, batch: DecodeBatch) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,19 @@ from jaxlamina.errors import UserError
 from pallas_kernels.dispatch import candidates, why_not
 from splitter import AttentionSite
 
-KVDType = Literal["auto", "int8", "int8-channel"]
-KV_DTYPES = ("auto", "int8", "int8-channel")
+KVDType = Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"]
+KV_DTYPES: tuple[str, ...] = get_args(KVDType)
+CALIBRATED_KV_DTYPES = ("int8-channel", "int8-channel-asymmetric")  # with fixed scales
 
 
 class ChannelScales(NamedTuple):
-    """Fixed scales ``[K, H]`` float32 of one layer's int8 K and V pools (ALISA §V.B); None for other storage."""
+    """Fixed scales ``[K, H]`` float32 of one layer's int8 K and V pools, and zero points where they are not 0 (ALISA §V.B);
+    None for other storage."""
 
     k: jax.Array | None
     v: jax.Array | None
+    k_zeros: jax.Array | None = None
+    v_zeros: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class AttentionSpec:
     """What a layer's attention is like: heads, and how scores are made. Equal specs share their programs.
 
     ``kv``: how KV is stored. "auto" as the model's ``dtype``; "int8" with a scale for each slot and KV head;
-    "int8-channel" with a fixed scale a channel.
+    "int8-channel" with a fixed scale a channel, "int8-channel-asymmetric" with a fixed zero point a channel, too.
     """
 
     n_kv_heads: int
@@ -61,6 +65,17 @@ class AttentionSpec:
         return self.dtype if self.kv == "auto" else np.dtype(np.int8)
 
     @property
+    def by_channel(self) -> bool:
+        """Whether int8 has fixed scales, which must be calibrated."""
+        return self.kv in CALIBRATED_KV_DTYPES
+
+    @property
+    def zero_points(self) -> tuple[bool, bool]:
+        """Whether keys, and values, have fixed zero points. Not keys whose scores are capped: softmax would change."""
+        asymmetric = self.kv == "int8-channel-asymmetric"
+        return asymmetric and self.softcap is None, asymmetric
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one token's K and V in this layer, scales a slot included."""
         scale_bytes = jnp.dtype(jnp.bfloat16).itemsize if self.kv == "int8" else 0
@@ -72,11 +87,15 @@ class AttentionSpec:
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
 
-def bucket_cut(specs: Iterable[AttentionSpec], device: jax.Device) -> Cut:
-    """How finely sizes are cut where a step is one program, whose attention runs on ``device``: the Mosaic GPU kernel shares out
-    the tokens that there are, others look at all that there is room for."""
-    by_length = candidates(device)[0] == "mosaic_gpu" and all(map(_suits_mosaic_gpu, specs))
-    return "doubling" if by_length else "coarse"
+def bucket_cut(specs: Iterable[AttentionSpec], device: jax.Device, *, whole_steps: bool = True) -> Cut:
+    """How finely sizes are cut for attention that runs on ``device``: the Mosaic GPU kernel and XLA on a CPU look at the tokens
+    that there are, others at all that there is room for. ``whole_steps``: whether a step is one program, compiled in seconds,
+    or its slices are programs of their own."""
+    if device.platform == "cpu":
+        return "few"
+    if candidates(device)[0] == "mosaic_gpu" and all(map(_suits_mosaic_gpu, specs)):
+        return "doubling"
+    return "coarse" if whole_steps else "fine"
 
 
 def _suits_mosaic_gpu(spec: AttentionSpec) -> bool:

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxlamina.transports import compiler_options
 from jaxlamina.workers import capacity
 from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, with_chunk
-from jaxlamina.workers.calibration import channel_scales
-from jaxlamina.workers.capacity import HowManySlots, resolve_slots
+from jaxlamina.workers.calibration import Calibration, channel_scales
+from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
 from jaxlamina.workers.programs import Programs
@@ -49,8 +49,8 @@ class UnsplitExecutor:
         n_slots: HowManySlots | int,
         device: jax.Device,
         kv_dtype: str = "auto",
-        n_host_slots: int = 0,
-        calibration_tokens: np.ndarray | None = None,
+        n_host_slots: int | None = 0,
+        calibration: Calibration | None = None,
         largest: LargestStep | None = None,
     ) -> None:
         self.programs = Programs()
@@ -66,48 +66,76 @@ class UnsplitExecutor:
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
         self._prefill_all = jax.jit(partial(self._traced_prefill, of_all=True), donate_argnums=(1, 2))
         self._mixed = jax.jit(with_streamed_products(self._traced_mixed, device), donate_argnums=(1, 2))
-        workspace = 0
-        if largest is not None and not isinstance(n_slots, int) and capacity.is_accelerator(device):
-            workspace = self.workspace_bytes(largest)
-        self.n_slots = resolve_slots(n_slots, self.specs, [device], lambda _: workspace)
-        scales = None
-        if kv_dtype == "int8-channel":
-            known = model, self.params, self.specs, calibration_tokens
-            scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
-        self.kv = KVPools(self.specs, self.n_slots, device, channel_scales=scales, n_host_slots=n_host_slots)
+        self._compiled: dict[tuple[Any, ...], Any] = {}  # before their steps, by sizes
+
+        def needs_bytes(_: jax.Device) -> int:
+            if largest is None or not capacity.is_accelerator(device):
+                return 0
+            return self.workspace_bytes(largest)
+
+        self.n_slots = resolve_slots(n_slots, self.specs, [device], needs_bytes)
+        self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, [device], self.n_slots)
+        known = model, self.params, self.specs, calibration
+        scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
+        self.kv = KVPools(
+            self.specs, self.n_slots, device, channel_scales=scales, n_host_slots=self.n_host_slots
+        )
+
+    compiles_behind = True
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """One token more for each row: logits ``[B, V]`` float32."""
-        self.kv.k, self.kv.v, logits = self._decode(*self._inputs(batch))
+        [logits] = self._run(batch)
         return logits
 
     def prefill(self, batch: PrefillBatch) -> jax.Array:
         """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        self.kv.k, self.kv.v, logits = self._prefill(*self._inputs(batch))
+        [logits] = self._run(batch)
         return logits
 
     def prefill_all(self, batch: PrefillBatch) -> jax.Array:
         """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
-        self.kv.k, self.kv.v, logits = self._prefill_all(*self._inputs(batch))
+        [logits] = self._run(batch, of_all=True)
         return logits
 
     def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
         """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program, which reads
         weights once for both: logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s. Within it there are logits of each
         of the chunk's tokens. ``ValueError`` for a chunk of several requests."""
-        self.kv.k, self.kv.v, *logits = self._mixed(*self._inputs(batch, chunk))
-        return logits[0], logits[1]
+        of_rows, of_chunk = self._run(batch, chunk)
+        return of_rows, of_chunk
+
+    def _run(
+        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, of_all: bool = False
+    ) -> list[jax.Array]:
+        compiled = self._compiled.get(_sizes(batch, chunk, of_all))
+        program = compiled or self._program(batch, chunk, of_all)
+        self.kv.k, self.kv.v, *logits = program(*self._inputs(batch, chunk))
+        return logits
+
+    def _program(self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None, of_all: bool) -> Any:
+        if isinstance(batch, PrefillBatch):
+            return self._prefill_all if of_all else self._prefill
+        return self._decode if chunk is None else self._mixed
 
     def compile_later(
-        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, *, of_all: bool = False
+        self,
+        batch: DecodeBatch | PrefillBatch,
+        chunk: PrefillBatch | None = None,
+        *,
+        of_all: bool = False,
+        behind: bool = False,
     ) -> Callable[[], Any]:
         """Traces the program that a step of such sizes runs: `decode`, `prefill`, with ``of_all`` `prefill_all`, or with a
-        chunk `decode_with_chunk`. The call that comes back compiles it, in any thread; the step then has nothing to compile."""
-        if isinstance(batch, PrefillBatch):
-            program = self._prefill_all if of_all else self._prefill
-            return program.lower(*self._inputs(batch)).compile  # type: ignore[no-any-return]
-        program = self._decode if chunk is None else self._mixed
-        return program.lower(*self._inputs(batch, chunk)).compile  # type: ignore[no-any-return]
+        chunk `decode_with_chunk`. The call that comes back compiles it, in any thread; the step then has nothing to compile.
+        ``behind``: while other steps run."""
+        sizes, options = _sizes(batch, chunk, of_all), compiler_options(self.device, behind=behind)
+        lowered = self._program(batch, chunk, of_all).lower(*self._inputs(batch, chunk))
+
+        def run() -> None:
+            self._compiled[sizes] = lowered.compile(compiler_options=options)
+
+        return run
 
     def _inputs(
         self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None
@@ -260,6 +288,12 @@ class UnsplitExecutor:
             return out
 
         return attend
+
+
+def _sizes(batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None, of_all: bool) -> tuple[Any, ...]:
+    """What tells a step's program from others."""
+    parts = [part for part in (batch, chunk) if part is not None]
+    return of_all, *((type(part), part.tokens.shape, part.slot_table.shape) for part in parts)
 
 
 def _prompt_attention(

@@ -50,7 +50,7 @@ def tree_bytes(x: Any) -> int:
 def pool_shapes(spec: AttentionSpec) -> Any:
     """A pool of one layer's K, or V, as shapes."""
     size = spec.n_kv_heads, spec.head_dim
-    scales = jnp.ones(size, jnp.float32) if spec.kv == "int8-channel" else None
+    scales = jnp.ones(size, jnp.float32) if spec.by_channel else None
     return jax.eval_shape(lambda: make_pool(_SOME_SLOTS, *size, spec.kv_dtype, channel_scales=scales))
 
 

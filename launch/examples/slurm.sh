@@ -15,6 +15,9 @@ config="${JAXLAMINA_CONFIG:-configs/clusters/hosts-xla.toml}"
 port=$((20000 + SLURM_JOB_ID % 20000))
 head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
+# A word by which rank 0 knows its own ranks; srun hands the environment on.
+export JAXLAMINA_JOB="$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')"
+
 # A rank that fails ends the job. --mpi=pmix serves transport = "mpi" and does no harm to "xla".
 srun --mpi=pmix --kill-on-bad-exit=1 --wait=30 --label \
   python -m launch --config "$config" \

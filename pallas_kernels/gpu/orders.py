@@ -58,6 +58,12 @@ class Orders:
         self.barriers = self.ring + spec.tuning.n_stages * spec.stage_bytes
         self.n_workers = spec.heads_at_once * spec.ways
 
+    def my_tokens(self) -> list[tuple[Any, Any]]:
+        """This lane's tokens of a tile, and whether each is one: 32 lanes may be more than are left."""
+        w, n = self.w, self.s.tile_tokens
+        tokens = [w.lane + first for first in range(0, n, 32)]
+        return [(w.minimum(token, n - 1), token < n) for token in tokens]
+
     def init_barriers(self) -> None:
         w, first_lane = self.w, (self.w.warp == 0) & (self.w.lane == 0)
         for stage in range(self.s.tuning.n_stages):
@@ -116,14 +122,13 @@ class Orders:
     def plan_all(self) -> list[Any]:
         """Writes an order for each tile of the CTA's stretch."""
         w, s = self.w, self.s
-        lanes = min(32, s.tile_tokens)
-        tokens = [w.lane % lanes + lanes * r for r in range(s.tile_tokens // lanes)]
+        tokens = self.my_tokens()
         first_lane = w.lane == 0
 
         def slots(c: Cursor) -> list[Any]:
             """Each lane its tokens' slots; past the end the last token's again, which is this request's own."""
             out = []
-            for token in tokens:
+            for token, _ in tokens:
                 at = w.maximum(w.minimum(c.first + c.tile * s.tile_tokens + token, c.end - 1), 0)
                 row = w.i64(c.b) * (4 * s.C)
                 out.append(w.load(self.m.table, row + w.i64(at * 4), "i32"))
@@ -137,8 +142,8 @@ class Orders:
             w.wait(empty, 1 - parity)
             for i, word in enumerate(words):
                 w.store_shared(at + 4 * i, word, first_lane)
-            for token, slot in zip(tokens, slots, strict=True):
-                w.store_shared(at + (4 * ORDER_WORDS) + token * 4, slot, w.lane < lanes)
+            for (token, there), slot in zip(tokens, slots, strict=True):
+                w.store_shared(at + (4 * ORDER_WORDS) + token * 4, slot, there)
             w.sync()
             w.arrive(full, first_lane)
             return list(self.after(number, parity, ORDERS))
@@ -190,14 +195,13 @@ class Orders:
     def copy(self, half: int) -> list[Any]:
         """Keys, or values, of every tile."""
         w, s = self.w, self.s
-        lanes = min(32, s.tile_tokens)
-        tokens = [w.lane % lanes + lanes * r for r in range(s.tile_tokens // lanes)]
+        tokens = self.my_tokens()
 
         def tile(carry: list[Any]) -> tuple[Any, list[Any]]:
             number, parity, stage, stage_parity = carry
             order = self.read_order(number, parity)
             at = self.order(number)[0] + 4 * ORDER_WORDS
-            slots = [w.load_shared(at + token * 4) for token in tokens]
+            slots = [w.load_shared(at + token * 4) for token, _ in tokens]
             self.done_with_order(number)
             more = (order.flags & STOP) == 0
 
@@ -208,9 +212,9 @@ class Orders:
                 w.sync()
                 to = self.ring + stage * s.stage_bytes + half * s.tile_bytes
                 first_head = (order.item % s.head_groups) * s.heads_at_once
-                for token, slot in zip(tokens, slots, strict=True):
+                for (token, there), slot in zip(tokens, slots, strict=True):
                     row = to + token * s.pitch_bytes
-                    self.copy_token(half, row, slot, first_head, full, w.lane < lanes)
+                    self.copy_token(half, row, slot, first_head, full, there)
                 return []
 
             w.cond(more, send, [])

@@ -3,7 +3,11 @@
 `WarpMachine` has the operations that `warp_mosaic.MosaicWarp` emits as GPU instructions, lane by lane as the PTX
 manual defines them, so a kernel's own code is tested where there is no GPU (Pallas cannot interpret a kernel that
 emits instructions itself). Registers are numpy arrays `[32]`. What an asynchronous copy brings is NaN until its
-barrier's phase ends, so that a program which reads too early fails here, too. Knows nothing of attention.
+barrier's phase ends, so that a program which reads too early fails here, too.
+
+What a GPU answers with a fault, with another's memory or by never ending is an AssertionError here: addresses outside
+an array or shared memory, or not aligned; copies of other sizes than the engine takes; a barrier that waits for more
+bytes than were sent; warps that all wait. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +24,7 @@ import numpy as np
 
 LANES = 32
 _DEADLINE_S = 60.0
+_MOST_TX_BYTES = 2**20 - 1  # that a barrier can count
 
 _PACKED = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
@@ -43,10 +49,35 @@ class Cta:
         self.barriers: dict[int, _Barrier] = {}
         self.changed = threading.Condition()
         self.together = threading.Barrier(n_warps, timeout=_DEADLINE_S)
+        self._running = n_warps
+        self._waiting: list[Callable[[], bool]] = []
 
     def run(self, programs: Sequence[Callable[[], None]]) -> None:
         """All warps to their ends; the first error of any of them is raised."""
-        run_together(programs, self.together.abort)
+
+        def ending(program: Callable[[], None]) -> None:
+            try:
+                program()
+            finally:
+                with self.changed:
+                    self._running -= 1
+                    self.changed.notify_all()
+
+        run_together([partial(ending, p) for p in programs], self.together.abort)
+        unfinished = {at: b for at, b in self.barriers.items() if b.tx_bytes or b.copies}
+        assert not unfinished, f"the CTA ended with copies on their way: {unfinished}"
+
+    def wait_until(self, done: Callable[[], bool], what: str) -> None:
+        """For a warp, with `changed` held: until another warp has made it so. All waiting for nothing is an error."""
+
+        def stuck() -> bool:
+            return len(self._waiting) == self._running and not any(other() for other in self._waiting)
+
+        self._waiting.append(done)
+        self.changed.notify_all()
+        self.changed.wait_for(lambda: done() or stuck(), _DEADLINE_S)
+        self._waiting.remove(done)
+        assert done(), f"a deadlock: {what} waits for ever"
 
 
 def run_together(
@@ -233,17 +264,28 @@ class WarpMachine:
     # --- shared memory ---
     def store_shared(self, shared: Any, value: Any, where: Any) -> None:
         values = np.broadcast_to(np.asarray(value), (LANES,)).astype(np.int32)
-        for lane in np.flatnonzero(np.broadcast_to(where, (LANES,))):
-            at = int(np.broadcast_to(np.asarray(shared), (LANES,))[lane])
-            self._shared[at : at + 4] = values[lane : lane + 1].view(np.uint8)
+        chosen = np.broadcast_to(where, (LANES,))
+        at = self._in_shared(shared, 4, chosen)
+        for lane in np.flatnonzero(chosen):
+            self._shared[at[lane] : at[lane] + 4] = values[lane : lane + 1].view(np.uint8)
 
     def load_shared(self, shared: Any) -> np.ndarray:
-        at = np.broadcast_to(np.asarray(shared), (LANES,))
+        at = self._in_shared(shared, 4)
         return np.array([self._shared[a : a + 4].view(np.int32)[0] for a in at], np.int32)
+
+    def _in_shared(self, shared: Any, n_bytes: int, where: Any = True, alignment: int = 0) -> np.ndarray:
+        """Every lane's address, which must be within shared memory and aligned where `where`."""
+        at = np.broadcast_to(np.asarray(shared), (LANES,))
+        chosen = at[np.broadcast_to(where, (LANES,))]
+        assert (chosen >= 0).all() and (chosen + n_bytes <= self._shared.size).all(), "outside shared memory"
+        assert not (chosen % (alignment or n_bytes)).any(), "misaligned in shared memory"
+        return at
 
     # --- shared memory, filled asynchronously ---
     def init_barrier(self, barrier: Any, arrivals: int, where: Any) -> None:
+        self._in_shared(barrier, 8, where)
         for at in self._chosen(barrier, where):
+            assert at not in self._together.barriers, "a barrier is made twice"
             self._together.barriers[at] = _Barrier(arrivals, arrivals)
 
     def sync_cta(self) -> None:
@@ -251,6 +293,7 @@ class WarpMachine:
 
     def expect(self, barrier: Any, n_bytes: int, where: Any) -> None:
         """Arrives, and announces bytes that the phase has to wait for."""
+        assert 0 < n_bytes <= _MOST_TX_BYTES, "more bytes than a barrier can count"
         with self._together.changed:
             for at in self._chosen(barrier, where):
                 self._together.barriers[at].tx_bytes += n_bytes
@@ -270,17 +313,17 @@ class WarpMachine:
         at, parity = int(self._uniform(barrier)), int(self._uniform(parity))
         with self._together.changed:
             b = self._together.barriers[at]
-            ended = self._together.changed.wait_for(lambda: b.phase % 2 != parity, _DEADLINE_S)
-        assert ended, f"warp {self._warp} waited {_DEADLINE_S} s for a barrier: a deadlock"
+            what = f"warp {self._warp}, at a barrier that lacks {b.arrivals} arrivals and {b.tx_bytes} bytes,"
+            self._together.wait_until(lambda: b.phase % 2 != parity, what)
 
     def copy_rows(
         self, shared: Any, pointer: str, offset: Any, n_bytes: int, barrier: Any, where: Any
     ) -> None:
         """Every lane where `where` copies n_bytes from global to shared memory; the barrier's phase ends after them."""
         at = np.broadcast_to(np.asarray(offset, np.int64), (LANES,))
-        to = np.broadcast_to(np.asarray(shared), (LANES,))
         memory = self._global[pointer]
         chosen = np.broadcast_to(where, (LANES,))
+        to = self._in_shared(shared, n_bytes, chosen, 16)
         inside = (at >= 0) & (at + n_bytes <= memory.size)
         assert inside[chosen].all(), f"copy from outside {pointer}"
         assert not ((at | to) % 16)[chosen].any() and n_bytes % 16 == 0, "misaligned copy"
@@ -306,6 +349,7 @@ class WarpMachine:
         to = np.broadcast_to(np.asarray(shared), (LANES,))
         chosen = np.broadcast_to(where, (LANES,))
         assert not (to % 128)[chosen].any(), "a line must begin where one does"
+        assert 0 < n_lines <= 256, "no box of the copy engine"
         for lane in np.flatnonzero(chosen):
             only = np.arange(LANES) == lane
             for i in range(n_lines):
@@ -328,8 +372,7 @@ class WarpMachine:
 
     def load_matrices(self, shared: Any, transposed: bool) -> list[np.ndarray]:
         """`ldmatrix.x4`: lane 8 * i + r gives the address of row r (8 halves of 16 bits) of matrix i."""
-        at = np.broadcast_to(np.asarray(shared), (LANES,))
-        assert (at % 16 == 0).all(), "misaligned matrix row"
+        at = self._in_shared(shared, 16)
         out = []
         for i in range(4):
             rows = np.stack([self._shared[a : a + 16].view(np.uint16) for a in at[8 * i : 8 * i + 8]])

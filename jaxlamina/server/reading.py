@@ -1,0 +1,78 @@
+"""From what a model writes in a chat to what is shown: what it thought, what it answers, what it calls.
+
+Knows the parsers and in which order they look at a text; nothing of requests or of how an answer is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxlamina.server.reasoning import Marks, ReasoningParser
+from jaxlamina.server.tool_parsers import PARSERS, Call, CallParser, ForcedCallParser
+from jaxlamina.server.tools import ToolUse
+
+
+class Read(NamedTuple):
+    thought: str = ""
+    answered: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one request's texts are read. ``form``: the name of the parser of calls; ``thinks``: marks around what is thought,
+    None where that is part of the answer."""
+
+    use: ToolUse = "none"
+    form: str | None = None
+    thinks: Marks | None = None
+    prompt: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What must not be left out of a text, even if it is a special token's name."""
+        thinks = () if self.thinks is None else (self.thinks.open, self.thinks.close)
+        calls = PARSERS[self.form].marks if self.use == "auto" and self.form is not None else ()
+        return (*thinks, *calls)
+
+    def reader(self) -> Reader:
+        """For one text."""
+        calls: CallParser | None = None
+        if self.use != "none":
+            calls = ForcedCallParser() if self.use == "forced" else PARSERS[self.form or "hermes"]()
+        return Reader(None if self.thinks is None else ReasoningParser(self.thinks, self.prompt), calls)
+
+
+class Reader:
+    """Takes one text in pieces."""
+
+    def __init__(self, thinks: ReasoningParser | None, calls: CallParser | None) -> None:
+        self.n_calls = 0
+        self._thinks, self._calls = thinks, calls
+
+    def add(self, text: str) -> Read:
+        """What is known now and was not before."""
+        thought = ""
+        if self._thinks is not None:
+            thought, text = self._thinks.add(text)
+        return self._of(thought, text, ends=False)
+
+    def finish(self) -> Read:
+        """The same, when there is no more text."""
+        thought, text = ("", "") if self._thinks is None else self._thinks.finish()
+        return self._of(thought, text, ends=True)
+
+    def whole(self, text: str) -> Read:
+        first, rest = self.add(text), self.finish()
+        return Read(first.thought + rest.thought, first.answered + rest.answered, first.calls + rest.calls)
+
+    def _of(self, thought: str, text: str, *, ends: bool) -> Read:
+        if self._calls is None:
+            return Read(thought, text)
+        text, calls = self._calls.add(text)
+        if ends:
+            rest, more = self._calls.finish()
+            text, calls = text + rest, calls + more
+        self.n_calls += len(calls)
+        return Read(thought, text, tuple(calls))

@@ -1,0 +1,188 @@
+"""Options of all commands: one name and one meaning each, names that can be read at any width, errors that name them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import pytest
+import typer
+
+from jaxlamina.cli.command import OLD_NAMES, as_options
+from jaxlamina.cli.main import app, main
+from jaxlamina.cli.model_options import ModelOptions
+
+WRITERS = ("generate", "serve", "chat", "batch")
+# What differs where the option is the same: (name, part) -> why.
+BY_COMMAND = {
+    "--max-tokens": "a chat's answer may be as long as there is room, other texts have a usual length",
+    "--temperature": "a chat leaves it to the server",
+    "--chat": "generate asks the model's template, batch is told",
+    "--system": "only generate can be without a template",
+    "--seed": "of one request, of a server's requests, of a bench's lengths",
+    "--json": "what is written as JSON is the command's",
+    "--model": "bench throughput has --config instead, bench serve asks the server",
+    "--api-key": "a server has one, a client gives it; benches take OpenAI's variable, too",
+    "--host": "where to listen, where to connect",
+    "--port": "where to listen, where to connect",
+    "--dtype": "benches of shapes have bfloat16, convert and split a dtype of their own",
+    "--max-model-len": "bench throughput draws no longer requests",
+    "--config": "a cluster, or a model's shape",
+    "--layers": "counts to go through, or one",
+    "--batch": "requests of a step, or sizes to go through",
+    "--case": "shapes of a bench's cases",
+    "--rounds": "how often a bench repeats",
+    "--num-prompts": "as many as the bench needs",
+    "--dataset-name": "what a bench can draw",
+    "--request-rate": "one, or several to go through",
+    "--input-len": "as long as the bench needs",
+    "--profile-s": "of a server in between, or of a bench that runs as long",
+    "--figure": "what is drawn is the bench's",
+    "--ignore-eos": "bench serve asks a server for it",
+    "--peers": "peers of the bench",
+    "--staggered": "beside the split step, or instead",
+    "--steps": "of a figure, or of a recording",
+}
+
+
+def commands(group: Any = None, name: str = "") -> dict[str, Any]:
+    """Every command by how it is called."""
+    found = {}
+    group = group or typer.main.get_command(app)
+    for word, command in group.commands.items():
+        if hasattr(command, "commands"):
+            found |= commands(command, f"{name}{word} ")
+        else:
+            found[name + word] = command
+    return found
+
+
+def options(command: Any) -> dict[str, Any]:
+    return {p.opts[0]: p for p in command.params if p.opts[0].startswith("--") and p.name != "help"}
+
+
+ALL = {name: options(command) for name, command in commands().items()}
+SHARED = sorted({o for of in ALL.values() for o in of if sum(o in other for other in ALL.values()) > 1})
+
+
+def test_there_are_many_commands_and_options():
+    assert len(ALL) > 15 and {"generate", "bench serve"} <= ALL.keys() and len(SHARED) > 20
+
+
+def definitions(name):
+    """How an option is defined in the commands that have it, but `launch`, whose default is the cluster's file."""
+    parts = ("multiple", "is_flag", "secondary_opts", "default", "help", "metavar", "min", "max")
+    having = {command: of[name] for command, of in ALL.items() if name in of and command != "launch"}
+    return {repr([getattr(p, part, None) for part in parts]): command for command, p in having.items()}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_an_option_of_several_commands_is_one_option(name):
+    differs = len(definitions(name)) > 1
+    assert differs == (name in BY_COMMAND), definitions(name)
+
+
+def test_whoever_writes_with_a_model_has_all_of_its_options():
+    fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(ModelOptions)}
+    for command in WRITERS:
+        assert fields <= ALL[command].keys(), command
+
+
+def test_what_llm_takes_is_an_option_too():
+    from jaxlamina import LLM
+
+    of_llm = set(inspect.signature(LLM.__init__).parameters) - {"self", "model", "revision"}
+    in_python_only = {
+        *(
+            "q_first",
+            "devices",
+            "async_scheduling",
+            "compilation_cache",
+            "calibration_headroom",
+            "use_tqdm_on_load",
+            "on_load",
+        ),  # of objects and of tests
+        *("group", "recording", "seed"),  # said by the command
+    }
+    assert of_llm - in_python_only == ModelOptions().of_llm(default_seqs=1).keys()
+    defaults = {name: p.default for name, p in inspect.signature(LLM.__init__).parameters.items()}
+    for name, value in ModelOptions().of_llm(default_seqs=32).items():
+        assert value == defaults[name], name
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+@pytest.mark.parametrize("name", ALL)
+def test_help_shows_every_name_whole_in_a_pipe(capsys, monkeypatch, name, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([*name.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    words = set(re.split(r"[\s,]+", text))
+    for option, param in ALL[name].items():
+        shown = {option, *param.secondary_opts}
+        assert param.hidden or shown <= words, shown - words
+    assert all(len(line) <= max(80, int(columns)) for line in text.splitlines())
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_an_old_name_is_taken_and_not_shown(capsys, monkeypatch, old, new):
+    having = [
+        name
+        for name, of in ALL.items()
+        if new in {o for p in of.values() for o in (*p.opts, *p.secondary_opts)}
+    ]
+    assert having
+    for name in having:
+        command = commands()[name]
+        given = [old] if ALL[name].get(new) is None or ALL[name][new].is_flag else [f"{old}=7"]
+        arguments = ["x"] if name in ("generate", "batch") else []
+        values = command.make_context(name, [*arguments, *given]).params
+        field = new.removeprefix("--").removeprefix("no-").replace("-", "_")
+        assert values[field] == (7 if "=" in given[0] else not new.startswith("--no-"))
+        main([*name.split(), "--help"])
+        assert f" {old} " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            "max_tokens=0 must be at least 1 or None (up to the model's length)",
+            "--max-tokens 0 must be at least 1",
+        ),
+        ("dtype='int3' must be one of", "--dtype int3 must be one of"),
+        ("leave out split=False", "leave out --no-split"),
+        ("n=2, best_of=None with temperature=0", "--n 2, no --best-of with --temperature 0"),
+        ("or partition='tokens' or partition='requests'", "or --partition tokens or --partition requests"),
+        ("raise max_model_len if", "raise --max-model-len if"),
+        ("the model has no dtype, n or stop", "the model has no dtype, n or stop"),
+        ("unknown key 'n=2' in /tmp/n=2 and b.n=2", "unknown key 'n=2' in /tmp/n=2 and b.n=2"),
+        ("stop_token_ids=[1, 2] must", "--stop-token-id [1, 2] must"),
+    ],
+)
+def test_errors_name_options(text, wanted):
+    assert as_options(text, app, ["generate", "hi"]) == wanted
+    assert as_options(text, app, ["launch"]) == text == as_options(text, app, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "wanted"),
+    [
+        (["serve"], "lower max_model_len or give kv_slots", "lower --max-model-len or give --kv-slots"),
+        (["serve", "--kv-slots", "3"], "kv_slots=3 take", "--kv-slots 3 take"),
+        (["serve"], "dtype='x' must; the dtype of", "--dtype x must; the dtype of"),
+        (["serve"], "give prompt_token_ids", "give prompt_token_ids"),
+        (["serve"], "lower --max-model-len", "lower --max-model-len"),
+        (["bench", "throughput"], "kv_slots=3", "--kv-slots 3"),
+        (
+            ["generate"],
+            "n=2, best_of=None with temperature=0: or use_beam_search=True",
+            "--n 2, no --best-of with --temperature 0: or --use-beam-search",
+        ),
+        (["launch", "--dop", "1,1"], "c.toml: partition='x' must", "c.toml: partition='x' must"),
+        (["split"], "kv_slots=3, /tmp/model_x/batch=3", "kv_slots=3, /tmp/model_x/batch=3"),
+    ],
+)
+def test_errors_name_the_commands_own_options(words, text, wanted):
+    assert as_options(text, app, words) == wanted

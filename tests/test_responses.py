@@ -1,0 +1,116 @@
+"""A response by itself: its events belong together, however the text comes, and say what the whole answer says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response
+from test_tool_parsers import CUTS, HERMES, in_pieces
+
+from jaxlamina.outputs import CompletionOutput, RequestOutput, TokenEvent
+from jaxlamina.server import reasoning
+from jaxlamina.server.errors import ApiError
+from jaxlamina.server.forms import dump
+from jaxlamina.server.reading import Reading
+from jaxlamina.server.responses import ResponsesForm, ResponsesRequest, as_chat
+
+READING = Reading("auto", "hermes", reasoning.PARSERS["qwen3"])
+texts = st.lists(
+    st.sampled_from(["<think>", "</think>", "hm ", "\n", "yes", HERMES, "<tool_call>"]), max_size=7
+)
+
+
+def output_of(text, reason):
+    completion = CompletionOutput(0, text, (1, 2, 3), None, None, reason)
+    return RequestOutput("r", None, (1, 2), text, (1, 2, 3), reason, outputs=(completion,))
+
+
+def form():
+    return ResponsesForm(ResponsesRequest(input="x"), "m", READING, lambda text: len(text.split()))
+
+
+def said(output):
+    """Of an answer's items all that is thought, all that is answered, and the calls."""
+    parts = {"reasoning": "", "message": ""}
+    for item in output:
+        if item["type"] in parts:
+            parts[item["type"]] += item["content"][0]["text"]
+    calls = [(item["name"], item["arguments"]) for item in output if item["type"] == "function_call"]
+    return parts["reasoning"], parts["message"].strip(), calls
+
+
+@given(text=texts.map("".join), cuts=CUTS, reason=st.sampled_from(["stop", "length"]))
+def test_events_say_what_the_whole_answer_says(text, cuts, reason):
+    output = output_of(text, reason)
+    whole = dump(form().whole([output]))
+    Response.model_validate(whole)  # the client's own type
+    streamed = form()
+    pieces = in_pieces(text, cuts)
+    events = [*streamed.opening()]
+    for i, piece in enumerate(pieces):
+        last = output if i == len(pieces) - 1 else None
+        events += streamed.chunks(0, TokenEvent("r", 1, piece, last))
+    events = [event.model_dump() for event in (*events, *streamed.closing())]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    final = events[-1]["response"]
+    if not text.strip():
+        assert [item["content"][0]["text"] for item in final["output"]] == [text]
+    assert said(final["output"]) == said(whole["output"]) and final["usage"] == whole["usage"]
+    assert final["status"] == whole["status"] == {"stop": "completed", "length": "incomplete"}[reason]
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert items == final["output"]
+    for index, item in enumerate(items):
+        mine = [event for event in events if event.get("output_index") == index]
+        assert mine[0]["type"] == "response.output_item.added" and mine[0]["item"]["id"] == item["id"]
+        assert mine[-1]["type"] == "response.output_item.done"
+        assert all(event["item_id"] == item["id"] for event in mine[1:-1])
+        deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        assert deltas == (
+            item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        )
+
+
+def test_an_answer_that_cannot_be_finished_ends_with_an_error():
+    [name, data] = form().failure(ApiError(503, "the server is shutting down", code="c")).strip().split("\n")
+    assert name == "event: error"
+    found = json.loads(data.removeprefix("data: "))
+    assert (found["message"], found["code"], found["type"]) == ("the server is shutting down", "c", "error")
+
+
+def test_a_conversation_becomes_a_chats():
+    items = [
+        {"role": "developer", "content": "Be short."},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+        },
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "d"},
+    ]
+    body = ResponsesRequest(
+        input=items,
+        instructions="e",
+        max_output_tokens=5,
+        top_k=3,
+        tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        tool_choice={"type": "function", "name": "f"},
+        text={"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}},
+    )
+    chat = as_chat(body)
+    roles = [(m.role, m.content) for m in chat.messages]
+    assert roles == [
+        *(("system", "e"), ("system", "Be short."), ("user", "a\nb"), ("assistant", "c"), ("tool", "d")),
+    ]
+    assert chat.messages[3].reasoning_content == "hm"
+    assert [call.function.name for call in chat.messages[3].tool_calls] == ["f", "g"]
+    assert (chat.max_completion_tokens, chat.top_k, chat.temperature) == (5, 3, None)
+    assert chat.tool_choice == {"type": "function", "function": {"name": "f"}}
+    assert chat.response_format.json_schema["schema"] == {"type": "object"}
+    with pytest.raises(ApiError, match="nothing is stored here"):
+        as_chat(ResponsesRequest(input="x", previous_response_id="resp_1"))

@@ -1,0 +1,161 @@
+"""Calls and thoughts in what a model writes: each form, what is none, and that the pieces a text comes in make no difference."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxlamina.server import reasoning
+from jaxlamina.server.reading import Reading
+from jaxlamina.server.reasoning import ReasoningParser
+from jaxlamina.server.tool_parsers import PARSERS, ForcedCallParser, parse, parser_of
+
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"a": "}{\\""}}'
+LIST = '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]'
+NAMED = '[TOOL_CALLS]f[ARGS]{"a": {"b": "]}"}}'
+PYTHON = '[f(a="x\\"]", b=[1, {"c": True}]), g(d=-1.5, e=null)]'
+
+# (form, text, what is shown, (name, arguments) of each call)
+TEXTS = [
+    (
+        "hermes",
+        f"Let me see.{HERMES} and {HERMES}\n",
+        "Let me see. and \n",
+        [("f", {"a": "é"}), ("f", {"a": "é"})],
+    ),
+    ("hermes", f"<tool_call>no</tool_call>{HERMES}!", "<tool_call>no</tool_call>!", [("f", {"a": "é"})]),
+    *(("hermes", text, text, []) for text in ("<tool_call>{", "<tool_call>[1]</tool_call>x", "<tool_")),
+    ("hermes", '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
+    ("llama3_json", f"\n{LLAMA}", "", [("f", {"a": '}{"'})]),
+    ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}\n", "", [("f", {"a": '}{"'})] * 2),
+    ("llama3_json", f"{LLAMA} and more", " and more", [("f", {"a": '}{"'})]),
+    ("llama3_json", '{"name": "f", "arguments": {}}', "", [("f", {})]),
+    *(
+        ("llama3_json", text, text, [])
+        for text in (f"It is {LLAMA}", '{"name": "Ada", "age": 36}', "<|python_tag|>print(1)", LLAMA[:-1])
+    ),
+    ("mistral", f"Yes. {LIST}!", "Yes. !", [("f", {"a": [1]}), ("g", {})]),
+    ("mistral", f"{NAMED}{NAMED} x", " x", [("f", {"a": {"b": "]}"}})] * 2),
+    ("mistral", '[TOOL_CALLS]f-1[CALL_ID]abc123xyz[ARGS]{"a": 1}', "", [("f-1", {"a": 1})]),
+    *(
+        ("mistral", text, text, [])
+        for text in ("[TOOL_CALLS]", "[TOOL_CALLS] no!", '[TOOL_CALLS]a b{"c": 1}', "[TOOL_CALLS][1]", "[TOO")
+    ),
+    ("mistral", "[TOOL_CALLS]f{x}", "[TOOL_CALLS]f{x}", []),
+    ("pythonic", f" {PYTHON}\n", "", [("f", {"a": 'x"]', "b": [1, {"c": True}]}), ("g", {"d": -1.5, "e": None})]),
+    ("pythonic", "[a.b()]", "", [("a.b", {})]),
+    *(
+        ("pythonic", text, text, [])
+        for text in (f"{PYTHON} and", "[f(1)]", "[f(x=g())]", "[f(**x)]", "[1, 2]", "hello", "[f(x={1: 2})]", "[f(")
+    ),
+    *(("pythonic", text, text, []) for text in ("[f(x=" + 5000 * "-" + "1)]", "[f(x=" + 300 * "[" + 300 * "]" + ")]")),
+]  # fmt: skip
+
+
+def found(calls):
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize(("form", "text", "shown", "calls"), TEXTS, ids=lambda x: str(x)[:40])
+def test_calls_are_taken_out_of_a_text(form, text, shown, calls):
+    text_left, got = parse(text, PARSERS[form]())
+    assert (text_left, found(got)) == (shown, calls)
+
+
+def test_a_call_that_is_forced_is_all_of_a_text():
+    assert found(parse('{"name": "f", "arguments": {"a": 1}}', ForcedCallParser())[1]) == [("f", {"a": 1})]
+    for text in ('{"name": "f", "argu', "[]", "NaN", "[" * 100_000):
+        assert parse(text, ForcedCallParser()) == (text, [])
+
+
+def in_pieces(text, cuts):
+    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    return [text[start:end] for start, end in pairwise(places)] or [text]
+
+
+pieces = st.sampled_from(
+    [
+        *(HERMES, LLAMA, LIST, NAMED, PYTHON, "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"),
+        *("<", "[", "{", "}", '"', "x", " ", ";", "f(", ")", "{}", "é"),
+    ]
+)  # fmt: skip
+CUTS = st.lists(st.integers(0, 200), max_size=6)
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@given(text=st.lists(pieces, max_size=6).map("".join), cuts=CUTS)
+def test_how_a_text_is_cut_makes_no_difference(form, text, cuts):
+    parser = PARSERS[form]()
+    shown, calls = "", []
+    for piece in in_pieces(text, cuts):
+        more_shown, more = parser.add(piece)
+        shown, calls = shown + more_shown, calls + more
+    rest, more = parser.finish()
+    assert (shown + rest, calls + more) == parse(text, PARSERS[form]())
+
+
+def test_what_cannot_become_a_call_is_shown_at_once():
+    for form, text in (("llama3_json", "H"), ("pythonic", "[1"), ("mistral", "x"), ("hermes", "x")):
+        assert PARSERS[form]().add(text) == (text, [])
+    parser = PARSERS["mistral"]()
+    assert parser.add("a[TOOL")[0] == "a" and parser.add("BOX]") == ("[TOOLBOX]", [])
+    parser = PARSERS["llama3_json"]()
+    assert len(parser.add(f"{LLAMA};")[1]) == 1  # each when it is complete
+
+
+def test_a_template_says_how_it_wants_calls():
+    assert parser_of("… return a json object within <tool_call></tool_call> …") == "hermes"
+    assert parser_of("<tool_call>\n<function=name>") is None  # Qwen3-Coder's
+    assert parser_of("{{ '[TOOL_CALLS]' }}") == "mistral"
+    llama = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+    assert parser_of(llama) == "llama3_json"
+    assert parser_of("[func_name1(params_name1=params_value1)]") == "pythonic"
+    assert parser_of("{{ tools | tojson }}") is None
+
+
+# -- what is thought --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "thought", "answered"),
+    [
+        ("qwen3", "assistant\n", "<think>\nhm\n</think>\n\n4", "\nhm\n", "\n\n4"),
+        ("qwen3", "assistant\n", "4 <think>", "", "4 <think>"),
+        ("qwen3", "assistant\n<think>\n", "hm</think>4", "hm", "4"),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", "4", "", "4"),
+        ("deepseek_r1", "assistant", "hm</think>4", "hm", "4"),
+        ("deepseek_r1", "assistant", "<think>hm</thin", "hm</thin", ""),
+        ("deepseek_r1", "<think></think>", "4", "", "4"),
+        ("glm45", "", "\n<think>a</think>b</think>", "a", "b</think>"),
+        ("mistral", "", "[THINK]a[/THINK]b", "a", "b"),
+    ],
+)
+def test_what_is_thought_is_told_from_what_is_answered(name, prompt, text, thought, answered):
+    parser = ReasoningParser(reasoning.PARSERS[name], prompt)
+    first, rest = parser.add(text), parser.finish()
+    assert (first[0] + rest[0], first[1] + rest[1]) == (thought, answered)
+
+
+thoughts = st.sampled_from(["<think>", "</think>", "<", "</", "think>", "x", "\n", "[THINK]", HERMES])
+
+
+@pytest.mark.parametrize("name", reasoning.PARSERS)
+@given(
+    text=st.lists(thoughts, max_size=6).map("".join),
+    cuts=CUTS,
+    prompt=st.sampled_from(["", "<think>\n", "<think></think>"]),
+)
+def test_how_a_thought_is_cut_makes_no_difference(name, text, cuts, prompt):
+    reading = Reading("auto", "hermes", reasoning.PARSERS[name], prompt)
+    reader = reading.reader()
+    parts = [*map(reader.add, in_pieces(text, cuts)), reader.finish()]
+    whole = reading.reader().whole(text)
+    assert "".join(part.thought for part in parts) == whole.thought
+    assert "".join(part.answered for part in parts) == whole.answered
+    assert [call for part in parts for call in part.calls] == [*whole.calls]
+    assert reader.n_calls == len(whole.calls)
