@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
@@ -146,6 +146,7 @@ def warm_up(
             done()
     if stopped():
         return
+    _try(engine, compiled)
     _move(engine)
     engine.sizes.add(todo)
     if todo:
@@ -336,6 +337,14 @@ def _batches(engine: Engine, shape: Shape, made: Callable[[Shape, int, int], Any
     most = engine.admission.max_model_len
     parts = [part for part in (shape, shape.alongside) if part is not None]
     return [made(part, engine.executor.n_slots, most) for part in parts]
+
+
+def _try(engine: Engine, compiled: Collection[Shape]) -> None:
+    """Runs the smallest decode step of what was compiled and not run: a model that cannot be run is to end a server's start."""
+    steps = [shape for shape in compiled if shape.kind == "decode" and shape.alongside is None]
+    if steps:
+        smallest = min(steps, key=lambda shape: (shape.batch, shape.context))
+        jax.block_until_ready(_run(engine, smallest))
 
 
 def _move(engine: Engine) -> None:

@@ -51,3 +51,5 @@ def test_a_server_that_is_ready_leaves_out_what_was_compiled(unsettled) -> None:
     assert gc.get_freeze_count() == 0
     app._prepare(lambda: False)
     assert gc.get_freeze_count() > 10_000
+    app.close()
+    assert gc.get_freeze_count() == 0

@@ -104,14 +104,18 @@ def test_a_program_that_waits_for_ever_is_found_by_the_marks_of_its_memory(start
             for e in own.exchanges():
                 pair.run(0, e.op, sent[0].copy())
 
+    silent_no_more = threading.Event()
+
     def attention_rank() -> None:
-        for n in (5, 5, 3):  # in the third step it takes twice and puts once
-            ops = ("take", "take", "put", "take", "put")[:n]
-            for op in ops:
+        for step in range(3):
+            for i, op in enumerate(("take", "take", "put", "take", "put")):
+                if (step, i) == (2, 3):
+                    assert silent_no_more.wait(60)
                 pair.run(1, op, sent[1].copy())
 
-    for life in (model_rank, attention_rank):
-        threading.Thread(target=life, daemon=True).start()
+    lives = [threading.Thread(target=life, daemon=True) for life in (model_rank, attention_rank)]
+    for life in lives:
+        life.start()
 
     def counts() -> dict[tuple[str, int], int]:
         places = pair.places[0]
@@ -134,3 +138,7 @@ def test_a_program_that_waits_for_ever_is_found_by_the_marks_of_its_memory(start
     watchdog.close()
     assert lines == [f"step 3 (decode) was not done within 60 s ({want})"]
     assert peer.exchanges()
+    silent_no_more.set()
+    for life in lives:
+        life.join(60)
+        assert not life.is_alive()

@@ -66,6 +66,14 @@ def test_running_requests_are_finished_and_new_ones_refused(tiny):
     assert not any("Traceback" in line for line in server.lines), server.lines
 
 
+def test_programs_that_are_compiled_behind_are_not_waited_for(tiny):
+    with serving("--model", str(tiny), "--uvicorn-log-level", "info") as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish(120) == 0
+    assert not any("compiled all" in line for line in server.lines), server.lines
+    assert not any("Traceback" in line or "Fatal" in line for line in server.lines), server.lines
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_what_is_not_finished_in_time_is_told_so(tiny, how):
     with serving("--model", str(tiny), "--no-warm-up", "--shutdown-timeout", "0.3") as server:

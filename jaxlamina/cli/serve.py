@@ -186,9 +186,10 @@ def serve(
             listener.listen()
             say(f"serving {settings.served_model_names[0]} at {address}")
             ended = app.run(listener)
-    if not ended:
+    if app.is_compiling or not ended:  # a thread that compiles does not end by itself
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # a thread that compiles does not end by itself
+        os._exit(0 if ended else 1)
 
 
 def _shown(host: str, port: int) -> tuple[str, int]:

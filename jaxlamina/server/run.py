@@ -36,7 +36,7 @@ from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pool_times import PoolTimes
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
-from jaxlamina.server.settings import CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
+from jaxlamina.server.settings import COMPILING_END_S, CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
 from jaxlamina.warm_up import Behind, Shape, compiles_behind, first_of, shapes, warm_up
 
 _READY_S = 60.0  # of one that compiles nothing before
@@ -149,20 +149,27 @@ class App:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._ended_in_time = True
+        self.is_compiling = False  # once `run` is over: a thread still does, which cannot be interrupted
         self._failed_to_start = False
+        self._compiling_end_s = COMPILING_END_S
         if (group := getattr(llm.executor, "group", None)) is not None:
             group.last_words = self._last_words
+            self._compiling_end_s = THREAD_END_S  # ranks end together, as their libraries would have it
 
     def run(self, listener: socket.socket | None = None) -> bool:
         """Serves until `end` or a signal; whether everything had ended in time. `UserError` if it was never ready."""
         try:
             self._server.run(None if listener is None else [listener])
         finally:
-            garbage.unsettle()
-            self._stack.close()
+            self.close()
         if self._failed_to_start:
             raise UserError(f"the model cannot be run: {self.engine.reason}")
         return self._ended_in_time
+
+    def close(self) -> None:
+        """Gives its folder back, as `run` does at its end."""
+        garbage.unsettle()
+        self._stack.close()
 
     def end(self) -> None:
         """Begins the end, from any thread; called again, shortens it."""
@@ -213,8 +220,8 @@ class App:
         if behind is not None:
             behind.stop()
         self._ended_in_time = await self.engine.stop(THREAD_END_S)
-        if behind is not None:  # one that compiles would be in the way of this process's end
-            self._ended_in_time &= await asyncio.to_thread(behind.join, THREAD_END_S)
+        if behind is not None:
+            self.is_compiling = not await asyncio.to_thread(behind.join, self._compiling_end_s)
 
     async def _once_started(self) -> None:
         is_ready = await self.engine.started()

@@ -8,6 +8,7 @@ from pathlib import Path
 SHUTDOWN_TIMEOUT_S = 30.0
 CONNECTIONS_END_S = 5  # then, for answers that are complete to reach their clients
 THREAD_END_S = 60.0  # and for the step, or the program being compiled, in which the engine's thread is
+COMPILING_END_S = 0.5  # and for one that is compiled behind, which nobody waits for
 LAST_WORDS_S = 1.0  # of a job that has failed, to its clients
 MAX_CONCURRENT_REQUESTS = 1024
 MAX_BODY_MIB = 16
