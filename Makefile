@@ -21,6 +21,11 @@ VENV ?= .venv
 PROMPT ?= What is gravity?
 TESTS ?=
 WORKERS ?= 2
+# LLVM's optimisation takes more time than it saves where models are tiny. README's and docs' blocks, make test-newest and
+# make test-all are compiled as users' programs are.
+QUICK_TO_COMPILE := --xla_backend_optimization_level=0
+# A process that died is not started again: with whole files given out, xdist would wait for its file for ever.
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -130,7 +135,7 @@ demo: $(STAMPS)/model
 mpi: $(STAMPS)/mpi
 
 test: $(STAMPS)/dev mpi
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	@XLA_FLAGS="$${XLA_FLAGS:-} $(QUICK_TO_COMPILE)" $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TESTS)
 
 test-all: $(STAMPS)/dev mpi
 	@$(BIN)/python -m pytest -m 'not gpu and not multi_gpu' $(TESTS)
@@ -150,7 +155,7 @@ test-newest:
 
 test-kernels: $(STAMPS)/kernels
 	@$(BIN)/python -c 'import jax, sys; print(f"JAX {jax.__version__}, Python {sys.version.split()[0]}")'
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS) $(TESTS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(NEWEST_TESTS) $(TESTS)
 test-gpu: $(STAMPS)/dev mpi
 	@$(BIN)/python tests/gpu_gate.py --record docs/gpu-gate.md $(GATE)
 

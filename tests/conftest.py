@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 # Before transformers or tokenizers are imported: no test may ask a hub for anything.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,11 +75,19 @@ LONG_FILES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for what jobs of ranks are compared with, which several tests need: of this run, whose processes share it."""
-    if "JAXLAMINA_TEST_REFERENCES" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="jaxlamina-tests-")
-        os.environ["JAXLAMINA_TEST_REFERENCES"] = folder
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    """Folders of this run, whose processes share them: what jobs of ranks are compared with, and every compiled program.
+
+    Most of what tests wait for is compiling; the same tiny models are compiled by many files, servers and ranks.
+    """
+    if "JAXLAMINA_TEST_REFERENCES" in os.environ:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="jaxlamina-tests-"))
+    os.environ["JAXLAMINA_TEST_REFERENCES"] = str(folder)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "xla")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

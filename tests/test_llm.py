@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import jax
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from checkpoint_examples import tiny_words_folder
+from serving import ROOT
 from test_models import MODELS
 
 import jaxlamina
@@ -180,9 +185,33 @@ def test_a_growing_sequence_compiles_nothing_within_a_bucket(llm: LLM):
     assert after["compilations"][f"attend, batch 1, context {n}"] == 1
 
 
-def test_compiled_programs_are_kept_on_disk(llm: LLM):
-    folder = jax.config.jax_compilation_cache_dir
-    assert folder is not None and jax.config.jax_persistent_cache_min_compile_time_secs == 0
+def test_compiled_programs_are_kept_on_disk(tmp_path):
+    """Another process has what one has compiled, though the user has chosen no folder for it."""
+    model = tiny_words_folder(tmp_path, 64)
+    chosen = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
+    environment = chosen | {"JAXLAMINA_CACHE": str(tmp_path / "cache"), "JAX_LOG_COMPILES": "1"}
+
+    def n_written() -> tuple[int, int]:
+        command = [
+            sys.executable,
+            "-m",
+            "jaxlamina",
+            "generate",
+            "w1",
+            "--model",
+            str(model),
+            "--max-tokens",
+            "3",
+            "--raw",
+        ]
+        done = subprocess.run(command, check=True, env=environment, cwd=ROOT, capture_output=True, text=True)
+        return len(list((tmp_path / "cache" / "xla").glob("*-cache"))), done.stderr.count(
+            "Persistent compilation cache hit"
+        )
+
+    n_programs, n_hits = n_written()
+    assert n_programs > 3 and n_hits < n_programs
+    assert n_written() == (n_programs, n_programs)
 
 
 def test_more_requests_than_fit_are_served_in_turn(small: LLM):

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from jaxlamina.bench.breakdown_cli import breakdown_command
 from jaxlamina.bench.exchange_cli import exchange_command
+from jaxlamina.bench.heavy_cli import heavy_command
 from jaxlamina.bench.kernels_cli import kernels_command
 from jaxlamina.bench.overhead_cli import overhead_command
 from jaxlamina.bench.prefix_cli import prefix_command
@@ -46,6 +47,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Only the line of JSON 
 
 add(app, "breakdown", breakdown_command)
 add(app, "exchange", exchange_command)
+add(app, "heavy", heavy_command)
 add(app, "kernels", kernels_command)
 add(app, "overhead", overhead_command)
 add(app, "prefix", prefix_command)
