@@ -3,7 +3,7 @@
     python documents.py README.md FOLDER
 
 runs a page's commands (```sh, ```console) and Python (```python) in FOLDER: one shell, one interpreter, and one server at a
-time, which a line of a block starts, is waited for, and is ended when the next one comes or the page ends. Output of a block
+time, which a line of a block starts, is waited for, and is ended when the next one comes or no later block has its port. Output of a block
 that fails is printed, and the exit code is 1. Of a ```console block the line after `$` is run, and what follows `> ` is
 typed. A block after `<!-- not run: why -->` or `<!-- needs: what -->` is not run. Knows nothing of what the blocks do.
 """
@@ -130,6 +130,7 @@ class Session:
         self.shell = Child(["bash", "-euo", "pipefail"], folder)
         self.python: Child | None = None
         self.server: subprocess.Popen[bytes] | None = None
+        self.port = ""  # ":8000", of the server
 
     def run(self, block: Block, number: int) -> str:
         end = f"end of block {number}"
@@ -167,6 +168,7 @@ class Session:
             if self.server.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{command} is not ready:\n{log.read_text()}")
             time.sleep(0.1)
+        self.port = address[1][address[1].rindex(":") :]
 
     def end_server(self) -> None:
         if self.server is not None:
@@ -186,16 +188,17 @@ def _healthy(url: str) -> bool:
 
 def main(page: str, folder: str) -> None:
     session = Session(Path(folder))
+    todo = [block for block in blocks(page) if block.language in RUN and block.why_not is None]
     try:
-        for number, block in enumerate(blocks(page)):
-            if block.language in RUN and block.why_not is None:
-                where, began = f"{page}:{block.line}", time.monotonic()
-                try:
-                    said = session.run(block, number)
-                except SystemExit as stop:
-                    raise SystemExit(f"{where}: {stop.code}\n--- of\n{block.text}") from None
-                print(f"{where}: {time.monotonic() - began:.1f} s\n{said}", flush=True)
-        session.end_server()
+        for number, block in enumerate(todo):
+            where, began = f"{page}:{block.line}", time.monotonic()
+            try:
+                said = session.run(block, number)
+                if not any(session.port in later.text for later in todo[number + 1 :]):
+                    session.end_server()
+            except SystemExit as stop:
+                raise SystemExit(f"{where}: {stop.code}\n--- of\n{block.text}") from None
+            print(f"{where}: {time.monotonic() - began:.1f} s\n{said}", flush=True)
     finally:
         if session.server is not None:
             session.server.kill()

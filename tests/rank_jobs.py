@@ -62,7 +62,9 @@ def started(
     n = sum(dop) + cluster.get("prefill_workers", 0)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     if "smollm2" not in json.dumps(scenarios):  # a model so small is compiled for longer than it runs
-        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        environment["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        )
     command = [*JOB, json.dumps(job)]
     if transport == "mpi":
         ranks = [(*mpirun_argv(n, "Open MPI", root=os.geteuid() == 0), *command)]

@@ -188,6 +188,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer i
 TEXT = "Once upon a time, in a small village by the sea, there lived an old fisherman who"
 
 
+@pytest.mark.slow  # tiny models do the same above
 def test_smollm2_writes_the_same_a_step_ahead(smollm2: LLM):
     """Ends of sequence, stop strings, samples, ranked ones and beams beside each other; what is counted, and what the
     prefix cache keeps."""

@@ -27,8 +27,8 @@ PAGES = [
 ]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNS = [page for page in PAGES if any(b.page == page and b.language in RUN and not b.why_not for b in BLOCKS)]
-# Two of them take a minute or more, and hold little that README has not.
-SLOW = ("docs/launch.md",)
+# A minute or more each, and they hold little that README has not.
+SLOW = ("docs/launch.md", "docs/serving.md")
 TIMEOUT_S = 900
 
 

@@ -296,8 +296,17 @@ def test_each_partition_equals_one_worker(n_workers, rows, window, softcap, seed
         assert_same(fed(pool_of(kind, n_workers, specs, n_slots), seed, lengths, chunks, 3), want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv", ["int8", "int8-channel", "int8-channel-asymmetric"])
+INT8_KV = ("int8", "int8-channel", "int8-channel-asymmetric")
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv"),
+    [  # each once; all of them together are slow tests
+        pytest.param(kind, kv, marks=[pytest.mark.slow] * (i != j))
+        for i, kind in enumerate(KINDS)
+        for j, kv in enumerate(INT8_KV)
+    ],
+)
 def test_each_partition_of_int8_equals_one_worker(kind: str, kv: str):
     specs = specs_of(window=4, kv=kv)
     scales = None

@@ -95,7 +95,7 @@ HEADS, REQUESTS, TOKENS = (
     [
         ("llama", {}),
         ("llama", {"split": False}),
-        ("llama", HEADS),
+        pytest.param("llama", HEADS, marks=pytest.mark.slow),
         pytest.param("llama", REQUESTS, marks=pytest.mark.slow),
         ("llama", TOKENS),
         ("mistral-window", {}),

@@ -49,7 +49,7 @@ def step(x, w):
         with span("attention", i, 1):
             x = jnp.cumsum(x, axis=1) / jnp.linalg.norm(x)
         with jax.named_scope(SPAN):
-            x = jnp.flip(x, axis=0)
+            x = jnp.sort(x, axis=0)  # not fused with what comes after it, and long enough to be seen
     return x @ w
 
 

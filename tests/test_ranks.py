@@ -15,7 +15,7 @@ from rank_jobs import DEADLINE_S, TRANSPORTS, check_greedy, mpi, run_job, starte
 
 SMOLLM2 = "smollm2-135m-instruct"
 SHAPES = [(1, "heads"), (2, "heads"), (2, "requests"), (2, "tokens"), (3, "requests"), (3, "tokens")]
-USUAL = [(1, "heads"), (2, "heads")]  # the others are slow tests, but for one over each transport
+USUAL = [(2, "heads")]  # the others are slow tests, but for some over one transport
 
 
 def slow(transport: str, *values: object) -> object:
@@ -27,7 +27,10 @@ def slow(transport: str, *values: object) -> object:
     ("transport", "n_workers", "partition"),
     [
         *(("xla", *shape) if shape in (*USUAL, (3, "tokens")) else slow("xla", *shape) for shape in SHAPES),
-        *(mpi(*shape) if shape in (*USUAL, (3, "requests")) else slow("mpi", *shape) for shape in SHAPES),
+        *(
+            mpi(*shape) if shape in (*USUAL, (1, "heads"), (3, "requests")) else slow("mpi", *shape)
+            for shape in SHAPES
+        ),
     ],
 )
 def test_ranks_give_the_unsplit_models_tokens(transport: str, n_workers: int, partition: str) -> None:
@@ -218,6 +221,7 @@ def test_int8_kv_on_other_ranks(kv_dtype: str) -> None:
     check_greedy(run_job("xla", 2, scenarios)[0], n_tokens=24)
 
 
+@pytest.mark.slow  # README's commands run the model over ranks, too
 @pytest.mark.mpi
 def test_smollm2_knows_a_capital_over_ranks() -> None:
     [found] = run_job("mpi", 1, [("answer", {"model": SMOLLM2, "prompt": "The capital of France is"})])
