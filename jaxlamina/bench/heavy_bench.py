@@ -85,7 +85,7 @@ async def measure(
     await try_out(target, prompt, size)
     rounds: dict[str, list[_Round]] = {request.name: [] for request in heavy}
     seen = _Seen()
-    async with _going_on(target, prompt, size, n_streams, seen), session(target) as http:
+    async with session(target) as http, _going_on(target, prompt, size, n_streams, seen):
         await asyncio.sleep(window_s)
         for i in range(n_rounds):
             for request in heavy:
@@ -101,14 +101,16 @@ async def measure(
 
 @asynccontextmanager
 async def _going_on(target: Target, prompt: Prompt, size: Size, n: int, seen: _Seen) -> AsyncIterator[None]:
+    over = asyncio.Event()
+
     async def stream(http: aiohttp.ClientSession) -> None:
-        while True:
+        while not over.is_set():
             answer = await ask(http, target, prompt, size)
             seen.n_failed += answer.error is not None
             seen.texts += zip(answer.text_s, answer.text_s[1:], strict=False)
 
     async def health(http: aiohttp.ClientSession) -> None:
-        while True:
+        while not over.is_set():
             began_s = time.perf_counter()
             async with http.get(target.base_url + "/health") as response:
                 await response.read()
@@ -117,10 +119,10 @@ async def _going_on(target: Target, prompt: Prompt, size: Size, n: int, seen: _S
             await asyncio.sleep(_HEALTH_EVERY_S)
 
     async with session(target) as http, asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work(http)) for work in (*[stream] * n, health)]
+        for work in (*[stream] * n, health):
+            group.create_task(work(http))
         yield
-        for task in tasks:
-            task.cancel()
+        over.set()  # what is being answered is read to its end, which is when its times are known
 
 
 async def _round(http: aiohttp.ClientSession, url: str, request: Heavy, window_s: float) -> _Round:
