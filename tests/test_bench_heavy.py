@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,7 +83,7 @@ def bench(server: str, *options: str) -> Any:
     return CliRunner().invoke(app, words)
 
 
-def test_heavy_requests_take_their_turns(server: str, tmp_path: Path) -> None:
+def test_heavy_requests_take_their_turns(server: str) -> None:
     result = bench(server, "--only", "empty messages, floats")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout.splitlines()[-1])

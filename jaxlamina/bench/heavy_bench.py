@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import aiohttp
 import numpy as np
@@ -107,7 +108,7 @@ async def _going_on(target: Target, prompt: Prompt, size: Size, n: int, seen: _S
         while not over.is_set():
             answer = await ask(http, target, prompt, size)
             seen.n_failed += answer.error is not None
-            seen.texts += zip(answer.text_s, answer.text_s[1:], strict=False)
+            seen.texts += pairwise(answer.text_s)
 
     async def health(http: aiohttp.ClientSession) -> None:
         while not over.is_set():

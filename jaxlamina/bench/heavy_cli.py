@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxlamina.bench.server_options import ApiKey, BaseUrl, Host, Port, ServedModel, address
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 from jaxlamina.tables import print_table
@@ -21,16 +22,11 @@ if TYPE_CHECKING:
 
 
 def heavy_command(
-    base_url: Annotated[
-        str | None,
-        typer.Option(help="The server, such as https://example.org/v1. Default: --host and --port."),
-    ] = None,
-    host: Annotated[str, typer.Option()] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    model: Annotated[str | None, typer.Option(help="Default: the first that the server has.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar=["JAXLAMINA_API_KEY", "OPENAI_API_KEY"], help="The server's key.")
-    ] = None,
+    base_url: BaseUrl = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    model: ServedModel = None,
+    api_key: ApiKey = None,
     only: Annotated[
         str, typer.Option(help="Names of heavy requests, separated by commas. Default: all.")
     ] = "",
@@ -55,7 +51,7 @@ def heavy_command(
     for name in names:
         if name not in heavy:
             raise UserError(f"--only: {name!r} is not one of {', '.join(heavy)}")
-    url = (base_url or f"http://{host}:{port}").rstrip("/").removesuffix("/v1")
+    url = address(base_url, host, port)
     served = asyncio.run(serve_client.look(url, model, api_key))
     target = serve_client.Target(url, "completions", served.model, api_key, ignore_eos=True)
     size = Size(16, output_len)

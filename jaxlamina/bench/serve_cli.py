@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxlamina.bench.server_options import ApiKey, BaseUrl, Host, Port, ServedModel, address
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 from jaxlamina.tables import print_table
@@ -31,17 +32,12 @@ _SHOWN_ERRORS = 5
 
 
 def serve_command(
-    base_url: Annotated[
-        str | None,
-        typer.Option(help="The server, such as https://example.org/v1. Default: --host and --port."),
-    ] = None,
-    host: Annotated[str, typer.Option()] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    base_url: BaseUrl = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
-    model: Annotated[str | None, typer.Option(help="Default: the first that the server has.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar=["JAXLAMINA_API_KEY", "OPENAI_API_KEY"], help="The server's key.")
-    ] = None,
+    model: ServedModel = None,
+    api_key: ApiKey = None,
     dataset_name: Annotated[str, typer.Option(help=", ".join(DATASETS) + ".")] = "random",
     dataset_path: Annotated[
         Path | None, typer.Option(help="The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens.")
@@ -96,7 +92,7 @@ def serve_command(
     if endpoint not in serve_client.PATHS:
         raise UserError(f"--endpoint {endpoint!r} must be {' or '.join(serve_client.PATHS)}")
     _check_dataset(dataset_name, dataset_path, speedup, request_rate)
-    url = (base_url or f"http://{host}:{port}").rstrip("/").removesuffix("/v1")
+    url = address(base_url, host, port)
     served = asyncio.run(serve_client.look(url, model, api_key))
     target = serve_client.Target(url, endpoint, served.model, api_key, ignore_eos, timeout)
     if dataset_path is not None:
