@@ -153,7 +153,8 @@ class Shape:
 class Compiled:
     """Which sizes have programs: while others are being compiled, a step is padded to the smallest of these that holds it.
 
-    Any thread may `add`; ``wanted`` counts the steps that would have had a smaller program, by its sizes.
+    Any thread may `add`; ``wanted``: of each sizes without a program, the rows of padding that it would have saved steps, and
+    one for each step.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -176,8 +177,9 @@ class Compiled:
         holding = [shape for shape in self._shapes if shape.holds(wanted)]
         if not holding:
             return found
-        self.wanted[found] += 1
-        return min(holding, key=lambda shape: shape.room)
+        taken = min(holding, key=lambda shape: shape.room)
+        self.wanted[found] += 1 + max(0, taken.room[0] - found.room[0])
+        return taken
 
     def rows(self, n: int) -> int:
         """Rows that ``n`` sequences of one prompt, whose logits are all they have, are padded to."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
@@ -131,11 +132,19 @@ def warm_up(
         if n_done < len(todo):
             on_done(n_done)
 
-    # No step is run meanwhile: compiling tries kernels out on the device.
-    compiled = _compile_ahead(engine, todo, done, stopped)
+    # First, since a rank that compiles its moves does nothing else; and no step is run while others compile, which try
+    # kernels out on the device.
+    _move(engine)
     sizes = {shape.batch for shape in todo}
-    for usual in (True, False) if all_of_drawing else (True,):
-        _prepare_drawing(engine, sizes, stopped, usual=usual)
+
+    def prepare_drawing() -> None:
+        for usual in (True, False) if all_of_drawing else (True,):
+            _prepare_drawing(engine, sizes, stopped, usual=usual)
+
+    with ThreadPoolExecutor(1) as beside:
+        drawing = beside.submit(prepare_drawing)
+        compiled = _compile_ahead(engine, todo, done, stopped)
+        drawing.result()
     for shape in todo:
         if stopped():
             return
@@ -147,7 +156,6 @@ def warm_up(
     if stopped():
         return
     _try(engine, compiled)
-    _move(engine)
     engine.sizes.add(todo)
     if todo:
         on_done(len(todo))
@@ -209,7 +217,7 @@ class Behind:
                 )
 
     def _next(self) -> Shape:
-        """The one that most steps have wanted, or the first."""
+        """The one that would save steps most padding, or the first."""
         wanted = self._engine.sizes.wanted
         found = max(self._todo, key=lambda shape: wanted[shape])
         self._todo.remove(found)

@@ -396,13 +396,14 @@ def as_json(
 
 def chosen(names: str, n_gpus: int, only: str = "") -> list[Group]:
     """Groups whose names contain one of ``names``, that so many GPUs can run; ``only``: those of their cases whose names
-    contain it."""
+    contain one of these."""
     wanted = [name.strip() for name in names.split(";") if name.strip()]
     groups = [
         g for g in cases.GROUPS if g.n_gpus <= n_gpus and (not wanted or any(w in g.name for w in wanted))
     ]
-    if only:
-        groups = [dataclasses.replace(g, cases=tuple(c for c in g.cases if only in c.name)) for g in groups]
+    if parts := [part.strip() for part in only.split(";") if part.strip()]:
+        kept = {g.name: tuple(c for c in g.cases if any(p in c.name for p in parts)) for g in groups}
+        groups = [dataclasses.replace(g, cases=kept[g.name]) for g in groups]
     return [g for g in groups if g.cases]
 
 
@@ -412,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=tuple(cases.SIZES), default="full")
     parser.add_argument("--gpus", type=int, help="how many to use; default all that are there")
     parser.add_argument("--groups", default="", help="parts of groups' names, by semicolons; default all")
-    parser.add_argument("--only", default="", help="part of cases' names")
+    parser.add_argument("--only", default="", help="parts of cases' names, by semicolons")
     parser.add_argument("--side-by-side", type=int, default=4, help="groups at once, where they may")
     parser.add_argument("--limit-s", type=float, default=460.0, help="for all of it")
     parser.add_argument("--case-s", type=float, default=150.0, help="without a case being done")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
-KvDtype = Literal["auto", "int8", "int8-channel"]
+KvDtype = Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"]
 # decode: every token by a decode step, from an empty context. long: the same of windows of 1,024 tokens. chunks: prompts in
 # chunks, then decode steps. mixed: each prompt's chunks in the steps in which earlier rows are decoded. moves: as chunks, and
 # midway KV is copied, moved to the host, and back into other slots. tokens: the engine, greedy, from a pool too small for all.
@@ -140,6 +140,7 @@ _UNSPLIT = _cases(
     ("f32 moves", {"how": "moves", "dtype": "float32", "covers": ("moves",)}),
     ("f32 int8", {"how": "decode", "dtype": "float32", "kv_dtype": "int8"}),
     ("f32 int8-channel", {"how": "decode", "dtype": "float32", "kv_dtype": "int8-channel"}),
+    ("f32 asymmetric", {"how": "decode", "dtype": "float32", "kv_dtype": "int8-channel-asymmetric"}),
     ("f32 tokens", {"how": "tokens", "dtype": "float32", "llm": UNSPLIT | SMALL_POOL}),
     llm=UNSPLIT,
     covers=("unsplit",),
@@ -218,6 +219,10 @@ def _ranks(transport: str) -> tuple[Case, ...]:
         ("int8 staggered", {"how": "decode", "kv_dtype": "int8", "at": {"n_batches": 2}, "covers": (transport, "staggered")}),
         ("int8 moves", {"how": "moves", "kv_dtype": "int8", "at": OFF, "covers": (transport, "moves")}),
         ("int8-channel", {"how": "decode", "kv_dtype": "int8-channel", "at": OFF}),
+        ("asymmetric", {"how": "decode", "kv_dtype": "int8-channel-asymmetric", "at": OFF}),
+        ("f32 mixed", {"how": "mixed", "dtype": "float32", "at": OFF, "covers": (transport, "mixed steps")}),
+        ("f32 chunks", {"how": "chunks", "dtype": "float32", "at": OFF}),
+        ("bf16 chunks", {"how": "chunks", "at": OFF}),
         covers=(transport,),
     )  # fmt: skip
 
@@ -249,7 +254,7 @@ GROUPS: tuple[Group, ...] = (
         _only(
             _ranks("ranks by nccl"),
             *("f32", "bf16 q with k, v", "bf16 q first", "bf16 staggered", "bf16 mixed"),
-            *("int8", "int8-channel"),
+            *("int8", "int8-channel", "f32 mixed", "f32 chunks", "bf16 chunks"),
         ),
         {"transport": "xla", "peer_memory": False},
         n_gpus=2,
@@ -328,6 +333,7 @@ NOISE: Mapping[tuple[str, str], tuple[float, float]] = {
     ("demo", "bfloat16"): (0.062, 1.8),
     ("demo", "int8"): (0.057, 0.75),
     ("demo", "int8-channel"): (0.089, 0.64),
+    ("demo", "int8-channel-asymmetric"): (0.089, 0.64),
     ("random", "bfloat16"): (0.056, 0.32),
     ("random", "int8"): (0.047, 0.21),
     ("random", "int8-channel"): (0.081, 0.55),

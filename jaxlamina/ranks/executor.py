@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
-from jaxlamina.workers.workspace import LargestStep
+from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
 _log = logging.getLogger("uvicorn.error")  # the server's log
@@ -244,11 +245,24 @@ class RanksExecutor:
             return None, logits
         return _without_padding(logits[0], batch), logits[1:]
 
-    def candidates(self, n_rows: int) -> tuple[int, ...]:
-        """How many staggered batches a decode step of so many rows may run as: one number, or those that are tried."""
+    def candidates(self, n_rows: int, context: int) -> tuple[int, ...]:
+        """How many staggered batches a decode step of so many rows and earlier tokens a row may run as: one number, or those
+        that are tried."""
         if self.n_batches == "auto":
-            return self.choice.possible(n_rows)
+            return self.choice.possible(n_rows) if self._may_pay_to_stagger(n_rows, context) else (1,)
         return (self.n_batches if n_rows >= self.n_batches else 1,)
+
+    def _may_pay_to_stagger(self, n_rows: int, context: int) -> bool:
+        """Staggered batches read all weights once each. On one model worker beside attention workers of its kind that pays
+        only where attention, and the exchanges, would be waited for as long: not where all the KV that a step can read is
+        less than half of the weights."""
+        cluster = self.group.cluster
+        if self.layout.n_replicas > 1 or self.layout.stages:
+            return True
+        if cluster.attention_platform != cluster.model_platform:
+            return True
+        kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
+        return kv_bytes > tree_bytes(self.model.params) / 2
 
     def staggering(self) -> dict[str, Any]:
         """How decode steps are staggered: ``n_batches``, and where that is "auto" of each bucket the number chosen (None while
@@ -262,19 +276,21 @@ class RanksExecutor:
 
     def _settled_n_batches(self, batch: DecodeBatch) -> int:
         """Staggered batches of a step whose time says nothing of them."""
-        n_rows = len(batch.tokens)
-        if self.n_batches == "auto":
-            return self.choice.settled((n_rows, batch.slot_table.shape[1]), n_rows)
-        return self.candidates(n_rows)[0]
+        bucket = n_rows, _ = len(batch.tokens), batch.slot_table.shape[1]
+        possible = self.candidates(*bucket)
+        return possible[0] if len(possible) == 1 else self.choice.settled(bucket, n_rows)
 
     def _rows(self, batch: DecodeBatch, n_batches: int | None = None) -> tuple[Part, Callable[[float], None]]:
         """A decode step as ``n_batches``, or as it is its turn, its rows padded to whole staggered batches or mini-batches; and
         who is to be told its seconds."""
-        n_rows = len(batch.tokens)
-        bucket = n_rows, batch.slot_table.shape[1]
+        bucket = n_rows, _ = len(batch.tokens), batch.slot_table.shape[1]
+        on_done: Callable[[float], None] = _nothing
         if n_batches is None:
-            auto = self.n_batches == "auto"
-            n_batches = self.choice.next(bucket, n_rows) if auto else self.candidates(n_rows)[0]
+            possible = self.candidates(*bucket)
+            n_batches = possible[0]
+            if len(possible) > 1:
+                n_batches = self.choice.next(bucket, n_rows)
+                on_done = partial(self.choice.took, bucket, n_batches)
         mini_batches = self.mini_batches if n_batches == 1 and n_rows >= self.mini_batches else 1
         n_parts = max(n_batches, mini_batches)
         batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
@@ -282,8 +298,7 @@ class RanksExecutor:
         shape, told, at = self.pool.plan("decode", batch, q_first, n_batches)
         if mini_batches > 1:
             shape = msgspec.structs.replace(shape, mini_batches=mini_batches)
-        rows = Part(shape, told, at, (batch.tokens, batch.positions))
-        return rows, partial(self.choice.took, bucket, n_batches)
+        return Part(shape, told, at, (batch.tokens, batch.positions)), on_done
 
     def _prompts(self, batch: PrefillBatch, q_first: bool, of_all: bool) -> Part:
         shape, told, at = self.pool.plan(batch.kind, batch, q_first)
@@ -332,11 +347,15 @@ class RanksExecutor:
             for rank in (*self.group.model_ranks_in(shape), *self.group.workers):
                 self.group.send(rank, m.PrepareLater(shape, self.group.transport.traceable, behind))
 
+        own = {rows: None for shape in missing if (rows := shape.part_of(0)) is not None}
+
+        def compile_one(rows: m.StepShape) -> None:
+            if rows not in self._compiled:
+                self._compiled[rows] = self._compile(rows, behind)
+
         def run() -> None:
-            for shape in missing:
-                rows = shape.part_of(0)
-                if rows is not None and rows not in self._compiled:
-                    self._compiled[rows] = self._compile(rows, behind)
+            with ThreadPoolExecutor(1 if behind else max(1, len(own))) as pool:
+                list(pool.map(compile_one, own))
 
         return run
 
@@ -360,7 +379,8 @@ class RanksExecutor:
         if isinstance(batch, PrefillBatch):
             return [self._prompts(batch, self.q_first, of_all).shape]
         if chunk is None:
-            return [self._rows(batch, n)[0].shape for n in self.candidates(len(batch.tokens))]
+            numbers = self.candidates(len(batch.tokens), batch.slot_table.shape[1])
+            return [self._rows(batch, n)[0].shape for n in numbers]
         return [self.pool.plan_with_chunk(batch, chunk, self.q_first)[0]] if self._goes_together else []
 
     @property

@@ -19,6 +19,7 @@ from pallas_kernels.gpu.mail import Ring
 
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT\s+)?%?([\w.\-]+) = ")
+_BRACKET = re.compile(r"[()\[\]{}]")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
@@ -209,11 +210,21 @@ def _place(lists: Mapping[int, Sequence[Exchange]], rank: int, i: int, describe:
 
 @dataclass(frozen=True)
 class _Instruction:
+    """``rest``: the line from the bracket of its operands on. Most instructions' are never looked into."""
+
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]
-    attributes: str
+    rest: str
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        inside = self.rest[1 : _end(self.rest, 0) - 1]
+        return tuple(part.split()[-1].lstrip("%") for part in _parts(inside) if part.strip())
+
+    @property
+    def attributes(self) -> str:
+        return self.rest[_end(self.rest, 0) :]
 
 
 # A computation's instructions' shapes by name, and what one instruction exchanges.
@@ -293,19 +304,16 @@ def _instruction(line: str) -> Iterator[_Instruction]:
     opcode = _OPCODE.match(line, at)
     if at < 0 or not opcode:
         return
-    end = _end(line, opcode.end() - 1)
-    inside = line[opcode.end() : end - 1]
-    names = tuple(part.split()[-1].lstrip("%") for part in _parts(inside) if part.strip())
-    yield _Instruction(start[1], line[start.end() : at], opcode[1], names, line[end:])
+    yield _Instruction(start[1], line[start.end() : at], opcode[1], line[opcode.end() - 1 :])
 
 
 def _end(line: str, at: int) -> int:
     """Where the bracket that opens at ``at`` is closed, one past it."""
     depth = 0
-    for i in range(at, len(line)):
-        depth += (line[i] in "([{") - (line[i] in ")]}")
+    for found in _BRACKET.finditer(line, at):
+        depth += 1 if found[0] in "([{" else -1
         if depth == 0:
-            return i + 1
+            return found.end()
     return len(line)
 
 

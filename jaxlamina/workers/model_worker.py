@@ -87,13 +87,17 @@ class ModelWorker:
         self.like: Mapping[str, Any] = self.params if like is None else dict(like)
         self._model = model
         self._programs = programs
+        self._splits: dict[tuple[int, int, bool], SplitModel] = {}
         self._decode: dict[int, BoundModel[DecodeSlice]] = {}
         self._prefill: dict[tuple[int, int, bool], BoundModel[PrefillSlice]] = {}
 
     def split(self, batch: int, n_tokens: int = 1, *, of_all: bool = False) -> SplitModel:
         """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits, or those
-        ``of_all``."""
-        return split(trace_step(self._model, self.like, batch, n_tokens, of_all=of_all))
+        ``of_all``. Programs of other contexts share it."""
+        key = batch, n_tokens, of_all
+        if key not in self._splits:
+            self._splits[key] = split(trace_step(self._model, self.like, *key[:2], of_all=of_all))
+        return self._splits[key]
 
     def decode(self, batch: int) -> BoundModel[DecodeSlice]:
         """The model's slices for a decode step of ``batch`` rows, made on first use."""
