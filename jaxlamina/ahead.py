@@ -81,11 +81,15 @@ def only_compiled(device: jax.Device) -> Iterator[Callable[..., jax.ShapeDtypeSt
         _here.sharding = None
 
 
-class Program:
-    """A jitted function."""
+# Kernels are not tried out: XLA does so in memory that a step may still be using, and these are small.
+_OPTIONS = {"xla_gpu_autotune_level": 0}
 
-    def __init__(self, jitted: Any) -> None:
-        self._jitted = jitted
+
+class Program:
+    """A function to be jitted, which may be compiled while steps run. ``options``: of `jax.jit`."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._jitted = jax.jit(function, compiler_options=_OPTIONS, **options)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         sharding: Sharding | None = getattr(_here, "sharding", None)

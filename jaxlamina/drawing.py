@@ -45,7 +45,7 @@ class Drawing:
         self.vocab_size = vocab_size
         self._most_candidates = max_rows * max(2, 1 + n_end_tokens)  # as `BeamSearch.n_candidates`
         self._newest = NewestTokens(max_rows, sizes.buckets.batch[-1])
-        self._rows_of = Program(jax.jit(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows]))
+        self._rows_of = Program(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows])
 
     def begin(self) -> None:
         self._newest.begin()

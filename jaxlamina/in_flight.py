@@ -120,13 +120,11 @@ class NewestTokens:
 
 
 @Program
-@jax.jit
 def _picked(tokens: jax.Array, places: jax.Array, known: jax.Array) -> jax.Array:
     return jnp.where(places[:, None] < 0, known, tokens[places][:, None])
 
 
 @Program
-@jax.jit
 def _placed(all_tokens: jax.Array, tokens: jax.Array, first: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(all_tokens, tokens, (first,))
 

@@ -425,7 +425,7 @@ class Sampler:
                 self.n_compiled += 1  # Python runs once a program
             return function(*args, **options)
 
-        return Program(jax.jit(counted, static_argnames=static))
+        return Program(counted, static_argnames=static)
 
 
 def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> jax.Array:

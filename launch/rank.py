@@ -6,6 +6,7 @@ Knows its place, its platform and how it ends; what it does meanwhile is `jaxlam
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import traceback
@@ -31,6 +32,7 @@ _OF_THE_CLUSTER = {"--attention-workers", "--partition", "--split", "--no-split"
 def run() -> None:
     """The process's entry: ends it with the rank's exit code."""
     _keep_stdout_clean()
+    faulthandler.enable()  # what a library dies of is said by where its caller was
     code = main()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -234,6 +234,17 @@ def test_a_collective_of_some_ranks_is_refused(groups):
         xla_exchanges(hlo, 2)
 
 
+def test_an_array_that_travels_in_an_order_of_its_own_is_refused():
+    def text(order):
+        array = f"u32[1,64,9,65]{{{order}}}"
+        permute = f"%r = {array} collective-permute(%p), source_target_pairs={{{{0,1}}}}"
+        return entry(f"%p = {array} parameter(0)", permute)
+
+    assert xla_exchanges(text("3,2,1,0"), 0) == (Exchange("send", 1, (1, 64, 9, 65), "uint32"),)
+    with pytest.raises(ValueError, match="'r' sends an array whose dimensions lie in memory in an order"):
+        xla_exchanges(text("3,1,0,2"), 0)
+
+
 def test_what_is_not_understood_is_an_error_and_no_empty_list():
     with pytest.raises(ValueError, match="scheduled module"):
         xla_exchanges(text("xla", VERSIONS[1]).replace("is_scheduled=true, ", ""), 0)

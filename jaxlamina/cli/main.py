@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 `doctor` found something broken, 2 bad input, 130 interrup
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import sys
 from collections.abc import Sequence
@@ -57,6 +59,8 @@ def main(arguments: Sequence[str] | None = None, who: str = "") -> int:
 
     ``who``: which of several processes this is; the line begins with it.
     """
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
+        faulthandler.enable()  # what a library dies of is said by where its caller was
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxlamina")
     except SystemExit as stop:

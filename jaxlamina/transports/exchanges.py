@@ -22,6 +22,7 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT\s+)?%?([\w.\-]+) = ")
 _BRACKET = re.compile(r"[()\[\]{}]")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_LAYOUT = re.compile(r"\]\{([\d,]+)")
 _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
 _TARGET = re.compile(r'custom_call_target="mpi_(\w+?)_ffi"')
 # A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced in.
@@ -61,7 +62,8 @@ def xla_exchanges(hlo: str, rank: int) -> tuple[Exchange, ...]:
     """What a program sends and receives by XLA's collectives, in order, as partition ``rank`` of it.
 
     A permute's pairs are exchanges of the ranks they name, lower senders first; all other collectives are "all".
-    Raises ValueError as `mpi_exchanges`, and for a collective of some of the ranks.
+    Raises ValueError as `mpi_exchanges`, for a collective of some of the ranks, and for an array that does not lie in memory
+    row by row.
     """
     return _Module(hlo).expand(lambda i, shapes: _xla(i, shapes, rank))
 
@@ -347,6 +349,11 @@ def _arrays(shape: str) -> list[tuple[tuple[int, ...], str]]:
     return found
 
 
+def _layouts(shape: str) -> list[list[int]]:
+    """Of an instruction's arrays the dimensions from that with neighbours in memory on, where they are written."""
+    return [[int(n) for n in found.split(",")] for found in _LAYOUT.findall(shape)]
+
+
 def _mpi(i: _Instruction, shapes: _Shapes, world: int | None) -> Sequence[Exchange]:
     target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
     if not target:
@@ -385,6 +392,11 @@ def _xla(i: _Instruction, shapes: _Shapes, rank: int) -> Sequence[Exchange]:
         raise ValueError(f"{i.name!r} is a {opcode} made from a permute, which is not understood here")
     if opcode not in _COLLECTIVES | {_RAGGED, "collective-permute"}:
         return ()
+    if any(order != sorted(order, reverse=True) for order in _layouts(i.shape)):
+        raise ValueError(
+            f"{i.name!r} sends an array whose dimensions lie in memory in an order that XLA chose on this rank alone, "
+            f"{i.shape}: send it in one dimension"
+        )
     operands = [array for name in i.operands for array in _arrays(shapes[name])]
     if opcode == "collective-permute":
         text = re.search(r"source_target_pairs=\{(.*?\})?\}", i.attributes)

@@ -174,7 +174,7 @@ class XlaTransport:
 
     def _permute_both(self, x: jax.Array, peer: int) -> jax.Array:
         pairs = [(self.rank, peer), (peer, self.rank)]
-        return self._by_bits(x, lambda x: lax.ppermute(x, AXIS, sorted(pairs)))
+        return self._as_line(x, lambda line: lax.ppermute(line, AXIS, sorted(pairs)))
 
     def _as_sent(self, x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         """``x`` as a line of the longer of the two messages, since both ends of one collective have one shape: in its own
@@ -255,18 +255,22 @@ class XlaTransport:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
     def _permute(self, x: jax.Array, source: int, to: int) -> jax.Array:
-        return self._by_bits(x, lambda x: lax.ppermute(x, AXIS, [(source, to)]))
+        return self._as_line(x, lambda line: lax.ppermute(line, AXIS, [(source, to)]))
 
     def _all_to_all(self, rows: jax.Array) -> jax.Array:
         """``rows [n_ranks, …]``: row r goes to rank r. One such is faster than a permute for each of several workers."""
-        return self._by_bits(rows, lambda x: lax.all_to_all(x, AXIS, 0, 0))
+        return self._as_line(rows, lambda line: lax.all_to_all(line, AXIS, 0, 0, tiled=True))
 
-    def _by_bits(self, x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        bits = self._bits.get(x.dtype)
+    def _as_line(self, x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """``exchange`` of the bits of ``x`` in one dimension: of an array of several, each rank's XLA chooses for itself in which
+        order they lie in memory, and that is how they travel (docs/findings.md)."""
+        bits, line = self._bits.get(x.dtype, x.dtype), x.reshape(-1)
         with jax.named_scope(SPAN):
-            if bits is None:
-                return exchange(x)
-            return lax.bitcast_convert_type(exchange(lax.bitcast_convert_type(x, bits)), x.dtype)
+            if bits == x.dtype:
+                return exchange(line).reshape(x.shape)
+            return lax.bitcast_convert_type(exchange(lax.bitcast_convert_type(line, bits)), x.dtype).reshape(
+                x.shape
+            )
 
     def _global(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         assert shape, "an array of a program has a dimension at least"
