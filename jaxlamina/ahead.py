@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -63,6 +63,31 @@ class Ahead(Generic[T]):
         threads, self._threads, self._begun = self._threads, None, {}
         if threads is not None:
             threads.shutdown(cancel_futures=True)
+
+
+def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """What each gives, each called by a thread of its own, for which a process that ends does not wait. What the first of
+    those that failed raised is raised, once all are done."""
+    found: list[T | None] = [None] * len(calls)
+    errors: list[tuple[int, BaseException]] = []
+
+    def run(i: int, call: Callable[[], T]) -> None:
+        try:
+            found[i] = call()
+        except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
+            errors.append((i, error))
+
+    threads = [
+        threading.Thread(target=run, args=(i, call), name=f"compile_{i}", daemon=True)
+        for i, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors, key=lambda of: of[0])[1]
+    return cast(list[T], found)
 
 
 _here = threading.local()

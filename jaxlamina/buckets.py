@@ -113,6 +113,11 @@ class Shape:
         return f"{text}, prefill workers {', '.join(map(str, self.workers))}" if self.workers else text
 
     @property
+    def has_prompt(self) -> bool:
+        """Whether tokens of a prompt are computed in it."""
+        return self.kind != "decode" or self.alongside is not None
+
+    @property
     def buckets(self) -> Buckets:
         """Those that give just these sizes."""
         return Buckets(

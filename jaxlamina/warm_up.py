@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
@@ -24,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlamina.ahead import Ahead, n_compiling
+from jaxlamina.ahead import Ahead, n_compiling, side_by_side
 from jaxlamina.buckets import Buckets, Shape, bucket
 from jaxlamina.engine import Engine
 from jaxlamina.scheduler import SCORED_CHUNK
@@ -36,7 +35,7 @@ _log = logging.getLogger("uvicorn.error")
 _SHORT_TOKENS = 64
 # How long this process's threads have Python in turn while programs are traced: a step asks for it some hundred times.
 _SWITCH_S = 0.0002
-_ASK_AGAIN_S = 0.25  # where another rank is still compiling
+_ASK_AGAIN_S = 0.25
 
 
 def shapes(
@@ -96,9 +95,10 @@ def _with_fewest(sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, in
     yield from ((below + 1, size) for below, size in pairwise(sizes))
 
 
-def first_of(todo: Sequence[Shape]) -> list[Shape]:
+def first_of(todo: Sequence[Shape], n_at_once: int = 1) -> list[Shape]:
     """The few that every step of ``todo`` can be padded to, one of each kind, and those that a first request, alone and short,
-    is run by."""
+    is run by. Where more are compiled ``n_at_once``, also a prompt or chunk of half the longest's tokens: to compute padding is
+    what costs most until there are finer ones."""
     largest: dict[Any, Shape] = {}
     for shape in todo:
         group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all
@@ -106,6 +106,13 @@ def first_of(todo: Sequence[Shape]) -> list[Shape]:
     small = [shape for shape in todo if not (shape.alongside or shape.workers or shape.of_all)]
     short = [shape for shape in small if shape.kind != "decode" and shape.n_tokens >= _SHORT_TOKENS]
     found = [*largest.values(), *[shape for shape in small if shape.kind == "decode"][:1], *short[:1]]
+    if n_at_once > len(set(found)):
+        most = max((shape.n_tokens for shape in small), default=0)
+        longest_context = max((shape.context for shape in small if shape.kind == "chunk"), default=0)
+        half = [
+            s for s in small if s.kind == "chunk" and s.n_tokens <= most // 2 and s.context == longest_context
+        ]
+        found += sorted(half, key=lambda shape: shape.n_tokens)[-1:]
     return list(dict.fromkeys(found))
 
 
@@ -141,10 +148,8 @@ def warm_up(
         for usual in (True, False) if all_of_drawing else (True,):
             _prepare_drawing(engine, sizes, stopped, usual=usual)
 
-    with ThreadPoolExecutor(1) as beside:
-        drawing = beside.submit(prepare_drawing)
-        compiled = _compile_ahead(engine, todo, done, stopped)
-        drawing.result()
+    compiled, _ = side_by_side([lambda: _compile_ahead(engine, todo, done, stopped), prepare_drawing])
+    assert compiled is not None
     for shape in todo:
         if stopped():
             return
@@ -162,7 +167,7 @@ def warm_up(
 
 
 class Behind:
-    """Compiles ``todo`` while requests are answered, the sizes that steps have wanted first, by a thread of its own.
+    """Compiles ``todo`` while requests are answered, ``n_at_once``, the sizes that steps have wanted first, by threads of its own.
 
     ``between_steps(call)`` has the engine's thread do so when no step is being launched; from then on steps are padded to the
     new sizes, too. ``on_done(n)`` when one more is there.
@@ -174,7 +179,9 @@ class Behind:
         todo: Sequence[Shape],
         on_done: Callable[[int], None],
         between_steps: Callable[[Callable[[], None]], None],
+        n_at_once: int = 1,
     ) -> None:
+        self._n_at_once = n_at_once
         self._engine, self._todo, self._on_done = engine, list(todo), on_done
         self._between_steps = between_steps
         self._stopped = threading.Event()
@@ -205,53 +212,67 @@ class Behind:
         engine, drawn = self._engine, {shape.batch for shape in self._engine.sizes.shapes}
         try:
             _prepare_drawing(engine, drawn, self._stopped.is_set, usual=False)
-            for n_done in range(1, len(self._todo) + 1):
-                if self._stopped.is_set():
-                    return
-                self._compile(self._next(), drawn)
-                self._on_done(n_done)
+            n_done = 0
+            while self._todo and not self._stopped.is_set():
+                these = self._next()
+                self._compile(these, drawn)
+                for shape in these:
+                    if self._stopped.is_set():
+                        return
+                    self._between(partial(self._adopt, shape))
+                    n_done += 1
+                    self._on_done(n_done)
         except Exception:  # noqa: BLE001 (whatever it is: what is compiled by now serves every request)
             if not self._stopped.is_set():
                 _log.exception(
                     "a program could not be compiled: steps go on with the larger ones that there are"
                 )
 
-    def _next(self) -> Shape:
-        """The one that would save steps most padding, or the first."""
+    def _next(self) -> list[Shape]:
+        """Those that would save steps most padding, or the first."""
         wanted = self._engine.sizes.wanted
-        found = max(self._todo, key=lambda shape: wanted[shape])
-        self._todo.remove(found)
+        found = sorted(self._todo, key=lambda shape: -wanted[shape])[: self._n_at_once]
+        self._todo = [shape for shape in self._todo if shape not in found]
         return found
 
-    def _compile(self, shape: Shape, drawn: set[int]) -> None:
+    def _compile(self, these: list[Shape], drawn: set[int]) -> None:
+        """Returns once all of them are compiled, on all ranks: until then nothing new is run (`_load`)."""
         engine = self._engine
-        if shape.batch not in drawn:
-            drawn.add(shape.batch)
-            for usual in (True, False):
-                _prepare_drawing(engine, {shape.batch}, self._stopped.is_set, usual=usual)
-        if shape.of_all:
-            _prepare_scores(engine, shape)
-        compiles = _later(engine, shape, behind=True)
-        if compiles is not None:
-            compiles()
-        while not (self._adopted(shape) or self._stopped.is_set()):
-            time.sleep(_ASK_AGAIN_S)
+        compiles = [_later(engine, shape, behind=True) for shape in these]
 
-    def _adopted(self, shape: Shape) -> bool:
-        """Whether steps are padded to ``shape`` from now on: not while another rank is compiling it."""
-        asked, ready = threading.Event(), False
+        def prepare_drawing() -> None:
+            for shape in these:
+                if shape.batch not in drawn:
+                    drawn.add(shape.batch)
+                    for usual in (True, False):
+                        _prepare_drawing(engine, {shape.batch}, self._stopped.is_set, usual=usual)
+                if shape.of_all:
+                    _prepare_scores(engine, shape)
 
-        def adopt() -> None:
-            nonlocal ready
-            ready = _prepare(self._engine, shape)
-            if ready:
-                self._engine.sizes.add([shape])
-            asked.set()
+        side_by_side([prepare_drawing, *(call for call in compiles if call is not None)])
+        found: list[bool] = []
+        while not (found and all(found)) and not self._stopped.is_set():
+            if found:
+                time.sleep(_ASK_AGAIN_S)  # another rank is still compiling
+            found.clear()
+            self._between(lambda: found.extend(_prepare(engine, shape) for shape in these))
 
-        self._between_steps(adopt)
-        while not (asked.wait(0.1) or self._stopped.is_set()):
+    def _adopt(self, shape: Shape) -> None:
+        """Steps are padded to ``shape`` from now on."""
+        _load(self._engine, shape)
+        self._engine.sizes.add([shape])
+
+    def _between(self, call: Callable[[], None]) -> None:
+        """Has the engine's thread do so between two steps, and waits for it."""
+        done = threading.Event()
+
+        def run() -> None:
+            call()
+            done.set()
+
+        self._between_steps(run)
+        while not (done.wait(0.1) or self._stopped.is_set()):
             pass
-        return ready
 
 
 def _give_way() -> None:
@@ -348,11 +369,27 @@ def _batches(engine: Engine, shape: Shape, made: Callable[[Shape, int, int], Any
 
 
 def _try(engine: Engine, compiled: Collection[Shape]) -> None:
-    """Runs the smallest decode step of what was compiled and not run: a model that cannot be run is to end a server's start."""
+    """Of what was compiled and not run the smallest decode step, since a model that cannot be run is to end a server's start, and
+    what is to be run before others compile again."""
     steps = [shape for shape in compiled if shape.kind == "decode" and shape.alongside is None]
     if steps:
         smallest = min(steps, key=lambda shape: (shape.batch, shape.context))
         jax.block_until_ready(_run(engine, smallest))
+    for shape in compiled:
+        _load(engine, shape)
+
+
+def _load(engine: Engine, shape: Shape) -> None:
+    """Runs a program once, on padding alone, if its first run must not fall together with another's compilation."""
+    executor: Any = engine.executor
+    if shape.has_prompt and _loads_at_first_run(executor.device):
+        jax.block_until_ready(_run(engine, shape))
+
+
+def _loads_at_first_run(device: jax.Device) -> bool:
+    """Whether what computes prompts there is loaded by its first run: cuDNN loads its attention by a CUDA graph, which whatever
+    another thread asks of the GPU meanwhile spoils, or ends the process (docs/findings.md)."""
+    return device.platform == "gpu"
 
 
 def _move(engine: Engine) -> None:

@@ -123,6 +123,10 @@ def test_a_cpu_has_few_sizes():
     todo = shapes(sizes, max_model_len=8192, max_chunk=2048)
     assert len(todo) == 6 * 2 + 7 * 2, "what `jaxlamina serve` compiles with its defaults"
     assert {shape.kind for shape in todo} == {"decode", "chunk"}
+    more = [shape for shape in first_of(todo, 8) if shape not in first_of(todo)]
+    assert more == [Shape("chunk", 1, 1024, 8192)], (
+        "half of a step's longest prompt, where many cores compile"
+    )
     # A prompt that follows nothing is a chunk; it needs no program of its own.
     assert sizes.fit(Shape("prefill", 1, 40, 0)) == Shape("chunk", 1, 64, 2048)
     alone = shapes(sizes, max_model_len=8192, max_chunk=2048, chunks=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -324,6 +325,53 @@ def test_programs_are_compiled_behind_requests(options):
     assert [o.token_ids for o in llm.generate(prompts, greedy)] == expected
     llm.generate(prompts, SamplingParams(temperature=0.7, top_p=0.9, logprobs=3, repetition_penalty=1.2))
     assert llm.stats()["n_compilations"] == n, llm.stats()["compilations"]
+    llm.engine.check_integrity()
+
+
+def test_what_loads_at_its_first_run_is_run_while_nothing_is_compiled(monkeypatch):
+    """As on GPUs, where cuDNN's attention is loaded so; on padding alone, before a request's step is padded to it."""
+    monkeypatch.setattr("jaxlamina.warm_up._loads_at_first_run", lambda device: True)
+    config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 256})
+    limits = {"max_num_seqs": 2, "max_model_len": 200, "max_num_batched_tokens": 64}
+    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), split=False, **limits)
+    executor, compiling = llm.executor, set()
+    prefill, compile_later = executor.prefill, executor.compile_later
+    ran: list[tuple[tuple[int, int], bool, bool]] = []
+
+    def recorded(batch):
+        sizes = batch.tokens.shape[1], batch.slot_table.shape[1]
+        known = any((s.n_tokens, s.context) == sizes and s.has_prompt for s in llm.engine.sizes.shapes)
+        ran.append((sizes, bool(compiling), known))
+        return prefill(batch)
+
+    def compiled_later(*batches, **options):
+        compiles = compile_later(*batches, **options)
+
+        def run():
+            compiling.add(compiles)
+            try:
+                return compiles()
+            finally:
+                compiling.remove(compiles)
+
+        return run
+
+    monkeypatch.setattr(executor, "prefill", recorded)
+    monkeypatch.setattr(executor, "compile_later", compiled_later)
+    todo = shapes(llm.buckets, max_model_len=200, max_chunk=64)
+    first = first_of(todo)
+    warm_up(llm.engine, first, lambda n: None, lambda: False, all_of_drawing=False)
+    rest, done, calls = [s for s in todo if s not in first], [], queue.SimpleQueue()
+    behind = Behind(llm.engine, rest, done.append, calls.put, n_at_once=3)
+    behind.start()
+    while len(done) < len(rest):
+        with contextlib.suppress(queue.Empty):
+            calls.get(timeout=0.1)()
+    assert behind.join(60)
+    prompts = {(s.n_tokens, s.context) for s in (*first, *rest) if s.has_prompt}
+    assert len(prompts) > len([s for s in first if s.has_prompt]) >= 1
+    assert {sizes for sizes, _, _ in ran} == prompts
+    assert not any(meanwhile or known for _, meanwhile, known in ran), ran
     llm.engine.check_integrity()
 
 

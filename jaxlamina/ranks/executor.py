@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jaxlamina.ahead import side_by_side
 from jaxlamina.buckets import Cut
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
@@ -353,11 +353,7 @@ class RanksExecutor:
             if rows not in self._compiled:
                 self._compiled[rows] = self._compile(rows, behind)
 
-        def run() -> None:
-            with ThreadPoolExecutor(1 if behind else max(1, len(own))) as pool:
-                list(pool.map(compile_one, own))
-
-        return run
+        return lambda: side_by_side([partial(compile_one, rows) for rows in own])
 
     def prepare(
         self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, *, of_all: bool = False

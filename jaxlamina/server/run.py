@@ -24,6 +24,7 @@ from fastapi import FastAPI
 
 import jaxlamina
 from jaxlamina import garbage
+from jaxlamina.ahead import n_compiling
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
 from jaxlamina.profiling.under_load import OneWindow, say_under_load
@@ -81,7 +82,7 @@ class App:
         self.settings = settings
         self._on_progress, self._on_ready = on_progress, on_ready
         self._todo = _todo(llm, settings) if settings.warm_up else []
-        self._first = self._todo if settings.wait_for_all else first_of(self._todo)
+        self._first = self._todo if settings.wait_for_all else first_of(self._todo, n_compiling())
         if compiles_behind(llm.engine):
             self._todo = list(dict.fromkeys((*self._first, *self._todo)))
         else:
@@ -247,7 +248,10 @@ class App:
         """The rest of the programs, while requests are answered."""
         rest = self._todo[len(self._first) :]
         if self._todo and not self.settings.wait_for_all:
-            self._behind = Behind(self._engine, rest, self._compiled_behind, self.engine.between_steps)
+            n_at_once = max(1, n_compiling() // 2)  # the rest is the steps'
+            self._behind = Behind(
+                self._engine, rest, self._compiled_behind, self.engine.between_steps, n_at_once
+            )
             self._behind.start()
 
     def _compiled_behind(self, n: int) -> None:
