@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,9 +105,13 @@ class Server:
 
 @contextmanager
 def serving(
-    *options: str, before: tuple[str, ...] = ("-m", "jaxlamina"), ready: bool = True
+    *options: str,
+    before: tuple[str, ...] = ("-m", "jaxlamina"),
+    ready: bool = True,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """``jaxlamina serve`` with ``options`` on a free port, ready to answer unless it shall not be."""
+    """``jaxlamina serve`` with ``options`` on a free port, ready to answer unless it shall not be. ``variables``: more of its
+    environment."""
     words = [sys.executable, *before, "serve", "--port", "0", *options]
     process = subprocess.Popen(
         words,
@@ -116,7 +120,7 @@ def serving(
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=environment(),
+        env=environment(**(variables or {})),
     )
     server = Server(process)
     reader = threading.Thread(target=server.read, daemon=True)
