@@ -28,6 +28,7 @@ from jaxlamina.bench.kernels_cli import kernels_command
 from jaxlamina.bench.overhead_cli import overhead_command
 from jaxlamina.bench.prefix_cli import prefix_command
 from jaxlamina.bench.serve_cli import serve_command
+from jaxlamina.bench.start_cli import start_command
 from jaxlamina.bench.step_cli import step_command
 from jaxlamina.bench.throughput_cli import throughput_command
 from jaxlamina.cli.command import HELP, Command, add
@@ -52,6 +53,7 @@ add(app, "kernels", kernels_command)
 add(app, "overhead", overhead_command)
 add(app, "prefix", prefix_command)
 add(app, "serve", serve_command)
+add(app, "start", start_command)
 add(app, "step", step_command)
 add(app, "throughput", throughput_command)
 
