@@ -109,13 +109,20 @@ def test_a_command_that_is_shown_has_the_options_it_is_shown_with(where, command
     if "launch" in words and "-m" in words:
         parse("python -m launch", "", words[words.index("launch") + 1 :])
         return
-    words = words[words.index("jaxlamina") + 1 :]
+    check_options(words[words.index("jaxlamina") + 1 :], where)
+
+
+def check_options(words: list[str], where: str) -> None:
     if words[0] == "launch":
         if "--" not in words:
             return  # no more than its name, and "…"
         words = words[words.index("--") + 1 :]
         if words == ["x"]:
             return
+    if words[:2] == ["bench", "start"] and "--" in words:  # what it starts is a command, too
+        at = words.index("--")
+        check_options(words[at + 1 :], where)
+        words = words[:at]
     current: Any = typer.main.get_command(app)
     context, name = None, "jaxlamina"
     while hasattr(current, "commands"):

@@ -290,10 +290,11 @@ def test_an_answer_follows_a_grammar(client, server, grammar):
     asked = {"model": MODEL, "messages": QUESTION, "temperature": 1.5, "max_tokens": 30, "seed": 1}
     [choice] = client.chat.completions.create(**asked, extra_body=form).choices
     assert re.fullmatch("(ab|c[0-9]{2}){3}", choice.message.content) and choice.finish_reason == "stop"
-    for wrong in ("start: (", "root = ", "start: x", "start: \ud800", 7, "x" * 70_000):
+    named = dict.fromkeys(("start: (", "root = ", "start: x", 7, "x" * 70_000), "structured_outputs.grammar")
+    for wrong, says in (named | {"start: \ud800": "its text is not Unicode: "}).items():
         body = asked | {"structured_outputs": {"grammar": wrong}}
         status, found = server.request("POST", "/v1/chat/completions", body)
-        assert status == 400 and "structured_outputs.grammar" in found["error"]["message"], (wrong, found)
+        assert status == 400 and says in found["error"]["message"], (wrong, found)
 
 
 # -- responses --------------------------------------------------------------------------------------------------------
