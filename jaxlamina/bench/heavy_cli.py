@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxlamina.bench.server_options import ApiKey, BaseUrl, Host, Port, ServedModel, address
+from jaxlamina.bench.server_options import ApiKey, BaseUrl, Host, Port, ServedModel, Streams, address
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 from jaxlamina.tables import print_table
@@ -30,7 +30,7 @@ def heavy_command(
     only: Annotated[
         str, typer.Option(help="Names of heavy requests, separated by commas. Default: all.")
     ] = "",
-    streams: Annotated[int, typer.Option(min=1, help="Requests of others that are answered meanwhile.")] = 2,
+    streams: Streams = 2,
     output_len: model_options.OutputLen = 128,
     window: Annotated[
         float, typer.Option(min=0.1, help="Seconds without the heavy request, and as many with it.")

@@ -1,4 +1,4 @@
-"""Options of the benches that ask a server that is there already, each defined once."""
+"""Options of the benches that ask a server, each defined once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ ServedModel = Annotated[str | None, typer.Option(help="Default: the first that t
 ApiKey = Annotated[
     str | None, typer.Option(envvar=["JAXLAMINA_API_KEY", "OPENAI_API_KEY"], help="The server's key.")
 ]
+Streams = Annotated[int, typer.Option(min=1, help="Requests of others that are answered meanwhile.")]
 
 
 def address(base_url: str | None, host: str, port: int) -> str:

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxlamina.bench.server_options import Streams
 from jaxlamina.cli import model_options
 from jaxlamina.tables import print_table
 
@@ -23,9 +24,9 @@ def start_command(
         list[str] | None,
         typer.Argument(metavar="-- COMMAND", help="serve …, or launch … -- serve …. Default: serve."),
     ] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Requests that are answered at once meanwhile.")] = 1,
+    streams: Streams = 2,
     input_len: model_options.InputLen = 16,
-    output_len: model_options.OutputLen = 64,
+    output_len: model_options.OutputLen = 128,
     behind: Annotated[
         float, typer.Option(min=0.1, help="Seconds at most of streams while programs are compiled.")
     ] = 120.0,
