@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -65,17 +65,16 @@ class Ahead(Generic[T]):
             threads.shutdown(cancel_futures=True)
 
 
-def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What each gives, each called by a thread of its own, for which a process that ends does not wait. What the first of
-    those that failed raised is raised, once all are done."""
-    found: list[T | None] = [None] * len(calls)
-    errors: list[tuple[int, BaseException]] = []
+def side_by_side(calls: Sequence[Callable[[], object]]) -> None:
+    """Each called by a thread of its own, for which a process that ends does not wait. What the first of those that failed
+    raised is raised, once all are done."""
+    errors: dict[int, BaseException] = {}
 
-    def run(i: int, call: Callable[[], T]) -> None:
+    def run(i: int, call: Callable[[], object]) -> None:
         try:
-            found[i] = call()
+            call()
         except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
-            errors.append((i, error))
+            errors[i] = error
 
     threads = [
         threading.Thread(target=run, args=(i, call), name=f"compile_{i}", daemon=True)
@@ -86,8 +85,7 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
     for thread in threads:
         thread.join()
     if errors:
-        raise min(errors, key=lambda of: of[0])[1]
-    return cast(list[T], found)
+        raise errors[min(errors)]
 
 
 _here = threading.local()

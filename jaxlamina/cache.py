@@ -17,3 +17,8 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "jaxlamina"
     except RuntimeError:  # no HOME and no entry in the password file, as in some containers
         return Path(tempfile.gettempdir()) / f"jaxlamina-{os.getuid()}"
+
+
+def programs_dir() -> Path:
+    """Of the cache folder that of compiled programs."""
+    return cache_dir() / "xla"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxlamina.cache import cache_dir
+from jaxlamina.cache import programs_dir
 
 
 def keep_programs() -> None:
@@ -15,7 +15,7 @@ def keep_programs() -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    folder = cache_dir() / "xla"
+    folder = programs_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home: every process compiles for itself

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlamina import __version__
-from jaxlamina.cache import cache_dir
+from jaxlamina.cache import cache_dir, programs_dir
 
 Status = Literal["ok", "missing", "broken"]
 DEADLINE_S = 60
@@ -182,7 +182,7 @@ def _storage() -> Iterator[Finding]:
         mend = "export JAXLAMINA_CACHE=/a/folder/that/can/be/written"
         yield Finding("cache", "missing", f"{folder} cannot be written", mend)
     else:
-        programs = len(list((folder / "xla").glob("*-cache"))) if (folder / "xla").is_dir() else 0
+        programs = len(list(programs_dir().glob("*-cache"))) if programs_dir().is_dir() else 0
         free = shutil.disk_usage(nearest).free / 2**30
         yield Finding("cache", "ok", f"{folder}, {programs} compiled programs, {free:.0f} GiB free")
     path = demo.present()

@@ -148,8 +148,8 @@ def warm_up(
         for usual in (True, False) if all_of_drawing else (True,):
             _prepare_drawing(engine, sizes, stopped, usual=usual)
 
-    compiled, _ = side_by_side([lambda: _compile_ahead(engine, todo, done, stopped), prepare_drawing])
-    assert compiled is not None
+    compiled: set[Shape] = set()
+    side_by_side([lambda: compiled.update(_compile_ahead(engine, todo, done, stopped)), prepare_drawing])
     for shape in todo:
         if stopped():
             return

@@ -35,7 +35,7 @@ from jaxlamina.cli.command import HELP, Command, add
 from jaxlamina.cli.model_options import MODEL_HELP, find
 from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table
+from jaxlamina.tables import print_table, print_where
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -105,7 +105,7 @@ def split_command(
 
 
 def _show_split(out: Console, record: dict[str, Any], found: list[Any], where: Any) -> None:
-    _header(out, where)
+    print_where(out, where)
     table = Table(
         title=f"{record['config']}, decode step of {record['batch']} requests, {record['dtype']}, abstract weights",
         box=box.SIMPLE_HEAD,
@@ -224,7 +224,7 @@ def _show_decode(out: Console, report: Any, where: Any) -> None:
     def title(peer: str) -> str:
         return TITLES.get(peer, peer)
 
-    _header(out, where)
+    print_where(out, where)
     table = Table(
         title=f"{report.model}, float32, greedy: prompt {report.n_prompt_tokens} ({report.prompt_kind}), "
         f"{report.n_steps} decode steps, median of {report.n_rounds} interleaved rounds",
@@ -278,12 +278,6 @@ def _show_decode(out: Console, report: Any, where: Any) -> None:
         out.print(f"{title(peer)}: {note}", style="dim", soft_wrap=True)
     for peer, why in report.left_out.items():
         out.print(f"left out: {title(peer)}, {why}", style="yellow", soft_wrap=True)
-
-
-def _header(out: Console, where: Any) -> None:
-    out.print(where.line(), style="dim", soft_wrap=True)
-    if where.busy():
-        out.print(where.busy(), style="yellow", soft_wrap=True)
 
 
 def _counts(option: str, text: str) -> list[int]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table
+from jaxlamina.tables import print_table, print_where
 
 
 def exchange_command(
@@ -109,9 +109,7 @@ def _aims(report: Any) -> list[dict[str, Any]]:
 def _show(out: Console, report: Any, where: Any) -> None:
     from jaxlamina.bench.exchange_bench import size_text
 
-    out.print(where.line(), style="dim", soft_wrap=True)
-    if where.busy():
-        out.print(where.busy(), style="yellow", soft_wrap=True)
+    print_where(out, where)
     table = Table(
         title=f"ping-pong of two ranks inside a program, median of {report.n_rounds} interleaved rounds",
         box=box.SIMPLE_HEAD,

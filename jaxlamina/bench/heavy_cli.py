@@ -15,7 +15,7 @@ from rich.table import Table
 from jaxlamina.bench.server_options import ApiKey, BaseUrl, Host, Port, ServedModel, Streams, address
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table
+from jaxlamina.tables import print_table, print_where
 
 if TYPE_CHECKING:
     from jaxlamina.bench.heavy_bench import Effect
@@ -83,9 +83,7 @@ def heavy_command(
     }
     if not as_json:
         out = Console()
-        out.print(where.line(), style="dim", soft_wrap=True)
-        if where.busy():
-            out.print(where.busy(), style="yellow", soft_wrap=True)
+        print_where(out, where)
         print_table(out, _table(effects))
         out.print(
             f"ITL: p99 of the time between others' pieces of text, {streams} streams; its ratio is the median of {rounds} "

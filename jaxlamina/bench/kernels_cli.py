@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table
+from jaxlamina.tables import print_table, print_where
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
@@ -112,9 +112,7 @@ def _tune(chosen: list[Any], dtype: Any, seed: int, on_progress: Any) -> None:
 def _show(
     out: Console, record: dict[str, Any], known: dict[str, Any], results: list[Any], where: Any
 ) -> None:
-    out.print(f"{record['accelerator']}; {where.line()}", style="dim", soft_wrap=True)
-    if where.busy():
-        out.print(where.busy(), style="yellow", soft_wrap=True)
+    print_where(out, where, f"{record['accelerator']}; ")
     for name in dict.fromkeys(r.case for r in results):
         case, mine = known[name], [r for r in results if r.case == name]
         lengths = case.lengths

@@ -18,7 +18,7 @@ from rich.table import Table
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 from jaxlamina.gpus import MEMORY_SHARE
-from jaxlamina.tables import print_table
+from jaxlamina.tables import print_table, print_where
 
 _SERVER_S = 1800.0  # to compile everything
 # Of a GPU's memory for each of the two processes that have the model.
@@ -117,9 +117,7 @@ def _rates(text: str) -> list[float]:
 
 
 def _show(out: Console, record: dict[str, Any], where: Any) -> None:
-    out.print(where.line(), style="dim", soft_wrap=True)
-    if where.busy():
-        out.print(where.busy(), style="yellow", soft_wrap=True)
+    print_where(out, where)
     out.print(f"{record['model']}, {record['dtype']}, {record['accelerator']}", soft_wrap=True)
     for case in record["cases"]:
         title = f"{case['case']} tokens, {case['n_attempts']} attempts"

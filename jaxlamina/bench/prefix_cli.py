@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from jaxlamina.cli.model_options import MODEL_HELP, find
+from jaxlamina.tables import print_where
 
 
 def prefix_command(
@@ -31,9 +32,7 @@ def prefix_command(
     record = times.to_dict()
     if not as_json:
         out = Console()
-        out.print(where.line(), style="dim", soft_wrap=True)
-        if where.busy():
-            out.print(where.busy(), style="yellow", soft_wrap=True)
+        print_where(out, where)
         for name, seconds, n in (
             ("first", record["first_median_s"], times.n_computed_first),
             ("second", record["second_median_s"], times.n_computed_second),

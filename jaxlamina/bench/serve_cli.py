@@ -20,7 +20,7 @@ from rich.table import Table
 from jaxlamina.bench.server_options import ApiKey, BaseUrl, Host, Port, ServedModel, address
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table
+from jaxlamina.tables import print_table, print_where
 
 if TYPE_CHECKING:
     from jaxlamina.bench.loads import Size
@@ -242,9 +242,7 @@ def _show(
     from jaxlamina.bench import loads, serve_metrics
 
     n_in, n_out = loads.means(load.sizes)
-    out.print(where.line(), style="dim", soft_wrap=True)
-    if where.busy():
-        out.print(where.busy(), style="yellow", soft_wrap=True)
+    print_where(out, where)
     out.print(
         f"{record['model']} at {record['base_url']}, {record['endpoint']}: {record['num_prompts']} requests "
         f"({record['dataset_name']}), asked for {n_in:.0f} prompt and {n_out:.0f} output tokens each on average",

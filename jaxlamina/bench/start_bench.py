@@ -7,13 +7,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,12 +22,11 @@ import numpy as np
 
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.serve_client import Target, ask, look, prompts, session
-from jaxlamina.cache import cache_dir
+from jaxlamina.bench.server_process import Server, running
+from jaxlamina.cache import cache_dir, programs_dir
 from jaxlamina.errors import UserError
 
-_PROGRAMS = "xla"  # the cache folder's part that `jaxlamina.compilation` fills
 _POLL_S = 0.05
-_END_S = 60.0
 _ALL = re.compile(r"compiled all (\d+) programs")
 
 
@@ -91,22 +88,22 @@ def cache_without_programs() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="jaxlamina-bench-") as folder:
         known = cache_dir()
         for path in sorted(known.iterdir()) if known.is_dir() else ():
-            if path.name != _PROGRAMS:
+            if path != programs_dir():
                 (Path(folder) / path.name).symlink_to(path)
         yield Path(folder)
 
 
 def measure(
-    words: Sequence[str],
+    command: Sequence[str],
     load: Load,
     *,
     n_rounds: int,
     deadline_s: float,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> list[Start]:
-    """Two starts a round: without programs on disk, and with those of the first. ``UserError`` for a server that ends, or does
+    """Two starts of ``command`` (`command_of`) a round: without programs on disk, and with those of the first. ``UserError`` for a server that ends, or does
     not answer within ``deadline_s``."""
-    command, found = command_of(words), []
+    found = []
     for i in range(n_rounds):
         with cache_without_programs() as cache:
             for name in ("empty", "full"):
@@ -116,89 +113,30 @@ def measure(
 
 
 def _start(command: Sequence[str], name: str, cache: Path, load: Load, deadline_s: float) -> Start:
+    kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    all_compiled = threading.Event()
+    all_s, n_programs = None, None
     began_s = time.monotonic()
-    with _running(command, {"JAXLAMINA_CACHE": str(cache)}) as server:
-        url = server.address(began_s + deadline_s)
+
+    def look_for_all(line: str) -> None:
+        nonlocal all_s, n_programs
+        if found := _ALL.search(line):
+            all_s, n_programs = time.monotonic() - began_s, int(found[1])
+            all_compiled.set()
+
+    with running(command, kept | {"JAXLAMINA_CACHE": str(cache)}, look_for_all) as server:
+        url = server.wait_for("serving ", deadline_s).rpartition(" at ")[2]
         target = asyncio.run(_first_answer(server, url, began_s + deadline_s))
         first_s = time.monotonic() - began_s
-        behind = asyncio.run(_streams(target, load, load.behind_s, server.all_compiled.is_set))
-        n = server.n_programs
-        all_s = None if server.all_compiled_at_s is None else server.all_compiled_at_s - began_s
-        after = asyncio.run(_streams(target, load, load.after_s, lambda: False)) if all_s is not None else []
+        behind = asyncio.run(_streams(target, load, load.behind_s, all_compiled.is_set))
+        is_known = all_compiled.is_set()
+        after = asyncio.run(_streams(target, load, load.after_s, lambda: False)) if is_known else []
         server.check()
-    return Start(name, first_s, all_s, n, Gaps.of(behind), Gaps.of(after))
+    all_known = (all_s, n_programs) if is_known else (None, None)
+    return Start(name, first_s, *all_known, Gaps.of(behind), Gaps.of(after))
 
 
-class _Server:
-    """A process and what it says."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self.all_compiled = threading.Event()
-        self.all_compiled_at_s: float | None = None
-        self.n_programs: int | None = None
-
-    def read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.strip())
-            if found := _ALL.search(line):
-                self.n_programs, self.all_compiled_at_s = int(found[1]), time.monotonic()
-                self.all_compiled.set()
-
-    def check(self) -> None:
-        """``UserError`` if it has ended."""
-        if self.process.poll() is not None:
-            raise UserError(f"the server ended: {self.last_line()}")
-
-    def last_line(self) -> str:
-        said = [line for line in self.lines if line]
-        return next(
-            (line for line in reversed(said) if line.startswith("error")), (said or ["it said nothing"])[-1]
-        )
-
-    def address(self, until_s: float) -> str:
-        while True:
-            for line in list(self.lines):
-                if line.startswith("serving ") and " at http" in line:
-                    return line.rpartition(" at ")[2]
-            self.check()
-            if time.monotonic() > until_s:
-                raise UserError(f"the server listens nowhere yet: {self.last_line()}")
-            time.sleep(_POLL_S)
-
-
-@contextmanager
-def _running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[_Server]:
-    kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=kept | dict(variables),
-        start_new_session=True,  # a job's ranks end with it
-    )
-    server = _Server(process)
-    reader = threading.Thread(target=server.read, daemon=True)
-    reader.start()
-    try:
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        reader.join(_END_S)
-        assert process.stderr is not None
-        process.stderr.close()
-
-
-async def _first_answer(server: _Server, url: str, until_s: float) -> Target:
+async def _first_answer(server: Server, url: str, until_s: float) -> Target:
     """Asks for one token, again and again from the start; what was asked, for others to ask."""
     size = Size(1, 1)
     while True:

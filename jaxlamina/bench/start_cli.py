@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxlamina.bench.server_options import Streams
 from jaxlamina.cli import model_options
-from jaxlamina.tables import print_table
+from jaxlamina.tables import print_table, print_where
 
 if TYPE_CHECKING:
     from jaxlamina.bench.start_bench import Gaps, Start
@@ -46,17 +46,15 @@ def start_command(
 
     words = list(command or ["serve"])
     load = start_bench.Load(streams, Size(input_len, output_len), behind, after)
-    start_bench.command_of(words)  # says at once what is wrong with it
+    line = start_bench.command_of(words)
     where = machine.describe(["aiohttp"])
     with Console(stderr=True).status("starting") as status:
         starts = start_bench.measure(
-            words, load, n_rounds=rounds, deadline_s=deadline, on_progress=status.update
+            line, load, n_rounds=rounds, deadline_s=deadline, on_progress=status.update
         )
     if not as_json:
         out = Console()
-        out.print(where.line(), style="dim", soft_wrap=True)
-        if where.busy():
-            out.print(where.busy(), style="yellow", soft_wrap=True)
+        print_where(out, where)
         print_table(out, _table(starts))
         out.print(
             f"Seconds from the command. ITL: time between pieces of text, {streams} at once of {output_len} tokens each, while "

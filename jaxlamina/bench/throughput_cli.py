@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxlamina.cli import model_options
 from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table
+from jaxlamina.tables import print_table, print_where
 
 if TYPE_CHECKING:
     from jaxlamina.bench.loads import Size
@@ -183,9 +183,7 @@ def _limit(record: dict[str, Any], ratio: float) -> str:
 def _show(out: Console, record: dict[str, Any], report: Any, where: Any) -> None:
     from jaxlamina.bench.throughput_bench import ALONE, OURS, PADDED, TRANSFORMERS
 
-    out.print(where.line(), style="dim", soft_wrap=True)
-    if where.busy():
-        out.print(where.busy(), style="yellow", soft_wrap=True)
+    print_where(out, where)
     n_in, n_out = record["mean_lengths"]
     out.print(
         f"{record['model']}, {record['n_layers']} layers, {record['dtype']}, {record['accelerator']}, "
