@@ -349,22 +349,17 @@ class SamplingBatch(NamedTuple):
     @classmethod
     def build(cls, rows: Sequence[Row], size: int, newest: Any = None) -> SamplingBatch:
         """``rows``, padded with greedy ones to ``size``; ``newest`` [size, 1] int32 as `adjustments.build` has it."""
-        knobs = Knobs(
-            temperature=np.zeros(size, np.float32),
-            top_k=np.full(size, NO_TOKEN, np.int32),
-            top_p=np.ones(size, np.float32),
-            min_p=np.zeros(size, np.float32),
-            seeds=np.zeros((size, 2), np.uint32),
-            positions=np.zeros(size, np.int32),
-        )
-        for b, row in enumerate(rows):
-            p = row.params
-            knobs.temperature[b] = p.temperature
-            knobs.top_k[b] = p.top_k if p.top_k > 0 else NO_TOKEN
-            knobs.top_p[b], knobs.min_p[b] = p.top_p, p.min_p
-            knobs.seeds[b] = row.seed & 0xFFFFFFFF, row.seed >> 32
-            knobs.positions[b] = row.position
         params = [row.params for row in rows]
+        seeds = np.zeros((size, 2), np.uint32)
+        seeds[: len(rows)] = [(row.seed & 0xFFFFFFFF, row.seed >> 32) for row in rows]
+        knobs = Knobs(
+            temperature=_column([p.temperature for p in params], size, 0, np.float32),
+            top_k=_column([p.top_k if p.top_k > 0 else NO_TOKEN for p in params], size, NO_TOKEN, np.int32),
+            top_p=_column([p.top_p for p in params], size, 1, np.float32),
+            min_p=_column([p.min_p for p in params], size, 0, np.float32),
+            seeds=seeds,
+            positions=_column([row.position for row in rows], size, 0, np.int32),
+        )
         return cls(
             knobs,
             adjustments.build([row.adjusted for row in rows], size, newest),
@@ -372,6 +367,13 @@ class SamplingBatch(NamedTuple):
             filters=any(p.filters and not p.greedy for p in params),
             n_top=_logprobs_width([p.needed_logprobs for p in params]),
         )
+
+
+def _column(values: Sequence[float], size: int, fill: float, dtype: Any) -> np.ndarray:
+    """``values``, one a row, and ``fill`` for the rows after them. Many times faster than row by row."""
+    column = np.full(size, fill, dtype)
+    column[: len(values)] = values
+    return column
 
 
 # How many likeliest tokens are reported: three programs at most, and five is what people ask for.

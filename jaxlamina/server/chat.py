@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxlamina.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxlamina.server.async_engine import Prompt
-from jaxlamina.server.forms import Form, prompt_field, ranked
+from jaxlamina.server.forms import Chunk, Form, Text, prompt_field, ranked
 from jaxlamina.server.protocol import (
     ChatAnswer,
     ChatChoice,
@@ -65,6 +65,7 @@ class ChatForm(Form):
             )
         return ChatCompletionResponse(
             id=self.id,
+            created=self.created,
             model=self.model,
             choices=choices,
             usage=self.usage(outputs),
@@ -80,13 +81,20 @@ class ChatForm(Form):
 
     def piece(
         self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
-    ) -> Iterator[ChatCompletionChunk]:
+    ) -> Iterator[Chunk]:
+        read = self._readers[choice].add(text)
+        if entry is None and ids is None and read.answered and not (read.thought or read.calls):
+            yield Text(choice, read.answered)
+            return
         logprobs = self._logprobs(None if entry is None else [entry])
-        delta = self._delta(choice, self._readers[choice].add(text))
+        delta = self._delta(choice, read)
         if delta is None and (logprobs, ids) != (None, None):
             delta = Delta(content="")
         if delta is not None:
             yield self._chunk(ChunkChoice(index=choice, delta=delta, logprobs=logprobs, token_ids=ids))
+
+    def text_chunk(self, choice: int, text: str) -> ChatCompletionChunk:
+        return self._chunk(ChunkChoice(index=choice, delta=Delta(content=text)))
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[ChatCompletionChunk]:
         reader = self._readers[choice]
@@ -113,10 +121,12 @@ class ChatForm(Form):
         )
 
     def usage_chunk(self, counts: Usage) -> ChatCompletionChunk:
-        return ChatCompletionChunk(id=self.id, model=self.model, choices=[], usage=counts)
+        return ChatCompletionChunk(
+            id=self.id, created=self.created, model=self.model, choices=[], usage=counts
+        )
 
     def _chunk(self, choice: ChunkChoice) -> ChatCompletionChunk:
-        return ChatCompletionChunk(id=self.id, model=self.model, choices=[choice])
+        return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice])
 
     def _logprobs(self, entries: Sequence[PositionLogprobs] | None) -> ChatLogprobs | None:
         return None if entries is None else ChatLogprobs(content=[self._token(entry) for entry in entries])

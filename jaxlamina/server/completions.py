@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxlamina.server.async_engine import Prompt
-from jaxlamina.server.forms import Form, prompt_field, ranked
+from jaxlamina.server.forms import Chunk, Form, Text, prompt_field, ranked
 from jaxlamina.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
@@ -62,7 +62,9 @@ class CompletionForm(Form):
                     token_ids=list(completion.token_ids) if self.gives_ids else None,
                 )
             )
-        return CompletionResponse(id=self.id, model=self.model, choices=choices, usage=self.usage(outputs))
+        return CompletionResponse(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage(outputs)
+        )
 
     def opening(self) -> Iterator[CompletionResponse]:
         for which, echo in enumerate(self._echoes):
@@ -81,9 +83,15 @@ class CompletionForm(Form):
 
     def piece(
         self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
-    ) -> Iterator[CompletionResponse]:
+    ) -> Iterator[Chunk]:
+        if entry is None and ids is None:
+            yield Text(choice, text)
+            return
         logprobs = self._logprobs(choice, None if entry is None else [entry])
         yield self._chunk(CompletionChoice(index=choice, text=text, logprobs=logprobs, token_ids=ids))
+
+    def text_chunk(self, choice: int, text: str) -> CompletionResponse:
+        return self._chunk(CompletionChoice(index=choice, text=text))
 
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[CompletionResponse]:
         completion = self._given(completion)
@@ -97,7 +105,9 @@ class CompletionForm(Form):
         return CompletionOutput(completion.index, "", (), None, none, "length")
 
     def usage_chunk(self, counts: Usage) -> CompletionResponse:
-        return CompletionResponse(id=self.id, model=self.model, choices=[], usage=counts)
+        return CompletionResponse(
+            id=self.id, created=self.created, model=self.model, choices=[], usage=counts
+        )
 
     def _prompt_ids(self, choice: int) -> list[int] | None:
         return list(self._prompts[choice // self.n].token_ids) if self.gives_ids else None
@@ -106,7 +116,7 @@ class CompletionForm(Form):
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             choice.prompt_token_ids = self._prompt_ids(choice.index)
-        return CompletionResponse(id=self.id, model=self.model, choices=[choice])
+        return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=[choice])
 
     def _logprobs(
         self, choice: int, entries: Sequence[PositionLogprobs | None] | None

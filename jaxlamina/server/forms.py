@@ -7,16 +7,30 @@ nothing of the engine or HTTP.
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenEvent
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.protocol import PromptEntry, PromptLogprob, PromptTokensDetails, Usage
+
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_ANY_TEXT = "\ue000text\ue000"
+
+
+class Text(NamedTuple):
+    """A chunk that has some more text of a choice and nothing else: nearly all of a stream."""
+
+    choice: int
+    text: str
+
+
+Chunk = BaseModel | Text
 
 
 class Form(ABC):
@@ -30,18 +44,20 @@ class Form(ABC):
     ) -> None:
         self.model, self.n, self.gives_written, self.gives_ids = model, n, gives_written, gives_ids
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
         self._include_usage = include_usage
+        self._around: dict[int, tuple[str, str]] = {}  # a choice's text, in the event of a `Text`
         self._finished: dict[int, RequestOutput] = {}
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         """All of it. ``outputs``: one a prompt."""
 
-    def opening(self) -> Iterator[BaseModel]:
+    def opening(self) -> Iterator[Chunk]:
         """Chunks before the first token."""
         yield from ()
 
-    def chunks(self, which: int, event: TokenEvent) -> Iterator[BaseModel]:
+    def chunks(self, which: int, event: TokenEvent) -> Iterator[Chunk]:
         """What prompt number ``which``'s event adds to the stream."""
         if event.prompt_logprobs is not None:
             yield from self.scored(which, event.prompt_logprobs)
@@ -53,30 +69,42 @@ class Form(ABC):
             for completion in event.output.outputs:
                 yield from self.end(self._choice(which, completion.index), completion)
 
-    def closing(self) -> Iterator[BaseModel]:
+    def closing(self) -> Iterator[Chunk]:
         """Chunks after the last token."""
         if self._include_usage:
             yield self.usage_chunk(self.usage([*self._finished.values()]))
 
-    def scored(self, which: int, entries: Sequence[PositionLogprobs | None]) -> Iterator[BaseModel]:
+    def scored(self, which: int, entries: Sequence[PositionLogprobs | None]) -> Iterator[Chunk]:
         """How likely prompt number ``which`` is; before the first piece of its choices."""
         yield from ()
 
     @abstractmethod
     def piece(
         self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
-    ) -> Iterator[BaseModel]:
+    ) -> Iterator[Chunk]:
         """Some more text of a choice, with the log-probabilities and, where wanted, the id of the token it came with."""
 
     @abstractmethod
-    def end(self, choice: int, completion: CompletionOutput) -> Iterator[BaseModel]:
+    def end(self, choice: int, completion: CompletionOutput) -> Iterator[Chunk]:
         """A choice is finished; its text has gone out."""
 
     last = "data: [DONE]\n\n"  # after all else, in a stream
 
-    def event(self, chunk: BaseModel) -> str:
+    def text_chunk(self, choice: int, text: str) -> BaseModel:
+        """A `Text` as it goes out, of forms that have them."""
+        raise NotImplementedError
+
+    def event(self, chunk: Chunk) -> str:
         """A chunk as a server-sent event."""
-        return _event(dump(chunk))
+        if not isinstance(chunk, Text):
+            return _event(dump(chunk))
+        # Said for every token: what is the same each time is made once.
+        around = self._around.get(chunk.choice)
+        if around is None:
+            event = self.event(self.text_chunk(chunk.choice, _ANY_TEXT))
+            before, _, after = event.partition(_JSON.encode(_ANY_TEXT))
+            around = self._around[chunk.choice] = before, after
+        return around[0] + _JSON.encode(chunk.text) + around[1]
 
     def failure(self, error: ApiError) -> str:
         """The event of an answer that cannot be finished."""
@@ -133,7 +161,7 @@ def _entry(entry: PositionLogprobs, n: int) -> PromptEntry:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n"
+    return f"data: {_JSON.encode(data)}\n\n"
 
 
 def dump(answer: BaseModel) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Numbers are bounded so that nothing a client sends can break a step that others 
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -223,7 +222,7 @@ class CompletionChoice(_Model):
 class _Answer(_Model):
     id: str
     object: str  # this and the choices are said by each kind
-    created: int = Field(default_factory=lambda: int(time.time()))
+    created: int
     model: str
     choices: list[Any]
     usage: Usage | None = None

@@ -6,7 +6,6 @@ Nothing is stored, so a conversation comes with each request. Knows fields and f
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxlamina.server.errors import ApiError, refused
-from jaxlamina.server.forms import Form
+from jaxlamina.server.forms import Chunk, Form
 from jaxlamina.server.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -215,7 +214,6 @@ class ResponsesForm(Form):
         super().__init__(model, 1, include_usage=True)
         self.id = self.id.replace("-", "_", 1)
         self._body, self._reading, self._n_tokens = body, reading, n_tokens
-        self._created = int(time.time())
         self._reader = reading.reader()
         self._items: list[dict[str, Any]] = []
         self._thought = self._blank = ""
@@ -248,7 +246,8 @@ class ResponsesForm(Form):
         response = self._response(counts)
         return self._event(f"response.{response['status']}", response=response)
 
-    def event(self, chunk: BaseModel) -> str:
+    def event(self, chunk: Chunk) -> str:
+        assert isinstance(chunk, Answer)
         found = chunk.model_dump()
         return f"event: {found['type']}\n{super().event(chunk)}"
 
@@ -346,7 +345,7 @@ class ResponsesForm(Form):
         return {
             "id": self.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
             "background": False,
             "error": error,
