@@ -87,7 +87,7 @@ class Drawing:
             candidates = self.sampler.likeliest(logits, most)
         if len(beams) < len(requests):
             sampled = self.sampler(logits, _batch_of(requests, logits.shape[0], newest))
-            self._newest.keep(requests, sampled.tokens)
+            self._newest.keep(requests, sampled)
             for request in requests:
                 request.n_in_flight += not request.lockstep
         # Beams branch; a grammar's next mask comes of the token before it.

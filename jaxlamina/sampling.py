@@ -308,13 +308,16 @@ def seed_of(seed: int, index: int) -> int:
 
 
 class Sampled(NamedTuple):
-    """One step's choice. Device arrays; the last four are None unless logprobs were asked for."""
+    """One step's choice. Device arrays; those of logprobs are None unless they were asked for."""
 
     tokens: jax.Array  # [B] int32
     logprobs: jax.Array | None = None  # [B] float32, of the chosen token
     ranks: jax.Array | None = None  # [B] int32, 1 is the likeliest
     top_tokens: jax.Array | None = None  # [B, n_top] int32, likeliest first
     top_logprobs: jax.Array | None = None  # [B, n_top] float32
+    column: jax.Array | None = (
+        None  # [B, 1] int32: the tokens of a draw, as the next decode step takes them in
+    )
 
 
 class Knobs(NamedTuple):
@@ -407,8 +410,9 @@ class Sampler:
         adjusted = logits
         for stage, arrays in adjustments.stages(batch.adjustments):
             adjusted = self._adjust[stage](adjusted, *arrays)
-        tokens = self._choose(adjusted, knobs, filters=batch.filters)
-        return Sampled(tokens) if batch.n_top is None else self.report(logits, tokens, batch.n_top)
+        tokens, column = self._choose(adjusted, knobs, filters=batch.filters)
+        sampled = Sampled(tokens) if batch.n_top is None else self.report(logits, tokens, batch.n_top)
+        return sampled._replace(column=column)
 
     def report(self, logits: jax.Array, tokens: Any, n_top: int) -> Sampled:
         """Of ``tokens`` [B] int32, drawn or given, what ``logits`` float32 of B rows, [B, V] or [1, B, V], say; of ``n_top``
@@ -430,17 +434,21 @@ class Sampler:
         return Program(counted, static_argnames=static)
 
 
-def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> jax.Array:
-    """One token a row of ``logits`` [B, V] float32, which may be adjusted: [B] int32, the likeliest without ``knobs``;
-    ``filters`` as of ``SamplingBatch``."""
+def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> tuple[jax.Array, jax.Array]:
+    """One token a row of ``logits`` [B, V] float32, which may be adjusted: int32, as [B] and as [B, 1], the likeliest without
+    ``knobs``; ``filters`` as of ``SamplingBatch``."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if knobs is None:
-        return tokens
+    if knobs is not None:
+        drawn = _drawn(logits, knobs, filters=filters)
+        tokens = jnp.where(knobs.temperature > 0, drawn, tokens)
+    return tokens, tokens[:, None]
+
+
+def _drawn(logits: jax.Array, knobs: Knobs, *, filters: bool) -> jax.Array:
     scaled = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
     if filters:
         scaled = filter_logits(scaled, knobs.top_k, knobs.top_p, knobs.min_p)
-    drawn = jax.vmap(_draw)(scaled, knobs.seeds, knobs.positions)
-    return jnp.where(knobs.temperature > 0, drawn, tokens)
+    return jax.vmap(_draw)(scaled, knobs.seeds, knobs.positions)
 
 
 def report(logits: jax.Array, tokens: jax.Array, *, n_top: int) -> Sampled:

@@ -423,7 +423,7 @@ class RanksExecutor:
     def _run(self, own: Own, head: Part) -> list[jax.Array]:
         transport, found = self.group.transport, []
         if own.program is not None:
-            given = transport.bind(jax.device_put((head.inputs, head.at), self.device))
+            given = transport.bind((head.inputs, head.at))
             found.append(transport.unbind(own.program(own.weights, *given)))
         if own.receive is not None:
             found += transport.unbind(own.receive(self._start))

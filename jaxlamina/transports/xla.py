@@ -249,7 +249,11 @@ class XlaTransport:
         return self.launches.where(counts, self.rank) if counts else ""
 
     def bind(self, tree: Any) -> Any:
-        return jax.tree.map(self._bound, tree)
+        leaves, form = jax.tree.flatten(tree)
+        # A step has hundreds of weights, bound once.
+        if all(getattr(x, "sharding", None) is self._sharding for x in leaves):
+            return tree
+        return form.unflatten([self._bound(x) for x in leaves])
 
     def unbind(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)

@@ -39,10 +39,9 @@ class DecodeBatch(NamedTuple):
         n = len(tokens)
         batch.tokens[:n, 0] = tokens
         batch.positions[:n, 0] = batch.lengths[:n] = lengths
-        for b, row_slots in enumerate(slots):
-            row = np.asarray(row_slots, np.int32)
-            batch.slot_table[b, : len(row) - 1] = row[:-1]
-            batch.new_slots[b] = row[-1]
+        batch.new_slots[:n] = [row_slots[-1] for row_slots in slots]
+        for row, row_slots, length in zip(batch.slot_table, slots, lengths, strict=False):
+            row[:length] = row_slots[:-1]
         return batch
 
     def padded(self, n_rows: int, n_slots: int) -> DecodeBatch:
