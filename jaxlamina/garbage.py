@@ -7,6 +7,10 @@ which no step is launched, and Python does so whenever enough has been made sinc
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_NEVER = 1_000_000
 
 
 def settle() -> None:
@@ -19,3 +23,15 @@ def settle() -> None:
 def unsettle() -> None:
     """Before what there was is given up for something else."""
     gc.unfreeze()
+
+
+@contextmanager
+def young_only() -> Iterator[None]:
+    """Within it collections look through what was made lately, and never through all that there is: tracing a program makes so much
+    that Python would do that again and again, while steps wait. What is garbage by then goes with the next `settle`."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

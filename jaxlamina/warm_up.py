@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlamina import garbage
 from jaxlamina.ahead import Ahead, n_compiling, side_by_side
 from jaxlamina.buckets import Buckets, Shape, bucket
 from jaxlamina.engine import Engine
@@ -203,7 +204,8 @@ class Behind:
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         try:
-            self._compile_all()
+            with garbage.young_only():
+                self._compile_all()
         finally:
             sys.setswitchinterval(usual_s)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_models import MODELS
 
 from jaxlamina import LLM, garbage
+from jaxlamina.control import messages as m
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.server.run import App
 from jaxlamina.server.settings import Settings
 
@@ -53,3 +59,92 @@ def test_a_server_that_is_ready_leaves_out_what_was_compiled(unsettled) -> None:
     assert gc.get_freeze_count() > 10_000
     app.close()
     assert gc.get_freeze_count() == 0
+
+
+def n_full_collections(make: Callable[[], object]) -> int:
+    found = 0
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        nonlocal found
+        found += phase == "start" and info["generation"] == 2
+
+    gc.callbacks.append(count)
+    try:
+        make()
+    finally:
+        gc.callbacks.remove(count)
+    return found
+
+
+def many() -> list[list[int]]:
+    return [[i] for i in range(400_000)]
+
+
+def test_what_is_traced_behind_is_not_collected_with_everything() -> None:
+    gc.collect()
+    assert n_full_collections(many) > 0  # else this measures nothing
+    before = gc.get_threshold()
+    with garbage.young_only():
+        assert n_full_collections(many) == 0
+    assert gc.get_threshold() == before
+    with pytest.raises(KeyError), garbage.young_only():
+        raise KeyError
+    assert gc.get_threshold() == before
+
+
+class Compiled:
+    def exchanges(self) -> tuple[m.Exchange, ...]:
+        return ()
+
+
+class Rank(ServedRank):
+    """One whose programs are compiled when the test says so, and that is told ``messages``."""
+
+    kind = "a test"
+
+    def __init__(self, messages: Iterator[m.Message]) -> None:
+        cluster: Any = None
+        transport, client = SimpleNamespace(traceable=False, device=None), SimpleNamespace()
+        client.receive, client.send = lambda _: next(messages), lambda answer: self.answers.append(answer)
+        super().__init__(cluster, 1, transport, client, cluster)  # type: ignore[arg-type]
+        self.answers: list[m.Prepared] = []
+        self.may_end = threading.Event()
+
+    def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Any, Any]]:
+        return lambda: (Compiled(), None) if self.may_end.wait(60) else (None, None)
+
+
+def test_a_rank_that_compiles_behind_collects_once_all_of_them_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not each time it is asked whether they are: a step would wait."""
+    n_settled = 0
+
+    def settle() -> None:
+        nonlocal n_settled
+        n_settled += 1
+
+    shapes = [m.StepShape("decode", batch, 1, 64) for batch in (1, 2)]
+    found = []
+
+    def messages() -> Iterator[m.Message]:
+        yield m.Prepare(m.StepShape("decode", 4, 1, 64))  # before anything is answered
+        found.append(n_settled)
+        rank.may_end.clear()
+        for shape in shapes:
+            yield m.PrepareLater(shape, behind=True)
+        for shape in shapes:
+            yield m.Prepare(shape, wait=False)
+        found.append(n_settled)
+        rank.may_end.set()
+        for shape in shapes:
+            yield m.Prepare(shape)
+            found.append(n_settled)
+        yield m.Bye()
+
+    monkeypatch.setattr(garbage, "settle", settle)
+    rank = Rank(messages())
+    rank.may_end.set()
+    rank.run()
+    assert found == [1, 1, 1, 2]
+    assert [answer.exchanges for answer in rank.answers][-2:] == [(), ()]

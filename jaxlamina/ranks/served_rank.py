@@ -44,6 +44,7 @@ class ServedRank(ABC):
         # Programs, each with what it is called with in every step; and those that rank 0 will ask for.
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self._ahead: Ahead[tuple[Program, Any]] = Ahead()
+        self._behind: set[m.StepShape] = set()  # begun while steps run, and not asked for yet
         self._tracing = (
             threading.Lock()
         )  # a transport knows what it has sent in the program that is being traced
@@ -68,7 +69,8 @@ class ServedRank(ABC):
             if isinstance(message, (m.Setup, m.SetupModel)):
                 garbage.unsettle()
             handle(message)
-            if isinstance(message, m.Prepare):  # a program more
+            # A program more. While others are traced steps would wait for it: there is much that is new each time.
+            if isinstance(message, m.Prepare) and not self._behind:
                 garbage.settle()
 
     def _part(self, shape: m.StepShape) -> m.StepShape:
@@ -84,6 +86,8 @@ class ServedRank(ABC):
         part = self._part(message.shape)
         if part not in self._programs and part not in self._ahead:
             self._ahead.begin(part, partial(self._compiled, part, message.behind))
+            if message.behind:
+                self._behind.add(part)
 
     def _compiled(self, part: m.StepShape, behind: bool = False) -> tuple[Program, Any]:
         with self._tracing:
@@ -99,6 +103,7 @@ class ServedRank(ABC):
             return
         if part not in self._programs:
             self._programs[part] = self._ahead.take(part) or self._compiled(part)
+        self._behind.discard(part)
         took = time.perf_counter() - began
         program, _ = self._programs[part]
         self._client.send(m.Prepared(message.shape, program.exchanges(), took))
@@ -106,6 +111,7 @@ class ServedRank(ABC):
     def _forget_programs(self) -> None:
         """Another model comes."""
         self._ahead.forget()
+        self._behind.clear()
         self._programs, self._last = {}, None
 
     def _on_record(self, message: m.Record) -> None:

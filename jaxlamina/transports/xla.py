@@ -253,7 +253,7 @@ class XlaTransport:
         # A step has hundreds of weights, bound once.
         if all(getattr(x, "sharding", None) is self._sharding for x in leaves):
             return tree
-        return form.unflatten([self._bound(x) for x in leaves])
+        return jax.tree.unflatten(form, [self._bound(x) for x in leaves])
 
     def unbind(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
