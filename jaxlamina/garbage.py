@@ -11,6 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NEVER = 1_000_000
+_USUAL = gc.get_threshold()
+
+
+def hold() -> None:
+    """Until `settle` collections look through what was made lately, and never through all that there is. For a process that begins:
+    imports, weights and programs stay."""
+    gc.set_threshold(*_USUAL[:2], _NEVER)
 
 
 def settle() -> None:
@@ -18,6 +25,7 @@ def settle() -> None:
     nothing else: cycles among what there is are not found any more."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_USUAL)
 
 
 def unsettle() -> None:
@@ -27,10 +35,10 @@ def unsettle() -> None:
 
 @contextmanager
 def young_only() -> Iterator[None]:
-    """Within it collections look through what was made lately, and never through all that there is: tracing a program makes so much
-    that Python would do that again and again, while steps wait. What is garbage by then goes with the next `settle`."""
+    """Within it as after `hold`: tracing a program makes so much that Python would go through everything again and again, while
+    steps wait. What is garbage by then goes with the next `settle`."""
     thresholds = gc.get_threshold()
-    gc.set_threshold(*thresholds[:2], _NEVER)
+    hold()
     try:
         yield
     finally:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -119,9 +121,12 @@ def itemsize_bytes(dtype: Any) -> float:
     return float(np.dtype(dtype).itemsize)
 
 
+_itemsize_bytes = lru_cache(maxsize=64)(itemsize_bytes)
+
+
 def nbytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype, rounded up."""
-    return int(np.ceil(float(np.prod(aval.shape, dtype=np.float64)) * itemsize_bytes(aval.dtype)))
+    return math.ceil(math.prod(aval.shape) * _itemsize_bytes(aval.dtype))
 
 
 def has_cudnn() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,8 +48,8 @@ def canonical(*blocks: Block, extra: Hashable = ()) -> str:
     def atom(a: Any) -> Hashable:
         if isinstance(a, compat.Literal):
             value = np.asarray(a.val) if jnp.isscalar(a.val) or isinstance(a.val, np.ndarray) else a.val
-            return ("literal", _constant(value), str(a.aval))
-        return (names.setdefault(a, len(names)), str(a.aval))
+            return ("literal", _constant(value), _text(a.aval))
+        return (names.setdefault(a, len(names)), _text(a.aval))
 
     parts: list[Hashable] = [extra]
     for block in blocks:
@@ -64,6 +65,10 @@ def canonical(*blocks: Block, extra: Hashable = ()) -> str:
             )
         parts.append(tuple(atom(a) for a in block.outvars))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+# A model has thousands of values of a few dozen shapes.
+_text = lru_cache(maxsize=4096)(str)
 
 
 def _parameter(value: Any) -> Hashable:

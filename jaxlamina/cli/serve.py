@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from jaxlamina import garbage
 from jaxlamina.cli import model_options
 from jaxlamina.cli.model_options import ModelOptions, with_options
 from jaxlamina.cli.progress import bar
@@ -163,6 +164,7 @@ def serve(
         prefix_caching=options.enable_prefix_caching,
     )
     path = options.find()
+    garbage.hold()
     console = Console(stderr=True)
     with console.status("starting JAX"):
         from jaxlamina import ranks

@@ -34,6 +34,7 @@ class ServedRank(ABC):
     def __init__(
         self, cluster: Cluster, rank: int, transport: Transport, client: ControlClient, watch: Watch
     ) -> None:
+        garbage.hold()
         self._cluster, self._rank = cluster, rank
         self._transport, self._client, self._watch = transport, client, watch
         self._epoch = 0  # how many models there have been
