@@ -7,6 +7,7 @@ with the thread that asks.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,9 +17,13 @@ from typing import Any, Generic, TypeVar
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxlamina import garbage
+
 T = TypeVar("T")
 # XLA itself uses more for parts of a program, and tracing has to keep up with them.
 _MOST_THREADS = 8
+# How long a process's threads have Python in turn while programs are traced: a step asks for it some hundred times.
+_SWITCH_S = 0.0002
 
 
 def n_compiling(cores_each: int = 2) -> int:
@@ -63,6 +68,18 @@ class Ahead(Generic[T]):
         threads, self._threads, self._begun = self._threads, None, {}
         if threads is not None:
             threads.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def beside_steps() -> Iterator[None]:
+    """While threads of this process trace programs and another one runs steps: that one waits for Python for a short time only."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        with garbage.young_only():
+            yield
+    finally:
+        sys.setswitchinterval(usual_s)
 
 
 def side_by_side(calls: Sequence[Callable[[], object]]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -23,8 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlamina import garbage
-from jaxlamina.ahead import Ahead, n_compiling, side_by_side
+from jaxlamina.ahead import Ahead, beside_steps, n_compiling, side_by_side
 from jaxlamina.buckets import Buckets, Shape, bucket
 from jaxlamina.engine import Engine
 from jaxlamina.scheduler import SCORED_CHUNK
@@ -34,8 +32,6 @@ from jaxlamina.workers.kv_pools import move_sizes
 _log = logging.getLogger("uvicorn.error")
 # A first request's prompt, a sentence in a chat's template, is no longer.
 _SHORT_TOKENS = 64
-# How long this process's threads have Python in turn while programs are traced: a step asks for it some hundred times.
-_SWITCH_S = 0.0002
 _ASK_AGAIN_S = 0.25
 
 
@@ -201,13 +197,8 @@ class Behind:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
-        try:
-            with garbage.young_only():
-                self._compile_all()
-        finally:
-            sys.setswitchinterval(usual_s)
+        with beside_steps():
+            self._compile_all()
 
     def _compile_all(self) -> None:
         _give_way()

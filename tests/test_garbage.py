@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -114,11 +115,21 @@ class Rank(ServedRank):
         return lambda: (Compiled(), None) if self.may_end.wait(60) else (None, None)
 
 
-def test_a_rank_that_compiles_behind_collects_once_all_of_them_are_there(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def usual() -> Iterator[None]:
+    """Python's settings as they were, whatever a test leaves."""
+    thresholds, turn_s = gc.get_threshold(), sys.getswitchinterval()
+    yield
+    gc.set_threshold(*thresholds)
+    sys.setswitchinterval(turn_s)
+
+
+def test_a_rank_that_compiles_behind_lets_its_steps_go_first(
+    monkeypatch: pytest.MonkeyPatch, usual: None
 ) -> None:
-    """And not each time it is asked whether they are: a step would wait."""
-    n_settled = 0
+    """It collects once all programs are there, and not each time it is asked whether they are; until then threads have short
+    turns."""
+    n_settled, usual_s = 0, sys.getswitchinterval()
 
     def settle() -> None:
         nonlocal n_settled
@@ -127,24 +138,28 @@ def test_a_rank_that_compiles_behind_collects_once_all_of_them_are_there(
     shapes = [m.StepShape("decode", batch, 1, 64) for batch in (1, 2)]
     found = []
 
+    def look() -> None:
+        found.append((n_settled, sys.getswitchinterval() < usual_s / 10))
+
     def messages() -> Iterator[m.Message]:
         yield m.Prepare(m.StepShape("decode", 4, 1, 64))  # before anything is answered
-        found.append(n_settled)
+        look()
         rank.may_end.clear()
         for shape in shapes:
             yield m.PrepareLater(shape, behind=True)
         for shape in shapes:
             yield m.Prepare(shape, wait=False)
-        found.append(n_settled)
+        look()
         rank.may_end.set()
         for shape in shapes:
             yield m.Prepare(shape)
-            found.append(n_settled)
+            look()
         yield m.Bye()
 
     monkeypatch.setattr(garbage, "settle", settle)
     rank = Rank(messages())
     rank.may_end.set()
     rank.run()
-    assert found == [1, 1, 1, 2]
-    assert [answer.exchanges for answer in rank.answers][-2:] == [(), ()]
+    assert found == [(1, False), (1, True), (1, True), (2, False)]
+    assert sys.getswitchinterval() == usual_s
+    assert [answer.exchanges for answer in rank.answers] == [(), None, None, (), ()]

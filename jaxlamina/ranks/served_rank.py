@@ -11,11 +11,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from jaxlamina import garbage
-from jaxlamina.ahead import Ahead
+from jaxlamina.ahead import Ahead, beside_steps
 from jaxlamina.cluster import Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient
@@ -46,6 +47,7 @@ class ServedRank(ABC):
         self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
         self._ahead: Ahead[tuple[Program, Any]] = Ahead()
         self._behind: set[m.StepShape] = set()  # begun while steps run, and not asked for yet
+        self._beside_steps = ExitStack()  # not empty as long as there are such
         self._tracing = (
             threading.Lock()
         )  # a transport knows what it has sent in the program that is being traced
@@ -88,6 +90,8 @@ class ServedRank(ABC):
         if part not in self._programs and part not in self._ahead:
             self._ahead.begin(part, partial(self._compiled, part, message.behind))
             if message.behind:
+                if not self._behind:
+                    self._beside_steps.enter_context(beside_steps())
                 self._behind.add(part)
 
     def _compiled(self, part: m.StepShape, behind: bool = False) -> tuple[Program, Any]:
@@ -105,6 +109,8 @@ class ServedRank(ABC):
         if part not in self._programs:
             self._programs[part] = self._ahead.take(part) or self._compiled(part)
         self._behind.discard(part)
+        if not self._behind:
+            self._beside_steps.close()
         took = time.perf_counter() - began
         program, _ = self._programs[part]
         self._client.send(m.Prepared(message.shape, program.exchanges(), took))
@@ -113,6 +119,7 @@ class ServedRank(ABC):
         """Another model comes."""
         self._ahead.forget()
         self._behind.clear()
+        self._beside_steps.close()
         self._programs, self._last = {}, None
 
     def _on_record(self, message: m.Record) -> None:
