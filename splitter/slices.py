@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import tree_util
 
 from pallas_kernels import compat
@@ -123,6 +124,14 @@ class SplitModel:
         block = self._views(self.slices[i].param_vars)
         read = set(first_use(block.eqns, block.outvars))
         return tuple(n for n, v in enumerate(self.traced.jaxpr.invars[: self.traced.n_params]) if v in read)
+
+    def sources(self, i: int) -> tuple[Any, ...]:
+        """Where each of slice i's parameters (`slice_params`) comes from: the place of one of the model's among the flattened
+        pytree's leaves, as int; a constant of the trace, as array; None: a view of either."""
+        jaxpr, n = self.traced.jaxpr, self.traced.n_params
+        known: dict[Any, Any] = {v: place for place, v in enumerate(jaxpr.invars[:n])}
+        known.update(zip(jaxpr.constvars, (np.asarray(c) for c in self.traced.consts), strict=True))
+        return tuple(known.get(v) for v in self.slices[i].param_vars)
 
     def first_context(self, *inputs: Any) -> Arrays:
         """Slice 0's context: those of the model's inputs that the slices read. Raises SplitError on other trees."""

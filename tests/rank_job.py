@@ -103,6 +103,7 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
         "n_moved_in_tokens": stats["n_moved_in_tokens"],
         "n_preemptions": stats["n_preemptions"],
         "ahead": over_ranks.engine.async_scheduling,
+        "n_kept": group.transport.n_kept,
     }
 
 
@@ -441,6 +442,9 @@ class Altered:
     def send_each(self, xs: Any, to: Any, after: Any = None) -> Any:
         tie = self._transport.send_each(xs, to, after)
         return self._transport.send_each([x[:1] for x in xs], to, tie) if self._more else tie
+
+    def name_of(self, *what: Any) -> None:
+        return None  # what it sends is not what the name would say
 
     def compile(self, *args: Any, **options: Any) -> Any:
         program = self._transport.compile(*args, **options)

@@ -190,8 +190,24 @@ class AttentionRank(ServedRank):
         specs, layout = self._layers.specs, self._layers.layout
         traced = AttentionProgram(self._transport, layout, specs, self._layers.n_query_heads, part)
         args = *self._pools_like, step_inputs_of(layout, part, specs)
-        compiles = self._transport.compile_later(traced.step, *args, donate_argnums=(0, 1), behind=behind)
+        name = self._name(part, behind)
+        compiles = self._transport.compile_later(
+            traced.step,
+            *args,
+            donate_argnums=(0, 1),
+            behind=behind,
+            keep=None if name is None else (name, None),
+        )
         return lambda: (compiles(), None)  # the pools are another step's results each time
+
+    def _kept(self, part: m.StepShape, behind: bool) -> tuple[Program, Any] | None:
+        name = self._name(part, behind)
+        return None if name is None else self._transport.kept(name)
+
+    def _name(self, part: m.StepShape, behind: bool) -> str | None:
+        assert self._layers is not None
+        pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), self._pools_like)
+        return self._transport.name_of("attention", self._layers, pools, part, behind)
 
     def _on_step(self, step: m.Step) -> None:
         assert self._kv is not None

@@ -154,7 +154,8 @@ class RanksExecutor:
         self.pool = RemotePool(
             group, self.layout, self.specs, self.n_slots, self.n_host_slots, cluster.token_block
         )
-        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards_of(cluster))
+        shards = shards_of(cluster)
+        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, config)
         self._programs: dict[m.StepShape, Own] = {}
         self._tracing = (
             threading.Lock()
@@ -363,6 +364,8 @@ class RanksExecutor:
         return all(self._matched(shape, wait=False) for shape in self._shapes_ahead(batch, chunk, of_all))
 
     def _compile(self, rows: m.StepShape, behind: bool = False) -> tuple[Program, Any]:
+        if kept := self._side.kept(rows, behind):
+            return kept
         with self._tracing:
             compiles = self._side.compile_later(rows, behind)
         return compiles()

@@ -66,12 +66,16 @@ class ModelRank(ServedRank):
         specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
         replica = 0 if shards else self._rank
         layout = layout_of(self._cluster, setup.partition, setup.stages)
-        self._side = ModelSide(self._transport, model, layout, specs, replica, shards)
+        self._side = ModelSide(self._transport, model, layout, specs, replica, shards, config)
         self._client.send(m.ModelReady())
 
     def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         assert self._side is not None
         return self._side.compile_later(part, behind)
+
+    def _kept(self, part: m.StepShape, behind: bool) -> tuple[Program, Any] | None:
+        assert self._side is not None
+        return self._side.kept(part, behind)
 
     def _on_step(self, step: m.Step) -> None:
         ticket = self._begin(step)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxlamina.cluster import Cluster
 from jaxlamina.control.messages import StepShape
+from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
 from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, needing, with_shards
@@ -37,13 +38,16 @@ class ModelSide:
         specs: Sequence[AttentionSpec],
         replica: int,
         shards: Sequence[int] = (),
+        config: ModelConfig | None = None,
     ) -> None:
         """``replica``: which one this is, or which stage of a pipeline; ``shards``: the ranks that share out this replica's
-        weights, if several do."""
+        weights, if several do; ``config``: what ``model`` is `jaxlamina.models.apply` of, if it is: then its programs are kept on disk."""
         self.transport, self.model = transport, model
         self.layout, self.specs = layout, specs
         self.replica, self.shards = replica, tuple(shards)
         self._weights: dict[int, Any] = {}  # by id, as programs take them
+        self._config = config
+        self._made_of = _likes(model.like), _likes(model.params)
 
     def compile_later(self, shape: StepShape, behind: bool = False) -> Callable[[], tuple[Program, Any]]:
         """Traces the program of a bucket on this rank; the call that comes back gives it, to be called with the weights, inputs
@@ -58,8 +62,40 @@ class ModelSide:
         if self.shards:
             step = self._of_shards(step, split)
         step = with_streamed_products(step, self.transport.device)
-        compiles, given = self.transport.compile_later(step, *args, behind=behind), args[0]
+        keep = self._keep(shape, behind, [split.sources(i) for i in own])
+        compiles, given = self.transport.compile_later(step, *args, behind=behind, keep=keep), args[0]
         return lambda: (compiles(), given)
+
+    def kept(self, shape: StepShape, behind: bool = False) -> tuple[Program, Any] | None:
+        """What `compile_later`'s call gives, from an earlier process; in any thread."""
+        name = self._name(shape, behind)
+        found = None if name is None else self.transport.kept(name)
+        if found is None:
+            return None
+        program, sources = found
+        weights = [tuple(self._source(x) for x in of_slice) for of_slice in sources]
+        own = self.layout.slices_on(self.replica, len(self.specs) + 1)
+        return program, tuple(weights[i - own.start] if i in own else () for i in range(len(self.specs) + 1))
+
+    def _source(self, source: Any) -> jax.Array:
+        """One of a slice's parameters, as `SplitModel.sources` says, as programs take it."""
+        if isinstance(source, int):
+            return self._lift(self.model.params[sorted(self.model.like)[source]])[1]
+        return self._lift(jnp.asarray(source))[1]
+
+    def _name(self, shape: StepShape, behind: bool) -> str | None:
+        if self._config is None:
+            return None
+        sides = self.layout, self.specs, self.replica, self.shards
+        return self.transport.name_of("model", self._config, self._made_of, *sides, shape, behind)
+
+    def _keep(
+        self, shape: StepShape, behind: bool, sources: Sequence[tuple[Any, ...]]
+    ) -> tuple[str, Any] | None:
+        """The program's name, and where each slice's weights are found again; None where some are views of others."""
+        name = self._name(shape, behind)
+        has_views = any(source is None for of_slice in sources for source in of_slice)
+        return None if name is None or has_views else (name, sources)
 
     def _ends(self, shape: StepShape) -> SplitModel | None:
         """The model cut for the rows that the last slice is run for at once, if these are not those of other slices."""
@@ -91,18 +127,25 @@ class ModelSide:
         """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked ones."""
         found = []
         for x in split.slice_params(i, {**self.model.like, **self.model.params}):
-            key = id(x)
-            if key not in self._weights:
-                array = x if x.ndim else x.reshape(1)
-                # x is kept too, or its id could be another's later
-                self._weights[key] = x, self.transport.bind(jax.device_put(array, self.transport.device))
-            found.append(self._weights[key])
+            found.append(self._lift(x))
         return tuple(found)
+
+    def _lift(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key = id(x)
+        if key not in self._weights:
+            array = x if x.ndim else x.reshape(1)
+            # x is kept too, or its id could be another's later
+            self._weights[key] = x, self.transport.bind(jax.device_put(array, self.transport.device))
+        return self._weights[key]
 
 
 Weights = tuple[
     tuple[tuple[jax.Array, jax.Array], ...], ...
 ]  # of each slice: (as the model has it, as programs take it)
+
+
+def _likes(params: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((name, tuple(x.shape), str(x.dtype)) for name, x in sorted(params.items()))
 
 
 def _lifted(weights: Weights) -> tuple[tuple[jax.Array, ...], ...]:

@@ -84,6 +84,10 @@ class ServedRank(ABC):
     def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         """Traces the program of a part, and gives a call that compiles it; in any thread, one at a time."""
 
+    @abstractmethod
+    def _kept(self, part: m.StepShape, behind: bool) -> tuple[Program, Any] | None:
+        """What that call gives, from an earlier process; in any thread."""
+
     def _on_prepare_later(self, message: m.PrepareLater) -> None:
         self._transport.traceable = message.traceable
         part = self._part(message.shape)
@@ -95,6 +99,8 @@ class ServedRank(ABC):
                 self._behind.add(part)
 
     def _compiled(self, part: m.StepShape, behind: bool = False) -> tuple[Program, Any]:
+        if kept := self._kept(part, behind):
+            return kept
         with self._tracing:
             compiles = self._compile_later(part, behind)
         return compiles()

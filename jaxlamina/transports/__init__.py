@@ -50,6 +50,8 @@ class Transport(Protocol):
     why_not_by_memory: str
     # Whether a trace shall name every kernel of programs compiled from now on: see `compiler_options`.
     traceable: bool
+    # Programs that were found on disk, and not traced.
+    n_kept: int
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
         """Sends ``x`` once ``after`` is there. Returns a float32 0 that is there only once the send has begun."""
@@ -111,8 +113,18 @@ class Transport(Protocol):
         *args: Any,
         donate_argnums: Sequence[int] = (),
         behind: bool = False,
+        keep: tuple[str, Any] | None = None,
     ) -> Callable[[], Program]:
-        """``compile`` in two: this traces, and the call that it gives compiles, in any thread. ``behind``: while others run."""
+        """``compile`` in two: this traces, and the call that it gives compiles, in any thread. ``behind``: while others run.
+        ``keep``: the name (`name_of`) under which the program is kept on disk, and a note."""
+        ...
+
+    def name_of(self, *what: object) -> str | None:
+        """As `kept_programs.name_of`, of a program of this rank that exchanges; None where it is good for one run only."""
+        ...
+
+    def kept(self, name: str) -> tuple[Program, Any] | None:
+        """The program that was kept under that name, and its note."""
         ...
 
     def where(self) -> str:

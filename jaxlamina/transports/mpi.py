@@ -37,6 +37,7 @@ class MpiTransport:
     def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
         self.traceable = self.by_memory = False
+        self.n_kept = 0
         self.why_not_by_memory = ""
         try:
             import mpi4jax
@@ -123,13 +124,21 @@ class MpiTransport:
         *args: Any,
         donate_argnums: Sequence[int] = (),
         behind: bool = False,
+        keep: tuple[str, Any] | None = None,
     ) -> Callable[[], MpiProgram]:
+        assert keep is None
         here = jax.sharding.SingleDeviceSharding(self.device)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
         options = compiler_options(self.device, self.traceable, behind)
         jitted = jax.jit(function, donate_argnums=tuple(donate_argnums), compiler_options=options)
         program = MpiProgram(jitted, shapes)  # compiling traces it once more, which is this thread's affair
         return lambda: program
+
+    def name_of(self, *what: object) -> str | None:
+        return None  # a program has its communicators' addresses
+
+    def kept(self, name: str) -> None:
+        return None
 
     def where(self) -> str:
         return ""

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxlamina import kept_programs
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
 from jaxlamina.transports import SPAN, compiler_options
@@ -54,6 +55,7 @@ class XlaTransport:
         mesh = Mesh(np.array([firsts[r] for r in range(n_ranks)]), (AXIS,))
         self._mesh, self._spec = mesh, PartitionSpec(AXIS)
         self._sharding = NamedSharding(mesh, self._spec)
+        self._kinds = tuple(d.device_kind for d in mesh.devices.flat)
         # XLA's CPU backend carries bfloat16 as float32; on others it may carry float32 as bfloat16 where no more is
         # wanted of it on this side, of which the other knows nothing. Bits are left as they are.
         on_cpu = device.platform == "cpu"
@@ -74,6 +76,7 @@ class XlaTransport:
                 self._mail, self._table = Mail(box), self.bind(box.table)
         self.by_memory = self._mail is not None
         self.launches = Launches()
+        self.n_kept = 0  # programs that were found on disk
 
     def _gather(self, own: np.ndarray) -> np.ndarray:
         """Every rank's array ``[k]``, all alike, as ``[n_ranks, k]``."""
@@ -225,6 +228,7 @@ class XlaTransport:
         *args: Any,
         donate_argnums: Sequence[int] = (),
         behind: bool = False,
+        keep: tuple[str, Any] | None = None,
     ) -> Callable[[], XlaProgram]:
         mail = self._mail
 
@@ -242,7 +246,28 @@ class XlaTransport:
         jitted = jax.jit(mapped, donate_argnums=tuple(i + 1 for i in donate_argnums))
         options = compiler_options(self.device, self.traceable, behind)
         lowered, table = jitted.lower(*shapes), self._table
-        return lambda: XlaProgram(lowered.compile(compiler_options=options), self, table)
+
+        def compiles() -> XlaProgram:
+            compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
+            program = XlaProgram(compiled, self, table, xla_exchanges(compiled.as_text() or "", self.rank))
+            if keep is not None and can_be_kept:
+                name, note = keep
+                kept_programs.save(name, compiled, (program.exchanges(), note))
+            return program
+
+        return compiles
+
+    def name_of(self, *what: object) -> str | None:
+        way = (() if self._mail is None else self._mail.way), self.traceable
+        return kept_programs.name_of(self.device, self.rank, self._kinds, way, *what)
+
+    def kept(self, name: str) -> tuple[XlaProgram, Any] | None:
+        found = kept_programs.load(name, list(self._mesh.devices.flat))
+        if found is None:
+            return None
+        self.n_kept += 1
+        compiled, (exchanges, note) = found
+        return XlaProgram(compiled, self, self._table, exchanges), note
 
     def where(self) -> str:
         counts = {} if self._mail is None else self._mail.counts()
@@ -302,6 +327,11 @@ class Mail:
         self._traced: Any = None  # the table, as the program has it
         self._tags = count()
 
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """All that decides which messages go by memory, and how."""
+        return tuple(self._box.peers), self._box.is_complete, self._box.ring
+
     def counts(self) -> dict[Way, int]:
         """Of messages, while kernels run."""
         return self._box.counts()
@@ -344,10 +374,11 @@ def _pieces(like: jax.ShapeDtypeStruct, dtype: Any) -> int:
 class XlaProgram:
     """A compiled program; arguments that are not bound yet are on the way in, results stay bound."""
 
-    def __init__(self, compiled: Any, transport: XlaTransport, table: Any) -> None:
+    def __init__(
+        self, compiled: Any, transport: XlaTransport, table: Any, exchanges: tuple[Exchange, ...]
+    ) -> None:
         self._compiled, self._transport, self._table = compiled, transport, table
-        self._exchanges = xla_exchanges(compiled.as_text(), transport.rank)
-        self._messages = messages_of(self._exchanges)
+        self._exchanges, self._messages = exchanges, messages_of(exchanges)
 
     def __call__(self, *args: Any) -> Any:
         if self._messages:

@@ -1,0 +1,156 @@
+"""Compiled programs on disk, under names that say what they are made of, so that a start need not trace what it would find compiled.
+
+JAX's own cache (`compilation`) knows a program by what it was lowered to, so a model has to be traced to look there: a second of
+Python for 32 layers, and nothing else to do (docs/findings.md). Here a program is known by all that its trace depends on: the
+sources of this project's packages, versions, flags, the device, and what the caller says. Knows no model and no rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import shutil
+import tempfile
+import threading
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from pallas_kernels.dispatch import forced_backend
+
+_log = logging.getLogger("jaxlamina")
+_PACKAGES = ("jaxlamina", "splitter", "pallas_kernels")
+# Others whose code is traced, or compiles.
+_LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
+# Settings of JAX that say where things are, and not what a program is.
+_OF_PLACES = ("cache_dir", "address", "coordinator", "dump", "log", "profiler", "process_id")
+# Folders of programs of other sources or versions that are left.
+_FOLDERS_LEFT = 4
+
+
+def folder() -> Path | None:
+    """Beside JAX's own programs; None where those are not kept."""
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    is_on = chosen is not None and jax.config.values["jax_enable_compilation_cache"]
+    return Path(chosen) / "whole" if is_on else None
+
+
+def name_of(device: jax.Device, *what: object) -> str | None:
+    """The name of a program for ``device``. ``what``: all that it depends on beside this project's sources, versions, flags
+    and the device, each of which has the same ``repr`` in another process. None where programs are not kept, or where one of
+    ``what`` says where it lies in memory."""
+    text = repr(what)
+    if folder() is None or " at 0x" in text:
+        return None
+    digest = _digest(device.device_kind, _settings(), forced_backend(), text)
+    return f"{_made_by(device.client.platform_version)}/{digest}"
+
+
+_here = threading.local()
+
+
+@cache
+def _listen() -> None:
+    def heard(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            _here.was_known = True
+
+    jax.monitoring.register_event_listener(heard)
+
+
+def compiled(
+    lowered: jax.stages.Lowered, device: jax.Device, options: Any
+) -> tuple[jax.stages.Compiled, bool]:
+    """The program, and whether `save` can keep it: XLA for CPUs cannot write one that it has read from JAX's cache, nor says so."""
+    _listen()
+    _here.was_known = False
+    found = lowered.compile(compiler_options=options)
+    return found, not (_here.was_known and device.platform == "cpu")
+
+
+def save(name: str, compiled: jax.stages.Compiled, note: Any) -> None:
+    """Nothing where the program cannot be written, or there is no room."""
+    path = _path(name)
+    try:
+        found = pickle.dumps((*serialize_executable.serialize(compiled), note))
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _forget_old(path.parent.parent)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(zlib.compress(found, 1))
+        os.replace(file.name, path)
+    except Exception as error:  # noqa: BLE001 (whatever it is, the program is there)
+        _log.info("a compiled program is not kept: %s", error)
+
+
+def load(name: str, devices: Sequence[jax.Device]) -> tuple[jax.stages.Compiled, Any] | None:
+    """The program and its note, for ``devices`` as it was compiled for; None if there is none, or it cannot be read."""
+    path = _path(name)
+    try:
+        found = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        program, in_tree, out_tree, note = pickle.loads(zlib.decompress(found))
+        compiled = serialize_executable.deserialize_and_load(
+            program, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+        )
+    except Exception as error:  # noqa: BLE001 (whatever it is, it can be compiled again)
+        _log.warning("the kept program %s is damaged, and compiled again: %s", path, error)
+        return None
+    return compiled, note
+
+
+def _path(name: str) -> Path:
+    here = folder()
+    assert here is not None, "no name is given where programs are not kept"
+    return here / name
+
+
+def _forget_old(folder: Path) -> None:
+    """Drops programs of all but the latest few sources and versions."""
+    newest = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in newest[_FOLDERS_LEFT:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@cache
+def _made_by(platform_version: str) -> str:
+    versions = [metadata.version(name) for name in _LIBRARIES]
+    return _digest(_sources(), versions, platform.python_version(), platform_version)[:16]
+
+
+def _settings() -> list[tuple[str, object]]:
+    """As they are for this thread now."""
+    known = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
+    flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    return sorted(flags.items()) + [
+        (name, value)
+        for name, value in sorted(known.items())
+        if isinstance(value, (str, int, float, type(None))) and not any(word in name for word in _OF_PLACES)
+    ]
+
+
+def _sources() -> str:
+    found = hashlib.sha256()
+    for package in _PACKAGES:
+        spec = find_spec(package)
+        assert spec is not None and spec.origin is not None, package
+        root = Path(spec.origin).parent
+        for path in sorted(root.rglob("*.py")):
+            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def _digest(*what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()

@@ -1,0 +1,172 @@
+"""Programs on disk under names of our own: a second job traces none, and gives the same; what is damaged or another's is not taken."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rank_jobs import run_job
+from split_examples import llama_params, scanned_llama, stacked
+
+from jaxlamina import kept_programs
+from pallas_kernels import use_backend
+from splitter import split, trace
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kept_programs, "folder", lambda: tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+def name(*what: object) -> str:
+    found = kept_programs.name_of(jax.devices()[0], *what)
+    assert found is not None
+    return found
+
+
+def kept(what: str, factor: float = 2.0) -> str:
+    """Each with another constant, so that none is in JAX's cache: XLA for CPUs cannot write what it has read there."""
+    shape, more = jax.ShapeDtypeStruct((4,), jnp.float32), float(zlib.crc32(what.encode()))
+    lowered = jax.jit(lambda x, named: {"out": factor * x + named["b"], "more": more * x}).lower(
+        shape, {"b": shape}
+    )
+    compiled, can_be_kept = kept_programs.compiled(lowered, jax.devices()[0], None)
+    assert can_be_kept
+    kept_programs.save(name(what), compiled, ("a note", factor))
+    return name(what)
+
+
+@dataclass(frozen=True)
+class Layout:
+    workers: tuple[int, ...]
+
+
+def test_a_name_is_the_same_for_the_same_and_another_for_anything_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {name("model", Layout((1,)), 3), name("model", Layout((1, 2)), 3), name("model", Layout((1,)), 4)}
+    assert len(names) == 3 and name("model", Layout((1,)), 3) in names
+    names.add(name(1))
+    with jax.default_matmul_precision("highest"):
+        names.add(name(1))
+    with use_backend("xla"):
+        names.add(name(1))
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=false")
+    names.add(name(1))
+    assert len(names) == 7
+
+
+def test_a_name_is_of_the_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = name(1)
+    kept_programs._made_by.cache_clear()
+    assert name(1) == before
+    monkeypatch.setattr(kept_programs, "_PACKAGES", ("jaxlamina", "splitter"))
+    kept_programs._made_by.cache_clear()
+    assert name(1).split("/")[0] != before.split("/")[0]
+    monkeypatch.undo()
+    kept_programs._made_by.cache_clear()
+
+
+def test_what_differs_in_another_process_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept_programs.name_of(jax.devices()[0], object()) is None
+    monkeypatch.setattr(kept_programs, "folder", lambda: None)
+    assert kept_programs.name_of(jax.devices()[0], 1) is None
+
+
+def test_a_kept_program_gives_what_it_gave_before(folder: Path) -> None:
+    known = {factor: kept(f"times {factor}", factor) for factor in (2.0, 3.0)}
+    x, named = jnp.arange(4.0), {"b": jnp.ones(4)}
+    for factor, which in known.items():
+        found = kept_programs.load(which, jax.devices()[:1])
+        assert found is not None
+        compiled, note = found
+        assert note == ("a note", factor)
+        np.testing.assert_array_equal(compiled(x, named)["out"], factor * x + 1)
+    assert kept_programs.load(name("another"), jax.devices()[:1]) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"no program", None])
+def test_a_damaged_program_is_not_taken(
+    folder: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder / kept(f"damaged by {damage!r}")
+    path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+    with caplog.at_level(logging.WARNING):
+        assert kept_programs.load(name(f"damaged by {damage!r}"), jax.devices()[:1]) is None
+    assert "compiled again" in caplog.text and str(path) in caplog.text
+
+
+def test_a_program_that_cannot_be_written_is_no_fault(folder: Path) -> None:
+    folder.write_text("a file where the folder should be")
+    kept("nowhere")
+    assert folder.read_text().startswith("a file")
+
+
+def test_programs_of_old_sources_are_dropped(folder: Path) -> None:
+    for i in range(6):
+        old = folder / f"old-{i}"
+        old.mkdir(parents=True)
+        (old / "program").write_bytes(b"x")
+        os.utime(old, (i, i))
+    kept("new")
+    left = {path.name for path in folder.iterdir()}
+    assert left == {name("new").split("/")[0], "old-3", "old-4", "old-5"}
+
+
+def test_sources_of_a_slices_parameters() -> None:
+    params = stacked(llama_params(2))
+    tokens = jnp.zeros((2, 1), jnp.int32)
+    cut = split(trace(scanned_llama, params, tokens, tokens))
+    leaves = jax.tree.leaves(params)
+    n_known = n_views = 0
+    for i in range(cut.n + 1):
+        taken, sources = cut.slice_params(i, params), cut.sources(i)
+        assert len(taken) == len(sources)
+        for x, source in zip(taken, sources, strict=True):
+            n_views += source is None
+            if source is not None:
+                n_known += 1
+                np.testing.assert_array_equal(x, leaves[source] if isinstance(source, int) else source)
+    assert n_known and n_views
+
+
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dop: Any, **cluster: Any) -> list[dict[str, Any]]:
+    # One of JAX's, too: XLA for CPUs cannot write a program that it has read there.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    scenario = [("greedy", {"model": "llama", "n_tokens": 12})]
+    return [found for _ in range(2) for found in run_job("xla", dop, scenario, **cluster)]
+
+
+def of_rank_0(programs: list[str]) -> set[str]:
+    """Without the sampler's, and without what prefill workers run, alone or beside a decode step."""
+    steps = [x for x in programs if x != "sampler" and (x.startswith("decode") or "on rank" not in x)]
+    return {x.partition(", with")[0] if "on rank" in x else x for x in steps}
+
+
+@pytest.mark.parametrize(
+    ("dop", "cluster"),
+    [
+        ((1, 2), {}),
+        pytest.param((1, 2), {"partition": "requests"}, marks=pytest.mark.slow),
+        pytest.param((2, 1), {"tensor_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param((2, 1), {"pipeline_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param((1, 1), {"prefill_workers": 1}, marks=pytest.mark.slow),
+        pytest.param((1, 1), {"n_batches": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_job_traces_none_of_rank_0s_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dop: Any, cluster: dict[str, Any]
+) -> None:
+    first, second = jobs(tmp_path, monkeypatch, dop, **cluster)
+    assert first["same"] and second["same"]
+    assert first["programs"] == second["programs"]
+    assert first["n_kept"] == 0 and second["n_kept"] == len(of_rank_0(second["programs"]))
