@@ -26,7 +26,8 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from pallas_kernels.dispatch import forced_backend
+from pallas_kernels import compat
+from pallas_kernels.dispatch import candidates, forced_backend
 
 _log = logging.getLogger("jaxlamina")
 _PACKAGES = ("jaxlamina", "splitter", "pallas_kernels")
@@ -71,10 +72,12 @@ def _listen() -> None:
 def compiled(
     lowered: jax.stages.Lowered, device: jax.Device, options: Any
 ) -> tuple[jax.stages.Compiled, bool]:
-    """The program, and whether `save` can keep it: XLA for CPUs cannot write one that it has read from JAX's cache, nor says so."""
+    """The program, and whether `save` can keep it: XLA for CPUs cannot write one that it has read from JAX's cache, nor says so.
+    It is not written there, too: to write a program holds Python up for as long as a step takes, and longer."""
     _listen()
     _here.was_known = False
-    found = lowered.compile(compiler_options=options)
+    with compat.not_written_to_cache():
+        found = lowered.compile(compiler_options=options)
     return found, not (_here.was_known and device.platform == "cpu")
 
 
@@ -101,6 +104,8 @@ def load(name: str, devices: Sequence[jax.Device]) -> tuple[jax.stages.Compiled,
     except OSError:
         return None
     try:
+        if "mosaic_gpu" in candidates(devices[0]):
+            compat.find_gpu_runtime()
         program, in_tree, out_tree, note = pickle.loads(zlib.decompress(found))
         compiled = serialize_executable.deserialize_and_load(
             program, in_tree, out_tree, backend=devices[0].client, execution_devices=devices

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import source_info_util
+from jax._src import config, source_info_util
 from jax._src.lib import cuda_versions
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
@@ -149,6 +149,17 @@ def has_tpu_race(run: Callable[[], Any]) -> bool:
         return True
     races = interpret_pallas_call.races
     return races is not None and bool(races.races_found)
+
+
+def not_written_to_cache() -> Any:
+    """Within it, in this thread, JAX does not write what is compiled to its cache on disk, and reads there as ever."""
+    return config.persistent_cache_min_compile_time_secs(float("inf"))
+
+
+def find_gpu_runtime() -> None:
+    """Tells XLA where the functions are that Mosaic GPU kernels call, as lowering one does: for programs with such kernels that
+    come from disk into a process that has lowered none."""
+    import jax.experimental.mosaic.gpu  # noqa: F401
 
 
 def transposed_ref(ref: Any) -> Any:

@@ -62,7 +62,7 @@ def test_a_window_without_text_says_nothing() -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=128)
-    options = ["--model", str(folder), "--no-warm-up", "--no-split", "--max-num-seqs", "2"]
+    options = ["--model", str(folder), "--wait-for-all", "--no-split", "--max-num-seqs", "2"]
     with serving(options, deadline_s=240) as url:
         yield url
 

@@ -94,6 +94,15 @@ def test_a_kept_program_gives_what_it_gave_before(folder: Path) -> None:
     assert kept_programs.load(name("another"), jax.devices()[:1]) is None
 
 
+def test_a_kept_program_is_not_in_jaxs_cache_too(folder: Path) -> None:
+    cache = Path(jax.config.values["jax_compilation_cache_dir"])
+    before = set(cache.iterdir()) if cache.is_dir() else set()
+    kept("once on disk")
+    assert (folder / name("once on disk")).is_file() and not set(cache.iterdir()) - before
+    jax.jit(lambda x: x * float(zlib.crc32(b"JAX keeps this"))).lower(jnp.zeros(3)).compile()
+    assert set(cache.iterdir()) - before
+
+
 @pytest.mark.parametrize("damage", [b"", b"no program", None])
 def test_a_damaged_program_is_not_taken(
     folder: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture

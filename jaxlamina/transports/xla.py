@@ -248,14 +248,18 @@ class XlaTransport:
         lowered, table = jitted.lower(*shapes), self._table
 
         def compiles() -> XlaProgram:
+            if keep is None:
+                return self._program(lowered.compile(compiler_options=options), table)
             compiled, can_be_kept = kept_programs.compiled(lowered, self.device, options)
-            program = XlaProgram(compiled, self, table, xla_exchanges(compiled.as_text() or "", self.rank))
-            if keep is not None and can_be_kept:
-                name, note = keep
+            program, (name, note) = self._program(compiled, table), keep
+            if can_be_kept:
                 kept_programs.save(name, compiled, (program.exchanges(), note))
             return program
 
         return compiles
+
+    def _program(self, compiled: jax.stages.Compiled, table: Any) -> XlaProgram:
+        return XlaProgram(compiled, self, table, xla_exchanges(compiled.as_text() or "", self.rank))
 
     def name_of(self, *what: object) -> str | None:
         way = (() if self._mail is None else self._mail.way), self.traceable
