@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,41 +21,19 @@ from jaxlamina.admission import Admission
 from jaxlamina.buckets import Buckets, Compiled, Shape
 from jaxlamina.drawing import Drawing
 from jaxlamina.errors import UserError, contained
-from jaxlamina.in_flight import Rows, Scored, Step, StepTimes
+from jaxlamina.in_flight import LaunchedStep, Rows, Scored, StepTimes
 from jaxlamina.jobs import Continuation, Job
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.logprobs import LogprobEntries
 from jaxlamina.outputs import PositionLogprobs, RequestOutput, TokenEvent, events_at_end
 from jaxlamina.policies import Policy
 from jaxlamina.request import Request, State
+from jaxlamina.run.executor import Executor
 from jaxlamina.sampling import Sampled, Sampler, SamplingParams
 from jaxlamina.scheduler import Scheduler
-from jaxlamina.step_plan import StepPlan
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
-
-T = TypeVar("T")
-Prompt = tuple[Request, tuple[int, int]]  # and the span of it that a step computes
-
-
-class Executor(Protocol):
-    """Runs a model over batches, and keeps the KV of ``n_slots`` slots between them.
-
-    One with a host store also has ``move_out(slots, host_slots)`` and ``move_in(host_slots, slots)``; one that places
-    tokens on several workers ``release(slots)``, which are nobody's now. One that must know a step's tokens on the host
-    has a true ``needs_host_tokens``: no step is launched ahead of it then. One that can score prompts has
-    ``prefill_all(batch)``: `prefill`, whose logits ``[B, T, V]`` are those after every token. One with so many
-    ``prefill_workers`` has ``decode_with_prompts`` (`RanksExecutor`).
-    """
-
-    n_slots: int
-
-    def decode(self, batch: DecodeBatch) -> jax.Array:
-        """Logits ``[B, V]`` float32 after each row's new token; ``batch.tokens`` may be an array on the device."""
-        ...
-
-    def prefill(self, batch: PrefillBatch) -> jax.Array:
-        """Logits ``[B, V]`` float32 after each row's last token."""
-        ...
+from jaxlamina.step_plan import RunTogether, StepPlan
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.step import PromptPart, Step
 
 
 @dataclass
@@ -94,8 +72,7 @@ class Engine:
     many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
     chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
     ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
-    for both; there is a program for each pair of sizes. The executor must have ``decode_with_chunk``. One with prefill
-    workers computes all prompts on these, beside the decodes, one prompt or chunk of each worker a step.
+    for both; there is a program for each pair of sizes. An executor with prefill workers computes all prompts on these, beside the decodes, one prompt or chunk of each worker a step.
     ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
     ``policy`` (None: first come, first served), ``padded`` and ``headroom`` are the scheduler's.
     """
@@ -123,7 +100,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.executor = executor
-        self.n_prefill_workers: int = getattr(executor, "prefill_workers", 0)
+        self.capabilities = executor.capabilities
         self.buckets = buckets
         self.sizes = Compiled(buckets)
         slots = SlotAllocator(executor.n_slots)
@@ -136,14 +113,14 @@ class Engine:
             policy=policy,
             padded=padded,
             headroom=headroom,
-            n_prefill_workers=self.n_prefill_workers,
+            n_prefill_workers=self.capabilities.n_prefill_workers,
         )
         self.drawing = Drawing(max_num_seqs, self.sizes, vocab_size, len(eos_token_ids))
         self._entries = LogprobEntries(tokenizer)
         self.stats = EngineStats()
-        self.async_scheduling = async_scheduling and not getattr(executor, "needs_host_tokens", False)
+        self.async_scheduling = async_scheduling and not self.capabilities.needs_host_tokens
         self.mixed_steps = mixed_steps
-        self._ahead: Step | None = None  # launched, and not read
+        self._ahead: LaunchedStep | None = None  # launched, and not read
         self._times = StepTimes(clock)
         self.before_step: Callable[[], None] | None = None  # called first in every step
         self.admission = Admission(
@@ -276,7 +253,7 @@ class Engine:
 
     # -- launching ----------------------------------------------------------------------------------------------
 
-    def _launch(self) -> Step | None:
+    def _launch(self) -> LaunchedStep | None:
         """Launches the next step; None if there is none. Of the one before it nothing need be known yet."""
         if self.scheduler.idle:
             return None
@@ -287,75 +264,55 @@ class Engine:
         self.stats.n_preemptions += len(plan.preempted)
         self._move(plan)
         self.drawing.begin()
-        step = Step()
-        prompts: list[Prompt] = list(zip(plan.prefills, plan.spans, strict=True))
-        if prompts and self.n_prefill_workers:
-            step.batches += self._decode_beside_prompts(plan.decodes, prompts)
-            return step
-        if plan.decodes and prompts and self.mixed_steps and not prompts[0][0].scores_prompt:
-            step.batches += self._decode_and_prefill(plan.decodes, *prompts.pop(0))
-        elif plan.decodes:
-            step.batches.append(self._decode(plan.decodes))
-        step.batches += [self._prefill(request, span) for request, span in prompts]
-        return step
+        n_workers = self.capabilities.n_prefill_workers
+        runs = plan.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps)
+        return LaunchedStep([rows for run in runs for rows in self._run(run)])
 
     def _move(self, plan: StepPlan) -> None:
-        executor: Any = self.executor
         for move in plan.moves_out:
             if len(move.source):
-                executor.move_out(move.source, move.target)
+                self.executor.move_out(move.source, move.target)
         for move in plan.moves_in:
             if len(move.source):
-                executor.move_in(move.source, move.target)
+                self.executor.move_in(move.source, move.target)
         for move in plan.moves_again:
-            executor.move_out(move.source, move.target)
-        if plan.prefills and hasattr(executor, "release"):  # newcomers choose a worker by what each one holds
-            executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
+            self.executor.move_out(move.source, move.target)
+        if plan.prefills and self.capabilities.places_tokens:
+            # newcomers choose a worker by what each one holds
+            self.executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
 
-    def _decode(self, requests: Sequence[Request]) -> Rows:
-        batch = self._decode_batch(requests, self.sizes.fit(_rows_of(requests)))
-        logits = self._run(lambda: self.executor.decode(batch))
-        return self._launched(self.drawing.draw(requests, logits, batch.tokens))
-
-    def _prefill(self, request: Request, span: tuple[int, int]) -> Rows:
-        executor: Any = self.executor
-        batch = self._prefill_batch(request, span, self.sizes.fit(_prompt_of(request, span)))
-        run = executor.prefill_all if request.scores_prompt else executor.prefill
-        return self._prefilled(request, span, self._run(lambda: run(batch)))
-
-    def _decode_and_prefill(
-        self, requests: Sequence[Request], request: Request, span: tuple[int, int]
-    ) -> list[Rows]:
-        executor: Any = self.executor
-        size = self.sizes.fit(replace(_rows_of(requests), alongside=_prompt_of(request, span)))
-        assert size.alongside is not None
-        batch = self._decode_batch(requests, size)
-        prompt = self._prefill_batch(request, span, size.alongside)
-        of_rows, of_prompt = self._run(lambda: executor.decode_with_chunk(batch, prompt))
-        rows = self._launched(self.drawing.draw(requests, of_rows, batch.tokens))
-        return [rows, self._prefilled(request, span, of_prompt)]
-
-    def _decode_beside_prompts(self, decodes: Sequence[Request], prompts: Sequence[Prompt]) -> list[Rows]:
-        """Decodes with the first prompt of each prefill worker; beams that come back are several of one, and the others
-        come after it."""
-        executor: Any = self.executor
-        now: dict[int, Prompt] = {}
-        for prompt in prompts:
-            now.setdefault(prompt[0].worker, prompt)
-        # What runs on which prefill worker at once has a program of its own: nothing is padded to another's.
-        fit = self.buckets.fit
-        batch = self._decode_batch(decodes, fit(_rows_of(decodes))) if decodes else None
-        batches = {
-            worker: self._prefill_batch(*prompt, fit(_prompt_of(*prompt))) for worker, prompt in now.items()
-        }
-        scored = [worker for worker, (request, _) in now.items() if request.scores_prompt]
-        of_rows, of_prompts = self._run(lambda: executor.decode_with_prompts(batch, batches, scored))
+    def _run(self, run: RunTogether) -> list[Rows]:
+        """Launches one of the executor's steps, and the choice of its tokens."""
+        of_rows, of_prompts = self._sizes(run)
+        batch = None if of_rows is None else self._decode_batch(run.decodes, of_rows)
+        parts = [
+            PromptPart(self._prefill_batch(request, span, size), request.scores_prompt, request.worker)
+            for (request, span), size in zip(run.prompts, of_prompts, strict=True)
+        ]
+        step = Step(batch, tuple(parts))
+        logits, seconds = self._times.timed(lambda: self.executor.run(step))
+        self.stats.launch_s += seconds
         found = []
         if batch is not None:
-            found.append(self._launched(self.drawing.draw(decodes, of_rows, batch.tokens)))
-        found += [self._prefilled(*prompt, x) for prompt, x in zip(now.values(), of_prompts, strict=True)]
-        left = [prompt for prompt in prompts if prompt not in now.values()]
-        return found + self._decode_beside_prompts((), left) if left else found
+            assert logits.decodes is not None
+            found.append(self._launched(self.drawing.draw(run.decodes, logits.decodes, batch.tokens)))
+        for prompt, of_prompt in zip(run.prompts, logits.prompts, strict=True):
+            found.append(self._prefilled(*prompt, of_prompt))
+        return found
+
+    def _sizes(self, run: RunTogether) -> tuple[Shape | None, list[Shape]]:
+        """What the rows, and each prompt, are padded to."""
+        rows = _rows_of(run.decodes) if run.decodes else None
+        prompts = [_prompt_of(*prompt) for prompt in run.prompts]
+        if prompts and self.capabilities.n_prefill_workers:
+            # What runs on which prefill worker at once has a program of its own: nothing is padded to another's.
+            return rows and self.buckets.fit(rows), [self.buckets.fit(prompt) for prompt in prompts]
+        if rows is None or not prompts:
+            return rows and self.sizes.fit(rows), [self.sizes.fit(prompt) for prompt in prompts]
+        [prompt] = prompts
+        rows = self.sizes.fit(replace(rows, alongside=prompt))
+        assert rows.alongside is not None
+        return rows, [rows.alongside]
 
     def _decode_batch(self, requests: Sequence[Request], size: Shape) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
@@ -393,11 +350,6 @@ class Engine:
             logits = self.drawing.repeated(logits, len(requests))
         return self._launched(self.drawing.draw(requests, logits, scored=scored))
 
-    def _run(self, run: Callable[[], T]) -> T:
-        logits, seconds = self._times.timed(run)
-        self.stats.launch_s += seconds
-        return logits
-
     def _branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
         requests = self.scheduler.branch(members, parents)
         job, _ = self._live[requests[0].request_id]
@@ -410,7 +362,7 @@ class Engine:
 
     # -- taking in ----------------------------------------------------------------------------------------------
 
-    def _take_in(self, step: Step) -> list[TokenEvent]:
+    def _take_in(self, step: LaunchedStep) -> list[TokenEvent]:
         """Waits for a step's tokens. What is for sequences that have ended since it was launched is thrown away."""
         events: list[TokenEvent] = []
         of_beams: dict[str, dict[int, Candidates]] = {}  # by the request's index

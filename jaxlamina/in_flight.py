@@ -71,7 +71,7 @@ class Rows:
 
 
 @dataclass
-class Step:
+class LaunchedStep:
     """A step that has been launched, batch by batch."""
 
     batches: list[Rows] = field(default_factory=list)

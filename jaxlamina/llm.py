@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina import compilation, dtypes
-from jaxlamina.buckets import Buckets, Cut
+from jaxlamina.buckets import Buckets
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.headroom import check_headroom
@@ -280,7 +280,7 @@ class LLM:
             self.executor = UnsplitExecutor(fn, params, device=self.model_device, **kv)
             specs = list(self.executor.specs)
         self.max_model_len = min(length, self.executor.n_slots + 1)
-        cut: Cut = getattr(self.executor, "bucket_cut", "fine")
+        cut = self.executor.capabilities.bucket_cut
         self.buckets = Buckets.default(max_num_seqs, self.max_model_len, cut)
         self.engine = Engine(
             self.executor,
@@ -406,7 +406,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Counts and seconds so far; buckets; slots; programs compiled, by what they were compiled for; and over ranks how
         decode steps are staggered (`RanksExecutor.staggering`)."""
-        staggering = getattr(self.executor, "staggering", None)
+        staggering = self.executor.staggering()
         return dataclasses.asdict(self.engine.stats) | {
             "mean_batch_size": self.engine.stats.mean_batch_size,
             "n_compilations": self.executor.programs.total + self.engine.sampler.n_compiled,
@@ -415,7 +415,7 @@ class LLM:
             **self.engine.kv_stats(),
             "dtype": self.dtype,
             "kv_headroom": self.engine.scheduler.headroom.share,
-            **({"staggering": staggering()} if staggering is not None else {}),
+            **({"staggering": staggering} if staggering is not None else {}),
             "model_device": str(self.model_device),
             "attention_device": self._attention_pool,
         }

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.buckets import Buckets
-from jaxlamina.engine import Executor
 from jaxlamina.errors import UserError
 from jaxlamina.kv import OutOfSlots, SlotAllocator
 from jaxlamina.llm import LLM
-from jaxlamina.workers.batch import DecodeBatch
+from jaxlamina.run.executor import Executor
+from jaxlamina.steps.batch import DecodeBatch
 from jaxlamina.workers.spec import CALIBRATED_KV_DTYPES, KV_DTYPES
 
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxlamina.kv import Move
 from jaxlamina.request import Request
+
+PromptSpan = tuple[Request, tuple[int, int]]
+"""A prompt, and from which position to which it is computed."""
+
+
+class RunTogether(NamedTuple):
+    """Requests that get one token each, and prompts that are computed with them, as one step of an executor."""
+
+    decodes: tuple[Request, ...]
+    prompts: tuple[PromptSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -29,3 +41,28 @@ class StepPlan:
     @property
     def requests(self) -> tuple[Request, ...]:
         return self.decodes + self.prefills
+
+    def runs(self, *, n_prefill_workers: int = 0, mixed: bool = False) -> list[RunTogether]:
+        """The executor's steps that this one is made of, one after another.
+
+        Prefill workers compute one prompt each beside the decodes; further prompts of a worker come after these. Without such
+        workers each prompt is a step of its own, but that the first one goes with the decodes if steps are ``mixed``. One that
+        is scored does not: its logits are of all its tokens.
+        """
+        prompts = tuple(zip(self.prefills, self.spans, strict=True))
+        if prompts and n_prefill_workers:
+            return self._runs_on_workers(prompts)
+        n_alongside = int(bool(mixed and self.decodes and prompts and not prompts[0][0].scores_prompt))
+        found = [RunTogether(self.decodes, prompts[:n_alongside])] if self.decodes else []
+        return found + [RunTogether((), (prompt,)) for prompt in prompts[n_alongside:]]
+
+    def _runs_on_workers(self, prompts: tuple[PromptSpan, ...]) -> list[RunTogether]:
+        n_before: Counter[int] = Counter()
+        turns: list[list[PromptSpan]] = []
+        for prompt in prompts:
+            worker = prompt[0].worker
+            if n_before[worker] == len(turns):
+                turns.append([])
+            turns[n_before[worker]].append(prompt)
+            n_before[worker] += 1
+        return [RunTogether(() if i else self.decodes, tuple(turn)) for i, turn in enumerate(turns)]

@@ -26,7 +26,8 @@ from jaxlamina.ahead import Ahead, beside_steps, n_compiling, side_by_side
 from jaxlamina.buckets import Buckets, Shape, bucket
 from jaxlamina.engine import Engine
 from jaxlamina.scheduler import SCORED_CHUNK
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.step import PromptPart, Step, StepLogits
 from jaxlamina.workers.kv_pools import move_sizes
 
 _log = logging.getLogger("uvicorn.error")
@@ -274,27 +275,13 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def compiles_behind(engine: Engine) -> bool:
-    """Whether the executor can have programs compiled while others run."""
-    return bool(getattr(engine.executor, "compiles_behind", False))
-
-
 def _later(engine: Engine, shape: Shape, *, behind: bool = False) -> Callable[[], Any] | None:
-    executor: Any = engine.executor
-    if not hasattr(executor, "compile_later"):
-        return None
-    later: Callable[[], Any] | None = executor.compile_later(
-        *_batches(engine, shape, _empty_batch), of_all=shape.of_all, behind=behind
-    )
-    return later
+    return engine.executor.compile_later(_step(engine, shape, _empty_batch), behind=behind)
 
 
 def _prepare(engine: Engine, shape: Shape) -> bool:
     """What is left to do before a compiled step is run: ranks compare what they will exchange. False: not all have compiled."""
-    executor: Any = engine.executor
-    if not hasattr(executor, "prepare"):
-        return True
-    return bool(executor.prepare(*_batches(engine, shape, _empty_batch), of_all=shape.of_all))
+    return engine.executor.prepare(_step(engine, shape, _empty_batch))
 
 
 def _compile_ahead(
@@ -335,7 +322,7 @@ def _compile_ahead(
 def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], bool], *, usual: bool) -> None:
     """Has other threads compile what is done with logits of so many rows: many small programs. ``usual``: those that every
     request needs one of, or the others."""
-    executor: Any = engine.executor
+    executor = engine.executor
     longest = engine.admission.max_model_len
     ahead: Ahead[None] = Ahead(n_compiling(cores_each=1))
     try:
@@ -350,15 +337,18 @@ def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], boo
 
 
 def _prepare_scores(engine: Engine, shape: Shape) -> None:
-    executor: Any = engine.executor
-    engine.drawing.compile_scores(executor.device, shape.n_tokens)
+    engine.drawing.compile_scores(engine.executor.device, shape.n_tokens)
 
 
-def _batches(engine: Engine, shape: Shape, made: Callable[[Shape, int, int], Any]) -> list[Any]:
-    """Those of a step of such sizes, each ``made(part, n_slots, most)``."""
-    most = engine.admission.max_model_len
-    parts = [part for part in (shape, shape.alongside) if part is not None]
-    return [made(part, engine.executor.n_slots, most) for part in parts]
+def _step(engine: Engine, shape: Shape, made: Callable[[Shape, int, int], Any]) -> Step:
+    """One of such sizes; its batches are ``made(sizes, n_slots, most)``."""
+    most, n_slots = engine.admission.max_model_len, engine.executor.n_slots
+    prompt = shape.alongside if shape.kind == "decode" else shape
+    rows = made(shape, n_slots, most) if shape.kind == "decode" else None
+    if prompt is None:
+        return Step(rows)
+    batch = made(prompt, n_slots, most)
+    return Step(rows, tuple(PromptPart(batch, prompt.of_all, worker) for worker in prompt.workers or (0,)))
 
 
 def _try(engine: Engine, compiled: Collection[Shape]) -> None:
@@ -374,8 +364,7 @@ def _try(engine: Engine, compiled: Collection[Shape]) -> None:
 
 def _load(engine: Engine, shape: Shape) -> None:
     """Runs a program once, on padding alone, if its first run must not fall together with another's compilation."""
-    executor: Any = engine.executor
-    if shape.has_prompt and _loads_at_first_run(executor.device):
+    if shape.has_prompt and _loads_at_first_run(engine.executor.device):
         jax.block_until_ready(_run(engine, shape))
 
 
@@ -388,9 +377,8 @@ def _loads_at_first_run(device: jax.Device) -> bool:
 def _move(engine: Engine) -> None:
     """To the host and back, whatever is there: it is nobody's. Not where workers share requests or tokens: what they move
     depends on where it lies."""
-    executor: Any = engine.executor
-    host = engine.scheduler.host
-    if host is None or getattr(executor, "places_tokens", False):
+    executor, host = engine.executor, engine.scheduler.host
+    if host is None or engine.capabilities.places_tokens:
         return
     most = min(engine.admission.max_model_len, executor.n_slots, host.capacity)
     for n in move_sizes(most):
@@ -399,28 +387,18 @@ def _move(engine: Engine) -> None:
         executor.move_in(slots, slots)
 
 
-def _run(engine: Engine, shape: Shape) -> tuple[jax.Array, ...]:
-    executor: Any = engine.executor
-    places = getattr(executor, "places_tokens", False)
-    parts = _batches(engine, shape, _stored_batch if places else _empty_batch)
+def _run(engine: Engine, shape: Shape) -> StepLogits:
+    executor, places = engine.executor, engine.capabilities.places_tokens
+    step = _step(engine, shape, _stored_batch if places else _empty_batch)
     if places:
-        for batch in parts:
+        rows = () if step.decodes is None else (step.decodes,)
+        for batch in (*rows, *(part.batch for part in step.prompts[:1])):
             n_distinct = len(np.unique(batch.slot_table[:, 0])) if batch.slot_table.size else 0
             executor.assume_stored(type(batch)(*(x[:n_distinct] for x in batch)))
-    workers = (shape if shape.alongside is None else shape.alongside).workers
-    found: tuple[jax.Array, ...]
-    if workers:
-        rows = parts[0] if len(parts) == 2 else None
-        of_rows, of_prompts = executor.decode_with_prompts(rows, dict.fromkeys(workers, parts[-1]))
-        found = (*(() if rows is None else (of_rows,)), *of_prompts)
-    elif len(parts) == 2:
-        found = tuple(executor.decode_with_chunk(*parts))
-    else:
-        run = executor.prefill_all if shape.of_all else executor.prefill
-        found = (executor.decode(*parts) if shape.kind == "decode" else run(*parts),)
+    logits = executor.run(step)
     if places:
         executor.release(np.arange(executor.n_slots))
-    return found
+    return logits
 
 
 def _empty_batch(shape: Shape, n_slots: int, _most: int) -> DecodeBatch | PrefillBatch:

@@ -37,6 +37,7 @@ from jaxlamina.engine import Engine
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.perplexity import logprobs_of
+from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights import open_checkpoint
 from jaxlamina.workers import DecodeBatch, PrefillBatch
 from launch.roles import place
@@ -128,7 +129,7 @@ class Forced:
                 earlier = [r for r in self._unfinished() if r < row] if beside_decodes else []
                 chunk = self._prompt(row, start, min(n_tokens, start + self._chunk))
                 if earlier:
-                    logits, of_chunk = self._executor.decode_with_chunk(self._batch(earlier), chunk)
+                    logits, [of_chunk] = self._executor.run(Step(self._batch(earlier), (PromptPart(chunk),)))
                     self._score(earlier, logits)
                 else:
                     of_chunk = self._executor.prefill(chunk)

@@ -229,6 +229,7 @@ def chunked_beside_decodes(
 ) -> tuple[list[float], tuple[list[Any], list[Any]], set[int]]:
     """Logits' differences relative to the largest, both executors' greedy tokens, and the slots in use."""
     from jaxlamina.buckets import Buckets
+    from jaxlamina.steps.step import PromptPart, Step
     from jaxlamina.workers import DecodeBatch, PrefillBatch
 
     n, buckets = alone.n_slots, Buckets(batch=(4,), prompt=(13,), context=(32,))
@@ -259,10 +260,10 @@ def chunked_beside_decodes(
         chunk = PrefillBatch.build(*own, buckets, n, [slots[2][:start]])
         for name, value in (second if start == 3 else usual).items():
             setattr(over_ranks, name, value)
-        got, want = over_ranks.decode_with_chunk(batch, chunk), (alone.decode(batch), alone.prefill(chunk))
-        for row, token in zip(rows, compare(got[0], want[0], 2), strict=True):
+        of_rows, [of_chunk] = over_ranks.run(Step(batch, (PromptPart(chunk),)))
+        for row, token in zip(rows, compare(of_rows, alone.decode(batch), 2), strict=True):
             row.append(token)
-        following = compare(got[1], want[1], 1)
+        following = compare(of_chunk, alone.prefill(chunk), 1)
     rows.append([*long, *following])
     batch = decode_batch(rows)
     compare(over_ranks.decode(batch), alone.decode(batch), 3)
@@ -307,7 +308,7 @@ def warmed(
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
     llm = LLM(source(model), group=group, **limits)
     sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
-    todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.n_prefill_workers)
+    todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.capabilities.n_prefill_workers)
     done: list[int] = []
     ahead: list[str] = []  # threads that compiled a program before it was to be run
     compile_later = llm.executor.compile_later

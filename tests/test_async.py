@@ -24,7 +24,9 @@ from jaxlamina.in_flight import StepTimes
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.outputs import RequestOutput
+from jaxlamina.run.executor import WrappedExecutor
 from jaxlamina.sampling import Sampler
+from jaxlamina.steps.step import Step, StepLogits
 
 SAMPLER = Sampler()  # one for all engines: its programs are compiled once
 N_SLOTS, N_HOST_SLOTS = 56, 64
@@ -242,24 +244,19 @@ def recorded(engine: Engine) -> list[tuple[str, Any]]:
     seen: list[tuple[str, Any]] = []
     executor, read = engine.executor, engine._times.read
 
-    class Recording:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(executor, name)
-
-        def decode(self, batch: Any) -> Any:
-            seen.append(("launch", batch.tokens))
-            return executor.decode(batch)
-
-        def prefill(self, batch: Any) -> Any:
-            seen.append(("launch", None))
-            return executor.prefill(batch)
+    class Recording(WrappedExecutor):
+        def run(self, step: Step) -> StepLogits:
+            if step.decodes is not None:
+                seen.append(("launch", step.decodes.tokens))
+            seen.extend(("launch", None) for _ in step.prompts)
+            return super().run(step)
 
     def reading(rows: Any) -> Any:
         found = read(rows)
         seen.append(("read", None if rows.sampled is None else found[0].sampled.tokens[: len(rows.requests)]))
         return found
 
-    engine.executor, engine._times.read = Recording(), reading  # type: ignore[method-assign]
+    engine.executor, engine._times.read = Recording(executor), reading  # type: ignore[method-assign]
     return seen
 
 
@@ -324,13 +321,11 @@ def test_what_a_failed_step_leaves_can_be_aborted(small: LLM):
     engine.step()
     executor = engine.executor
 
-    class Failing:
-        n_slots = executor.n_slots
-
-        def decode(self, batch: Any) -> Any:
+    class Failing(WrappedExecutor):
+        def run(self, step: Step) -> StepLogits:
             raise RuntimeError("the device is gone")
 
-    engine.executor = Failing()  # type: ignore[assignment]
+    engine.executor = Failing(executor)
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
     engine.executor = executor

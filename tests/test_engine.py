@@ -3,6 +3,7 @@ tokens it finds through the slot tables. So a wrong slot, length, position or st
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.outputs import RequestOutput
+from jaxlamina.run.executor import Executor
 from jaxlamina.sampling import Sampler, SamplingParams
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.step import Step, StepLogits
 
 V = 97
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -32,7 +35,9 @@ def continuation(prompt: list[int], n: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class ImaginaryExecutor:
+class ImaginaryExecutor(Executor):
+    device = jax.devices()[0]
+
     def __init__(self, n_slots: int, n_host_slots: int = 0) -> None:
         self.n_slots = n_slots
         self.kv = np.full((n_slots, 2), -1)  # token, position
@@ -40,7 +45,11 @@ class ImaginaryExecutor:
         self.decode_shapes: set[tuple[int, int]] = set()
         self.n_prefilled: list[int] = []
 
-    def prefill(self, batch: PrefillBatch):
+    def run(self, step: Step) -> StepLogits:
+        rows = None if step.decodes is None else self.rows(step.decodes)
+        return StepLogits(rows, tuple(self.prompts(part.batch) for part in step.prompts))
+
+    def prompts(self, batch: PrefillBatch):
         histories = []
         for b, last in enumerate(batch.logits_at):
             n = batch.lengths[b]
@@ -61,7 +70,7 @@ class ImaginaryExecutor:
         self.kv[slots] = self.host[host_slots]
         self.host[host_slots] = -1
 
-    def decode(self, batch: DecodeBatch):
+    def rows(self, batch: DecodeBatch):
         self.decode_shapes.add(batch.slot_table.shape)
         histories, newest = [], np.asarray(batch.tokens)
         for b in range(len(newest)):
@@ -230,19 +239,19 @@ def test_without_prefix_caching_everything_is_computed():
 
 def test_a_step_that_fails_leaves_nothing_in_the_cache():
     engine = make()
-    prefill = engine.executor.prefill
+    run = engine.executor.run
 
-    def fails(batch):
+    def fails(step):
         raise RuntimeError("the device is gone")
 
-    engine.executor.prefill = fails
+    engine.executor.run = fails
     request_id = engine.add_request(list(range(30)), GREEDY)
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
     assert engine.abort(request_id) is not None
     engine.check_integrity()
     assert engine.scheduler.slots.n_used == 0
-    engine.executor.prefill = prefill
+    engine.executor.run = run
     assert list(one(engine, list(range(30)), GREEDY).token_ids) == continuation(list(range(30)), 6)
 
 

@@ -20,6 +20,7 @@ from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.server.run import App
 from jaxlamina.server.settings import Settings
+from jaxlamina.steps.shape import StepShape
 
 
 class Thing:
@@ -111,8 +112,11 @@ class Rank(ServedRank):
         self.answers: list[m.Prepared] = []
         self.may_end = threading.Event()
 
-    def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Any, Any]]:
+    def _compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Any, Any]]:
         return lambda: (Compiled(), None) if self.may_end.wait(60) else (None, None)
+
+    def _kept(self, part: StepShape, behind: bool) -> None:
+        return None
 
 
 @pytest.fixture
@@ -135,14 +139,14 @@ def test_a_rank_that_compiles_behind_lets_its_steps_go_first(
         nonlocal n_settled
         n_settled += 1
 
-    shapes = [m.StepShape("decode", batch, 1, 64) for batch in (1, 2)]
+    shapes = [StepShape("decode", batch, 1, 64) for batch in (1, 2)]
     found = []
 
     def look() -> None:
         found.append((n_settled, sys.getswitchinterval() < usual_s / 10))
 
     def messages() -> Iterator[m.Message]:
-        yield m.Prepare(m.StepShape("decode", 4, 1, 64))  # before anything is answered
+        yield m.Prepare(StepShape("decode", 4, 1, 64))  # before anything is answered
         look()
         rank.may_end.clear()
         for shape in shapes:

@@ -50,16 +50,14 @@ def recorded(model: LLM) -> list[np.ndarray]:
     """The logits of every step that the model's executor runs from now on."""
     steps: list[np.ndarray] = []
 
-    def recording(run):
-        def call(batch):
-            logits = run(batch)
-            steps.append(np.array(logits))
-            return logits
+    run = model.executor.run
 
-        return call
+    def recording(step):
+        logits = run(step)
+        steps.extend(np.array(x) for x in (logits.decodes, *logits.prompts) if x is not None)
+        return logits
 
-    model.executor.decode = recording(model.executor.decode)
-    model.executor.prefill = recording(model.executor.prefill)
+    model.executor.run = recording
     return steps
 
 

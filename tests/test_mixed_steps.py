@@ -18,6 +18,7 @@ from test_models import MODELS
 from jaxlamina.buckets import Buckets
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.wires import pack, packed_like, unpack
+from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.workers import DecodeBatch, LocalExecutor, PrefillBatch, UnsplitExecutor
 from jaxlamina.workers.model_worker import trace_step
 from splitter import split
@@ -99,7 +100,8 @@ def test_unsplit_and_slice_by_slice(name: str) -> None:
             if kind == "apart":
                 got = executor.decode(batch), executor.prefill(chunk)
             else:
-                got = executor.decode_with_chunk(batch, chunk)
+                of_rows, [of_chunk] = executor.run(Step(batch, (PromptPart(chunk),)))
+                got = of_rows, of_chunk
             logits += [np.asarray(got[0])[:1], np.asarray(got[1])]
         found.append(np.concatenate(logits))
         kv = executor.kv if kind != "slice by slice" else executor.attention.kv
@@ -134,7 +136,7 @@ def test_a_chunk_of_several_requests_is_refused() -> None:
     batch = DecodeBatch.build([1], [[0, 1]], buckets, n)
     chunk = PrefillBatch.build([[1, 2], [3, 4]], [[2, 3], [4, 5]], buckets, n)
     with pytest.raises(ValueError, match="a chunk of 2 requests must be of one"):
-        executor.decode_with_chunk(batch, chunk)
+        executor.run(Step(batch, (PromptPart(chunk),)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -16,14 +16,14 @@ from test_policies import check_order
 from test_scheduler import make, play, request, run_step, workloads
 
 from jaxlamina.buckets import Buckets
-from jaxlamina.control.messages import StepShape
 from jaxlamina.policies import load_policy
 from jaxlamina.request import Request
 from jaxlamina.scheduler import SCORED_CHUNK, Scheduler
 from jaxlamina.step_plan import StepPlan
+from jaxlamina.steps.batch import levelled
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.warm_up import shapes
 from jaxlamina.workers import PrefillBatch
-from jaxlamina.workers.batch import levelled
 
 # --- over ranks ---
 

@@ -335,17 +335,18 @@ def test_what_loads_at_its_first_run_is_run_while_nothing_is_compiled(monkeypatc
     limits = {"max_num_seqs": 2, "max_model_len": 200, "max_num_batched_tokens": 64}
     llm = LLM(InMemoryModel(config, random_params(config, seed=1)), split=False, **limits)
     executor, compiling = llm.executor, set()
-    prefill, compile_later = executor.prefill, executor.compile_later
+    run_step, compile_later = executor.run, executor.compile_later
     ran: list[tuple[tuple[int, int], bool, bool]] = []
 
-    def recorded(batch):
-        sizes = batch.tokens.shape[1], batch.slot_table.shape[1]
-        known = any((s.n_tokens, s.context) == sizes and s.has_prompt for s in llm.engine.sizes.shapes)
-        ran.append((sizes, bool(compiling), known))
-        return prefill(batch)
+    def recorded(step):
+        for batch in (part.batch for part in step.prompts):
+            sizes = batch.tokens.shape[1], batch.slot_table.shape[1]
+            known = any((s.n_tokens, s.context) == sizes and s.has_prompt for s in llm.engine.sizes.shapes)
+            ran.append((sizes, bool(compiling), known))
+        return run_step(step)
 
-    def compiled_later(*batches, **options):
-        compiles = compile_later(*batches, **options)
+    def compiled_later(step, **options):
+        compiles = compile_later(step, **options)
 
         def run():
             compiling.add(compiles)
@@ -356,7 +357,7 @@ def test_what_loads_at_its_first_run_is_run_while_nothing_is_compiled(monkeypatc
 
         return run
 
-    monkeypatch.setattr(executor, "prefill", recorded)
+    monkeypatch.setattr(executor, "run", recorded)
     monkeypatch.setattr(executor, "compile_later", compiled_later)
     todo = shapes(llm.buckets, max_model_len=200, max_chunk=64)
     first = first_of(todo)
@@ -393,11 +394,11 @@ def test_what_fails_while_compiling_ahead_is_raised(monkeypatch):
     todo = shapes(llm.buckets, max_model_len=24, max_chunk=None)
     compile_later = llm.executor.compile_later
 
-    def failing(*parts, **how):
-        compiles = compile_later(*parts, **how)
+    def failing(step, **how):
+        compiles = compile_later(step, **how)
 
         def run():
-            if len(parts[0].tokens) == 2:
+            if step.decodes is not None and len(step.decodes.tokens) == 2:
                 raise RuntimeError("no room")
             return compiles()
 

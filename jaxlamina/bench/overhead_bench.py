@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxlamina.bench import serve_bench, serve_client
 from jaxlamina.bench.loads import Size, arrivals
 from jaxlamina.bench.prompts import prompts as passages
@@ -27,7 +29,9 @@ from jaxlamina.bench.serve_metrics import summary
 from jaxlamina.client import Client
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
+from jaxlamina.run.executor import Executor, WrappedExecutor
 from jaxlamina.sampling import SamplingParams
+from jaxlamina.steps.step import Step, StepLogits
 from jaxlamina.text import GeneratedText
 
 _COMMAND_S = 3600.0  # no batch here takes longer
@@ -139,25 +143,16 @@ class LoadTimes:
     batch: float | None
 
 
-class Timed:
+class Timed(WrappedExecutor):
     """An executor whose every pass is waited for; ``seconds`` of all of them."""
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
         self.seconds = 0.0
-        self._executor = executor
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def decode(self, batch: Any) -> Any:
-        return self._timed(self._executor.decode, batch)
-
-    def prefill(self, batch: Any) -> Any:
-        return self._timed(self._executor.prefill, batch)
-
-    def _timed(self, run: Callable[[Any], Any], batch: Any) -> Any:
+    def run(self, step: Step) -> StepLogits:
         began_s = time.perf_counter()
-        logits = run(batch).block_until_ready()
+        logits = jax.block_until_ready(super().run(step))
         self.seconds += time.perf_counter() - began_s
         return logits
 

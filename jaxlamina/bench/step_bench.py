@@ -24,6 +24,7 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.ranks import Group, RanksExecutor
+from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights.dummy import random_weights
 from jaxlamina.workers import DecodeBatch, LocalExecutor, PrefillBatch, UnsplitExecutor
 from jaxlamina.workers.sharded import ShardedExecutor
@@ -330,15 +331,17 @@ def _ways(
     return whole + cut + chunks
 
 
-def _run(executor: Any, way: Way, batch: DecodeBatch, chunk: PrefillBatch | None) -> tuple[jax.Array, ...]:
+def _run(
+    executor: Any, way: Way, batch: DecodeBatch, chunk: PrefillBatch | None
+) -> tuple[jax.Array | None, ...]:
     """Logits of the batch, and of the chunk if there is one."""
     for name, value in way.options.items():
         setattr(executor, name, value)
-    if way.chunk is None:
+    if way.chunk is None or chunk is None:
         return (executor.decode(batch),)
     if way.chunk == "alongside":
-        rows, of_chunk = executor.decode_with_chunk(batch, chunk)
-        return rows, of_chunk
+        logits = executor.run(Step(batch, (PromptPart(chunk),)))
+        return logits.decodes, *logits.prompts
     return executor.decode(batch), executor.prefill(chunk)
 
 

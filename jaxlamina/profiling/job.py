@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxlamina.control import messages as m
@@ -19,14 +18,16 @@ from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Meeting, RankTrace, Timeline, timeline
 from jaxlamina.ranks.executor import Own, RanksExecutor
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
+from jaxlamina.steps.batch import DecodeBatch
+from jaxlamina.steps.shape import StepShape
+from jaxlamina.steps.step import Step, StepLogits
 from jaxlamina.transports import Program
-from jaxlamina.workers.batch import DecodeBatch
 
 
 class RecordingExecutor(RanksExecutor):
     """`RanksExecutor`, whose decode steps can be recorded on all ranks."""
 
-    _latest: tuple[m.StepShape, Program | None]
+    _latest: tuple[StepShape, Program | None]
 
     def __init__(self, *args: Any, group: Group, **options: Any) -> None:
         group.transport.traceable = True
@@ -42,8 +43,9 @@ class RecordingExecutor(RanksExecutor):
         be, ``on_error`` is told why; without it, the step fails."""
         self._wanted, self.recorded, self._on_error = (n_before, n_steps), None, on_error
 
-    def decode(self, batch: DecodeBatch) -> jax.Array:
-        if self._wanted is not None:
+    def run(self, step: Step) -> StepLogits:
+        batch = None if step.prompts else step.decodes
+        if self._wanted is not None and batch is not None:
             n_before, n_steps = self._wanted
             self._wanted = (n_before - 1, n_steps) if n_before else None
             if not n_before:  # steps run again store the same KV in the same slots
@@ -53,9 +55,9 @@ class RecordingExecutor(RanksExecutor):
                     if self._on_error is None:
                         raise
                     self._on_error(error)
-        return super().decode(batch)
+        return super().run(step)
 
-    def _prepared(self, shape: m.StepShape) -> Own:
+    def _prepared(self, shape: StepShape) -> Own:
         found = super()._prepared(shape)
         self._latest = shape, found.program
         return found

@@ -199,7 +199,7 @@ class Observer:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._executor = engine, engine.executor
-        self._group: Any = getattr(self._executor, "group", None)
+        self._group: Any = self._executor.group
         self._window = Window(self._executor.device)
         self._before: dict[str, float] = {}
         self._began_s = 0.0

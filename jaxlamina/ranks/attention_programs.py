@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlamina.control.messages import StepShape
 from jaxlamina.ranks.layout import Layout, schedule_of, span
 from jaxlamina.ranks.wires import HeadsOf, Sizes, pack, pack_partial, packed_like, unpack
 from jaxlamina.schedules import AttentionRun, Exchange, Operator
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Transport
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import Pool, append, attention_with_own, decode_attention, partial_attention

@@ -27,6 +27,7 @@ from jaxlamina.ranks.group import Failing, Watch, first_line, leave, start_jax, 
 from jaxlamina.ranks.layout import Layout, layout_of
 from jaxlamina.ranks.model_rank import ModelRank
 from jaxlamina.ranks.served_rank import ServedRank
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport, open_transport
 from jaxlamina.workers.attention_worker import attention_workspace_bytes
 from jaxlamina.workers.capacity import (
@@ -185,7 +186,7 @@ class AttentionRank(ServedRank):
         return ChannelScales(*own)
 
     # --- programs ---
-    def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
+    def _compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         assert self._layers is not None and self._kv is not None
         specs, layout = self._layers.specs, self._layers.layout
         traced = AttentionProgram(self._transport, layout, specs, self._layers.n_query_heads, part)
@@ -200,11 +201,11 @@ class AttentionRank(ServedRank):
         )
         return lambda: (compiles(), None)  # the pools are another step's results each time
 
-    def _kept(self, part: m.StepShape, behind: bool) -> tuple[Program, Any] | None:
+    def _kept(self, part: StepShape, behind: bool) -> tuple[Program, Any] | None:
         name = self._name(part, behind)
         return None if name is None else self._transport.kept(name)
 
-    def _name(self, part: m.StepShape, behind: bool) -> str | None:
+    def _name(self, part: StepShape, behind: bool) -> str | None:
         assert self._layers is not None
         pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), self._pools_like)
         return self._transport.name_of("attention", self._layers, pools, part, behind)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,9 +32,12 @@ from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, receiver, send_parameters, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
+from jaxlamina.run.executor import Capabilities, Executor
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled, with_chunk
+from jaxlamina.steps.shape import StepShape
+from jaxlamina.steps.step import Step, StepLogits
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, levelled, with_chunk
 from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
@@ -51,7 +54,7 @@ class Part(NamedTuple):
     """A step, or one prefill worker's part of it: what each attention rank is told of it, and what the programs of the ranks
     that run it are given."""
 
-    shape: m.StepShape
+    shape: StepShape
     told: list[Arrays]
     at: Any
     inputs: tuple[Any, ...]
@@ -80,7 +83,7 @@ def _say_choice(bucket: tuple[int, int], medians: Mapping[int, float]) -> None:
     _log.info("decode steps of batch %d, context %d go as %s: %s", *bucket, as_what, times)
 
 
-class RanksExecutor:
+class RanksExecutor(Executor):
     """A model worker in this process, attention workers in others.
 
     - ``group``: as `jaxlamina.ranks.join` gives it; its cluster says partition, transport and deadlines.
@@ -126,7 +129,7 @@ class RanksExecutor:
         checked_partition(partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
         # The other pool's devices are not known here, but that they are of the same platform.
         alike = cluster.attention_platform == cluster.model_platform
-        self.bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
+        self._bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
         self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
         self.n_batches = cluster.n_batches_on(group.device.platform)
         self.latest_n_batches = 1  # of the last decode step
@@ -156,7 +159,7 @@ class RanksExecutor:
         )
         shards = shards_of(cluster)
         self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, config)
-        self._programs: dict[m.StepShape, Own] = {}
+        self._programs: dict[StepShape, Own] = {}
         self._tracing = (
             threading.Lock()
         )  # the transport knows what it has sent in the program that is being traced
@@ -166,85 +169,67 @@ class RanksExecutor:
 
     @property
     def device(self) -> jax.Device:
-        """Where logits are."""
         return self.group.device
 
     @property
-    def needs_host_tokens(self) -> bool:
-        """Other model ranks are told a step's tokens in its control message."""
-        return bool(self.group.replicas)
+    def capabilities(self) -> Capabilities:
+        """Other model ranks are told a step's tokens in its control message. Programs cannot be compiled behind where they depend on
+        where tokens lie, or on prefill workers."""
+        places_tokens = self.pool.placement is not None
+        return Capabilities(
+            bucket_cut=self._bucket_cut,
+            n_prefill_workers=self.prefill_workers,
+            needs_host_tokens=bool(self.group.replicas),
+            places_tokens=places_tokens,
+            compiles_behind=not (places_tokens or self.prefill_workers),
+        )
 
-    def decode(self, batch: DecodeBatch) -> jax.Array:
-        """One token more for each row: logits ``[B, V]`` float32."""
+    def run(self, step: Step) -> StepLogits:
+        """Where there are prefill workers, prompts are computed on these meanwhile (Lamina 2025 §5). Else a prompt alongside rows is
+        in their program, one a rank, which reads weights once for both (Lamina 2024 §5.6): each of its tokens is a row of the
+        model, so one that goes by a row's largest position (dynamic rope scaling) sees its own. Where all steps go as
+        staggered batches, or model workers share out the weights, and for what else there is of prompts, one runs after the other."""
         self._check_current()
-        rows, on_done = self._rows(batch)
+        if self.prefill_workers and step.prompts:
+            return self._run_beside(step)
+        together = self._goes_together and step.alongside is not None
+        return StepLogits.joined([self._run_part(part) for part in ([step] if together else step.apart)])
+
+    def _run_part(self, step: Step) -> StepLogits:
+        if step.decodes is None:
+            [prompt] = step.prompts
+            return StepLogits(
+                None, tuple(self._launch([self._prompts(prompt.batch, self.q_first, prompt.scored)]))
+            )
+        if step.alongside is not None:
+            planned = self.pool.plan_with_chunk(step.decodes, step.alongside, self.q_first)
+            inputs = *with_chunk(step.decodes, step.alongside), step.alongside.logits_at
+            [logits] = self._launch([Part(*planned, inputs)])
+            return StepLogits(logits[:-1], (logits[-1:],))
+        rows, on_done = self._rows(step.decodes)
         self.latest_n_batches = rows.shape.n_batches
         [logits] = self._launch([rows], on_done)
-        return _without_padding(logits, batch)
+        return StepLogits(_without_padding(logits, step.decodes))
 
-    def prefill(self, batch: PrefillBatch) -> jax.Array:
-        """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        return self._prefilled(batch, of_all=False)
-
-    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
-        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
-        return self._prefilled(batch, of_all=True)
-
-    def _prefilled(self, batch: PrefillBatch, of_all: bool) -> jax.Array:
-        if self.prefill_workers:
-            return self.decode_with_prompts(None, {0: batch}, [0] if of_all else [])[1][0]
-        self._check_current()
-        [logits] = self._launch([self._prompts(batch, self.q_first, of_all)])
-        return logits
-
-    def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
-        """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program a rank, which
-        reads weights once for both (Lamina 2024 §5.6): logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s.
-
-        Where there are prefill workers, `decode_with_prompts` on the first of them. Else one step after the other where
-        all steps go as staggered batches or model workers share out the weights. Each token of the chunk is a row of the model,
-        so one that goes by a row's largest position (dynamic rope scaling) sees its own. ``ValueError`` for a chunk of
-        several requests.
-        """
-        if self.prefill_workers:
-            logits, [of_chunk] = self.decode_with_prompts(batch, {0: chunk})
-            assert logits is not None
-            return logits, of_chunk
-        tokens, positions = with_chunk(batch, chunk)
-        if not self._goes_together:
-            return self.decode(batch), self.prefill(chunk)
-        self._check_current()
-        planned = self.pool.plan_with_chunk(batch, chunk, self.q_first)
-        [logits] = self._launch([Part(*planned, (tokens, positions, chunk.logits_at))])
-        return logits[:-1], logits[-1:]
-
-    def decode_with_prompts(
-        self, batch: DecodeBatch | None, prompts: Mapping[int, PrefillBatch], scored: Collection[int] = ()
-    ) -> tuple[jax.Array | None, list[jax.Array]]:
-        """One token more for each row, as `decode`, and meanwhile on prefill workers, by their index, what `prefill` does:
-        the logits of the rows, None without a batch, and those of the prompts, in their order (Lamina 2025 §5).
-
-        One may follow tokens of one before it in ``prompts``. ``scored``: the workers of whose prompts there are logits after
-        every token, as of `prefill_all`.
-        """
-        self._check_current()
+    def _run_beside(self, step: Step) -> StepLogits:
+        """The rows, and meanwhile each prompt on its prefill worker. One may follow tokens of one before it."""
+        batch, batches = step.decodes, {part.worker: part.batch for part in step.prompts}
+        if len(batches) != len(step.prompts):
+            raise ValueError("a prefill worker computes one prompt or chunk a step")
         parts = [] if batch is None else [self._rows(batch, self._settled_n_batches(batch))[0]]
+        scored = {part.worker for part in step.prompts if part.scored}
         if self.layout.by_heads:  # programs are few then, and the step lasts as long as its largest prompt
             # A prompt that is scored is left as small as it is: every token's logits are a row of the vocabulary.
-            others = {index: prompt for index, prompt in prompts.items() if index not in scored}
-            prompts = {
-                **prompts,
-                **dict(zip(others, levelled([*others.values()], self.n_slots), strict=True)),
-            }
-        for index, prompt in prompts.items():
+            others = {worker: prompt for worker, prompt in batches.items() if worker not in scored}
+            batches |= dict(zip(others, levelled([*others.values()], self.n_slots), strict=True))
+        for worker, prompt in batches.items():
             # The intake is one message, so that it is over soon.
-            part = self._prompts(prompt, q_first=False, of_all=index in scored)
-            rank = self.group.prefill_ranks[index]
+            part = self._prompts(prompt, q_first=False, of_all=worker in scored)
+            rank = self.group.prefill_ranks[worker]
             parts.append(part._replace(shape=msgspec.structs.replace(part.shape, rank=rank)))
         logits = self._launch(parts)
-        if batch is None:
-            return None, logits
-        return _without_padding(logits[0], batch), logits[1:]
+        rows = None if batch is None else _without_padding(logits.pop(0), batch)
+        return StepLogits(rows, tuple(logits))
 
     def candidates(self, n_rows: int, context: int) -> tuple[int, ...]:
         """How many staggered batches a decode step of so many rows and earlier tokens a row may run as: one number, or those
@@ -307,41 +292,23 @@ class RanksExecutor:
         return Part(msgspec.structs.replace(shape, of_all=of_all), told, at, inputs)
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
-        """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
         self._check_current()
         self.pool.copy_slots(as_slots(src), as_slots(dst))
 
     def move_out(self, slots: Slots, host_slots: Slots) -> None:
-        """Copies the KV of ``slots`` into the host's ``host_slots``; ``UserError`` if there are none."""
         self._check_current()
         self.pool.move_out(as_slots(slots), as_slots(host_slots))
 
     def move_in(self, host_slots: Slots, slots: Slots) -> None:
-        """Brings the host's ``host_slots`` back into ``slots``, and empties them."""
         self._check_current()
         self.pool.move_in(as_slots(host_slots), as_slots(slots))
 
     def release(self, slots: Slots) -> None:
-        """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
         self.pool.release(as_slots(slots))
 
-    @property
-    def compiles_behind(self) -> bool:
-        """Whether programs can be compiled before their steps come, and while others run: not where they depend on where tokens
-        lie, or on prefill workers."""
-        return not (self.places_tokens or self.prefill_workers)
-
-    def compile_later(
-        self,
-        batch: DecodeBatch | PrefillBatch,
-        chunk: PrefillBatch | None = None,
-        *,
-        of_all: bool = False,
-        behind: bool = False,
-    ) -> Callable[[], Any] | None:
-        """As of `UnsplitExecutor`, in each number of staggered batches that is tried; the other ranks begin with theirs, too.
-        None where there is nothing to compile, or it cannot be known."""
-        missing = [shape for shape in self._shapes_ahead(batch, chunk, of_all) if shape not in self._programs]
+    def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
+        """In each number of staggered batches that is tried; the other ranks begin with theirs, too."""
+        missing = [shape for shape in self._shapes_ahead(step) if shape not in self._programs]
         if not missing:
             return None
         for shape in missing:
@@ -350,53 +317,44 @@ class RanksExecutor:
 
         own = {rows: None for shape in missing if (rows := shape.part_of(0)) is not None}
 
-        def compile_one(rows: m.StepShape) -> None:
+        def compile_one(rows: StepShape) -> None:
             if rows not in self._compiled:
                 self._compiled[rows] = self._compile(rows, behind)
 
         return lambda: side_by_side([partial(compile_one, rows) for rows in own])
 
-    def prepare(
-        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, *, of_all: bool = False
-    ) -> bool:
-        """Finds, of a step that `compile_later` was called for, that the ranks' programs match, so that the step is only run;
-        False while another rank is compiling its own."""
-        return all(self._matched(shape, wait=False) for shape in self._shapes_ahead(batch, chunk, of_all))
+    def prepare(self, step: Step) -> bool:
+        """Finds that the ranks' programs match; False while another rank is compiling its own."""
+        return all(self._matched(shape, wait=False) for shape in self._shapes_ahead(step))
 
-    def _compile(self, rows: m.StepShape, behind: bool = False) -> tuple[Program, Any]:
+    def _compile(self, rows: StepShape, behind: bool = False) -> tuple[Program, Any]:
         if kept := self._side.kept(rows, behind):
             return kept
         with self._tracing:
             compiles = self._side.compile_later(rows, behind)
         return compiles()
 
-    def _shapes_ahead(
-        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None, of_all: bool
-    ) -> list[m.StepShape]:
-        if not self.compiles_behind:
+    def _shapes_ahead(self, step: Step) -> list[StepShape]:
+        if not self.capabilities.compiles_behind:
             return []
-        if isinstance(batch, PrefillBatch):
-            return [self._prompts(batch, self.q_first, of_all).shape]
-        if chunk is None:
-            numbers = self.candidates(len(batch.tokens), batch.slot_table.shape[1])
-            return [self._rows(batch, n)[0].shape for n in numbers]
-        return [self.pool.plan_with_chunk(batch, chunk, self.q_first)[0]] if self._goes_together else []
+        if step.decodes is None:
+            return [self._prompts(part.batch, self.q_first, part.scored).shape for part in step.prompts]
+        if step.alongside is None:
+            numbers = self.candidates(len(step.decodes.tokens), step.decodes.slot_table.shape[1])
+            return [self._rows(step.decodes, n)[0].shape for n in numbers]
+        if not self._goes_together:
+            return []
+        return [self.pool.plan_with_chunk(step.decodes, step.alongside, self.q_first)[0]]
 
     @property
     def _goes_together(self) -> bool:
         """Whether a decode step and a chunk of a prompt can be one program: it runs the rows as one batch."""
         return self.n_batches in (1, "auto") and not self.group.cluster.shares_weights
 
-    @property
-    def places_tokens(self) -> bool:
-        """Whether a step's programs depend on where its tokens lie."""
-        return self.pool.placement is not None
-
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
-        """As of `LocalExecutor`."""
         self.pool.assume_stored(batch)
 
-    def exchanges(self, shape: m.StepShape) -> tuple[m.Exchange, ...]:
+    def exchanges(self, shape: StepShape) -> tuple[m.Exchange, ...]:
         """What this rank's program of a prepared bucket exchanges, in order."""
         return self._programs[shape].exchanges()
 
@@ -438,13 +396,13 @@ class RanksExecutor:
                 "the ranks hold another model's KV since this one was made: one model a group at a time"
             )
 
-    def _prepared(self, shape: m.StepShape) -> Own:
+    def _prepared(self, shape: StepShape) -> Own:
         """A bucket's programs, compiled on all ranks and found to match before anyone runs it."""
         found = self._matched(shape, wait=True)
         assert found is not None
         return found
 
-    def _matched(self, shape: m.StepShape, *, wait: bool) -> Own | None:
+    def _matched(self, shape: StepShape, *, wait: bool) -> Own | None:
         """None, unless told to ``wait``, while another rank is compiling its own."""
         if shape in self._programs:
             return self._programs[shape]
@@ -471,7 +429,7 @@ class RanksExecutor:
         self.prepare_s += time.perf_counter() - began
         return own
 
-    def _own(self, shape: m.StepShape) -> Own:
+    def _own(self, shape: StepShape) -> Own:
         """Compiled where no step before had the same."""
         rows, program, weights, receive = shape.part_of(0), None, None, None
         if rows is not None:

@@ -23,11 +23,12 @@ import jax
 from jaxlamina import __version__
 from jaxlamina.cluster import JOB, Cluster
 from jaxlamina.control.channel import ControlServer
-from jaxlamina.control.messages import Message, StepShape
+from jaxlamina.control.messages import Message
 from jaxlamina.control.watchdog import Watchdog
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import FAILED
 from jaxlamina.gpus import visible_gpus
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Transport, open_transport
 
 # Programs are compiled on all ranks at once; the largest models take minutes.

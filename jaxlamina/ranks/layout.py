@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from jaxlamina.cluster import Cluster
-from jaxlamina.control.messages import StepShape
 from jaxlamina.errors import UserError
 from jaxlamina.ranks.wires import HeadsOf, MixedSizes, Sizes
 from jaxlamina.schedules import Schedule, make_schedule
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.workers.partition import chosen_partition
 from jaxlamina.workers.spec import AttentionSpec
 

@@ -18,7 +18,8 @@ from jaxlamina.errors import UserError
 from jaxlamina.ranks.group import Group
 from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.wires import PlacedIndices
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.workers.kv_pools import pieces
 from jaxlamina.workers.partition import NO_SLOT, Placement, RowsPlan, place_new, place_stored, plan_rows
 from jaxlamina.workers.spec import AttentionSpec
@@ -48,7 +49,7 @@ class RemotePool:
 
     def plan(
         self, kind: Any, batch: DecodeBatch | PrefillBatch, q_first: bool, n_batches: int = 1
-    ) -> tuple[m.StepShape, list[Arrays], PlacedIndices | None]:
+    ) -> tuple[StepShape, list[Arrays], PlacedIndices | None]:
         """(bucket, what each attention rank is told, what the model rank's program needs to cut its rows).
 
         Of n staggered batches the j-th has rows j, j + n, …; what is told of them is batch after batch.
@@ -58,7 +59,7 @@ class RemotePool:
         q_first = q_first or kind == "prefill"  # where q does not travel at all
         if self.placement is None:
             context = batch.slot_table.shape[1]
-            shape = m.StepShape(kind, b, t, context, q_first=q_first, n_batches=n_batches)
+            shape = StepShape(kind, b, t, context, q_first=q_first, n_batches=n_batches)
             known = batch.slot_table, batch.lengths, new_slots
             table, lengths, new = (np.concatenate(_staggered(x, n_batches)) for x in known)
             return shape, [_told(table, lengths, new.reshape(-1), {})] * len(self._layout.workers), None
@@ -74,7 +75,7 @@ class RemotePool:
         n_workers = len(self._layout.workers)
         sizes = b // n_batches, batch.slot_table.shape[1], new_slots.size // n_batches
         plans = level(plans, *sizes, n_workers=n_workers)
-        shape = m.StepShape(
+        shape = StepShape(
             kind,
             b,
             t,
@@ -90,7 +91,7 @@ class RemotePool:
 
     def plan_with_chunk(
         self, batch: DecodeBatch, chunk: PrefillBatch, q_first: bool
-    ) -> tuple[m.StepShape, list[Arrays], tuple[PlacedIndices, PlacedIndices] | None]:
+    ) -> tuple[StepShape, list[Arrays], tuple[PlacedIndices, PlacedIndices] | None]:
         """``plan`` of a decode step and a chunk of a prompt alongside, one after the other and told together."""
         rows, told, at = self.plan("decode", batch, q_first)
         of_chunk, chunk_told, chunk_at = self.plan(chunk.kind, chunk, q_first)

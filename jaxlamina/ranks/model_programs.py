@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from jaxlamina.control.messages import StepShape
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.layout import Layout, Tie, span
 from jaxlamina.ranks.staggered_step import FRONT, StaggeredStep
@@ -33,6 +32,7 @@ from jaxlamina.ranks.wires import (
     unpack,
     with_own,
 )
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Transport
 from jaxlamina.workers.model_worker import Context, combined
 from jaxlamina.workers.spec import AttentionSpec

@@ -24,6 +24,7 @@ from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of,
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.shards import shard_axes, shard_like
 from jaxlamina.ranks.wires import PlacedIndices
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.capacity import check_weights
 from jaxlamina.workers.model_worker import ModelWorker
@@ -69,11 +70,11 @@ class ModelRank(ServedRank):
         self._side = ModelSide(self._transport, model, layout, specs, replica, shards, config)
         self._client.send(m.ModelReady())
 
-    def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
+    def _compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         assert self._side is not None
         return self._side.compile_later(part, behind)
 
-    def _kept(self, part: m.StepShape, behind: bool) -> tuple[Program, Any] | None:
+    def _kept(self, part: StepShape, behind: bool) -> tuple[Program, Any] | None:
         assert self._side is not None
         return self._side.kept(part, behind)
 
@@ -85,7 +86,7 @@ class ModelRank(ServedRank):
         run = self._recorder.run(program, weights, *self._transport.bind(given))
         self._launched(ticket, self._transport.unbind(run))
 
-    def _part(self, shape: m.StepShape) -> m.StepShape:
+    def _part(self, shape: StepShape) -> StepShape:
         part = shape.part_of(self._prefill_rank)
         assert part is not None, "told of a step that others run"
         return part

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.cluster import Cluster
-from jaxlamina.control.messages import StepShape
 from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
 from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, needing, with_shards
 from jaxlamina.ranks.wires import PlacedIndices
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec

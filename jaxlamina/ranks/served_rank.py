@@ -24,6 +24,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.profiling.collect import Recorder
 from jaxlamina.profiling.under_load import Window
 from jaxlamina.ranks.group import Watch
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
 
 
@@ -44,9 +45,9 @@ class ServedRank(ABC):
         self._window: Window | None = None
         self._why_no_window = ""
         # Programs, each with what it is called with in every step; and those that rank 0 will ask for.
-        self._programs: dict[m.StepShape, tuple[Program, Any]] = {}
+        self._programs: dict[StepShape, tuple[Program, Any]] = {}
         self._ahead: Ahead[tuple[Program, Any]] = Ahead()
-        self._behind: set[m.StepShape] = set()  # begun while steps run, and not asked for yet
+        self._behind: set[StepShape] = set()  # begun while steps run, and not asked for yet
         self._beside_steps = ExitStack()  # not empty as long as there are such
         self._tracing = (
             threading.Lock()
@@ -76,16 +77,16 @@ class ServedRank(ABC):
             if isinstance(message, m.Prepare) and not self._behind:
                 garbage.settle()
 
-    def _part(self, shape: m.StepShape) -> m.StepShape:
+    def _part(self, shape: StepShape) -> StepShape:
         """What of a step this rank compiles a program for."""
         return shape
 
     @abstractmethod
-    def _compile_later(self, part: m.StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
+    def _compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         """Traces the program of a part, and gives a call that compiles it; in any thread, one at a time."""
 
     @abstractmethod
-    def _kept(self, part: m.StepShape, behind: bool) -> tuple[Program, Any] | None:
+    def _kept(self, part: StepShape, behind: bool) -> tuple[Program, Any] | None:
         """What that call gives, from an earlier process; in any thread."""
 
     def _on_prepare_later(self, message: m.PrepareLater) -> None:
@@ -98,7 +99,7 @@ class ServedRank(ABC):
                     self._beside_steps.enter_context(beside_steps())
                 self._behind.add(part)
 
-    def _compiled(self, part: m.StepShape, behind: bool = False) -> tuple[Program, Any]:
+    def _compiled(self, part: StepShape, behind: bool = False) -> tuple[Program, Any]:
         if kept := self._kept(part, behind):
             return kept
         with self._tracing:

@@ -78,7 +78,7 @@ def snapshot(engine: Engine) -> dict[str, float]:
     """The engine's numbers now. For the thread that owns it."""
     found: dict[str, float] = {**asdict(engine.stats), **engine.kv_stats()}
     found["n_running"] = len(engine.scheduler.running)
-    found["n_batches"] = getattr(engine.executor, "latest_n_batches", 1)
+    found["n_batches"] = engine.executor.latest_n_batches
     found["n_waiting"] = len(engine.scheduler.waiting)
     found["kv_usage"] = found["kv_slots_used"] / found["kv_slots"]
     return found

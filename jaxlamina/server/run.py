@@ -38,7 +38,7 @@ from jaxlamina.server.pool_times import PoolTimes
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
 from jaxlamina.server.settings import COMPILING_END_S, CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
-from jaxlamina.warm_up import Behind, Shape, compiles_behind, first_of, shapes, warm_up
+from jaxlamina.warm_up import Behind, Shape, first_of, shapes, warm_up
 
 _READY_S = 60.0  # of one that compiles nothing before
 
@@ -83,7 +83,7 @@ class App:
         self._on_progress, self._on_ready = on_progress, on_ready
         self._todo = _todo(llm, settings) if settings.warm_up else []
         self._first = self._todo if settings.wait_for_all else first_of(self._todo, n_compiling())
-        if compiles_behind(llm.engine):
+        if llm.engine.capabilities.compiles_behind:
             self._todo = list(dict.fromkeys((*self._first, *self._todo)))
         else:
             self._todo = self._first
@@ -153,7 +153,7 @@ class App:
         self.is_compiling = False  # once `run` is over: a thread still does, which cannot be interrupted
         self._failed_to_start = False
         self._compiling_end_s = COMPILING_END_S
-        if (group := getattr(llm.executor, "group", None)) is not None:
+        if (group := llm.executor.group) is not None:
             group.last_words = self._last_words
             self._compiling_end_s = THREAD_END_S  # ranks end together, as their libraries would have it
 
@@ -298,7 +298,7 @@ def _todo(llm: LLM, settings: Settings) -> list[Shape]:
         max_chunk=settings.max_num_batched_tokens,
         chunks=settings.prefix_caching or in_chunks,
         mixed=llm.engine.mixed_steps,
-        n_prefill_workers=llm.engine.n_prefill_workers,
+        n_prefill_workers=llm.engine.capabilities.n_prefill_workers,
         scored=settings.warm_up_scored_prompts,
     )
 

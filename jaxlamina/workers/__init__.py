@@ -1,8 +1,8 @@
 """The two pools at work: model workers hold weights and run slices, attention workers hold KV and attend."""
 
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.attention_pool import AttentionPool, attention_pool
 from jaxlamina.workers.attention_worker import AttentionWorker
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.local import LocalExecutor
 from jaxlamina.workers.model_worker import ModelWorker
 from jaxlamina.workers.programs import Programs

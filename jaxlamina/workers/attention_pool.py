@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.attention_worker import AttentionWorker, Partial
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.kv_pools import Slots, as_slots, pieces
 from jaxlamina.workers.partition import (
     Placement,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales

@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxlamina.buckets import Cut
 from jaxlamina.errors import UserError
+from jaxlamina.run.executor import Capabilities, Executor
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.step import PromptPart, Step, StepLogits
 from jaxlamina.workers import capacity
 from jaxlamina.workers.attention_pool import PlacedPool, attention_pool
 from jaxlamina.workers.attention_worker import AttentionWorker, Partial, attention_workspace_bytes
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots, spread_over
 from jaxlamina.workers.kv_pools import Slots
@@ -73,7 +73,7 @@ class _Lowered:
             lowered.compile()
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Runs steps slice by slice over a model worker and one or several attention workers.
 
     - ``n_slots``: tokens whose KV is kept, or how to find that out (`capacity.slots_that_fit`, partly applied).
@@ -139,11 +139,14 @@ class LocalExecutor:
 
     @property
     def device(self) -> jax.Device:
-        """Where logits are."""
         return self.model.device
 
-    def decode(self, batch: DecodeBatch) -> jax.Array:
-        """One token more for each row: logits ``[B, V]`` float32."""
+    def run(self, step: Step) -> StepLogits:
+        """One part after the other: here every slice is a call of its own, and attention workers are told of one at a time."""
+        rows = None if step.decodes is None else self._decode(step.decodes)
+        return StepLogits(rows, tuple(self._prefill(part) for part in step.prompts))
+
+    def _decode(self, batch: DecodeBatch) -> jax.Array:
         model, attention = self.model.decode(len(batch.tokens)), self.attention
         context = model.first_context(*jax.device_put((batch.tokens, batch.positions), self.device))
         attention.begin_decode(batch)
@@ -159,15 +162,9 @@ class LocalExecutor:
             out = self._to_model(attention.attend(i, q, self._kv_to_attention(k), self._kv_to_attention(v)))
         return model.final(model.final_weights, context, out)
 
-    def prefill(self, batch: PrefillBatch) -> jax.Array:
-        """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        return self._prefill(batch, (batch.tokens, batch.positions, batch.logits_at), of_all=False)
-
-    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
-        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
-        return self._prefill(batch, (batch.tokens, batch.positions), of_all=True)
-
-    def _prefill(self, batch: PrefillBatch, inputs: tuple[np.ndarray, ...], of_all: bool) -> jax.Array:
+    def _prefill(self, part: PromptPart) -> jax.Array:
+        batch, of_all = part.batch, part.scored
+        inputs = batch.tokens, batch.positions, *(() if of_all else (batch.logits_at,))
         model = self.model.prefill(*batch.tokens.shape, of_all=of_all)
         context = model.first_context(*jax.device_put(inputs, self.device))
         self.attention.begin_prefill(batch)
@@ -177,40 +174,27 @@ class LocalExecutor:
             out, context = self._from_first(model, context)
         return model.final(model.final_weights, context, out)
 
-    def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
-        """One token more for each row, and a chunk of another request's prompt: logits ``[B, V]`` and ``[1, V]``. One after
-        the other: here every slice is a call of its own, and attention workers are told of one step at a time."""
-        return self.decode(batch), self.prefill(chunk)
-
     @property
-    def bucket_cut(self) -> Cut:
-        """How finely sizes are cut."""
-        return bucket_cut(self.attention.specs, self.attention.workers[0].device, whole_steps=False)
+    def capabilities(self) -> Capabilities:
+        # A GPU tries kernels out for programs that slices are called by.
+        on_cpu = not capacity.is_accelerator(self.device)
+        return Capabilities(
+            bucket_cut=bucket_cut(self.attention.specs, self.attention.workers[0].device, whole_steps=False),
+            places_tokens=isinstance(self.attention, PlacedPool),
+            compiles_behind=isinstance(self.attention, AttentionWorker) and on_cpu,
+        )
 
-    @property
-    def compiles_behind(self) -> bool:
-        """Whether programs can be compiled while others run. A GPU tries kernels out for programs that slices are called by."""
-        return isinstance(self.attention, AttentionWorker) and not capacity.is_accelerator(self.device)
-
-    def compile_later(
-        self,
-        batch: DecodeBatch | PrefillBatch,
-        chunk: PrefillBatch | None = None,
-        *,
-        of_all: bool = False,
-        behind: bool = False,
-    ) -> Callable[[], Any] | None:
-        """As of `UnsplitExecutor`: the programs of all slices and of attention. None with several attention workers."""
-        assert not behind or self.compiles_behind
+    def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
+        """The programs of all slices and of attention. None with several attention workers."""
+        assert not behind or self.capabilities.compiles_behind
         worker = self.attention
         if not isinstance(worker, AttentionWorker):
             return None
         found = _Lowered(self.device)
-        for part in (batch,) if chunk is None else (batch, chunk):
-            if isinstance(part, DecodeBatch):
-                self._lower_decode(found, worker, part)
-            else:
-                self._lower_prefill(found, worker, part, of_all)
+        if step.decodes is not None:
+            self._lower_decode(found, worker, step.decodes)
+        for part in step.prompts:
+            self._lower_prefill(found, worker, part.batch, part.scored)
         return found.compile
 
     def _lower_decode(self, found: _Lowered, worker: AttentionWorker, batch: DecodeBatch) -> None:
@@ -283,29 +267,18 @@ class LocalExecutor:
         return self._combined(partials, self.attention.specs[-1]), context
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
-        """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
         self.attention.copy_slots(src, dst)
 
     def move_out(self, slots: Slots, host_slots: Slots) -> None:
-        """Copies the KV of ``slots`` into the host's ``host_slots``; ``UserError`` if there are none."""
         self.attention.move_out(slots, host_slots)
 
     def move_in(self, host_slots: Slots, slots: Slots) -> None:
-        """Brings the host's ``host_slots`` back into ``slots``, and empties them."""
         self.attention.move_in(host_slots, slots)
 
     def release(self, slots: Slots) -> None:
-        """``slots`` are nobody's now. Need not be called; it keeps several workers balanced."""
         self.attention.release(slots)
 
-    @property
-    def places_tokens(self) -> bool:
-        """Whether a step's programs depend on where its tokens lie."""
-        return isinstance(self.attention, PlacedPool)
-
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
-        """Takes it that a batch's earlier tokens, in slots that are all distinct, have been stored: for steps whose results
-        nobody looks at."""
         if isinstance(self.attention, PlacedPool):
             self.attention.assume_stored(batch)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlamina.errors import UserError
-from jaxlamina.workers.batch import DecodeBatch
+from jaxlamina.steps.step import Step, StepLogits
 from jaxlamina.workers.model_worker import ModelFn, Params
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.unsplit import UnsplitExecutor
@@ -28,7 +28,7 @@ _POOL = PartitionSpec(None, _AXIS)  # [S, K, H]
 
 
 class ShardedExecutor(UnsplitExecutor):
-    """``decode`` as `UnsplitExecutor`'s. `UserError` where the model's KV heads cannot be shared out evenly."""
+    """Decode steps as `UnsplitExecutor`'s. `UserError` where the model's KV heads cannot be shared out evenly."""
 
     def __init__(
         self, model: ModelFn, params: Params, *, n_slots: int, devices: Sequence[jax.Device]
@@ -48,11 +48,13 @@ class ShardedExecutor(UnsplitExecutor):
             whole[:] = [jnp.zeros((n_slots, *x.shape[1:]), x.dtype, device=by_heads) for x in whole]
         self._decode = jax.jit(self._traced_decode, donate_argnums=(1, 2))
 
-    def decode(self, batch: DecodeBatch) -> jax.Array:
-        """One token more for each row: logits ``[B, V]`` float32."""
-        given = jax.tree.map(lambda x: self._put(x, PartitionSpec()), batch)
+    def run(self, step: Step) -> StepLogits:
+        """``ValueError`` for prompts."""
+        if step.decodes is None or step.prompts:
+            raise ValueError("sharded execution, which is to compare with, runs decode steps alone")
+        given = jax.tree.map(lambda x: self._put(x, PartitionSpec()), step.decodes)
         self.kv.k, self.kv.v, logits = self._decode(self.params, self.kv.k, self.kv.v, *given)
-        return logits
+        return StepLogits(logits)
 
     def _put(self, x: Any, spec: PartitionSpec) -> jax.Array:
         return jax.device_put(x, NamedSharding(self._mesh, spec))

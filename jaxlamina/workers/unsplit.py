@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlamina.run.executor import Capabilities, Executor
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, with_chunk
+from jaxlamina.steps.step import Step, StepLogits
 from jaxlamina.transports import compiler_options
 from jaxlamina.workers import capacity
-from jaxlamina.workers.batch import DecodeBatch, PrefillBatch, with_chunk
 from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
@@ -38,7 +40,7 @@ from splitter import SplitReport, split
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-class UnsplitExecutor:
+class UnsplitExecutor(Executor):
     """Runs whole steps as single jitted calls; interface and KV options as ``LocalExecutor``."""
 
     def __init__(
@@ -54,13 +56,12 @@ class UnsplitExecutor:
         largest: LargestStep | None = None,
     ) -> None:
         self.programs = Programs()
-        self.device = device
+        self._device = device
         self.params = jax.device_put(dict(params), device)
         self._model = model
         one_row = split(trace_step(model, self.params, 1, 1))
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
-        self.bucket_cut = bucket_cut(self.specs, device)
         decode = with_streamed_products(self._traced_decode, device)
         self._decode = jax.jit(decode, donate_argnums=(1, 2))
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
@@ -81,85 +82,58 @@ class UnsplitExecutor:
             self.specs, self.n_slots, device, channel_scales=scales, n_host_slots=self.n_host_slots
         )
 
-    compiles_behind = True
+    @property
+    def device(self) -> jax.Device:
+        return self._device
 
-    def decode(self, batch: DecodeBatch) -> jax.Array:
-        """One token more for each row: logits ``[B, V]`` float32."""
-        [logits] = self._run(batch)
-        return logits
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(bucket_cut=bucket_cut(self.specs, self.device), compiles_behind=True)
 
-    def prefill(self, batch: PrefillBatch) -> jax.Array:
-        """Prompts or what follows stored tokens, KV stored: logits ``[B, V]`` after each row's last token."""
-        [logits] = self._run(batch)
-        return logits
+    def run(self, step: Step) -> StepLogits:
+        """A prompt alongside rows is in their program, which reads weights once for both; within it there are logits of each of
+        the prompt's tokens. What else there is of prompts runs after them."""
+        parts = step.apart if step.alongside is None else [step]
+        return StepLogits.joined([self._run(part) for part in parts])
 
-    def prefill_all(self, batch: PrefillBatch) -> jax.Array:
-        """As `prefill`, but logits ``[B, T, V]`` after every token, by a program of its own."""
-        [logits] = self._run(batch, of_all=True)
-        return logits
+    def _run(self, step: Step) -> StepLogits:
+        program = self._compiled.get(_sizes(step)) or self._program(step)
+        self.kv.k, self.kv.v, *logits = program(*self._inputs(step))
+        return StepLogits(None if step.decodes is None else logits.pop(0), tuple(logits))
 
-    def decode_with_chunk(self, batch: DecodeBatch, chunk: PrefillBatch) -> tuple[jax.Array, jax.Array]:
-        """One token more for each row, and a chunk of another request's prompt, its KV stored, in one program, which reads
-        weights once for both: logits ``[B, V]`` as `decode`'s, ``[1, V]`` as `prefill`'s. Within it there are logits of each
-        of the chunk's tokens. ``ValueError`` for a chunk of several requests."""
-        of_rows, of_chunk = self._run(batch, chunk)
-        return of_rows, of_chunk
+    def _program(self, step: Step) -> Any:
+        if step.decodes is None:
+            return self._prefill_all if step.prompts[0].scored else self._prefill
+        return self._mixed if step.prompts else self._decode
 
-    def _run(
-        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None, of_all: bool = False
-    ) -> list[jax.Array]:
-        compiled = self._compiled.get(_sizes(batch, chunk, of_all))
-        program = compiled or self._program(batch, chunk, of_all)
-        self.kv.k, self.kv.v, *logits = program(*self._inputs(batch, chunk))
-        return logits
-
-    def _program(self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None, of_all: bool) -> Any:
-        if isinstance(batch, PrefillBatch):
-            return self._prefill_all if of_all else self._prefill
-        return self._decode if chunk is None else self._mixed
-
-    def compile_later(
-        self,
-        batch: DecodeBatch | PrefillBatch,
-        chunk: PrefillBatch | None = None,
-        *,
-        of_all: bool = False,
-        behind: bool = False,
-    ) -> Callable[[], Any]:
-        """Traces the program that a step of such sizes runs: `decode`, `prefill`, with ``of_all`` `prefill_all`, or with a
-        chunk `decode_with_chunk`. The call that comes back compiles it, in any thread; the step then has nothing to compile.
-        ``behind``: while other steps run."""
-        sizes, options = _sizes(batch, chunk, of_all), compiler_options(self.device, behind=behind)
-        lowered = self._program(batch, chunk, of_all).lower(*self._inputs(batch, chunk))
+    def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any]:
+        assert len(step.apart) == 1 or step.alongside is not None, "one program"
+        sizes, options = _sizes(step), compiler_options(self.device, behind=behind)
+        lowered = self._program(step).lower(*self._inputs(step))
 
         def run() -> None:
             self._compiled[sizes] = lowered.compile(compiler_options=options)
 
         return run
 
-    def _inputs(
-        self, batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None = None
-    ) -> tuple[Any, ...]:
+    def _inputs(self, step: Step) -> tuple[Any, ...]:
         known = self.params, self.kv.k, self.kv.v
-        if isinstance(batch, PrefillBatch):
+        if step.decodes is None:
+            return *known, *step.prompts[0].batch
+        tokens = jax.device_put(step.decodes.tokens, self.device)  # one program, from wherever
+        batch = step.decodes._replace(tokens=tokens)
+        if step.alongside is None:
             return *known, *batch
-        batch = batch._replace(tokens=jax.device_put(batch.tokens, self.device))  # one program, from wherever
-        return (*known, *batch) if chunk is None else (*known, *with_chunk(batch, chunk), batch, chunk)
+        return *known, *with_chunk(batch, step.alongside), batch, step.alongside
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
-        """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
         self.kv.copy_slots(as_slots(src), as_slots(dst))
 
     def move_out(self, slots: Slots, host_slots: Slots) -> None:
-        """Copies the KV of ``slots`` into the host's ``host_slots``; ``UserError`` if there are none."""
         self.kv.move_out(as_slots(slots), as_slots(host_slots))
 
     def move_in(self, host_slots: Slots, slots: Slots) -> None:
-        """Brings the host's ``host_slots`` back into ``slots``, and empties them."""
         self.kv.move_in(as_slots(host_slots), as_slots(slots))
-
-    def release(self, slots: Slots) -> None:
-        """``slots`` are nobody's now: nothing to do where a slot has one place for ever."""
 
     def workspace_bytes(self, largest: LargestStep) -> int:
         """What the largest step takes beside weights and KV, found by compiling it."""
@@ -290,10 +264,12 @@ class UnsplitExecutor:
         return attend
 
 
-def _sizes(batch: DecodeBatch | PrefillBatch, chunk: PrefillBatch | None, of_all: bool) -> tuple[Any, ...]:
+def _sizes(step: Step) -> tuple[Any, ...]:
     """What tells a step's program from others."""
-    parts = [part for part in (batch, chunk) if part is not None]
-    return of_all, *((type(part), part.tokens.shape, part.slot_table.shape) for part in parts)
+    parts: list[Any] = [] if step.decodes is None else [step.decodes]
+    parts += [part.batch for part in step.prompts]
+    scored = any(part.scored for part in step.prompts)
+    return scored, *((type(part), part.tokens.shape, part.slot_table.shape) for part in parts)
 
 
 def _prompt_attention(

@@ -1,0 +1,1 @@
+"""Running steps. Import from the modules: `executor` (what every executor is)."""

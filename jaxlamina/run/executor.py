@@ -1,0 +1,144 @@
+"""What runs a model's steps and keeps the KV between them: the one thing that the engine knows of how a model is run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlamina.buckets import Cut
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.step import PromptPart, Step, StepLogits
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an executor can do.
+
+    - ``bucket_cut``: how finely sizes are cut for it.
+    - ``n_prefill_workers``: workers that compute prompts beside the rows of a step. With some, all prompts are theirs.
+    - ``needs_host_tokens``: a step's tokens must be known on the host, so none is launched ahead of the one before it.
+    - ``places_tokens``: a step's programs depend on where its tokens lie, and `Executor.release` keeps workers balanced.
+    - ``compiles_behind``: programs can be compiled while others run.
+    """
+
+    bucket_cut: Cut = "fine"
+    n_prefill_workers: int = 0
+    needs_host_tokens: bool = False
+    places_tokens: bool = False
+    compiles_behind: bool = False
+
+
+class Executor(ABC):
+    """Runs a model over batches, and keeps the KV of ``n_slots`` slots, and of ``n_host_slots`` in the host's memory."""
+
+    n_slots: int
+    n_host_slots: int = 0
+    # Staggered batches of the last step of rows.
+    latest_n_batches: int = 1
+    # The ranks that run the steps (`jaxlamina.ranks.group.Group`), where there are several.
+    group: Any = None
+
+    @property
+    @abstractmethod
+    def device(self) -> jax.Device:
+        """Where logits are."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    @abstractmethod
+    def run(self, step: Step) -> StepLogits:
+        """Launches a step. The tokens of its rows may be an array on the device. ``ValueError`` for batches that cannot be."""
+
+    def decode(self, batch: DecodeBatch) -> jax.Array:
+        """A step of rows alone: logits ``[B, V]``."""
+        logits = self.run(Step(batch)).decodes
+        assert logits is not None
+        return logits
+
+    def prefill(self, batch: PrefillBatch, *, scored: bool = False) -> jax.Array:
+        """A step of prompts alone: logits ``[B, V]``, or ``[B, T, V]`` if they are ``scored``."""
+        [logits] = self.run(Step(prompts=(PromptPart(batch, scored),))).prompts
+        return logits
+
+    def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
+        """Traces the programs that a step of such sizes runs. The call that comes back compiles them, in any thread; the step
+        then has nothing to compile. ``behind``: while other steps run. None where there is nothing to compile, or what it is
+        cannot be known before the step runs."""
+        return None
+
+    def prepare(self, step: Step) -> bool:
+        """What is left to do before a step that `compile_later` was called for is run. False: ask again later."""
+        return True
+
+    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
+        raise NotImplementedError
+
+    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None:
+        """Copies the KV of ``slots`` into the host's ``host_slots``; ``UserError`` if there are none."""
+        raise NotImplementedError
+
+    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
+        """Brings the host's ``host_slots`` back into ``slots``, and empties them."""
+        raise NotImplementedError
+
+    def release(self, slots: np.ndarray) -> None:  # noqa: B027 (most have nothing to do)
+        """``slots`` are nobody's now. Need not be called; it keeps several workers balanced that share out tokens."""
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:  # noqa: B027 (the same)
+        """Takes it that a batch's earlier tokens, in slots that are all distinct, have been stored: for steps whose results
+        nobody looks at."""
+
+    def staggering(self) -> dict[str, Any] | None:
+        """How steps of rows are staggered; None where they never are."""
+        return None
+
+
+class WrappedExecutor(Executor):
+    """Another executor, to which it hands all on: for what looks at each step, or takes a part of it over."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.inner = executor
+        self.n_slots, self.n_host_slots, self.group = executor.n_slots, executor.n_host_slots, executor.group
+
+    @property
+    def device(self) -> jax.Device:
+        return self.inner.device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def run(self, step: Step) -> StepLogits:
+        return self.inner.run(step)
+
+    def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
+        return self.inner.compile_later(step, behind=behind)
+
+    def prepare(self, step: Step) -> bool:
+        return self.inner.prepare(step)
+
+    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
+        self.inner.copy_slots(src, dst)
+
+    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None:
+        self.inner.move_out(slots, host_slots)
+
+    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
+        self.inner.move_in(host_slots, slots)
+
+    def release(self, slots: np.ndarray) -> None:
+        self.inner.release(slots)
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
+        self.inner.assume_stored(batch)
+
+    def staggering(self) -> dict[str, Any] | None:
+        return self.inner.staggering()

@@ -1,0 +1,60 @@
+"""What an executor is asked to run, and what it gives. Knows batches; no model, no request and no rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Prompts, or what follows their stored tokens.
+
+    scored: logits after every token are wanted, and not after the last one alone. worker: the prefill worker that computes
+    them, by its index, where there are prefill workers.
+    """
+
+    batch: PrefillBatch
+    scored: bool = False
+    worker: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows that get one token each, and prompts that are computed with them. Either may be missing. A prompt may follow
+    tokens of one before it."""
+
+    decodes: DecodeBatch | None = None
+    prompts: tuple[PromptPart, ...] = ()
+
+    @property
+    def alongside(self) -> PrefillBatch | None:
+        """The prompt whose tokens can be rows of the decode step's program: one, with rows beside it, and not scored."""
+        if self.decodes is None or len(self.prompts) != 1 or self.prompts[0].scored:
+            return None
+        return self.prompts[0].batch
+
+    @property
+    def apart(self) -> list[Step]:
+        """The same as steps one after another: the rows first, then each prompt."""
+        rows = [] if self.decodes is None else [Step(self.decodes)]
+        return rows + [Step(prompts=(prompt,)) for prompt in self.prompts]
+
+
+class StepLogits(NamedTuple):
+    """Float32 logits of a step: ``[B, V]`` after the rows' new tokens, None without rows; and of each prompt ``[B, V]`` after
+    its rows' last tokens, or ``[B, T, V]`` if it is scored."""
+
+    decodes: jax.Array | None
+    prompts: tuple[jax.Array, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[StepLogits]) -> StepLogits:
+        """Those of the steps that `Step.apart` gives."""
+        rows = next((part.decodes for part in parts if part.decodes is not None), None)
+        return cls(rows, tuple(logits for part in parts for logits in part.prompts))

@@ -1,0 +1,402 @@
+"""The programs of every rank for layouts × kinds of step, traced in one process: what each exchanges, and a hash of what it computes.
+
+For changes that are to leave programs as they are. Write what one commit's programs are, and compare another's with that:
+
+    python tests/program_oracle.py --write /tmp/before.json
+    python tests/program_oracle.py --compare /tmp/before.json
+
+Programs with one hash are one graph of the same operators, exchanges included, whatever order or names they were traced in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from jaxlamina import warm_up
+from jaxlamina.buckets import Shape
+from jaxlamina.cluster import Cluster
+from jaxlamina.control.messages import Exchange
+from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig, apply, random_params
+from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
+from jaxlamina.ranks.layout import Layout, layout_of, partition_of
+from jaxlamina.ranks.memory_pool import RemotePool
+from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of, traces
+from jaxlamina.ranks.shards import shard_axes, shard_of
+from jaxlamina.ranks.stages import Stages, stages_of
+from jaxlamina.steps.shape import StepShape
+from jaxlamina.transports.exchanges import first_difference
+from jaxlamina.workers.model_worker import ModelWorker
+from jaxlamina.workers.programs import Programs
+from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.workspace import pool_shapes
+from pallas_kernels import compat
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+BATCH, CONTEXT, TOKENS, N_SLOTS = 12, 16, 8, 512
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one worker": {},
+    "one worker, q first": {"q_first": True},
+    "one worker, mini-batches": {"mini_batches": 2},
+    "two workers by heads": {"dop": (1, 2), "q_first": True},
+    "two workers by requests": {"dop": (1, 2), "partition": "requests"},
+    "two workers by requests, q first": {"dop": (1, 2), "partition": "requests", "q_first": True},
+    "three workers by tokens": {"dop": (1, 3), "partition": "tokens", "token_block": 4},
+    "two copies, rotational": {"dop": (2, 1), "n_batches": 3},
+    "two copies, fixed": {"dop": (2, 2), "n_batches": 2, "pipelining": "fixed"},
+    "two copies, by requests": {"dop": (2, 2), "n_batches": 3, "partition": "requests"},
+    "two shards": {"dop": (2, 1), "tensor_parallel": 2},
+    "two stages": {"dop": (2, 1), "pipeline_parallel": 2},
+    "two stages, by tokens": {"dop": (2, 2), "pipeline_parallel": 2, "partition": "tokens"},
+    "a prefill worker": {"prefill_workers": 1},
+    "two prefill workers, by requests": {"dop": (1, 2), "prefill_workers": 2, "partition": "requests"},
+}
+KINDS = ("decode", "staggered", "prefill", "chunk", "scored", "decode with chunk", "decode beside chunks")
+
+
+class OracleTransport:
+    """An end whose exchanges are operators of a traced program, in the order of the trace as MPI has them; and which compiles
+    nothing."""
+
+    name, by_memory, traceable, why_not_by_memory = "oracle", False, False, ""
+
+    def __init__(self, rank: int, n_ranks: int) -> None:
+        self.rank, self.n_ranks, self.device, self.n_kept = rank, n_ranks, jax.devices()[0], 0
+
+    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
+        tie = jax.ShapeDtypeStruct((), jnp.float32)
+        return _exchange("send", to, x, tie, *(() if after is None else (after,)))
+
+    def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
+        return _exchange("recv", source, like, like, *(() if after is None else (after,)))
+
+    def send_each(
+        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
+    ) -> jax.Array:
+        for x, rank in zip(xs, to, strict=True):
+            after = self.send(x, rank, after)
+        assert after is not None
+        return after
+
+    def recv_part(
+        self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        return self.recv(like, source, after)
+
+    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
+        return self.send(x, to, after)
+
+    def recv_each(
+        self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
+    ) -> list[jax.Array]:
+        return [self.recv(like, source, after) for source in sources]
+
+    def swap_each(
+        self,
+        xs: Sequence[jax.Array],
+        like: jax.ShapeDtypeStruct,
+        with_: Sequence[int],
+        after: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        got = self.recv_each(like, with_, after)
+        self.send_each(xs, with_, after)
+        return got
+
+    def swap_part(
+        self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        return self.recv(like, with_, self.send(x, with_, after))
+
+    def compile_later(
+        self, function: Callable[..., Any], *args: Any, **options: Any
+    ) -> Callable[[], TracedProgram]:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        found = TracedProgram.of(jax.make_jaxpr(function)(*shapes))
+        return lambda: found
+
+    def compile(self, function: Callable[..., Any], *args: Any, **options: Any) -> TracedProgram:
+        return self.compile_later(function, *args)()
+
+    def name_of(self, *what: object) -> None:
+        return None
+
+    def kept(self, name: str) -> None:
+        return None
+
+    def bind(self, tree: Any) -> Any:
+        return tree
+
+    unbind = bind
+
+
+_EXCHANGE = compat.Primitive("oracle_exchange")
+_EXCHANGE.def_abstract_eval(lambda *_, like, **__: jax.core.ShapedArray(like.shape, like.dtype))
+
+
+def _exchange(op: str, peer: int, message: Any, like: Any, *after: jax.Array) -> jax.Array:
+    sent = (message,) if op == "send" else ()
+    what = Exchange(op, peer, tuple(message.shape), jnp.dtype(message.dtype).name)  # type: ignore[arg-type]
+    result: jax.Array = _EXCHANGE.bind(
+        *sent, *after, what=what, like=jax.ShapeDtypeStruct(like.shape, like.dtype)
+    )
+    return result
+
+
+class TracedProgram(NamedTuple):
+    """``list``: what it exchanges, in order."""
+
+    hash: str
+    list: tuple[Exchange, ...]
+
+    @classmethod
+    def of(cls, closed: Any) -> TracedProgram:
+        jaxpr, consts = compat.open_jaxpr(closed)
+        return cls(_graph(jaxpr, consts)[:20], tuple(_exchanges(jaxpr)))
+
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return self.list
+
+
+def _exchanges(jaxpr: Any) -> Iterator[Exchange]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _EXCHANGE:
+            yield eqn.params["what"]
+        for inner in compat.sub_jaxprs(eqn):
+            yield from _exchanges(compat.open_jaxpr(inner)[0])
+
+
+def _graph(jaxpr: Any, consts: Sequence[Any]) -> str:
+    """Of what it computes from what, and of all its exchanges."""
+    known: dict[Any, str] = {v: f"input {i} {v.aval}" for i, v in enumerate(jaxpr.invars)}
+    for v, value in zip(jaxpr.constvars, consts, strict=True):
+        known[v] = _hash(str(v.aval), np.asarray(value).tobytes())
+
+    def read(v: Any) -> str:
+        return f"{v.val!r} {v.aval}" if isinstance(v, compat.Literal) else known[v]
+
+    exchanges = []
+    for eqn in jaxpr.eqns:
+        params = [(name, _param(value)) for name, value in sorted(eqn.params.items())]
+        found = _hash(eqn.primitive.name, params, [read(v) for v in eqn.invars])
+        for i, v in enumerate(eqn.outvars):
+            known[v] = f"{found} {i}"
+        if eqn.primitive is _EXCHANGE:
+            exchanges.append(found)
+    return _hash([read(v) for v in jaxpr.outvars], exchanges)
+
+
+def _param(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_param, value))}]"
+    inner, consts = compat.open_jaxpr(value)
+    return _graph(inner, consts) if compat.is_jaxpr(value) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _hash(*what: Any) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+# ---- what is traced
+
+
+@dataclass(frozen=True)
+class Job:
+    """A layout with the model's weights shared out over it."""
+
+    cluster: Cluster
+    layout: Layout
+    specs: tuple[AttentionSpec, ...]
+    n_query_heads: tuple[int, ...]
+    models: dict[int, ModelWorker]  # by model rank and prefill worker
+
+    @property
+    def q_first(self) -> bool:
+        return bool(self.cluster.q_first)
+
+
+@cache
+def job_of(name: str) -> Job:
+    cpu = {"model_platform": "cpu", "attention_platform": "cpu"}
+    cluster = Cluster.load(None, {"transport": "mpi", **cpu, **LAYOUTS[name]})
+    config = ModelConfig.from_hf(MODEL)
+    fn, params = partial(apply, config), random_params(config, seed=1)
+    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+    n = cluster.n_model
+    axes = shard_axes(traces(fn, like), like, n) if cluster.tensor_parallel > 1 else {}
+    stages = Stages((), (frozenset(params),) * n)
+    if cluster.pipeline_parallel > 1:
+        stages = stages_of(traces(fn, like), like, n)
+    partition = partition_of(cluster, (config.num_key_value_heads,))
+    models = {}
+    for rank in (*cluster.pools.model_ranks, *cluster.pools.prefill_ranks):
+        own = params
+        if rank in cluster.pools.model_ranks:
+            own = shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
+        models[rank] = ModelWorker(fn, own, jax.devices()[0], Programs(), like)
+    sites = models[0].split(1).sites
+    return Job(
+        cluster,
+        layout_of(cluster, partition, stages.ranks),
+        tuple(AttentionSpec.of(site, "auto") for site in sites),
+        tuple(site.q.shape[2] for site in sites),
+        models,
+    )
+
+
+def shape_of(job: Job, kind: str) -> StepShape | None:
+    """The bucket of a step of that kind; None where this layout has none of its own."""
+    cluster, workers = job.cluster, job.cluster.pools.prefill_ranks
+    pool = RemotePool(None, job.layout, job.specs, N_SLOTS, 0, cluster.token_block)  # type: ignore[arg-type]
+    plain = not (workers and kind != "decode beside chunks" and kind not in ("decode", "staggered"))
+    if not plain or (kind == "decode beside chunks") != bool(workers and kind not in ("decode", "staggered")):
+        return None
+    rows = warm_up._stored_batch(Shape("decode", BATCH, 1, CONTEXT), N_SLOTS, CONTEXT + 1)
+    chunk = warm_up._stored_batch(Shape("chunk", 1, TOKENS, CONTEXT), N_SLOTS, CONTEXT + TOKENS)
+    whole = warm_up._stored_batch(Shape("prefill", 1, TOKENS, 0), N_SLOTS, TOKENS)
+    pool.assume_stored(rows)
+    if kind == "staggered":
+        n = cluster.n_batches_on("cpu")
+        n = cluster.usual_n_batches if n in (1, "auto") else n
+        return None if cluster.mini_batches > 1 else pool.plan("decode", rows, job.q_first, int(n))[0]
+    if kind == "decode":
+        if job.layout.n_replicas > 1:
+            return None
+        shape = pool.plan("decode", rows, job.q_first and cluster.mini_batches == 1)[0]
+        return msgspec.structs.replace(shape, mini_batches=cluster.mini_batches)
+    if kind == "decode with chunk":
+        if cluster.shares_weights or job.layout.n_replicas > 1:
+            return None
+        return pool.plan_with_chunk(rows, chunk, job.q_first)[0]  # type: ignore[arg-type]
+    if kind == "decode beside chunks":
+        shape = pool.plan("decode", rows, job.q_first)[0]
+        parts = [
+            msgspec.structs.replace(pool.plan("chunk", chunk, False)[0], rank=rank, of_all=i == 1)
+            for i, rank in enumerate(workers)
+        ]
+        return msgspec.structs.replace(shape, prefills=tuple(parts))
+    batch = whole if kind == "prefill" else chunk
+    shape = pool.plan(batch.kind, batch, job.q_first)[0]  # type: ignore[union-attr]
+    return msgspec.structs.replace(shape, of_all=kind == "scored")
+
+
+def programs_of(layout: str, kind: str) -> dict[int, list[TracedProgram]] | str | None:
+    """Each rank's programs of a step, one after another. Why there are none, where they cannot be; None for no such kind."""
+    job = job_of(layout)
+    try:
+        shape = shape_of(job, kind)
+        return None if shape is None else _programs(job, shape)
+    except UserError as error:
+        return f"refused: {error}"
+
+
+def _programs(job: Job, shape: StepShape) -> dict[int, list[TracedProgram]]:
+    cluster, found = job.cluster, dict[int, list[TracedProgram]]()
+    several = shape.n_batches > 1 or cluster.shares_weights
+    for rank, model in job.models.items():
+        is_prefill = rank in cluster.pools.prefill_ranks
+        part = shape.part_of(rank if is_prefill else 0)
+        if part is None or (rank > 0 and not is_prefill and not several):
+            continue
+        shards = () if is_prefill else shards_of(cluster)
+        transport: Any = OracleTransport(rank, cluster.n_ranks)
+        side = ModelSide(transport, model, job.layout, job.specs, 0 if shards else rank, shards)
+        program: Any = side.compile_later(part)()[0]
+        found[rank] = [program]
+    if shape.prefills:
+        n_words = job.models[0].split(1).traced.jaxpr.outvars[0].aval.shape[-1]
+        likes = [jax.ShapeDtypeStruct((*part.logits_of, n_words), jnp.float32) for part in shape.prefills]
+        transport = OracleTransport(0, cluster.n_ranks)
+        found[0].append(receiver(transport, likes, [part.rank for part in shape.prefills]))  # type: ignore[arg-type]
+    heads = [job.layout.heads(spec, n) for spec, n in zip(job.specs, job.n_query_heads, strict=True)]
+    specs = [replace(spec, n_kv_heads=of.k) for spec, of in zip(job.specs, heads, strict=True)]
+    pools = [pool_shapes(spec) for spec in specs]
+    for rank in job.layout.workers:
+        transport = OracleTransport(rank, cluster.n_ranks)
+        traced = AttentionProgram(transport, job.layout, specs, [of.n for of in heads], shape)
+        args = pools, pools, step_inputs_of(job.layout, shape, specs)
+        found[rank] = [transport.compile(traced.step, *args)]
+    return found
+
+
+def difference(programs: dict[int, list[TracedProgram]]) -> str | None:
+    """Where the ranks' programs do not fit together, or wait for one another."""
+    return first_difference({rank: [e for p in of for e in p.list] for rank, of in programs.items()})
+
+
+def record() -> dict[str, Any]:
+    """All layouts and kinds, as JSON has them."""
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        for kind in KINDS:
+            programs = programs_of(layout, kind)
+            if programs is not None:
+                found[f"{layout}; {kind}"] = (
+                    programs
+                    if isinstance(programs, str)
+                    else {
+                        str(rank): [[program.hash, *map(str, program.list)] for program in of]
+                        for rank, of in programs.items()
+                    }
+                )
+            print(f"{layout}; {kind}: {'none' if programs is None else 'traced'}", file=sys.stderr)
+    return found
+
+
+def compared(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """A line for each program that is not what it was."""
+    lines = [f"{case}: gone" for case in before if case not in after]
+    for case, now in after.items():
+        was = before.get(case)
+        if was is None or isinstance(now, str) or isinstance(was, str):
+            if was != now:
+                lines.append(f"{case}: was {_kind(was)}, is {_kind(now)}")
+            continue
+        for rank in sorted(was.keys() | now.keys()):
+            if was.get(rank) != now.get(rank):
+                exchanges = [[x[1:] for x in of.get(rank, ())] for of in (was, now)]
+                what = "what it computes" if exchanges[0] == exchanges[1] else "what it exchanges"
+                lines.append(f"{case}: rank {rank} differs in {what}")
+    return lines
+
+
+def _kind(found: Any) -> str:
+    return found if isinstance(found, str) else "nothing" if found is None else "programs"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--compare", type=Path)
+    given = parser.parse_args()
+    found = record()
+    if given.write:
+        given.write.write_text(json.dumps(found, indent=1))
+    if given.compare:
+        lines = compared(json.loads(given.compare.read_text()), found)
+        print("\n".join(lines) or f"the same programs in all {len(found)} cases")
+        return bool(lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

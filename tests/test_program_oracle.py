@@ -1,0 +1,80 @@
+"""All ranks' programs of every layout × kind of step: both ends meet, and nobody waits in a circle. And the oracle itself: what it
+takes for the same, and for another, program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from program_oracle import KINDS, LAYOUTS, OracleTransport, TracedProgram, compared, difference, programs_of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_ranks_programs_fit_together(layout: str) -> None:
+    found = {kind: programs_of(layout, kind) for kind in KINDS}
+    traced = {kind: of for kind, of in found.items() if of is not None}
+    assert len(traced) >= 2, found
+    for kind, of in traced.items():
+        assert isinstance(of, dict), (kind, of)
+        assert len(of) >= 2 and all(program.list for programs in of.values() for program in programs)
+        assert difference(of) is None, kind
+
+
+def test_a_program_that_sends_something_else_does_not_fit() -> None:
+    found = programs_of("one worker", "decode")
+    assert isinstance(found, dict)
+    [program] = found[1]
+    found[1] = [program._replace(list=program.list[1:])]
+    line = difference(found)
+    assert line is not None and "rank 0" in line
+
+
+X = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def traced(function: Any) -> TracedProgram:
+    return TracedProgram.of(jax.make_jaxpr(function)(X, X))
+
+
+def ring(x: jax.Array, y: jax.Array) -> jax.Array:
+    end = OracleTransport(0, 2)
+    tie = end.send(x + 1, 1)
+    return end.recv(X, 1, tie) * y
+
+
+def test_one_graph_is_one_program_whatever_its_order() -> None:
+    def other_order(x: jax.Array, y: jax.Array) -> jax.Array:
+        b = jnp.sin(y)
+        return jnp.cos(x) * b
+
+    assert traced(lambda x, y: jnp.cos(x) * jnp.sin(y)).hash == traced(other_order).hash
+    assert traced(ring) == traced(ring) and len(traced(ring).list) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, y: ring(y, x),
+        lambda x, y: ring(x, y) + 1,
+        lambda x, y: ring(x, 2 * y),
+        lambda x, y: (ring(x, y), OracleTransport(0, 2).send(x, 1))[0],
+        lambda x, y: OracleTransport(0, 2).recv(X, 1) * y,
+        lambda x, y: jax.jit(lambda a: ring(a, y) - 1)(x),
+    ],
+)
+def test_another_graph_is_another_program(other: Any) -> None:
+    assert traced(other).hash != traced(ring).hash
+
+
+def test_what_differs_is_said() -> None:
+    was = {"a; decode": {"0": [["h", "send"]], "1": [["g", "recv"]]}, "a; chunk": "refused: no"}
+    assert compared(was, was) == []
+    now: Any = {"a; decode": {"0": [["i", "send"]], "1": [["g", "take"]]}, "b; decode": {"0": []}}
+    assert compared(was, now) == [
+        "a; chunk: gone",
+        "a; decode: rank 0 differs in what it computes",
+        "a; decode: rank 1 differs in what it exchanges",
+        "b; decode: was nothing, is programs",
+    ]
