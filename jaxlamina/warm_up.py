@@ -25,9 +25,10 @@ import numpy as np
 from jaxlamina.ahead import Ahead, beside_steps, n_compiling, side_by_side
 from jaxlamina.buckets import Buckets, Shape, bucket
 from jaxlamina.engine import Engine
+from jaxlamina.run.executor import StepLogits
 from jaxlamina.scheduler import SCORED_CHUNK
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
-from jaxlamina.steps.step import PromptPart, Step, StepLogits
+from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.workers.kv_pools import move_sizes
 
 _log = logging.getLogger("uvicorn.error")

@@ -33,11 +33,13 @@ from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
-from jaxlamina.ranks.layout import Layout, layout_of, partition_of
+from jaxlamina.ranks.layout import layout_of, partition_of
 from jaxlamina.ranks.memory_pool import RemotePool
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
+from jaxlamina.ranks.wires import heads_on_worker
+from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.model_worker import ModelWorker
@@ -161,15 +163,19 @@ def _exchange(op: str, peer: int, message: Any, like: Any, *after: jax.Array) ->
 
 
 class TracedProgram(NamedTuple):
-    """``list``: what it exchanges, in order."""
+    """``values``: a hash of what it computes from what, ``hash``: also of what waits for what; ``list``: what it exchanges, in
+    order."""
 
     hash: str
+    values: str
     list: tuple[Exchange, ...]
 
     @classmethod
     def of(cls, closed: Any) -> TracedProgram:
         jaxpr, consts = compat.open_jaxpr(closed)
-        return cls(_graph(jaxpr, consts)[:20], tuple(_exchanges(jaxpr)))
+        return cls(
+            *(_graph(jaxpr, consts, ties=ties)[:20] for ties in (True, False)), tuple(_exchanges(jaxpr))
+        )
 
     def exchanges(self) -> tuple[Exchange, ...]:
         return self.list
@@ -183,8 +189,12 @@ def _exchanges(jaxpr: Any) -> Iterator[Exchange]:
             yield from _exchanges(compat.open_jaxpr(inner)[0])
 
 
-def _graph(jaxpr: Any, consts: Sequence[Any]) -> str:
-    """Of what it computes from what, and of all its exchanges."""
+_ZERO = "a zero that waits"
+
+
+def _graph(jaxpr: Any, consts: Sequence[Any], *, ties: bool) -> str:
+    """Of what it computes from what, and of all its exchanges. Without ``ties`` nothing waits for what it is not made of: zeros
+    that are there when something else is (`pallas_kernels.order`) are not seen."""
     known: dict[Any, str] = {v: f"input {i} {v.aval}" for i, v in enumerate(jaxpr.invars)}
     for v, value in zip(jaxpr.constvars, consts, strict=True):
         known[v] = _hash(str(v.aval), np.asarray(value).tobytes())
@@ -194,8 +204,14 @@ def _graph(jaxpr: Any, consts: Sequence[Any]) -> str:
 
     exchanges = []
     for eqn in jaxpr.eqns:
-        params = [(name, _param(value)) for name, value in sorted(eqn.params.items())]
-        found = _hash(eqn.primitive.name, params, [read(v) for v in eqn.invars])
+        operands = [read(v) for v in eqn.invars]
+        if eqn.primitive is _EXCHANGE and not ties:
+            operands = operands[: int(eqn.params["what"].op == "send")]
+        elif not ties and (same := _untied(eqn, operands)):
+            known[eqn.outvars[0]] = same
+            continue
+        params = [(name, _param(value, ties)) for name, value in sorted(eqn.params.items())]
+        found = _hash(eqn.primitive.name, params, operands)
         for i, v in enumerate(eqn.outvars):
             known[v] = f"{found} {i}"
         if eqn.primitive is _EXCHANGE:
@@ -203,11 +219,31 @@ def _graph(jaxpr: Any, consts: Sequence[Any]) -> str:
     return _hash([read(v) for v in jaxpr.outvars], exchanges)
 
 
-def _param(value: Any) -> str:
+def _untied(eqn: Any, operands: Sequence[str]) -> str | None:
+    """What an operator gives that only makes its operand wait; None for others."""
+    if eqn.primitive.name == "population_count":
+        return _ZERO
+    if _ZERO not in operands:
+        return None
+    others = [
+        x
+        for x, v in zip(operands, eqn.invars, strict=True)
+        if x != _ZERO and not isinstance(v, compat.Literal)
+    ]
+    if not others:
+        return _ZERO
+    return others[0] if eqn.primitive.name in ("add", "add_any") and len(others) == 1 else None
+
+
+def _param(value: Any, ties: bool) -> str:
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_param, value))}]"
+        return f"[{', '.join(_param(x, ties) for x in value)}]"
     inner, consts = compat.open_jaxpr(value)
-    return _graph(inner, consts) if compat.is_jaxpr(value) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return (
+        _graph(inner, consts, ties=ties)
+        if compat.is_jaxpr(value)
+        else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    )
 
 
 def _hash(*what: Any) -> str:
@@ -275,25 +311,25 @@ def shape_of(job: Job, kind: str) -> StepShape | None:
     if kind == "staggered":
         n = cluster.n_batches_on("cpu")
         n = cluster.usual_n_batches if n in (1, "auto") else n
-        return None if cluster.mini_batches > 1 else pool.plan("decode", rows, job.q_first, int(n))[0]
+        return None if cluster.mini_batches > 1 else pool.plan("decode", rows, False, int(n)).shape
     if kind == "decode":
         if job.layout.n_replicas > 1:
             return None
-        shape = pool.plan("decode", rows, job.q_first and cluster.mini_batches == 1)[0]
+        shape = pool.plan("decode", rows, job.q_first and cluster.mini_batches == 1).shape
         return msgspec.structs.replace(shape, mini_batches=cluster.mini_batches)
     if kind == "decode with chunk":
         if cluster.shares_weights or job.layout.n_replicas > 1:
             return None
-        return pool.plan_with_chunk(rows, chunk, job.q_first)[0]  # type: ignore[arg-type]
+        return pool.plan("decode", rows, job.q_first).with_chunk(pool.plan("chunk", chunk, job.q_first)).shape  # type: ignore[arg-type]
     if kind == "decode beside chunks":
-        shape = pool.plan("decode", rows, job.q_first)[0]
+        shape = pool.plan("decode", rows, job.q_first).shape
         parts = [
-            msgspec.structs.replace(pool.plan("chunk", chunk, False)[0], rank=rank, of_all=i == 1)
+            msgspec.structs.replace(pool.plan("chunk", chunk, False).shape, rank=rank, of_all=i == 1)
             for i, rank in enumerate(workers)
         ]
         return msgspec.structs.replace(shape, prefills=tuple(parts))
     batch = whole if kind == "prefill" else chunk
-    shape = pool.plan(batch.kind, batch, job.q_first)[0]  # type: ignore[union-attr]
+    shape = pool.plan(batch.kind, batch, job.q_first).shape  # type: ignore[union-attr]
     return msgspec.structs.replace(shape, of_all=kind == "scored")
 
 
@@ -325,7 +361,9 @@ def _programs(job: Job, shape: StepShape) -> dict[int, list[TracedProgram]]:
         likes = [jax.ShapeDtypeStruct((*part.logits_of, n_words), jnp.float32) for part in shape.prefills]
         transport = OracleTransport(0, cluster.n_ranks)
         found[0].append(receiver(transport, likes, [part.rank for part in shape.prefills]))  # type: ignore[arg-type]
-    heads = [job.layout.heads(spec, n) for spec, n in zip(job.specs, job.n_query_heads, strict=True)]
+    heads = [
+        heads_on_worker(job.layout, spec, n) for spec, n in zip(job.specs, job.n_query_heads, strict=True)
+    ]
     specs = [replace(spec, n_kv_heads=of.k) for spec, of in zip(job.specs, heads, strict=True)]
     pools = [pool_shapes(spec) for spec in specs]
     for rank in job.layout.workers:
@@ -352,7 +390,7 @@ def record() -> dict[str, Any]:
                     programs
                     if isinstance(programs, str)
                     else {
-                        str(rank): [[program.hash, *map(str, program.list)] for program in of]
+                        str(rank): [[program.hash, program.values, *map(str, program.list)] for program in of]
                         for rank, of in programs.items()
                     }
                 )
@@ -370,10 +408,13 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
                 lines.append(f"{case}: was {_kind(was)}, is {_kind(now)}")
             continue
         for rank in sorted(was.keys() | now.keys()):
-            if was.get(rank) != now.get(rank):
-                exchanges = [[x[1:] for x in of.get(rank, ())] for of in (was, now)]
-                what = "what it computes" if exchanges[0] == exchanges[1] else "what it exchanges"
-                lines.append(f"{case}: rank {rank} differs in {what}")
+            pairs = [
+                [[x[i] if i < 2 else x[2:] for x in of.get(rank, ())] for of in (was, now)] for i in range(3)
+            ]
+            of_ties, of_values, of_exchanges = (before != after for before, after in pairs)
+            what = "exchanges" if of_exchanges else "computes" if of_values else "waits for"
+            if of_ties or of_values or of_exchanges:
+                lines.append(f"{case}: rank {rank} differs in what it {what}")
     return lines
 
 

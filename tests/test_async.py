@@ -24,9 +24,9 @@ from jaxlamina.in_flight import StepTimes
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.outputs import RequestOutput
-from jaxlamina.run.executor import WrappedExecutor
+from jaxlamina.run.executor import StepLogits, WrappedExecutor
 from jaxlamina.sampling import Sampler
-from jaxlamina.steps.step import Step, StepLogits
+from jaxlamina.steps.step import Step
 
 SAMPLER = Sampler()  # one for all engines: its programs are compiled once
 N_SLOTS, N_HOST_SLOTS = 56, 64

@@ -25,7 +25,7 @@ from jaxlamina.control.messages import (
     Ping,
     Prepare,
     PutRows,
-    Step,
+    RunStep,
     StepShape,
     Welcome,
     decode,
@@ -102,8 +102,8 @@ def test_a_message_comes_back_equal(kind, data):
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
 def test_an_array_comes_back_as_it_was(dtype, shape):
     array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
-    step = Step(1, 0, StepShape("decode", 1, 1, 16), {"x": Array.of(array)})
-    back = decode(encode(step)).arrays["x"].numpy()
+    step = RunStep(1, 0, StepShape("decode", 1, 1, 16), ({"x": Array.of(array)},))
+    back = decode(encode(step)).segments[0]["x"].numpy()
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(back, array)
     assert not back.flags.writeable

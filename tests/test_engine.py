@@ -14,10 +14,10 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.outputs import RequestOutput
-from jaxlamina.run.executor import Executor
+from jaxlamina.run.executor import Executor, StepLogits
 from jaxlamina.sampling import Sampler, SamplingParams
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
-from jaxlamina.steps.step import Step, StepLogits
+from jaxlamina.steps.step import Step
 
 V = 97
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)

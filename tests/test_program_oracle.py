@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 from program_oracle import KINDS, LAYOUTS, OracleTransport, TracedProgram, compared, difference, programs_of
 
+from pallas_kernels.order import tied
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_ranks_programs_fit_together(layout: str) -> None:
@@ -68,13 +70,30 @@ def test_another_graph_is_another_program(other: Any) -> None:
     assert traced(other).hash != traced(ring).hash
 
 
+def test_what_only_waits_for_something_else_is_told_apart() -> None:
+    def at_once(x: jax.Array, y: jax.Array) -> jax.Array:
+        return OracleTransport(0, 2).recv(X, 1) * y + x
+
+    def after(x: jax.Array, y: jax.Array) -> jax.Array:
+        return tied(OracleTransport(0, 2).recv(X, 1, x) * y, y) + x
+
+    assert traced(at_once).hash != traced(after).hash and traced(at_once).values == traced(after).values
+
+
 def test_what_differs_is_said() -> None:
-    was = {"a; decode": {"0": [["h", "send"]], "1": [["g", "recv"]]}, "a; chunk": "refused: no"}
+    was = {
+        "a; decode": {"0": [["h", "v", "send"]], "1": [["g", "w", "recv"]], "2": [["k", "x"]]},
+        "a; chunk": "refused: no",
+    }
     assert compared(was, was) == []
-    now: Any = {"a; decode": {"0": [["i", "send"]], "1": [["g", "take"]]}, "b; decode": {"0": []}}
+    now: Any = {
+        "a; decode": {"0": [["i", "u", "send"]], "1": [["g", "w", "take"]], "2": [["l", "x"]]},
+        "b; decode": {"0": []},
+    }
     assert compared(was, now) == [
         "a; chunk: gone",
         "a; decode: rank 0 differs in what it computes",
         "a; decode: rank 1 differs in what it exchanges",
+        "a; decode: rank 2 differs in what it waits for",
         "b; decode: was nothing, is programs",
     ]

@@ -29,9 +29,9 @@ from jaxlamina.bench.serve_metrics import summary
 from jaxlamina.client import Client
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
-from jaxlamina.run.executor import Executor, WrappedExecutor
+from jaxlamina.run.executor import Executor, StepLogits, WrappedExecutor
 from jaxlamina.sampling import SamplingParams
-from jaxlamina.steps.step import Step, StepLogits
+from jaxlamina.steps.step import Step
 from jaxlamina.text import GeneratedText
 
 _COMMAND_S = 3600.0  # no batch here takes longer

@@ -17,12 +17,6 @@ from jaxlamina.steps.shape import StepShape
 PROTOCOL = 6
 """Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
 
-CHUNK = "chunk."
-"""Before the names of a Step's arrays that are of the chunk alongside."""
-
-PREFILL = "prefill{}."
-"""Before those that are of the n-th prefill worker's part."""
-
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
     for kind in (
@@ -218,13 +212,14 @@ class Prepared(_Message, frozen=True):
 # Running
 
 
-class Step(_Message, frozen=True):
-    """Run the program of ``shape`` once on ``arrays`` (slot tables, lengths, positions, …)."""
+class RunStep(_Message, frozen=True):
+    """Run the program of ``shape`` once, on arrays of each of its segments (`StepShape.segments`): slot tables, lengths,
+    positions, …"""
 
     step: int
     epoch: int
     shape: StepShape
-    arrays: dict[str, Array]
+    segments: tuple[dict[str, Array], ...]
 
 
 class CopySlots(_Message, frozen=True):
@@ -364,7 +359,7 @@ Message = (
     | Prepare
     | PrepareLater
     | Prepared
-    | Step
+    | RunStep
     | CopySlots
     | MoveOut
     | MoveIn

@@ -18,9 +18,10 @@ from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Meeting, RankTrace, Timeline, timeline
 from jaxlamina.ranks.executor import Own, RanksExecutor
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
+from jaxlamina.run.executor import StepLogits
 from jaxlamina.steps.batch import DecodeBatch
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.steps.step import Step, StepLogits
+from jaxlamina.steps.step import Step
 from jaxlamina.transports import Program
 
 

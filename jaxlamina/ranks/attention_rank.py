@@ -6,7 +6,6 @@ else: no weight, no token, no request. Which slots are whose is rank 0's affair.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,11 +21,13 @@ from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient, hello_of
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import FAILED
-from jaxlamina.ranks.attention_programs import AttentionProgram, StepInputs, step_inputs_of
+from jaxlamina.ranks.attention_programs import AttentionProgram, SegmentInputs, step_inputs_of
 from jaxlamina.ranks.group import Failing, Watch, first_line, leave, start_jax, versions
-from jaxlamina.ranks.layout import Layout, layout_of
+from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.model_rank import ModelRank
 from jaxlamina.ranks.served_rank import ServedRank
+from jaxlamina.ranks.wires import heads_on_worker
+from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport, open_transport
 from jaxlamina.workers.attention_worker import attention_workspace_bytes
@@ -91,7 +92,7 @@ class _Layers:
                 layer.n_kv_heads, layer.head_dim, np.dtype(jnp.dtype(layer.dtype)), layer.scale,
                 layer.window, layer.softcap, layer.kv,
             )  # fmt: skip
-            of = layout.heads(whole, layer.n_query_heads)
+            of = heads_on_worker(layout, whole, layer.n_query_heads)
             specs.append(replace(whole, n_kv_heads=of.k))
             heads.append(of.n)
         return cls(specs, heads, layout)
@@ -115,7 +116,7 @@ class AttentionRank(ServedRank):
         self._handlers |= {
             m.Setup: self._on_setup,
             m.Allocate: self._on_allocate,
-            m.Step: self._on_step,
+            m.RunStep: self._on_step,
             m.CopySlots: lambda x: self._pools().copy_slots(_slots(x.src), _slots(x.dst)),
             m.MoveOut: lambda x: self._pools().move_out(_slots(x.slots), _slots(x.host_slots)),
             m.MoveIn: lambda x: self._pools().move_in(_slots(x.host_slots), _slots(x.slots)),
@@ -210,11 +211,11 @@ class AttentionRank(ServedRank):
         pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), self._pools_like)
         return self._transport.name_of("attention", self._layers, pools, part, behind)
 
-    def _on_step(self, step: m.Step) -> None:
+    def _on_step(self, step: m.RunStep) -> None:
         assert self._kv is not None
         ticket = self._begin(step)
         self._bind()
-        inputs = self._transport.bind(_inputs(step.arrays))
+        inputs = self._transport.bind(tuple(map(_inputs, step.segments)))
         kv = self._kv
         program, _ = self._programs[step.shape]
         kv.k, kv.v, done = self._recorder.run(program, kv.k, kv.v, inputs)
@@ -261,21 +262,9 @@ def _slots(array: m.Array) -> np.ndarray:
     return array.numpy().astype(np.int64)
 
 
-def _inputs(arrays: dict[str, m.Array]) -> StepInputs:
-    chunk = _under(m.CHUNK, arrays)
-    prefills = itertools.takewhile(bool, (_under(m.PREFILL.format(n), arrays) for n in itertools.count()))
+def _inputs(arrays: dict[str, m.Array]) -> SegmentInputs:
     queries = {
         int(name.removeprefix("q")): array.numpy() for name, array in arrays.items() if name.startswith("q")
     }
-    return StepInputs(
-        arrays["slot_table"].numpy(),
-        arrays["lengths"].numpy(),
-        arrays["new_slots"].numpy(),
-        queries,
-        _inputs(chunk) if chunk else None,
-        tuple(map(_inputs, prefills)),
-    )
-
-
-def _under(prefix: str, arrays: dict[str, m.Array]) -> dict[str, m.Array]:
-    return {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
+    table, lengths, new_slots = (arrays[name].numpy() for name in ("slot_table", "lengths", "new_slots"))
+    return SegmentInputs(table, lengths, new_slots, queries)

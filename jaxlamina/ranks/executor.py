@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -26,16 +27,17 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.choice import Choice
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
-from jaxlamina.ranks.layout import layout_of, partition_of, schedule_of
-from jaxlamina.ranks.memory_pool import Arrays, RemotePool, told_with
+from jaxlamina.ranks.layout import layout_of, partition_of
+from jaxlamina.ranks.memory_pool import PlannedRows, RemotePool
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, receiver, send_parameters, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
-from jaxlamina.run.executor import Capabilities, Executor
+from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled, with_chunk
+from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.steps.step import Step, StepLogits
+from jaxlamina.steps.step import Step
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.calibration import Calibration, channel_scales
@@ -51,13 +53,18 @@ _log = logging.getLogger("uvicorn.error")  # the server's log
 
 
 class Part(NamedTuple):
-    """A step, or one prefill worker's part of it: what each attention rank is told of it, and what the programs of the ranks
-    that run it are given."""
+    """A step, or one prefill worker's part of it, and what the programs of the ranks that run it are given."""
 
-    shape: StepShape
-    told: list[Arrays]
-    at: Any
+    rows: PlannedRows
     inputs: tuple[Any, ...]
+
+    @property
+    def shape(self) -> StepShape:
+        return self.rows.shape
+
+    def on(self, rank: int) -> Part:
+        """As a prefill worker runs it."""
+        return self._replace(rows=self.rows._replace(shape=msgspec.structs.replace(self.shape, rank=rank)))
 
 
 class Own(NamedTuple):
@@ -202,9 +209,8 @@ class RanksExecutor(Executor):
                 None, tuple(self._launch([self._prompts(prompt.batch, self.q_first, prompt.scored)]))
             )
         if step.alongside is not None:
-            planned = self.pool.plan_with_chunk(step.decodes, step.alongside, self.q_first)
             inputs = *with_chunk(step.decodes, step.alongside), step.alongside.logits_at
-            [logits] = self._launch([Part(*planned, inputs)])
+            [logits] = self._launch([Part(self._with_chunk(step.decodes, step.alongside), inputs)])
             return StepLogits(logits[:-1], (logits[-1:],))
         rows, on_done = self._rows(step.decodes)
         self.latest_n_batches = rows.shape.n_batches
@@ -225,8 +231,7 @@ class RanksExecutor(Executor):
         for worker, prompt in batches.items():
             # The intake is one message, so that it is over soon.
             part = self._prompts(prompt, q_first=False, of_all=worker in scored)
-            rank = self.group.prefill_ranks[worker]
-            parts.append(part._replace(shape=msgspec.structs.replace(part.shape, rank=rank)))
+            parts.append(part.on(self.group.prefill_ranks[worker]))
         logits = self._launch(parts)
         rows = None if batch is None else _without_padding(logits.pop(0), batch)
         return StepLogits(rows, tuple(logits))
@@ -280,16 +285,18 @@ class RanksExecutor(Executor):
         mini_batches = self.mini_batches if n_batches == 1 and n_rows >= self.mini_batches else 1
         n_parts = max(n_batches, mini_batches)
         batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
-        q_first = self.q_first and mini_batches == 1
-        shape, told, at = self.pool.plan("decode", batch, q_first, n_batches)
-        if mini_batches > 1:
-            shape = msgspec.structs.replace(shape, mini_batches=mini_batches)
-        return Part(shape, told, at, (batch.tokens, batch.positions)), on_done
+        rows = self.pool.plan("decode", batch, self.q_first and n_parts == 1, n_batches)
+        rows = rows._replace(shape=msgspec.structs.replace(rows.shape, mini_batches=mini_batches))
+        return Part(rows, (batch.tokens, batch.positions)), on_done
 
     def _prompts(self, batch: PrefillBatch, q_first: bool, of_all: bool) -> Part:
-        shape, told, at = self.pool.plan(batch.kind, batch, q_first)
+        rows = self.pool.plan(batch.kind, batch, q_first)
         inputs = batch.tokens, batch.positions, *(() if of_all else (batch.logits_at,))
-        return Part(msgspec.structs.replace(shape, of_all=of_all), told, at, inputs)
+        return Part(rows._replace(shape=msgspec.structs.replace(rows.shape, of_all=of_all)), inputs)
+
+    def _with_chunk(self, rows: DecodeBatch, chunk: PrefillBatch) -> PlannedRows:
+        planned = self.pool.plan("decode", rows, self.q_first)
+        return planned.with_chunk(self.pool.plan(chunk.kind, chunk, self.q_first))
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         self._check_current()
@@ -344,7 +351,7 @@ class RanksExecutor(Executor):
             return [self._rows(step.decodes, n)[0].shape for n in numbers]
         if not self._goes_together:
             return []
-        return [self.pool.plan_with_chunk(step.decodes, step.alongside, self.q_first)[0]]
+        return [self._with_chunk(step.decodes, step.alongside).shape]
 
     @property
     def _goes_together(self) -> bool:
@@ -361,19 +368,16 @@ class RanksExecutor(Executor):
     def _launch(self, parts: Sequence[Part], on_done: Callable[[float], None] = _nothing) -> list[jax.Array]:
         """Each part's logits."""
         head, *beside = parts
-        shape, told = head.shape, head.told
-        if beside:
-            shape = msgspec.structs.replace(shape, prefills=tuple(part.shape for part in beside))
-        for n, part in enumerate(beside):
-            told = told_with(told, m.PREFILL.format(n), part.told)
+        shape = msgspec.structs.replace(head.shape, prefills=tuple(part.shape for part in beside))
         own = self._prepared(shape)
         ticket = self.group.begin_step(shape)
         self.group.owed = f"step {self.group.n_steps} ({shape})"
-        for rank, of_worker in zip(self.group.workers, told, strict=True):
-            self.group.send(rank, m.Step(self.group.n_steps, self._epoch, shape, of_worker))
+        for rank, *of_parts in zip(self.group.workers, *(part.rows.told for part in parts), strict=True):
+            self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, tuple(chain(*of_parts))))
         for part in parts:
             if ranks := self.group.model_ranks_in(part.shape):
-                step = m.Step(self.group.n_steps, self._epoch, shape, told_replica(part.inputs, part.at))
+                told = told_replica(part.inputs, part.rows.at)
+                step = m.RunStep(self.group.n_steps, self._epoch, shape, told)
                 for rank in ranks:
                     self.group.send(rank, step)
         logits = self._run(own, head)
@@ -384,7 +388,7 @@ class RanksExecutor(Executor):
     def _run(self, own: Own, head: Part) -> list[jax.Array]:
         transport, found = self.group.transport, []
         if own.program is not None:
-            given = transport.bind((head.inputs, head.at))
+            given = transport.bind((head.inputs, head.rows.at))
             found.append(transport.unbind(own.program(own.weights, *given)))
         if own.receive is not None:
             found += transport.unbind(own.receive(self._start))
@@ -406,8 +410,7 @@ class RanksExecutor(Executor):
         """None, unless told to ``wait``, while another rank is compiling its own."""
         if shape in self._programs:
             return self._programs[shape]
-        if shape.n_batches > 1:  # what cannot be is said before anybody else hears of it
-            schedule_of(self.layout, shape, len(self.specs))
+        plan_of(self.layout, shape, len(self.specs))  # what cannot be is said before anybody else hears of it
         began = time.perf_counter()
         others = (*self.group.model_ranks_in(shape), *self.group.workers)
         for rank in others:

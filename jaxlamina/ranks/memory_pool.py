@@ -8,7 +8,7 @@ Knows slots, rows and messages; no model and no array on a device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,15 +16,29 @@ import numpy as np
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
 from jaxlamina.ranks.group import Group
-from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.workers.kv_pools import pieces
 from jaxlamina.workers.partition import NO_SLOT, Placement, RowsPlan, place_new, place_stored, plan_rows
 from jaxlamina.workers.spec import AttentionSpec
 
 Arrays = dict[str, m.Array]
+
+
+class PlannedRows(NamedTuple):
+    """Rows or prompts as attention ranks have them: their bucket, what each attention rank is told of each segment, and where
+    the model ranks' programs find each segment's rows and tokens (nothing by heads)."""
+
+    shape: StepShape
+    told: Sequence[tuple[Arrays, ...]]
+    at: tuple[PlacedIndices, ...]
+
+    def with_chunk(self, chunk: PlannedRows) -> PlannedRows:
+        """And a prompt alongside."""
+        told = [own + more for own, more in zip(self.told, chunk.told, strict=True)]
+        return PlannedRows(msgspec.structs.replace(self.shape, chunk=chunk.shape), told, self.at + chunk.at)
 
 
 class RemotePool:
@@ -49,11 +63,8 @@ class RemotePool:
 
     def plan(
         self, kind: Any, batch: DecodeBatch | PrefillBatch, q_first: bool, n_batches: int = 1
-    ) -> tuple[StepShape, list[Arrays], PlacedIndices | None]:
-        """(bucket, what each attention rank is told, what the model rank's program needs to cut its rows).
-
-        Of n staggered batches the j-th has rows j, j + n, …; what is told of them is batch after batch.
-        """
+    ) -> PlannedRows:
+        """Of n staggered batches the j-th has rows j, j + n, …; what is told of them is batch after batch."""
         b, t = batch.tokens.shape
         new_slots = batch.new_slots[:, None] if isinstance(batch, DecodeBatch) else batch.slots
         q_first = q_first or kind == "prefill"  # where q does not travel at all
@@ -62,7 +73,8 @@ class RemotePool:
             shape = StepShape(kind, b, t, context, q_first=q_first, n_batches=n_batches)
             known = batch.slot_table, batch.lengths, new_slots
             table, lengths, new = (np.concatenate(_staggered(x, n_batches)) for x in known)
-            return shape, [_told(table, lengths, new.reshape(-1), {})] * len(self._layout.workers), None
+            told = (_told(table, lengths, new.reshape(-1), {}),)
+            return PlannedRows(shape, [told] * len(self._layout.workers), ())
         place_new(
             self.placement, self._token_block, batch.slot_table, batch.lengths, batch.positions, new_slots
         )
@@ -87,20 +99,8 @@ class RemotePool:
         )
         workers = [_one_after_another(plans[w::n_workers]) for w in range(n_workers)]
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in workers]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
-        return shape, [_told(p.slot_table, p.lengths, p.new_slots, p.q_positions) for p in workers], at
-
-    def plan_with_chunk(
-        self, batch: DecodeBatch, chunk: PrefillBatch, q_first: bool
-    ) -> tuple[StepShape, list[Arrays], tuple[PlacedIndices, PlacedIndices] | None]:
-        """``plan`` of a decode step and a chunk of a prompt alongside, one after the other and told together."""
-        rows, told, at = self.plan("decode", batch, q_first)
-        of_chunk, chunk_told, chunk_at = self.plan(chunk.kind, chunk, q_first)
-        shape = msgspec.structs.replace(rows, chunk=of_chunk)
-        return (
-            shape,
-            told_with(told, m.CHUNK, chunk_told),
-            None if at is None or chunk_at is None else (at, chunk_at),
-        )
+        each = [(_told(p.slot_table, p.lengths, p.new_slots, p.q_positions),) for p in workers]
+        return PlannedRows(shape, each, (at,))
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         """As `jaxlamina.workers.partition.place_stored` has it."""
@@ -180,12 +180,6 @@ class RemotePool:
             raise UserError("there are no host KV slots: give host_kv_slots (n_host_slots of an executor)")
         if len(host_slots) and not (0 <= host_slots.min() and host_slots.max() < self._n_host_slots):
             raise ValueError(f"host slots {host_slots} must be within 0 … {self._n_host_slots - 1}")
-
-
-def told_with(told: Sequence[Arrays], prefix: str, more: Sequence[Arrays]) -> list[Arrays]:
-    """What each attention rank is told, and ``more`` under names that begin with ``prefix``."""
-    pairs = zip(told, more, strict=True)
-    return [own | {prefix + name: x for name, x in of_part.items()} for own, of_part in pairs]
 
 
 def _staggered(rows: np.ndarray, n: int) -> list[np.ndarray]:

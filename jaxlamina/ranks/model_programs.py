@@ -1,11 +1,8 @@
-"""The model rank's programs: a whole step each, all its slices and all exchanges, no Python between layers.
+"""A model rank's programs: a whole step each, all its slices and all exchanges, no Python between layers.
 
-A rank that is one stage of a pipeline takes a step over from the stage before and hands it on to the next. Made of the
-splitter's parts; what is sent where is the transport's and the wire's. Holds no weights: they are arguments. Knows no KV
-and no slot. What a step of a bucket is called is `StepShape`'s affair.
-
-Source: Lamina 2025 §4.2.2 (q first, then k and v; partial attention meanwhile); Lamina 2024 §5.6 (a chunk of a prompt
-alongside a decode step).
+A rank's list of a step's plan (`jaxlamina.steps.plans`) is run here while its one program is traced. Made of the splitter's
+parts; what a message holds is the wire's affair, how it travels the transport's. Holds no weights: they are arguments. Knows no
+KV and no slot.
 """
 
 from __future__ import annotations
@@ -16,35 +13,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
-from jaxlamina.ranks.layout import Layout, Tie, span
-from jaxlamina.ranks.staggered_step import FRONT, StaggeredStep
-from jaxlamina.ranks.wires import (
-    HeadsOf,
-    HeadsWire,
-    MixedWire,
-    PlacedIndices,
-    PlacedWire,
-    pack,
-    packed_like,
-    unpack,
-    with_own,
-)
+from jaxlamina.ranks.layout import Tie, span
+from jaxlamina.ranks.wires import HeadsOf, PlacedIndices, Wire, heads_on_worker
+from jaxlamina.steps.layout import Layout
+from jaxlamina.steps.plans import PlannedBatch, plan_of
 from jaxlamina.steps.shape import StepShape
+from jaxlamina.steps.tasks import FRONT, Attend, HandOver, Logits, Payload, Receive, RunSlice, Send, Swap
 from jaxlamina.transports import Transport
-from jaxlamina.workers.model_worker import Context, combined
 from jaxlamina.workers.spec import AttentionSpec
-from pallas_kernels import causal_attention, causal_partial
 from pallas_kernels.order import tied, zero_after
 from splitter import SplitModel
 
 
 class ModelProgram:
-    """Traces one bucket's step on one replica or stage. ``step`` is the function to compile; ``model`` is cut for one
-    staggered batch, or for a step's rows and a chunk's tokens. ``ends``: the model cut for those that logits are of, if its
-    last slice is run for other rows than the rest."""
+    """Traces what one model rank does of a step. ``step`` is the function to compile; ``model`` is cut for one batch of the plan,
+    ``ends`` for the rows that its last slice is run for, if these are others."""
 
     def __init__(
         self,
@@ -53,213 +38,250 @@ class ModelProgram:
         model: SplitModel,
         specs: Sequence[AttentionSpec],
         shape: StepShape,
-        replica: int = 0,
+        rank: int = FRONT,
         ends: SplitModel | None = None,
     ) -> None:
         self.t, self.layout, self.model, self.specs, self.shape = transport, layout, model, specs, shape
-        self.replica, self.ends = replica, ends
-        self.sizes = layout.sizes(shape)
-        run = {"decode": self._decode, "prefill": self._prefill, "chunk": self._chunk}[shape.kind]
-        self._run: Callable[..., tuple[Any, Context, Tie]] = run
+        self.rank, self.ends = rank, ends
+        self.plan = plan_of(layout, shape, model.n)
 
     def step(
         self,
         weights: Sequence[tuple[jax.Array, ...]],
         inputs: tuple[jax.Array, ...],
-        at: Any,
+        at: tuple[PlacedIndices, ...],
     ) -> jax.Array:
-        """Logits ``[B, V]`` after each row's last token, or ``[B, T, V]`` ``of_all``; on a rank that is not rank 0 a ``[1]`` that is there when all
-        is sent. ``weights``: each slice's, of other ranks' slices none. ``inputs``: tokens and positions ``[B, T]``, and
-        for more than one token a row ``logits_at [B]``, unless logits are of all.
+        """Logits ``[B, V]`` after each row's last token, or ``[B, T, V]`` ``of_all``; on a rank that is not rank 0 a ``[1]`` that is
+        there when all is sent. ``weights``: each slice's, of other ranks' slices none. ``inputs``: tokens and positions
+        ``[B, T]``, and for more than one token a row ``logits_at [B]``, unless logits are of all.
 
         With a chunk of T tokens alongside: logits ``[B + 1, V]``, the chunk's last; tokens and positions ``[B + T, 1]``,
-        ``logits_at [1]`` within the chunk. ``at``: `PlacedIndices`, of the rows and of the chunk if there is one."""
-        if self.shape.n_batches > 1:
-            return StaggeredStep(self, weights, inputs, at).run()
-        if self.shape.chunk is not None:
-            return self._with_chunk(weights, inputs, at)
-        wire = self._wire(at)
-        n = self.model.n
-        own = self.layout.slices_on(self.replica, n + 1)
-        context, out, tie = self._begun(own.start, inputs)
-        out, context, tie = self._run(wire, weights, range(own.start, min(own.stop, n)), context, out, tie)
-        if own.stop <= n:
-            return self._handed_on(own.stop, context, out, tie)
-        with span("slice", n):
-            logits = self.model.slices[n].final(weights[n], context, out)
-            logits = logits if self.shape.of_all else logits[:, -1]
-        if self.replica == FRONT:
-            return tied(logits, tie)
-        return zero_after(self.t.send(logits.astype(jnp.float32), FRONT, after=tie)).reshape(1)
+        ``logits_at [1]`` within the chunk. ``at``: of the rows, and of the chunk if there is one; empty by heads."""
+        return _TracedStep(self, weights, inputs, at).run()
 
     @property
     def logits_like(self) -> jax.ShapeDtypeStruct:
-        """One staggered batch's logits, as a rank gets them that did not run the last slice."""
+        """One batch's logits, as a rank gets them that did not run the last slice."""
         n_words = self.model.traced.jaxpr.outvars[0].aval.shape[-1]
         return jax.ShapeDtypeStruct((*self.shape.logits_of, n_words), jnp.float32)
 
-    # --- from stage to stage ---
-    def _begun(self, i: int, inputs: tuple[jax.Array, ...]) -> tuple[Context, Any, Tie]:
-        """Slice i's context and the attention output before it: the model's inputs, or what the stage before hands on."""
-        first = self.model.first_context(*inputs)
-        if i == 0:
-            return first, None, None
-        known = dict(zip(self.model.slices[0].context_vars, first, strict=True))
-        wanted = not_had(self.model.slices, i, ())
-        likes = [*likes_of(wanted), self.model.sites[i - 1].out]
-        (*values, out), tie = recv_arrays(self.t, likes, self.layout.model_rank(i - 1), None)
-        known.update(zip(wanted, values, strict=True))
-        return tuple(known[v] for v in self.model.slices[i].context_vars), tied(out, tie), tie
-
-    def _handed_on(self, i: int, context: Context, out: jax.Array, tie: Tie) -> jax.Array:
-        """The next stage gets slice i's context and the attention output before it; rank 0 waits for the last one's logits."""
-        known = dict(zip(self.model.slices[i].context_vars, context, strict=True))
-        arrays = [known[v] for v in not_had(self.model.slices, i, ())]
-        arrays.append(out.astype(self.model.sites[i - 1].out.dtype))
-        tie = send_arrays(self.t, arrays, self.layout.model_rank(i), tie)
-        assert tie is not None
-        if self.replica != FRONT:
-            return zero_after(tie).reshape(1)
-        return self.t.recv(self.logits_like, self.layout.model_rank(self.model.n), after=tie)
-
-    # --- the slices of one rank: layers, and what came before them ---
-    def _decode(
-        self, wire: Any, weights: Any, layers: range, context: Context, out: Any, tie: Tie
-    ) -> tuple[Any, Context, Tie]:
-        if self.shape.mini_batches > 1:
-            return self._streamed(wire, weights, layers, context, out, tie)
-        answers: list[Any] = [tie]
-        for i in layers:
-            q, k, v, context, tie = self._send(wire, i, weights[i], context, out, answers[-1])
-            if isinstance(wire, HeadsWire):
-                like = self.heads(i).out_like(self.sizes)
-                answers = self.t.recv_each(like, self.layout.workers, after=tie)
-            else:
-                answers = self._partials(i, tie)
-            out = _rows_out(wire, answers, q, k, v, self.specs[i])
-        return out, context, None
-
-    def _streamed(
-        self, wire: HeadsWire, weights: Any, layers: range, context: Context, out: Any, tie: Tie
-    ) -> tuple[Any, Context, Tie]:
-        """`_decode` with each layer's messages in parts of the requests (Lamina 2024 §5.2.1): a part is sent before the
-        answer to the one before it is asked for, so that a worker has it when it is done with that."""
-        n, to = self.shape.mini_batches, self.layout.workers
-        for i in layers:
-            part, like = self.model.slices[i], self.heads(i).out_like(self.sizes.part(n))
-            with span("slice", i):
-                q, rest = part.q_part(weights[i], context, out)
-                k, v, context = part.kv_part(weights[i], rest)
-            messages = [
-                [pack(*pair) for pair in zip(wire.q_parts(of_q), wire.kv_parts(of_k, of_v), strict=True)]
-                for of_q, of_k, of_v in zip(*(jnp.split(x, n) for x in (q, k, v)), strict=True)
-            ]
-            tie = self.t.send_each(messages[0], to, after=tie)
-            outs = []
-            for following in [*messages[1:], None]:
-                if following is not None:
-                    tie = self.t.send_each(following, to, after=tie)
-                answers = self.t.recv_each(like, to, after=tie)
-                tie = answers[-1]
-                outs.append(wire.whole_out(answers))
-            out = jnp.concatenate(outs)
-        return out, context, None
-
-    def _prefill(
-        self, wire: Any, weights: Any, layers: range, context: Context, out: Any, tie: Tie
-    ) -> tuple[Any, Context, Tie]:
-        """Whole prompts: their attention needs nothing that is stored, so k and v go and nothing comes."""
-        for i in layers:
-            part = self.model.slices[i]
-            q, rest = part.q_part(weights[i], context, out)
-            k, v, context = part.kv_part(weights[i], rest)
-            tie = self.t.send_each(wire.kv_parts(k, v), self.layout.workers, after=tie)
-            out = causal_attention(q, k, v, **self.specs[i].scoring)
-        return out, context, tie
-
-    def _chunk(
-        self, wire: Any, weights: Any, layers: range, context: Context, out: Any, tie: Tie
-    ) -> tuple[Any, Context, Tie]:
-        """What follows stored tokens: each layer's attention is its own partial and the stored tokens'."""
-        answers: list[Any] = [tie]
-        for i in layers:
-            q, k, v, context, tie = self._send(wire, i, weights[i], context, out, answers[-1])
-            own = causal_partial(q, k, v, **self.specs[i].scoring)
-            answers = self._partials(i, tie)
-            out = combined((own, wire.partial(answers)), self.specs[i])
-        return out, context, None
-
-    def _with_chunk(self, weights: Any, inputs: tuple[jax.Array, ...], at: Any) -> jax.Array:
-        """A decode step and a chunk of a prompt. All but attention works row by row, so each of the chunk's tokens is a row
-        of the slices, beside the requests' new tokens; the last slice has the rows that logits are wanted of."""
-        assert self.ends is not None
-        tokens, positions, logits_at = inputs
-        n, sizes = self.shape.batch, self.layout.mixed_sizes(self.shape)
-        rows_at, chunk_at = (None, None) if at is None else at
-        wire = MixedWire(self._wire(rows_at), self._wire(chunk_at), n, sizes.asks)
-        context = self.model.first_context(tokens, positions)
-        out: Any = None
-        last: Tie = None
-        for i, spec in enumerate(self.specs):
-            q, k, v, context, tie = self._send(wire, i, weights[i], context, out, last)
-            likes = sizes.answer_likes(self.heads(i), self.layout.by_heads)
-            answers = self.t.recv_each(packed_like(*likes), self.layout.workers, after=tie)
-            last = answers[-1]
-            rows, *stored = zip(*(unpack(answer, *likes) for answer in answers), strict=True)
-            (q, q_chunk), (k, k_chunk), (v, v_chunk) = (wire.cut(x) for x in (q, k, v))
-            if sizes.asks:
-                own = causal_partial(q_chunk, k_chunk, v_chunk, **spec.scoring)
-                chunk: Any = combined((own, wire.chunk.partial(*stored)), spec)
-            else:
-                chunk = causal_attention(q_chunk, k_chunk, v_chunk, **spec.scoring)
-            out = wire.joined(_rows_out(wire.rows, rows, q, k, v, spec), chunk)
-        wanted = jnp.concatenate([jnp.arange(n), n + logits_at])
-        final = self.ends.slices[self.ends.n]
-        with span("slice", self.ends.n):
-            context = tuple(
-                _rows_at(x, v.aval, wanted) for x, v in zip(context, final.context_vars, strict=True)
-            )
-            return final.final(weights[-1], context, out[wanted])[:, -1]
-
-    def _wire(self, at: PlacedIndices | None) -> HeadsWire | PlacedWire:
-        return HeadsWire(len(self.layout.workers)) if at is None else PlacedWire(at)
-
-    def _send(
-        self, wire: Any, i: int, weights: Any, context: Context, out: Any, last: Tie
-    ) -> tuple[Any, Any, Any, Context, Tie]:
-        """A slice: q to the workers, after all answers of the last layer, then k and v, which need what the send of q gave:
-        all of a step's exchanges are in one order, by data."""
-        part, to = self.model.slices[i], self.layout.workers
-        # Almost always q is made of the answers; it is not where a model has attentions side by side.
-        after = None if last is None or part.program.q_needs(-1) else last
-        with span("slice", i):
-            q, rest = part.q_part(weights, context, out)
-        if not self.shape.q_first:
-            with span("slice", i):
-                k, v, context = part.kv_part(weights, rest)
-            pairs = zip(wire.q_parts(q), wire.kv_parts(k, v), strict=True)
-            return q, k, v, context, self.t.send_each([pack(*pair) for pair in pairs], to, after)
-        tie = self.t.send_each(wire.q_parts(q), to, after)
-        with span("slice", i):
-            k, v, context = part.kv_part(weights, rest, tie)
-        parts = wire.kv_parts(k, v)
-        if not len(parts[0]):
-            return q, k, v, context, tie
-        return q, k, v, context, self.t.send_each(parts, to)
-
-    def _partials(self, i: int, tie: Tie) -> list[jax.Array]:
-        return self.t.recv_each(self.heads(i).partial_like(self.sizes), self.layout.workers, after=tie)
-
     def heads(self, i: int) -> HeadsOf:
         """Layer i's heads on one attention worker."""
-        return self.layout.heads(self.specs[i], self.model.sites[i].q.shape[2])
+        return heads_on_worker(self.layout, self.specs[i], self.model.sites[i].q.shape[2])
 
 
-def _rows_out(wire: Any, answers: Sequence[jax.Array], q: Any, k: Any, v: Any, spec: AttentionSpec) -> Any:
-    """Attention output of a decode step's rows."""
-    if isinstance(wire, HeadsWire):
-        return wire.whole_out(answers)
-    return with_own(wire.partial(answers), q, k, v, spec)
+_Operator = tuple[int, int]  # a batch's attention operator: (batch, layer)
+
+
+class _TracedStep:
+    """One step while it is traced: what there is of each batch so far.
+
+    All of a rank's exchanges are in one order by data: XLA keeps no other. ``tie`` is there when the last one is over, and the
+    next one needs it, unless its message is made of what that one brought."""
+
+    def __init__(
+        self,
+        program: ModelProgram,
+        weights: Sequence[tuple[jax.Array, ...]],
+        inputs: Sequence[jax.Array],
+        at: Sequence[PlacedIndices],
+    ) -> None:
+        self.p, self.t, self.model, self.weights, self.inputs = (
+            program,
+            program.t,
+            program.model,
+            weights,
+            inputs,
+        )
+        self.workers, self.tasks = program.layout.workers, program.plan.model[program.rank]
+        batches = program.plan.batches
+        self.wires = [Wire(program.layout, batch, _of_batch(at, batch)) for batch in batches]
+        # Each batch's contexts so far, by the model's variables; inputs every rank has.
+        first = self.model.slices[0].context_vars
+        given = inputs if program.shape.chunk is None else inputs[:2]
+        self.known: list[dict[Any, Any]] = [
+            dict(zip(first, self.model.first_context(*_rows(given, batch)), strict=True)) for batch in batches
+        ]
+        self.rest: dict[_Operator, Any] = {}
+        self.q: dict[_Operator, Any] = {}
+        self.kv: dict[_Operator, tuple[Any, Any]] = {}
+        self.own: dict[_Operator, list[Any]] = {}
+        self.answers: dict[_Operator, list[list[jax.Array]]] = {}
+        self.outs: dict[_Operator, Any] = {}
+        self.logits: dict[tuple[int, ...], jax.Array] = {}
+        self.tie: Tie = None
+        # What attention outputs, and messages, are made of: the last exchange among it.
+        self.out_of: dict[_Operator, Tie] = {}
+        self.made_of: dict[Any, Tie] = {}
+        self.run_task: dict[type, Callable[[Any], None]] = {
+            RunSlice: self._run_slice,
+            Attend: self._attend,
+            Send: self._send,
+            Receive: self._receive,
+            Swap: self._swap,
+            HandOver: self._hand_over,
+            Logits: self._end,
+        }
+
+    def run(self) -> jax.Array:
+        for task in self.tasks:
+            self.run_task[type(task)](task)
+        if self.p.rank != FRONT:
+            assert self.tie is not None
+            return zero_after(self.tie).reshape(1)
+        found = [self.logits[key] for key in sorted(self.logits)]  # a staggered batch has every n-th row
+        logits = found[0] if len(found) == 1 else jnp.stack(found, axis=1).reshape(self.p.shape.batch, -1)
+        is_last = any(self.made_of[key] is self.tie for key in self.logits)
+        return logits if is_last else tied(logits, self.tie)
+
+    # --- slices and attention ---
+    def _run_slice(self, task: RunSlice) -> None:
+        j, i = of = task.batch, task.index
+        part = self.model.slices[i]
+        with span("slice", i, j):
+            if task.piece != "kv":
+                needs_out = i > 0 and part.program.q_needs(
+                    -1
+                )  # not where a model has attentions side by side
+                self.made_of[of] = self.out_of.get((j, i - 1)) if needs_out else None
+                self.q[of], self.rest[of] = part.q_part(
+                    self.weights[i], self._context(j, i), self._out(j, i - 1)
+                )
+            if task.piece != "q":
+                after_q = [self.made_of[of]] if task.piece == "kv" else []
+                k, v, context = part.kv_part(self.weights[i], self.rest.pop(of), *after_q)
+                self.kv[of] = k, v
+                self.known[j].update(zip(self.model.slices[i + 1].context_vars, context, strict=True))
+
+    def _attend(self, task: Attend) -> None:
+        of = task.batch, task.layer
+        self.own[of] = self.wires[task.batch].own(self.q[of], *self.kv[of], self.p.specs[task.layer])
+
+    def _out(self, j: int, layer: int) -> Any:
+        """The attention output that a slice goes on from; None before the first one."""
+        of = j, layer
+        if layer < 0 or of in self.outs:
+            return self.outs.get(of)
+        qkv = self.q.get(of), *self.kv.get(of, (None, None))  # on the rank that adds their own attention
+        known = self.answers.get(of, []), qkv, self.own.get(of, [])
+        return self.wires[j].out(*known, self.p.heads(layer), self.p.specs[layer])
+
+    def _end(self, task: Logits) -> None:
+        n, (first, *_) = self.model.n, task.batches
+        final = (self.p.ends or self.model).slices[n]
+        with span("slice", n, first):
+            contexts = [self._context(j, n) for j in task.batches]
+            outs = [self._out(j, n - 1) for j in task.batches]
+            context, out = contexts[0], outs[0]
+            if len(outs) > 1:
+                by_variable = zip(zip(*contexts, strict=True), final.context_vars, strict=True)
+                context = tuple(_joined(xs, v.aval) for xs, v in by_variable)
+                out = jnp.stack(outs, axis=1).reshape(-1, *out.shape[1:])
+            if self.p.shape.chunk is not None:  # of its tokens only the one that logits are wanted of
+                n_rows = self.p.shape.batch
+                wanted = jnp.concatenate([jnp.arange(n_rows), n_rows + self.inputs[2]])
+                by_value = zip(context, final.context_vars, strict=True)
+                context, out = tuple(_rows_at(x, v.aval, wanted) for x, v in by_value), out[wanted]
+            logits = final.final(self.weights[n], context, out)
+        self.logits[task.batches] = logits if self.p.shape.of_all else logits[:, -1]
+        self.made_of[task.batches] = self.out_of.get((task.batches[-1], n - 1))
+
+    def _context(self, j: int, i: int) -> tuple[Any, ...]:
+        return tuple(self.known[j][v] for v in self.model.slices[i].context_vars)
+
+    # --- exchanges ---
+    def _send(self, task: Send) -> None:
+        payload = task.payload
+        if payload.what == "logits":
+            of = (payload.batch,)
+            logits = self.logits.pop(of).astype(jnp.float32)
+            self.tie = self.t.send(logits, task.peer, after=self._after(of))
+            return
+        self.tie = self.t.send_each(self._messages(payload), self.workers, after=self._after_all(payload))
+        self._sent(payload)
+
+    def _receive(self, task: Receive) -> None:
+        payload = task.payload
+        if payload.what == "logits":
+            received = self.t.recv(self.p.logits_like, task.peer, after=self.tie)
+            self.logits[payload.batch,] = self.made_of[payload.batch,] = self.tie = received
+            return
+        self._received(payload, self.t.recv_each(self._answer_like(payload), self.workers, after=self.tie))
+
+    def _swap(self, task: Swap) -> None:
+        messages, like = self._messages(task.send), self._answer_like(task.receive)
+        answers = self.t.swap_each(messages, like, self.workers, after=self._after_all(task.send))
+        self._received(task.receive, answers)
+
+    def _messages(self, payload: Payload) -> list[jax.Array]:
+        what, j, layer, part = payload
+        k, v = (None, None) if what == "q" else self.kv[j, layer]
+        return self.wires[j].messages(what, self.q[j, layer], k, v, part)
+
+    def _answer_like(self, payload: Payload) -> jax.ShapeDtypeStruct:
+        return self.wires[payload.batch].format.message_like("out", self.p.heads(payload.layer))
+
+    def _received(self, payload: Payload, answers: list[jax.Array]) -> None:
+        of = payload.batch, payload.layer
+        self.answers.setdefault(of, []).append(answers)
+        self.tie = self.out_of[of] = answers[-1]
+
+    def _sent(self, payload: Payload) -> None:
+        """k and v that are computed after q was sent need that."""
+        if payload.what == "q":
+            self.made_of[payload.batch, payload.layer] = self.tie
+
+    def _after_all(self, payload: Payload) -> Tie:
+        return self._after((payload.batch, payload.layer))
+
+    def _after(self, of: Any) -> Tie:
+        """What a message must wait for, if that is not what it was made of."""
+        return None if self.made_of.get(of) is self.tie else self.tie
+
+    # --- from rank to rank ---
+    def _hand_over(self, task: HandOver) -> None:
+        """The next rank is sent what it has not had of the context: not the inputs, nor what was in the contexts of slices that it
+        ran."""
+        j, i = task.batch, task.slice
+        of = j, i - 1
+        ran = (t.index for t in self.p.plan.model[task.target] if isinstance(t, RunSlice) and t.batch == j)
+        wanted = not_had(self.model.slices, i, [k for k in ran if k < i])
+        site = self.model.sites[i - 1]
+        if self.p.rank == task.source:
+            arrays, after = [self.known[j][v] for v in wanted], self.tie
+            if task.carries == "out":
+                arrays.append(self._out(*of).astype(site.out.dtype))
+                after = None if self.out_of.get(of) is self.tie else self.tie
+            elif task.carries == "qkv":
+                arrays += [self.q[of], *self.kv[of]]
+            self.tie = send_arrays(self.t, arrays, task.target, after)
+            return
+        carried = {"out": [site.out], "qkv": [site.q, site.k, site.v], "nothing": []}[task.carries]
+        arrays, self.tie = recv_arrays(self.t, likes_of(wanted) + carried, task.source, self.tie)
+        self.known[j].update(zip(wanted, arrays, strict=False))
+        if task.carries == "out":
+            self.outs[of], self.out_of[of] = tied(arrays[-1], self.tie), self.tie
+        elif task.carries == "qkv":
+            self.q[of], k, v = arrays[len(wanted) :]
+            self.kv[of] = k, v
+
+
+def _of_batch(at: Sequence[PlacedIndices], batch: PlannedBatch) -> list[PlacedIndices]:
+    """Of each segment of a batch."""
+    if batch.of == 1:
+        return list(at)
+    return [PlacedIndices(*(jnp.split(x, batch.of, axis=1)[batch.index] for x in of)) for of in at]
+
+
+def _rows(arrays: Sequence[jax.Array], batch: PlannedBatch) -> Sequence[jax.Array]:
+    """A staggered batch's rows: every n-th, so that padding, which comes last, is shared out."""
+    return arrays if batch.of == 1 else [x[batch.index :: batch.of] for x in arrays]
+
+
+def _joined(xs: Sequence[jax.Array], like: Any) -> jax.Array:
+    """What `_rows` has cut, as a slice of all rows has it; what has no rows as it is."""
+    axis = row_axis(xs[0], like)
+    return xs[0] if axis is None else jnp.stack(xs, axis=axis + 1).reshape(like.shape)
 
 
 def _rows_at(x: jax.Array, like: Any, rows: jax.Array) -> jax.Array:
@@ -279,14 +301,10 @@ def inputs_of(shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tokens, tokens, ints((shape.batch,))
 
 
-def indices_of(layout: Layout, shape: StepShape) -> Any:
+def indices_of(layout: Layout, shape: StepShape) -> tuple[PlacedIndices, ...]:
     """What ``ModelProgram.step`` takes as ``at``."""
     if layout.by_heads:
-        return None
-    if shape.chunk is not None:
-        rows = msgspec.structs.replace(shape, chunk=None)
-        return indices_of(layout, rows), indices_of(layout, shape.chunk)
-    b = len(layout.workers)
-    n = shape.n_batches
-    sizes = ((b, n * shape.rows), (b, shape.batch), (b, n * shape.new))
-    return PlacedIndices(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in sizes))  # type: ignore[arg-type]
+        return ()
+    b, ints = len(layout.workers), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    sizes = [(s.n_batches * s.rows, s.batch, s.n_batches * s.new) for s in shape.segments]
+    return tuple(PlacedIndices(*(ints((b, n)) for n in of_segment)) for of_segment in sizes)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class ModelRank(ServedRank):
         self._side: ModelSide | None = None
         self._handlers |= {
             m.SetupModel: self._on_setup,
-            m.Step: self._on_step,
+            m.RunStep: self._on_step,
         }
 
     def _on_setup(self, setup: m.SetupModel) -> None:
@@ -78,11 +78,10 @@ class ModelRank(ServedRank):
         assert self._side is not None
         return self._side.kept(part, behind)
 
-    def _on_step(self, step: m.Step) -> None:
+    def _on_step(self, step: m.RunStep) -> None:
         ticket = self._begin(step)
         program, weights = self._programs[self._part(step.shape)]
-        arrays = {name: array.numpy() for name, array in step.arrays.items()}
-        given = jax.device_put((inputs_from(arrays), indices_from(arrays)), self._transport.device)
+        given = jax.device_put(_given(step.segments), self._transport.device)
         run = self._recorder.run(program, weights, *self._transport.bind(given))
         self._launched(ticket, self._transport.unbind(run))
 
@@ -92,15 +91,18 @@ class ModelRank(ServedRank):
         return part
 
 
-def told_replica(inputs: tuple[np.ndarray, ...], at: PlacedIndices | None) -> dict[str, m.Array]:
-    """A step's arrays as a message to a model rank."""
-    arrays = dict(zip(_INPUTS, inputs, strict=False)) | ({} if at is None else at._asdict())
-    return {name: m.Array.of(np.asarray(x, np.int32)) for name, x in arrays.items()}
+def told_replica(
+    inputs: tuple[np.ndarray, ...], at: Sequence[PlacedIndices]
+) -> tuple[dict[str, m.Array], ...]:
+    """A step's arrays as a message to a model rank: of each segment, the inputs with the first one's."""
+    segments = [dict(zip(_INPUTS, inputs, strict=False)), *({} for _ in at[1:])]
+    segments[: len(at)] = [own | of._asdict() for own, of in zip(segments, at, strict=False)]
+    return tuple({name: m.Array.of(np.asarray(x, np.int32)) for name, x in own.items()} for own in segments)
 
 
-def inputs_from(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    return tuple(arrays[name] for name in _INPUTS if name in arrays)
-
-
-def indices_from(arrays: dict[str, np.ndarray]) -> PlacedIndices | None:
-    return PlacedIndices(*(arrays[name] for name in PlacedIndices._fields)) if "rows" in arrays else None  # type: ignore[arg-type]
+def _given(segments: Sequence[dict[str, m.Array]]) -> tuple[Any, tuple[PlacedIndices, ...]]:
+    """What a program takes of that."""
+    first, fields = segments[0], PlacedIndices._fields
+    inputs = tuple(first[name].numpy() for name in _INPUTS if name in first)
+    at = (PlacedIndices(*(own[f].numpy() for f in fields)) for own in segments if "rows" in own)  # type: ignore[arg-type]
+    return inputs, tuple(at)

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 
 from jaxlamina.cluster import Cluster
 from jaxlamina.models import ModelConfig
-from jaxlamina.ranks.layout import Layout
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
 from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, needing, with_shards
 from jaxlamina.ranks.wires import PlacedIndices
+from jaxlamina.steps.layout import Layout
+from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
+from jaxlamina.steps.tasks import Logits
 from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec
@@ -101,8 +103,9 @@ class ModelSide:
         """The model cut for the rows that the last slice is run for at once, if these are not those of other slices."""
         if shape.chunk is not None:
             return self.model.split(shape.batch + 1)
-        of_one = shape.n_batches > 1 and self.layout.n_replicas == 1 and not self.layout.stages
-        return self.model.split(shape.batch) if of_one else None
+        tasks = plan_of(self.layout, shape, len(self.specs)).model[self.replica]
+        together = any(isinstance(task, Logits) and len(task.batches) > 1 for task in tasks)
+        return self.model.split(shape.batch) if together else None
 
     def _end(self) -> Any:
         if not self.shards:
@@ -156,7 +159,7 @@ def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[.
     """``step`` for weights of which those without dimensions have got one: a program takes no others."""
     flat = [[own.ndim == 0 for own, _ in of_slice] for of_slice in weights]
 
-    def run(given: Any, inputs: Any, at: PlacedIndices | None) -> jax.Array:
+    def run(given: Any, inputs: Any, at: tuple[PlacedIndices, ...]) -> jax.Array:
         lowered = tuple(
             tuple(x.reshape(()) if scalar else x for x, scalar in zip(xs, scalars, strict=True))
             for xs, scalars in zip(given, flat, strict=True)

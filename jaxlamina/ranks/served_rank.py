@@ -149,7 +149,7 @@ class ServedRank(ABC):
             self._client.send(self._window.taken(lambda: None if last is None else last.block_until_ready()))
             self._window = None
 
-    def _begin(self, step: m.Step) -> int:
+    def _begin(self, step: m.RunStep) -> int:
         """The watch's ticket for a step, which must be of the model that is set up."""
         if step.epoch != self._epoch:
             raise UserError(f"step {step.step} is of model {step.epoch}, and there have been {self._epoch}")

@@ -2,27 +2,30 @@
 put together.
 
 Both ends are here, so that a format is in one place. Functions of traced arrays, used inside the ranks' programs; knows
-shapes and the partition, no transport.
+shapes and the partition, no transport and no order.
 
-Messages of a layer, in this order: q, then k and v in one (or all three in one, without Q-first), then the answer:
-attention output in the model's dtype where a worker has all tokens of its heads, else a float32 partial. With a chunk
-alongside a decode step they are as many, each of the step's rows and then of the chunk.
+An answer is attention output in the model's dtype where a worker has all tokens of its heads, else a float32 partial. With a
+prompt alongside rows a message has what is of the rows and then what is of the prompt.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxlamina.steps.layout import Layout
+from jaxlamina.steps.plans import PlannedBatch
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.workers.attention_pool import spread_rows
 from jaxlamina.workers.attention_worker import Partial
+from jaxlamina.workers.model_worker import combined
 from jaxlamina.workers.spec import AttentionSpec
-from pallas_kernels import combine, token_partial
+from pallas_kernels import causal_attention, causal_partial, combine, token_partial
 
 
 class Sizes(NamedTuple):
@@ -51,9 +54,6 @@ class HeadsOf(NamedTuple):
     def kv_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
         """Keys, then values, of the new tokens."""
         return jax.ShapeDtypeStruct((sizes.new, 2 * self.k, self.h), self.dtype)
-
-    def out_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
-        return self.q_like(sizes)
 
     def partial_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((sizes.rows, sizes.tokens, self.n, self.h + 1), jnp.float32)
@@ -100,46 +100,55 @@ def _in_pieces(like: jax.ShapeDtypeStruct, dtype: Any) -> tuple[int, ...]:
     return like.shape if n == 1 else (*like.shape, n)
 
 
-class MixedSizes(NamedTuple):
-    """What one worker gets of a decode step with a chunk of a prompt alongside: one message of q, one of k and v, and its
-    answer. ``asks``: whether tokens before the chunk are stored, so that its queries go too."""
-
-    rows: Sizes
-    chunk: Sizes
-    asks: bool
-
-    def q_likes(self, heads: HeadsOf) -> list[jax.ShapeDtypeStruct]:
-        return [heads.q_like(sizes) for sizes in self._asking]
-
-    def kv_like(self, heads: HeadsOf) -> jax.ShapeDtypeStruct:
-        return heads.kv_like(Sizes(0, self.rows.new + self.chunk.new, 1))
-
-    def answer_likes(self, heads: HeadsOf, by_heads: bool) -> list[jax.ShapeDtypeStruct]:
-        partials = [heads.partial_like(sizes) for sizes in self._asking]
-        return [heads.out_like(self.rows), *partials[1:]] if by_heads else partials
-
-    @property
-    def _asking(self) -> list[Sizes]:
-        return [self.rows, self.chunk] if self.asks else [self.rows]
+def sizes_of(layout: Layout, segment: StepShape) -> Sizes:
+    """Of rows or prompts that go together."""
+    if layout.by_heads:
+        return Sizes(segment.batch, segment.batch * segment.tokens, segment.tokens)
+    return Sizes(segment.rows, segment.new, segment.tokens)
 
 
-class Wire(Protocol):
-    """The model rank's end for one layer of one step."""
-
-    def q_parts(self, q: jax.Array) -> list[jax.Array]:
-        """q ``[B, T, N, H]`` for each worker."""
-        ...
-
-    def kv_parts(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        """k, v ``[B, T, K, H]`` of the tokens that each worker keeps, ``[M, 2K, H]``."""
-        ...
-
-    def partial(self, packed: Sequence[jax.Array]) -> Partial:
-        """The stored tokens' partial, of all rows and heads, from the workers' answers."""
-        ...
+def heads_on_worker(layout: Layout, spec: AttentionSpec, n_query_heads: int) -> HeadsOf:
+    """One layer's heads on each worker."""
+    b = len(layout.workers) if layout.by_heads else 1
+    return HeadsOf(n_query_heads // b, spec.n_kv_heads // b, spec.head_dim, spec.dtype)
 
 
-class HeadsWire:
+class Format:
+    """The messages of a batch between a model rank and one worker: what arrays each is made of. One that is made of one array
+    is that array; of several it is a line (`pack`)."""
+
+    def __init__(self, layout: Layout, batch: PlannedBatch) -> None:
+        n, self._by_heads = batch.n_parts, layout.by_heads
+        self._sizes = [sizes_of(layout, segment).part(n) for segment in batch.segments]
+        pairs = list(zip(batch.segments, self._sizes, strict=True))
+        self._asking = [(segment.kind, sizes) for segment, sizes in pairs if segment.kind != "prefill"]
+
+    def likes(self, what: str, heads: HeadsOf) -> list[jax.ShapeDtypeStruct]:
+        if what == "out":
+            return [self._answer_like(heads, *asking) for asking in self._asking]
+        q = [heads.q_like(sizes) for _, sizes in self._asking]
+        kv = [heads.kv_like(Sizes(0, sum(sizes.new for sizes in self._sizes), 1))]
+        return {"q": q, "kv": kv, "qkv": q + kv}[what]
+
+    def message_like(self, what: str, heads: HeadsOf) -> jax.ShapeDtypeStruct:
+        likes = self.likes(what, heads)
+        return likes[0] if len(likes) == 1 else packed_like(*likes)
+
+    def unpacked(self, message: jax.Array, what: str, heads: HeadsOf) -> list[jax.Array]:
+        likes = self.likes(what, heads)
+        return [message] if len(likes) == 1 else unpack(message, *likes)
+
+    def _answer_like(self, heads: HeadsOf, kind: str, sizes: Sizes) -> jax.ShapeDtypeStruct:
+        whole = kind == "decode" and self._by_heads
+        return heads.q_like(sizes) if whole else heads.partial_like(sizes)
+
+
+def message_of(arrays: Sequence[jax.Array]) -> jax.Array:
+    """As `Format` has it."""
+    return arrays[0] if len(arrays) == 1 else pack(*arrays)
+
+
+class HeadsCut:
     """Every worker has all tokens, of its share of the heads."""
 
     def __init__(self, n_workers: int) -> None:
@@ -155,10 +164,10 @@ class HeadsWire:
 
     def whole_out(self, outs: Sequence[jax.Array]) -> jax.Array:
         """Attention output ``[B, 1, N, H]`` from the workers' ``[B, 1, N / b, H]``."""
-        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
+        return _concatenated(outs, 2)
 
     def partial(self, packed: Sequence[jax.Array]) -> Partial:
-        return unpack_partial(packed[0] if len(packed) == 1 else jnp.concatenate(packed, axis=2))
+        return unpack_partial(_concatenated(packed, 2))
 
 
 class PlacedIndices(NamedTuple):
@@ -170,7 +179,7 @@ class PlacedIndices(NamedTuple):
     new: jax.Array  # [b, M]
 
 
-class PlacedWire:
+class PlacedCut:
     """Every token is on one worker, with all heads; a new token's attention over itself is the model rank's."""
 
     def __init__(self, indices: PlacedIndices) -> None:
@@ -191,31 +200,79 @@ class PlacedWire:
         return combine(*zip(*parts, strict=True))
 
 
-class MixedWire:
-    """A decode step's B rows and after them, a row each, the T tokens of one request's chunk: each has its own wire, and
-    what they say to a worker goes as one message."""
+class Wire:
+    """The model rank's end of a batch's exchanges: what its segments say to a worker goes as one message."""
 
-    def __init__(self, rows: Any, chunk: Any, n_rows: int, asks: bool) -> None:
-        self.rows, self.chunk = rows, chunk
-        self._n_rows, self._asks = n_rows, asks
+    def __init__(self, layout: Layout, batch: PlannedBatch, at: Sequence[PlacedIndices]) -> None:
+        """``at``: of each segment, unless workers share out heads."""
+        self.format, self.batch = Format(layout, batch), batch
+        self._n_rows = batch.segments[0].batch
+        n = len(layout.workers)
+        by_heads = [HeadsCut(n) for _ in batch.segments]
+        self._cuts: Sequence[HeadsCut | PlacedCut] = [PlacedCut(of_segment) for of_segment in at] or by_heads
 
-    def cut(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[B + T, 1, …]`` -> the rows' ``[B, 1, …]`` and the chunk's ``[1, T, …]``."""
-        return x[: self._n_rows], x[self._n_rows :].swapaxes(0, 1)
+    def messages(self, what: str, q: jax.Array, k: Any, v: Any, part: int) -> list[jax.Array]:
+        """For each worker. q, k, v: ``[B, T, heads, H]``; k and v may be missing for q alone."""
+        n = self.batch.n_parts
+        if n > 1:
+            q, k, v = (jnp.split(x, n)[part] for x in (q, k, v))
+        arrays: list[Sequence[jax.Array]] = []
+        if what != "kv":
+            cuts = zip(self.batch.segments, self._cuts, self._segments(q), strict=True)
+            arrays += [cut.q_parts(x) for segment, cut, x in cuts if segment.kind != "prefill"]
+        if what != "q":
+            each = zip(self._cuts, self._segments(k), self._segments(v), strict=True)
+            of_segments = [cut.kv_parts(of_k, of_v) for cut, of_k, of_v in each]
+            arrays.append([_concatenated(parts, 0) for parts in zip(*of_segments, strict=True)])
+        return [message_of(of_worker) for of_worker in zip(*arrays, strict=True)]
 
-    def joined(self, rows: jax.Array, chunk: jax.Array) -> jax.Array:
-        """What ``cut`` has cut."""
-        return jnp.concatenate([rows, chunk.swapaxes(0, 1)])
+    def own(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> list[Any]:
+        """Of each segment that is of prompts the attention of new tokens among themselves: output, or a partial where there are
+        stored ones; None of rows."""
+        attend: dict[str, Callable[..., Any]] = {"prefill": causal_attention, "chunk": causal_partial}
+        segments = zip(self.batch.segments, *(self._segments(x) for x in (q, k, v)), strict=True)
+        return [
+            attend[segment.kind](*qkv, **spec.scoring) if segment.kind in attend else None
+            for segment, *qkv in segments
+        ]
 
-    def q_parts(self, q: jax.Array) -> list[jax.Array]:
-        rows, chunk = self.cut(q)
-        parts = [self.rows.q_parts(rows), *([self.chunk.q_parts(chunk)] if self._asks else [])]
-        return [pack(*of_worker) for of_worker in zip(*parts, strict=True)]
+    def out(
+        self, answers: Sequence[Sequence[jax.Array]], qkv: tuple[Any, Any, Any], own: Sequence[Any],
+        heads: HeadsOf, spec: AttentionSpec,
+    ) -> jax.Array:  # fmt: skip
+        """Attention output ``[B, T, N, H]``. ``answers``: of each part, each worker's; ``own``: as `own` gives it."""
+        parts = [self._out(of_part, qkv, own, heads, spec) for of_part in answers]
+        return _concatenated(parts or [self._out([], qkv, own, heads, spec)], 0)
 
-    def kv_parts(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-        (k, k_chunk), (v, v_chunk) = self.cut(k), self.cut(v)
-        parts = self.rows.kv_parts(k, v), self.chunk.kv_parts(k_chunk, v_chunk)
-        return [jnp.concatenate(of_worker) for of_worker in zip(*parts, strict=True)]
+    def _out(
+        self, answers: Sequence[jax.Array], qkv: Any, own: Sequence[Any], heads: HeadsOf, spec: AttentionSpec
+    ) -> jax.Array:
+        by_segment = zip(*(self.format.unpacked(answer, "out", heads) for answer in answers), strict=True)
+        outs = []
+        for i, (segment, cut) in enumerate(zip(self.batch.segments, self._cuts, strict=True)):
+            if segment.kind == "prefill":
+                outs.append(own[i])
+                continue
+            of_workers = next(by_segment)
+            if segment.kind == "chunk":
+                outs.append(combined((own[i], cut.partial(of_workers)), spec))
+            elif isinstance(cut, HeadsCut):
+                outs.append(cut.whole_out(of_workers))
+            else:
+                q, k, v = (self._segments(x)[i] for x in qkv)
+                outs.append(with_own(cut.partial(of_workers), q, k, v, spec))
+        rows, *alongside = outs
+        return jnp.concatenate([rows, *(x.swapaxes(0, 1) for x in alongside)]) if alongside else rows
+
+    def _segments(self, x: jax.Array) -> list[jax.Array]:
+        """``[B + T, 1, …]`` as the rows' ``[B, 1, …]`` and the prompt's ``[1, T, …]``, if there is one alongside."""
+        if len(self.batch.segments) == 1:
+            return [x]
+        return [x[: self._n_rows], x[self._n_rows :].swapaxes(0, 1)]
+
+
+def _concatenated(xs: Sequence[jax.Array], axis: int) -> jax.Array:
+    return xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=axis)
 
 
 def with_own(stored: Partial, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:

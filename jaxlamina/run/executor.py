@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxlamina.buckets import Cut
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
-from jaxlamina.steps.step import PromptPart, Step, StepLogits
+from jaxlamina.steps.step import PromptPart, Step
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,20 @@ class Capabilities:
     needs_host_tokens: bool = False
     places_tokens: bool = False
     compiles_behind: bool = False
+
+
+class StepLogits(NamedTuple):
+    """Float32 logits of a step: ``[B, V]`` after the rows' new tokens, None without rows; and of each prompt ``[B, V]`` after
+    its rows' last tokens, or ``[B, T, V]`` if it is scored."""
+
+    decodes: jax.Array | None
+    prompts: tuple[jax.Array, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[StepLogits]) -> StepLogits:
+        """Those of the steps that `Step.apart` gives."""
+        rows = next((part.decodes for part in parts if part.decodes is not None), None)
+        return cls(rows, tuple(logits for part in parts for logits in part.prompts))
 
 
 class Executor(ABC):

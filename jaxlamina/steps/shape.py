@@ -43,6 +43,12 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((part for part in self.parts if part.rank == prefill_rank), None)
 
     @property
+    def segments(self) -> tuple[StepShape, ...]:
+        """What attention workers are told of one by one: its rows or prompts, the chunk alongside, prefill workers' parts."""
+        own = msgspec.structs.replace(self, chunk=None, mini_batches=1, prefills=())
+        return (own, *([] if self.chunk is None else [self.chunk]), *self.prefills)
+
+    @property
     def logits_of(self) -> tuple[int, ...]:
         """What there are logits of in one staggered batch: ``[B]`` requests, or ``[B, T]`` tokens."""
         return (self.batch_each, self.tokens) if self.of_all else (self.batch_each,)

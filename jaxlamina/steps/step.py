@@ -1,12 +1,8 @@
-"""What an executor is asked to run, and what it gives. Knows batches; no model, no request and no rank."""
+"""What an executor is asked to run. Knows batches; no model, no request and no rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import jax
 
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 
@@ -44,17 +40,3 @@ class Step:
         """The same as steps one after another: the rows first, then each prompt."""
         rows = [] if self.decodes is None else [Step(self.decodes)]
         return rows + [Step(prompts=(prompt,)) for prompt in self.prompts]
-
-
-class StepLogits(NamedTuple):
-    """Float32 logits of a step: ``[B, V]`` after the rows' new tokens, None without rows; and of each prompt ``[B, V]`` after
-    its rows' last tokens, or ``[B, T, V]`` if it is scored."""
-
-    decodes: jax.Array | None
-    prompts: tuple[jax.Array, ...] = ()
-
-    @classmethod
-    def joined(cls, parts: Sequence[StepLogits]) -> StepLogits:
-        """Those of the steps that `Step.apart` gives."""
-        rows = next((part.decodes for part in parts if part.decodes is not None), None)
-        return cls(rows, tuple(logits for part in parts for logits in part.prompts))

@@ -15,9 +15,9 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxlamina.errors import UserError
-from jaxlamina.run.executor import Capabilities, Executor
+from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
-from jaxlamina.steps.step import PromptPart, Step, StepLogits
+from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.workers import capacity
 from jaxlamina.workers.attention_pool import PlacedPool, attention_pool
 from jaxlamina.workers.attention_worker import AttentionWorker, Partial, attention_workspace_bytes

@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlamina.errors import UserError
-from jaxlamina.steps.step import Step, StepLogits
+from jaxlamina.run.executor import StepLogits
+from jaxlamina.steps.step import Step
 from jaxlamina.workers.model_worker import ModelFn, Params
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.unsplit import UnsplitExecutor

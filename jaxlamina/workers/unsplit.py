@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlamina.run.executor import Capabilities, Executor
+from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, with_chunk
-from jaxlamina.steps.step import Step, StepLogits
+from jaxlamina.steps.step import Step
 from jaxlamina.transports import compiler_options
 from jaxlamina.workers import capacity
 from jaxlamina.workers.calibration import Calibration, channel_scales

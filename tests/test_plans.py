@@ -1,0 +1,227 @@
+"""Every layout that a cluster file can name × every kind of step: there is a plan that holds, or a reason. And the check itself:
+what it takes for wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxlamina.cluster import Cluster
+from jaxlamina.errors import UserError
+from jaxlamina.ranks.layout import layout_of, partition_of
+from jaxlamina.schedules import balanced
+from jaxlamina.steps.check import check_plan
+from jaxlamina.steps.layout import Layout
+from jaxlamina.steps.plans import Plan, plan_of, why_not
+from jaxlamina.steps.shape import StepShape
+from jaxlamina.steps.tasks import (
+    FRONT,
+    POOL,
+    Append,
+    Attend,
+    HandOver,
+    Payload,
+    Receive,
+    RunSlice,
+    Send,
+    Swap,
+    Task,
+)
+
+N_LAYERS = 2
+FACTS = {
+    "dop": [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)],
+    "partition": ["auto", "heads", "requests", "tokens"],
+    "n_batches": [None, 1, 2, 3, 4, 6, "auto"],
+    "mini_batches": [1, 3],
+    "shared": ["no", "tensor_parallel", "pipeline_parallel"],
+    "prefill_workers": [0, 2],
+    "pipelining": ["auto", "rotational", "fixed"],
+}
+
+
+def clusters() -> Iterator[Cluster]:
+    for values in product(*FACTS.values()):
+        given = dict(zip(FACTS, values, strict=True))
+        shared = given.pop("shared")
+        if shared != "no":
+            given[shared] = given["dop"][0]  # type: ignore[index]
+        try:
+            yield Cluster(**given, model_platform="cpu", attention_platform="cpu")  # type: ignore[arg-type]
+        except UserError:
+            continue
+
+
+@cache
+def layouts() -> dict[tuple[Layout, tuple[int, ...]], Cluster]:
+    """With the ranks of prefill workers."""
+    found = {}
+    for cluster in clusters():
+        stages = ()
+        if cluster.pipeline_parallel > 1:
+            stages = balanced([1] * (N_LAYERS + 1), cluster.n_model)
+        layout = layout_of(cluster, partition_of(cluster, (12,)), tuple(stages))
+        found.setdefault((layout, tuple(cluster.pools.prefill_ranks)), cluster)
+    return found
+
+
+def steps(layout: Layout, prefill_ranks: tuple[int, ...]) -> Iterator[StepShape]:
+    """Of every kind."""
+    for q_first in (False, True):
+        rows = StepShape("decode", 12, 1, 16, q_first=q_first)
+        chunk = StepShape("chunk", 1, 8, 16, q_first=q_first)
+        whole = StepShape("prefill", 1, 8, 0)
+        if not layout.by_heads:
+            rows, chunk, whole = (
+                msgspec.structs.replace(x, rows=x.batch, new=x.tokens) for x in (rows, chunk, whole)
+            )
+        yield from (rows, chunk, whole, msgspec.structs.replace(whole, of_all=True))
+        alongside = [msgspec.structs.replace(rows, chunk=prompt) for prompt in (chunk, whole)]
+        staggered = [msgspec.structs.replace(rows, n_batches=n) for n in (2, 3, 4, 6)]
+        parts = msgspec.structs.replace(rows, mini_batches=3, q_first=False)
+        yield from (*alongside, *staggered, parts, msgspec.structs.replace(parts, n_batches=3))
+        yield from (
+            msgspec.structs.replace(staggered[0], chunk=chunk),
+            msgspec.structs.replace(parts, chunk=chunk),
+        )
+        if prefill_ranks:
+            prompts = (chunk, whole, chunk)[: len(prefill_ranks)]
+            beside = tuple(
+                msgspec.structs.replace(prompt, rank=rank)
+                for prompt, rank in zip(prompts, prefill_ranks, strict=True)
+            )
+            for step in (rows, *staggered, parts, *alongside):
+                yield msgspec.structs.replace(step, prefills=beside)
+            yield msgspec.structs.replace(beside[0], prefills=beside[1:])
+
+
+def test_every_step_over_every_layout_has_a_plan_that_holds_or_a_reason() -> None:
+    n_plans = n_reasons = 0
+    for layout, prefill_ranks in layouts():
+        for step in steps(layout, prefill_ranks):
+            if why_not(layout, step) is not None:
+                with pytest.raises(UserError):
+                    plan_of(layout, step, N_LAYERS)
+                n_reasons += 1
+            else:
+                check_plan(plan_of(layout, step, N_LAYERS), layout)
+                n_plans += 1
+    assert len(layouts()) > 50 and n_plans > 1000 and n_reasons > 100
+
+
+def test_a_model_rank_does_the_same_whatever_prefill_workers_do_beside_it() -> None:
+    for layout, prefill_ranks in layouts():
+        for step in steps(layout, prefill_ranks):
+            if step.prefills and why_not(layout, step) is None:
+                whole = plan_of(layout, step, N_LAYERS)
+                alone = [plan_of(layout, part, N_LAYERS) for part in step.parts]
+                tasks = [(rank, of_rank) for plan in alone for rank, of_rank in plan.model.items()]
+                assert len(dict(tasks)) == len(tasks) == len(whole.model)
+                for rank, of_rank in tasks:
+                    assert [*map(without_batch, whole.model[rank])] == [*map(without_batch, of_rank)]
+
+
+def without_batch(task: Task) -> str:
+    """A batch's number counts those before it in the step."""
+    return re.sub(r"batch(es)?=\(?\d+", "batch", repr(task))
+
+
+ONE = Layout((1,), "heads")
+ROTATION = Layout((2,), "heads", 2, "rotational")
+STAGES = Layout((2, 3), "tokens", 1, "stages", (0, 1, 1))
+ROWS = StepShape("decode", 12, 1, 16, 12, 12)
+CASES = [
+    (ONE, ROWS),
+    (ONE, msgspec.structs.replace(ROWS, chunk=StepShape("chunk", 1, 8, 16))),
+    (ROTATION, msgspec.structs.replace(ROWS, n_batches=3, q_first=False)),
+    (STAGES, msgspec.structs.replace(ROWS, n_batches=4, q_first=False)),
+    (STAGES, ROWS),
+    (ONE, msgspec.structs.replace(ROWS, prefills=(StepShape("chunk", 1, 8, 16, rank=2),))),
+]
+
+
+def test_q_first_is_an_order() -> None:
+    plan = plan_of(ONE, ROWS, 1)
+    q, kv, out = (Payload(what, 0, 0) for what in ("q", "kv", "out"))  # type: ignore[arg-type]
+    assert plan.model[FRONT][:5] == (
+        RunSlice(0, 0, "q"), Send(q, POOL), RunSlice(0, 0, "kv"), Send(kv, POOL), Receive(out, POOL),
+    )  # fmt: skip
+    assert plan.pool == (Receive(q, 0), Receive(kv, 0), Attend(0, 0), Append(0, 0), Send(out, 0))
+    together = plan_of(ONE, msgspec.structs.replace(ROWS, q_first=False), 1)
+    assert together.model[FRONT][:2] == (RunSlice(0, 0), Send(Payload("qkv", 0, 0), POOL))
+
+
+def test_q_can_go_first_in_staggered_steps() -> None:
+    plan = plan_of(ROTATION, msgspec.structs.replace(ROWS, n_batches=3), N_LAYERS)
+    sent = [task.payload.what for task in plan.model[0] if isinstance(task, Send)]
+    swapped = {task.send.what for task in plan.model[0] if isinstance(task, Swap)}
+    assert "q" in sent and swapped == {"kv"}
+
+
+def test_prompts_of_prefill_workers_are_taken_in_after_the_layers_answers() -> None:
+    layout, step = CASES[-1]
+    order = [(task.layer, task.batch) for task in plan_of(layout, step, 2).pool if isinstance(task, Attend)]
+    assert order == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_stage_hands_over_what_the_next_one_needs() -> None:
+    plan = plan_of(STAGES, CASES[3][1], N_LAYERS)
+    moves = [task for task in plan.model[0] if isinstance(task, HandOver)]
+    assert moves and {(move.source, move.target, move.carries) for move in moves} == {(0, 1, "qkv")}
+
+
+def broken(plan: Plan, rank: int, at: int, how: str) -> Plan:
+    tasks = list(plan.pool if rank == POOL else plan.model[rank])
+    at %= len(tasks)
+    if how == "left out":
+        del tasks[at]
+    elif how == "twice":
+        tasks.insert(at, tasks[at])
+    else:
+        tasks[at], tasks[at - 1] = tasks[at - 1], tasks[at]
+    if rank == POOL:
+        return replace(plan, pool=tuple(tasks))
+    return replace(plan, model={**plan.model, rank: tuple(tasks)})
+
+
+@given(st.sampled_from(CASES), st.data())
+def test_a_task_left_out_or_there_twice_is_found(case: tuple[Layout, StepShape], data: st.DataObject) -> None:
+    layout, step = case
+    plan = plan_of(layout, step, N_LAYERS)
+    rank = data.draw(st.sampled_from([POOL, *plan.model]))
+    at, how = data.draw(st.integers(0, 200)), data.draw(st.sampled_from(["left out", "twice"]))
+    with pytest.raises(ValueError, match="plan: "):
+        check_plan(broken(plan, rank, at, how), layout)
+
+
+@given(st.sampled_from(CASES[:1] + CASES[2:3]), st.data())
+def test_exchanges_in_another_order_than_their_other_ends_are_found(
+    case: tuple[Layout, StepShape], data: st.DataObject
+) -> None:
+    layout, step = case
+    plan = plan_of(layout, step, N_LAYERS)
+    exchanges = [i for i, task in enumerate(plan.pool) if isinstance(task, Send | Receive | Swap)]
+    a, b = data.draw(st.sampled_from(list(pairwise(exchanges))))
+    tasks = list(plan.pool)
+    tasks[a], tasks[b] = tasks[b], tasks[a]
+    with pytest.raises(ValueError, match="the lists stop short"):
+        check_plan(replace(plan, pool=tuple(tasks)), layout)
+
+
+def test_a_slice_on_a_rank_without_its_weights_is_found() -> None:
+    layout, step = CASES[4]
+    plan = plan_of(layout, step, N_LAYERS)
+    with pytest.raises(ValueError, match="rank 0 has no weights"):
+        check_plan(broken_stage(plan), layout)
+
+
+def broken_stage(plan: Plan) -> Plan:
+    return replace(plan, model={**plan.model, 0: (*plan.model[0], RunSlice(0, 2))})
