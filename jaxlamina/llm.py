@@ -24,11 +24,13 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.headroom import check_headroom
+from jaxlamina.kv.placement import chosen_partition, why_chosen
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.outputs import RequestOutput
 from jaxlamina.policies import load_policy
+from jaxlamina.run.local import LocalExecutor
 from jaxlamina.sampling import SamplingParams
-from jaxlamina.workers import LocalExecutor, UnsplitExecutor
+from jaxlamina.workers import UnsplitExecutor
 from jaxlamina.workers.calibration import Calibration, calibration_rows
 from jaxlamina.workers.capacity import (
     check_host_slots,
@@ -39,7 +41,6 @@ from jaxlamina.workers.capacity import (
     slots_that_fit,
     spread_over,
 )
-from jaxlamina.workers.partition import chosen_partition, why_chosen
 from jaxlamina.workers.spec import CALIBRATED_KV_DTYPES, KV_DTYPES, AttentionSpec
 from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
@@ -275,7 +276,7 @@ class LLM:
                 q_first=q_first,
                 **kv,
             )
-            specs = list(self.executor.attention.specs)
+            specs = list(self.executor.specs)
         else:
             self.executor = UnsplitExecutor(fn, params, device=self.model_device, **kv)
             specs = list(self.executor.specs)

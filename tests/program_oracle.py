@@ -26,24 +26,23 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxlamina import warm_up
-from jaxlamina.buckets import Shape
 from jaxlamina.cluster import Cluster
 from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
+from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
 from jaxlamina.ranks.layout import layout_of, partition_of
-from jaxlamina.ranks.memory_pool import RemotePool
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.ranks.wires import heads_on_worker
+from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.model_worker import ModelWorker
-from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.workspace import pool_shapes
 from pallas_kernels import compat
@@ -79,6 +78,7 @@ class OracleTransport:
     nothing."""
 
     name, by_memory, traceable, why_not_by_memory = "oracle", False, False, ""
+    is_one_program = True
 
     def __init__(self, rank: int, n_ranks: int) -> None:
         self.rank, self.n_ranks, self.device, self.n_kept = rank, n_ranks, jax.devices()[0], 0
@@ -286,7 +286,7 @@ def job_of(name: str) -> Job:
         own = params
         if rank in cluster.pools.model_ranks:
             own = shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
-        models[rank] = ModelWorker(fn, own, jax.devices()[0], Programs(), like)
+        models[rank] = ModelWorker(fn, own, jax.devices()[0], like)
     sites = models[0].split(1).sites
     return Job(
         cluster,
@@ -297,40 +297,70 @@ def job_of(name: str) -> Job:
     )
 
 
-def shape_of(job: Job, kind: str) -> StepShape | None:
-    """The bucket of a step of that kind; None where this layout has none of its own."""
+@cache
+def batches() -> tuple[DecodeBatch, PrefillBatch, PrefillBatch, PrefillBatch]:
+    """What is stored before a step: its rows' tokens and the chunk's; and of the step the rows, the chunk, a whole prompt."""
+    rng = np.random.default_rng(5)
+    n_rows = BATCH + 1
+    slots = rng.permutation(N_SLOTS).astype(np.int32)
+    stored, new = slots[: n_rows * CONTEXT].reshape(n_rows, CONTEXT), slots[n_rows * CONTEXT :]
+
+    def tokens(*shape: int) -> np.ndarray:
+        return rng.integers(0, MODEL["vocab_size"], shape, dtype=np.int32)
+
+    def prompts(own: np.ndarray, table: np.ndarray) -> PrefillBatch:
+        b, t = own.shape
+        lengths = np.full(b, table.shape[1], np.int32)
+        positions = lengths[:, None] + np.arange(t, dtype=np.int32)
+        return PrefillBatch(tokens(b, t), positions, np.full(b, t - 1, np.int32), own, table, lengths)
+
+    lengths = np.full(BATCH, CONTEXT, np.int32)
+    rows = DecodeBatch(tokens(BATCH, 1), lengths[:, None], stored[:BATCH], lengths, new[:BATCH])
+    chunk = prompts(new[None, BATCH : BATCH + TOKENS], stored[BATCH:])
+    whole = prompts(new[None, BATCH + TOKENS : BATCH + 2 * TOKENS], np.zeros((1, 0), np.int32))
+    return rows, chunk, whole, prompts(stored, np.zeros((n_rows, 0), np.int32))
+
+
+def parts_of(job: Job, kind: str, book: PoolBook) -> list[Part] | None:
+    """A step of that kind; None where this layout has none of its own. What it follows is stored."""
     cluster, workers = job.cluster, job.cluster.pools.prefill_ranks
-    pool = RemotePool(None, job.layout, job.specs, N_SLOTS, 0, cluster.token_block)  # type: ignore[arg-type]
-    plain = not (workers and kind != "decode beside chunks" and kind not in ("decode", "staggered"))
-    if not plain or (kind == "decode beside chunks") != bool(workers and kind not in ("decode", "staggered")):
+    rows, chunk, whole, _ = batches()
+    if workers and kind in ("prefill", "chunk", "scored", "decode with chunk"):
         return None
-    rows = warm_up._stored_batch(Shape("decode", BATCH, 1, CONTEXT), N_SLOTS, CONTEXT + 1)
-    chunk = warm_up._stored_batch(Shape("chunk", 1, TOKENS, CONTEXT), N_SLOTS, CONTEXT + TOKENS)
-    whole = warm_up._stored_batch(Shape("prefill", 1, TOKENS, 0), N_SLOTS, TOKENS)
-    pool.assume_stored(rows)
+    one_batch = job.layout.n_replicas == 1
     if kind == "staggered":
         n = cluster.n_batches_on("cpu")
         n = cluster.usual_n_batches if n in (1, "auto") else n
-        return None if cluster.mini_batches > 1 else pool.plan("decode", rows, False, int(n)).shape
+        return None if cluster.mini_batches > 1 else [rows_part(book, rows, q_first=False, n_batches=int(n))]
     if kind == "decode":
-        if job.layout.n_replicas > 1:
-            return None
-        shape = pool.plan("decode", rows, job.q_first and cluster.mini_batches == 1).shape
-        return msgspec.structs.replace(shape, mini_batches=cluster.mini_batches)
+        n = cluster.mini_batches
+        return [rows_part(book, rows, q_first=job.q_first and n == 1, mini_batches=n)] if one_batch else None
     if kind == "decode with chunk":
-        if cluster.shares_weights or job.layout.n_replicas > 1:
-            return None
-        return pool.plan("decode", rows, job.q_first).with_chunk(pool.plan("chunk", chunk, job.q_first)).shape  # type: ignore[arg-type]
+        return [mixed_part(book, rows, chunk, q_first=job.q_first)] if one_batch else None
     if kind == "decode beside chunks":
-        shape = pool.plan("decode", rows, job.q_first).shape
-        parts = [
-            msgspec.structs.replace(pool.plan("chunk", chunk, False).shape, rank=rank, of_all=i == 1)
-            for i, rank in enumerate(workers)
-        ]
-        return msgspec.structs.replace(shape, prefills=tuple(parts))
+        if not workers:
+            return None
+        parts = [rows_part(book, rows, q_first=job.q_first)]
+        prompts = (chunk, whole)
+        for i, rank in enumerate(workers):
+            parts.append(prompts_part(book, prompts[i], q_first=False, scored=i == 1).on(rank))
+        return parts
     batch = whole if kind == "prefill" else chunk
-    shape = pool.plan(batch.kind, batch, job.q_first).shape  # type: ignore[union-attr]
-    return msgspec.structs.replace(shape, of_all=kind == "scored")
+    return [prompts_part(book, batch, q_first=job.q_first, scored=kind == "scored")]
+
+
+def shape_of(job: Job, kind: str) -> StepShape | None:
+    """The bucket of a step of that kind; None where this layout has none of its own."""
+    rows, chunk, *_ = batches()
+    book = PoolBook([], job.layout, (), N_SLOTS, 0, job.cluster.token_block)
+    for batch in (rows, chunk):
+        book.assume_stored(batch)
+    parts = parts_of(job, kind, book)
+    return None if parts is None else shape_of_parts(parts)
+
+
+def shape_of_parts(parts: Sequence[Part]) -> StepShape:
+    return msgspec.structs.replace(parts[0].shape, prefills=tuple(part.shape for part in parts[1:]))
 
 
 def programs_of(layout: str, kind: str) -> dict[int, list[TracedProgram]] | str | None:

@@ -71,9 +71,7 @@ def test_a_bfloat16_checkpoint_is_float32_on_a_cpu_unless_asked_and_says_so(
     # An accelerator, as far as the choice is concerned.
     monkeypatch.setattr("jaxlamina.llm.is_accelerator", lambda device: True)
     model = small(str(bfloat16_folder))
-    assert model.dtype == "bfloat16" and {s.dtype for s in model.executor.attention.specs} == {
-        jnp.dtype("bfloat16")
-    }
+    assert model.dtype == "bfloat16" and {s.dtype for s in model.executor.specs} == {jnp.dtype("bfloat16")}
     assert small(str(bfloat16_folder), dtype="float32").dtype == "float32"
     with pytest.raises(UserError, match="dtype='half' must be one of auto, float32, bfloat16"):
         small(str(bfloat16_folder), dtype="half")

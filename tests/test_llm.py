@@ -351,7 +351,7 @@ def test_fixed_scales_are_found_from_the_tokens_given(split: bool):
         )
         [out] = llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4, ignore_eos=True))
         assert len(out.outputs[0].token_ids) == 4
-        return np.asarray((llm.executor.attention.kv if split else llm.executor.kv).k[0].scales)
+        return np.asarray(llm.executor.kv.k[0].scales)
 
     one, other = scales([1, 2, 3, 4]), scales([[5, 6], [7, 8]])
     assert not np.allclose(one, other)

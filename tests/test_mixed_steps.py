@@ -18,8 +18,9 @@ from test_models import MODELS
 from jaxlamina.buckets import Buckets
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.wires import pack, packed_like, unpack
+from jaxlamina.run.local import LocalExecutor
 from jaxlamina.steps.step import PromptPart, Step
-from jaxlamina.workers import DecodeBatch, LocalExecutor, PrefillBatch, UnsplitExecutor
+from jaxlamina.workers import DecodeBatch, PrefillBatch, UnsplitExecutor
 from jaxlamina.workers.model_worker import trace_step
 from splitter import split
 
@@ -104,7 +105,7 @@ def test_unsplit_and_slice_by_slice(name: str) -> None:
                 got = of_rows, of_chunk
             logits += [np.asarray(got[0])[:1], np.asarray(got[1])]
         found.append(np.concatenate(logits))
-        kv = executor.kv if kind != "slice by slice" else executor.attention.kv
+        kv = executor.kv
         for pool in (*kv.k, *kv.v):
             assert not np.asarray(pool)[[*row[5:], *slots[18:]]].any()
     for got in found[1:]:

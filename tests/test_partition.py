@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import splitter
 from jaxlamina.errors import UserError
-from jaxlamina.workers import (
-    AttentionSpec,
-    ChannelScales,
-    DecodeBatch,
-    PrefillBatch,
-    Programs,
-    attention_pool,
-)
-from jaxlamina.workers.partition import (
+from jaxlamina.kv.placement import (
     Placement,
     checked_partition,
     chosen_partition,
@@ -34,6 +29,9 @@ from jaxlamina.workers.partition import (
     wish_by_requests,
     wish_by_tokens,
 )
+from jaxlamina.run.local import LocalExecutor
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.workers.calibration import Calibration
 
 DEVICE = jax.devices()[0]
 KINDS = ("heads", "requests", "tokens")
@@ -176,35 +174,55 @@ def test_a_partition_that_cannot_be_says_what_can():
     checked_partition("tokens", 2, [3])
 
 
-N_HEADS = 8
+N_HEADS, HEAD_DIM, N_WORDS = 8, 16, 40
 ROWS, CHUNK, WIDTH = 3, 13, 24  # shapes that are the same for all steps, to compile little
 
 
-def specs_of(window: int | None = None, softcap: float | None = None, kv: str = "auto", k: int = 4):
+def attentions(
+    kinds: tuple[dict[str, Any], ...], params: Any, tokens: Any, positions: Any, logits_at: Any
+) -> jax.Array:
+    """A model that is nothing but attention: its operators side by side, of q, k and v by token; their outputs are its logits."""
+    del positions
+    outs = []
+    for i, kind in enumerate(kinds):
+        q, k, v = (params[f"{x}{i}"][tokens] for x in "qkv")
+        out = splitter.attention(q, k, v, **kind)
+        outs.append(out.reshape(*tokens.shape, N_HEADS * HEAD_DIM))
+    found = jnp.concatenate(outs, axis=-1)
+    return found if logits_at is None else jnp.take_along_axis(found, logits_at[:, None, None], axis=1)
+
+
+def executor_of(
+    kind: str, n_workers: int, n_slots: int, *, window: int | None = None, softcap: float | None = None, k: int = 4, **kw: Any
+) -> LocalExecutor:  # fmt: skip
     """One layer, and one with a window beside it."""
-    plain = AttentionSpec(k, 16, np.dtype(np.float32), 0.25, None, softcap, kv)
-    return (plain,) if window is None else (plain, replace(plain, scale=0.3, window=window))
-
-
-def pool_of(kind: str, n_workers: int, specs, n_slots: int, **kw):
-    devices = [DEVICE] * n_workers
-    return attention_pool(
-        specs, n_slots, devices, Programs(), model_device=DEVICE, partition=kind, token_block=2, **kw
-    )
+    layers: tuple[dict[str, Any], ...] = ({"scale": 0.25, "softcap": softcap},)
+    if window is not None:
+        layers += ({"scale": 0.3, "softcap": softcap, "window": window},)
+    rng = np.random.default_rng(3)
+    params = {
+        f"{x}{i}": jnp.asarray(rng.normal(size=(N_WORDS, n, HEAD_DIM)), jnp.float32)
+        for i in range(len(layers))
+        for x, n in (("q", N_HEADS), ("k", k), ("v", k))
+    }
+    on = {"model_device": DEVICE, "attention_device": DEVICE, "attention_devices": [DEVICE] * n_workers} | kw
+    n = len(on["attention_devices"])
+    return LocalExecutor(
+        partial(attentions, layers), params, n_slots=n_slots, attention_workers=n, partition=kind, token_block=2, **on
+    )  # fmt: skip
 
 
 class Feed:
-    """Requests of random q, k, v, the same for every pool that is fed with them."""
+    """Requests of random tokens, the same for every executor that is fed with them."""
 
-    def __init__(self, pool, seed: int) -> None:
-        self.pool = pool
+    def __init__(self, executor: LocalExecutor, seed: int) -> None:
+        self.executor = executor
         self.rng = np.random.default_rng(seed)
-        self.free = self.rng.permutation(pool.n_slots).tolist()
+        self.free = self.rng.permutation(executor.n_slots).tolist()
         self.rows: list[list[int]] = []
 
-    def qkv(self, b: int, t: int):
-        heads = N_HEADS, self.pool.specs[0].n_kv_heads, self.pool.specs[0].n_kv_heads
-        return [jnp.asarray(self.rng.normal(size=(b, t, n, 16)), jnp.float32) for n in heads]
+    def tokens(self, b: int, t: int) -> np.ndarray:
+        return self.rng.integers(0, N_WORDS, (b, t), dtype=np.int32)
 
     def prefill(self, lengths: list[int]) -> None:
         """New requests, from their first token on."""
@@ -213,7 +231,7 @@ class Feed:
         self._prefill(slots, [()] * len(slots))
 
     def extend(self, n_tokens: list[int]) -> list[np.ndarray]:
-        """A chunk more for each request; the partials over what was stored, of each layer."""
+        """A chunk more for each request; what each of its tokens sees."""
         new = [[self.free.pop() for _ in range(n)] for n in n_tokens]
         earlier = [list(row) for row in self.rows]
         for row, slots in zip(self.rows, new, strict=True):
@@ -229,43 +247,30 @@ class Feed:
         lengths[: len(self.rows)] = [len(row) - 1 for row in self.rows]
         for b, row in enumerate(self.rows):
             table[b, : len(row) - 1] = row[:-1]
-        new = np.full(n_rows, self.pool.n_slots, np.int32)
+        new = np.full(n_rows, self.executor.n_slots, np.int32)
         new[: len(self.rows)] = [row[-1] for row in self.rows]
-        tokens = np.zeros((len(new), 1), np.int32)
-        self.pool.begin_decode(DecodeBatch(tokens, lengths[:, None], table, lengths, new))
-        outs = []
-        for i in range(len(self.pool.specs)):
-            q, k, v = self.qkv(len(new), 1)
-            sent = self.pool.send_q(q), self.pool.send_kv(k), self.pool.send_kv(v)
-            outs.append(np.asarray(self.pool.attend(i, *sent))[: len(self.rows)])
-        return outs
+        batch = DecodeBatch(self.tokens(n_rows, 1), lengths[:, None], table, lengths, new)
+        return [np.asarray(self.executor.decode(batch))[: len(self.rows)]]
 
-    def _prefill(self, new, earlier) -> list[np.ndarray]:
+    def _prefill(self, new: Any, earlier: Any) -> list[np.ndarray]:
         b, t = ROWS, CHUNK
         width = WIDTH if any(map(len, earlier)) else 0
         lengths = np.zeros(b, np.int32)
         lengths[: len(earlier)] = [len(row) for row in earlier]
-        slots, table = np.full((b, t), self.pool.n_slots, np.int32), np.zeros((b, width), np.int32)
+        slots, table = np.full((b, t), self.executor.n_slots, np.int32), np.zeros((b, width), np.int32)
         for r, (row, before) in enumerate(zip(new, earlier, strict=True)):
             slots[r, : len(row)] = row
             table[r, : len(before)] = before
         positions = (lengths[:, None] + np.arange(t)).astype(np.int32)
-        last = np.zeros(b, np.int32)
-        self.pool.begin_prefill(
-            PrefillBatch(np.zeros((b, t), np.int32), positions, last, slots, table, lengths)
-        )
-        found = []
-        for i in range(len(self.pool.specs)):
-            q, k, v = self.qkv(b, t)
-            if width:
-                for x in self.pool.attend_stored(i, self.pool.send_q(q)):
-                    found += [np.asarray(x)[r, : len(row)] for r, row in enumerate(new)]
-            self.pool.append(i, self.pool.send_kv(k), self.pool.send_kv(v))
-        return found
+        batch = PrefillBatch(self.tokens(b, t), positions, np.zeros(b, np.int32), slots, table, lengths)
+        seen = np.asarray(self.executor.prefill(batch, scored=True))
+        return [seen[r, : len(row)] for r, row in enumerate(new)]
 
 
-def fed(pool, seed: int, lengths: list[int], chunks: list[int], n_steps: int) -> list[np.ndarray]:
-    feed = Feed(pool, seed)
+def fed(
+    executor: LocalExecutor, seed: int, lengths: list[int], chunks: list[int], n_steps: int
+) -> list[np.ndarray]:
+    feed = Feed(executor, seed)
     feed.prefill(lengths)
     found = feed.decode()
     found += feed.extend(chunks)
@@ -289,11 +294,11 @@ def assert_same(got: list[np.ndarray], want: list[np.ndarray], atol: float = 1e-
 )
 def test_each_partition_equals_one_worker(n_workers, rows, window, softcap, seed):
     lengths, chunks = [n for n, _ in rows], [n for _, n in rows]
-    specs = specs_of(window, softcap)
     n_slots = sum(lengths) + sum(chunks) + 4 * len(rows)  # just enough: pools overflow into one another
-    want = fed(pool_of("heads", 1, specs, n_slots), seed, lengths, chunks, 3)
+    how = {"window": window, "softcap": softcap}
+    want = fed(executor_of("heads", 1, n_slots, **how), seed, lengths, chunks, 3)
     for kind in KINDS:
-        assert_same(fed(pool_of(kind, n_workers, specs, n_slots), seed, lengths, chunks, 3), want)
+        assert_same(fed(executor_of(kind, n_workers, n_slots, **how), seed, lengths, chunks, 3), want)
 
 
 INT8_KV = ("int8", "int8-channel", "int8-channel-asymmetric")
@@ -308,16 +313,9 @@ INT8_KV = ("int8", "int8-channel", "int8-channel-asymmetric")
     ],
 )
 def test_each_partition_of_int8_equals_one_worker(kind: str, kv: str):
-    specs = specs_of(window=4, kv=kv)
-    scales = None
-    if kv != "int8":
-        rng, n_arrays = np.random.default_rng(0), 2 if kv == "int8-channel" else 4
-        scales = [
-            ChannelScales(*jnp.asarray(rng.uniform(0.01, 0.04, (n_arrays, 4, 16)), jnp.float32))
-            for _ in specs
-        ]
+    calibration = Calibration(np.arange(24, dtype=np.int32).reshape(2, 12) % N_WORDS)
     want, got = (
-        fed(pool_of(k, b, specs, 60, channel_scales=scales), 5, [7, 3], [2, 4], 3)
+        fed(executor_of(k, b, 60, window=4, kv_dtype=kv, calibration=calibration), 5, [7, 3], [2, 4], 3)
         for k, b in (("heads", 1), (kind, 2))
     )
     assert_same(got, want)
@@ -325,25 +323,26 @@ def test_each_partition_of_int8_equals_one_worker(kind: str, kv: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_holds_its_share_of_memory(kind: str):
-    pool = pool_of(kind, 4, specs_of(), 64)
-    sizes = [sum(x.nbytes for x in (*w.kv.k, *w.kv.v)) for w in pool.workers]
-    assert sizes == [64 * sum(spec.slot_bytes for spec in specs_of()) // 4] * 4
+    executor = executor_of(kind, 4, 64)
+    sizes = [sum(x.nbytes for x in (*kv.k, *kv.v)) for kv in executor.pools]
+    assert sizes == [64 * sum(spec.slot_bytes for spec in executor.specs) // 4] * 4
 
 
 def test_tokens_are_where_their_partition_says():
-    by_request, by_token = (pool_of(kind, 2, specs_of(), 64) for kind in ("requests", "tokens"))
-    for pool in (by_request, by_token):
-        feed = Feed(pool, 3)
+    for kind in ("requests", "tokens"):
+        executor = executor_of(kind, 2, 64)
+        feed = Feed(executor, 3)
         feed.prefill([9, 6])
         feed.extend([3, 4])
         feed.decode()
-        owners = [pool.placement.worker[row].tolist() for row in feed.rows]
-        if pool is by_request:
+        worker = executor.book.placement.worker
+        owners = [worker[row].tolist() for row in feed.rows]
+        if kind == "requests":
             assert owners == [[0] * 13, [1] * 11]
-            pool.release(feed.rows[0])
+            executor.release(feed.rows[0])
             feed.rows = []
             feed.prefill([2])
-            assert pool.placement.worker[feed.rows[0]].tolist() == [0, 0]  # there is most room now
+            assert worker[feed.rows[0]].tolist() == [0, 0]  # there is most room now
         else:
             assert owners[0] == [0, 0, 1, 1] * 3 + [0] and owners[1] == owners[0][:11]
 
@@ -353,21 +352,21 @@ def test_copied_and_moved_slots_read_the_same(kind: str, n_workers: int):
     """A request's tokens go to other slots, or to the host and back, and it is none the wiser."""
     outs = []
     for way in ("stay", "copy", "move"):
-        pool = pool_of(kind, n_workers, specs_of(window=5), 80, n_host_slots=20)
-        feed = Feed(pool, 11)
+        executor = executor_of(kind, n_workers, 80, window=5, n_host_slots=20)
+        feed = Feed(executor, 11)
         feed.prefill([7, 5])
         feed.decode()
         others = feed.free[:13]
         del feed.free[:13]
         old = feed.rows[0] + feed.rows[1][:5]
         if way == "copy":
-            pool.copy_slots(old, others)
+            executor.copy_slots(old, others)
         if way == "move":
             host = np.arange(19, 6 - 1, -1)
-            pool.move_out(old, host[:13])
-            feed_over(pool, old)
-            pool.move_in(host[:13], others)
-            assert sum(w.kv.host.n_held for w in pool.workers) == 0
+            executor.move_out(old, host[:13])
+            feed_over(executor, old)
+            executor.move_in(host[:13], others)
+            assert sum(kv.host.n_held for kv in executor.pools) == 0
         if way != "stay":
             feed.rows = [others[:8], others[8:] + feed.rows[1][5:]]
         outs.append(feed.extend([2, 3]) + feed.decode())
@@ -375,16 +374,15 @@ def test_copied_and_moved_slots_read_the_same(kind: str, n_workers: int):
     assert_same(outs[2], outs[0], 0.0 if kind == "heads" else 1e-5)
 
 
-def feed_over(pool, slots: list[int]) -> None:
+def feed_over(executor: LocalExecutor, slots: list[int]) -> None:
     """Other requests' tokens in ``slots``."""
-    feed = Feed(pool, 99)
+    feed = Feed(executor, 99)
     feed.free = list(slots)
     feed.prefill([len(slots)])
 
 
 def test_reading_what_was_never_written_is_an_error():
-    pool = pool_of("tokens", 2, specs_of(), 16)
-    feed = Feed(pool, 0)
+    feed = Feed(executor_of("tokens", 2, 16), 0)
     feed.rows = [[3, 4]]
     feed.free = [7]
     with pytest.raises(ValueError, match=r"slots \[3 4\] are read but hold nothing"):
@@ -394,12 +392,12 @@ def test_reading_what_was_never_written_is_an_error():
 ON_DEVICES = """
 import jax, numpy as np
 from test_partition import *
-one = fed(attention_pool(specs_of(3), 60, jax.devices()[:1], Programs(), model_device=jax.devices()[0]), 5, [7, 3], [2, 4], 3)
+one = fed(executor_of("heads", 1, 60, window=3), 5, [7, 3], [2, 4], 3)
 for kind in KINDS:
     devices = jax.devices()[1:]
-    pool = attention_pool(specs_of(3), 60, devices, Programs(), model_device=jax.devices()[0], partition=kind)
-    assert_same(fed(pool, 5, [7, 3], [2, 4], 3), one)
-    assert [x.device for w in pool.workers for x in w.kv.k[:1]] == devices, kind
+    executor = executor_of(kind, 2, 60, window=3, attention_devices=devices)
+    assert_same(fed(executor, 5, [7, 3], [2, 4], 3), one)
+    assert [x.device for kv in executor.pools for x in kv.k[:1]] == devices, kind
 from test_workers import Rows, config_of, random_params, partial, apply, LocalExecutor
 config = config_of("llama")
 params = random_params(config, seed=3)
@@ -409,7 +407,7 @@ def run(**kw):
 alone = run(attention_device=first)
 apart = run(attention_device=jax.devices()[1], attention_workers=2, partition="tokens")
 assert apart.tokens == alone.tokens and apart.executor.q_first
-assert [w.device for w in apart.executor.attention.workers] == jax.devices()[1:]
+assert [kv.device for kv in apart.executor.pools] == jax.devices()[1:]
 print("equal on", len(jax.devices()))
 """
 

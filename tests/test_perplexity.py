@@ -17,7 +17,7 @@ from jaxlamina import LLM
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.perplexity import by_kv_dtype, main, perplexity, windows_of
-from jaxlamina.workers import LocalExecutor
+from jaxlamina.run.local import LocalExecutor
 from jaxlamina.workers.spec import KV_DTYPES
 
 TEXT = Path(__file__).parent / "data" / "wiki.test.raw.head"

@@ -16,6 +16,7 @@ from checkpoint_examples import tiny_words_folder
 from serving import WORDS_TEMPLATE, serving
 
 from jaxlamina import LLM, SamplingParams, UserError
+from jaxlamina.run.executor import WrappedExecutor
 from jaxlamina.server.async_engine import AsyncEngine, Prompt, Unavailable
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.run import App
@@ -233,18 +234,23 @@ class Broken(RuntimeError):
     pass
 
 
+class Failing(WrappedExecutor):
+    """Runs so many steps of rows, and no more."""
+
+    def __init__(self, executor, why, after=0):
+        super().__init__(executor)
+        self.why, self.n_left = why, after
+
+    def run(self, step):
+        self.n_left -= step.decodes is not None
+        if self.n_left < 0:
+            raise Broken(self.why)
+        return super().run(step)
+
+
 def test_when_the_engine_fails_everybody_hears_of_it(tiny):
     llm = LLM(str(tiny), max_num_seqs=2, max_model_len=64)
-    decode, n_steps = llm.executor.decode, 0
-
-    def failing(batch):
-        nonlocal n_steps
-        n_steps += 1
-        if n_steps > 5:
-            raise Broken("the device is gone")
-        return decode(batch)
-
-    llm.executor.decode = failing
+    llm.engine.executor = Failing(llm.executor, "the device is gone", after=5)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
     async def ask(engine):
@@ -318,10 +324,7 @@ def test_a_port_in_use_and_a_model_that_is_not_there_are_one_line(tiny, capsys):
 def test_a_model_that_cannot_be_run_ends_the_server(tiny):
     llm = LLM(str(tiny), max_num_seqs=1, max_model_len=32)
 
-    def failing(batch):
-        raise Broken("no such kernel")
-
-    llm.executor.decode = failing
+    llm.engine.executor = Failing(llm.executor, "no such kernel")
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(UserError, match="cannot be run: Broken: no such kernel"),

@@ -15,7 +15,8 @@ from test_workers import N_SLOTS, ONE_BUCKET, Rows, config_of
 
 from jaxlamina.errors import UserError
 from jaxlamina.models import apply, random_params
-from jaxlamina.workers import AttentionSpec, ChannelScales, LocalExecutor, UnsplitExecutor
+from jaxlamina.run.local import LocalExecutor
+from jaxlamina.workers import AttentionSpec, ChannelScales, UnsplitExecutor
 from jaxlamina.workers.calibration import Calibration, calibration_rows, channel_scales
 from jaxlamina.workers.kv_pools import HostStore, KVPools, pieces
 from pallas_kernels import ChannelQuantizedPool, QuantizedPool
@@ -55,7 +56,7 @@ def test_int8_kv_follows_float_kv(kind: str):
     }
     for kv_dtype, pool in kinds.items():
         executor = make(kind, kv_dtype=kv_dtype)
-        kv = executor.attention.kv if kind == "split" else executor.kv
+        kv = executor.kv
         assert all(isinstance(x, pool) for x in (*kv.k, *kv.v))
         has_zeros = kv_dtype == "int8-channel-asymmetric"
         assert all((getattr(x, "zeros", None) is not None) == has_zeros for x in (*kv.k, *kv.v))
@@ -81,7 +82,7 @@ def test_an_unknown_kv_dtype_is_refused():
 
 def test_channel_scales_are_those_of_the_tokens_given():
     """Doubling every weight that makes v doubles v's scales and leaves k's."""
-    specs = make(kv_dtype="int8-channel").attention.specs
+    specs = make(kv_dtype="int8-channel").specs
     tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 9), dtype=np.int32)
     given = Calibration(tokens)
     scales = channel_scales(MODEL, PARAMS, specs, given)
@@ -103,7 +104,7 @@ def test_channel_scales_are_those_of_the_tokens_given():
 
 def test_zero_points_are_the_middle_of_what_was_met():
     """Values moved by a constant move v's zero points by it and nothing else; capped scores leave keys without any."""
-    specs = make(kv_dtype="int8-channel-asymmetric").attention.specs
+    specs = make(kv_dtype="int8-channel-asymmetric").specs
     given = Calibration(np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 9), dtype=np.int32))
     found = channel_scales(MODEL, PARAMS, specs, given)
     symmetric = channel_scales(MODEL, PARAMS, [replace(s, kv="int8-channel") for s in specs], given)

@@ -80,14 +80,13 @@ def test_stored_tokens_are_read_and_others_are_not():
             executor.prefill(PrefillBatch.build([row[:n]], [row_slots[:n]], BUCKETS, N_SLOTS))
     batch = chunk_batch(slots)
     want = np.array(executor.prefill(batch))
-    attention = executor.attention
     read = {s for row, n in zip(slots, HITS, strict=True) for s in row[:n]}
     others = jnp.asarray(sorted(set(range(N_SLOTS)) - read))
-    attention.kv.k, attention.kv.v = (
-        [pool.at[others].set(jnp.nan) for pool in pools] for pools in (attention.kv.k, attention.kv.v)
+    executor.kv.k, executor.kv.v = (
+        [pool.at[others].set(jnp.nan) for pool in pools] for pools in (executor.kv.k, executor.kv.v)
     )
     assert np.array_equal(np.array(executor.prefill(batch)), want)
-    attention.kv.k[0] = attention.kv.k[0].at[slots[0][0]].set(3.0)
+    executor.kv.k[0] = executor.kv.k[0].at[slots[0][0]].set(3.0)
     assert not np.array_equal(np.array(executor.prefill(batch))[0], want[0])
 
 

@@ -24,9 +24,10 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.ranks import Group, RanksExecutor
+from jaxlamina.run.local import LocalExecutor
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights.dummy import random_weights
-from jaxlamina.workers import DecodeBatch, LocalExecutor, PrefillBatch, UnsplitExecutor
+from jaxlamina.workers import DecodeBatch, PrefillBatch, UnsplitExecutor
 from jaxlamina.workers.sharded import ShardedExecutor
 from jaxlamina.workers.workspace import LargestStep
 

@@ -9,44 +9,27 @@ Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.layout import span
 from jaxlamina.ranks.wires import Format, HeadsOf, message_of, pack_partial, sizes_of
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch, plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import Append, Attend, Payload, Receive, Send, Swap, Task
-from jaxlamina.transports import Transport
+from jaxlamina.transports import TracedEnd
+from jaxlamina.transports.local import CompiledPieces, LocalTransport
 from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.workspace import LargestStep, pool_shapes
 from pallas_kernels import Pool, append, attention_with_own, decode_attention, partial_attention
 from pallas_kernels.order import tied, zero_after
-
-
-class SegmentInputs(NamedTuple):
-    """The slots on this worker of a step's rows, or of a prompt's tokens, int32: R rows with up to C stored tokens, M new
-    tokens."""
-
-    slot_table: Any  # [R, C]
-    lengths: Any  # [R]
-    new_slots: Any  # [M], ≥ S for none
-    q_positions: dict[int, Any]  # window -> [R, T], for tables that lost their positions
-
-    def part(self, j: int, n: int) -> SegmentInputs:
-        """The j-th of n equal parts of the rows and new tokens."""
-        if n == 1:
-            return self
-
-        def cut(x: Any) -> Any:
-            return x[j * (len(x) // n) : (j + 1) * (len(x) // n)]
-
-        queries = {window: cut(x) for window, x in self.q_positions.items()}
-        return SegmentInputs(cut(self.slot_table), cut(self.lengths), cut(self.new_slots), queries)
 
 
 class AttentionProgram:
@@ -54,7 +37,7 @@ class AttentionProgram:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: TracedEnd,
         layout: Layout,
         specs: Sequence[AttentionSpec],
         n_query_heads: Sequence[int],
@@ -69,10 +52,10 @@ class AttentionProgram:
         self.formats = [Format(layout, batch) for batch in self.plan.batches]
         # Without a kernel of its own, attention gathers stored keys and values first, for which it needs no q: left to
         # itself XLA gathers those of all layers at the start, and keeps them.
-        self.gathers = transport.device.platform == "cpu"
+        self.gathers = transport.device.platform == "cpu" and transport.is_one_program
 
     def step(
-        self, k_pools: list[Pool], v_pools: list[Pool], inputs: Sequence[SegmentInputs]
+        self, k_pools: list[Pool], v_pools: list[Pool], inputs: Sequence[SegmentSlots]
     ) -> tuple[list[Pool], list[Pool], jax.Array]:
         """The pools with the new tokens in them, and a float32 ``[1]`` that is there when all is sent. ``inputs``: of each of the
         step's segments (`StepShape.segments`)."""
@@ -94,7 +77,7 @@ class _TracedStep:
         program: AttentionProgram,
         k_pools: list[Pool],
         v_pools: list[Pool],
-        inputs: Sequence[SegmentInputs],
+        inputs: Sequence[SegmentSlots],
     ) -> None:
         self.p, self.t, self.k_pools, self.v_pools = program, program.t, k_pools, v_pools
         self.inputs, self.n_workers = inputs, len(program.layout.workers)
@@ -128,8 +111,9 @@ class _TracedStep:
                 like = self._like(task.receive)
                 swapped = self.t.swap_part(answer, like, task.peer, self.n_workers, after)
                 self._received(task.receive, swapped)
-        assert self.last is not None, "a model without attention"
-        return self.k_pools, self.v_pools, zero_after(self.last).reshape(1)
+        assert tasks, "a model without attention"
+        done = jnp.zeros(1) if self.last is None else zero_after(self.last).reshape(1)
+        return self.k_pools, self.v_pools, done
 
     def _like(self, payload: Payload) -> jax.ShapeDtypeStruct:
         return self.p.formats[payload.batch].message_like(payload.what, self.p.heads[payload.layer])
@@ -196,12 +180,12 @@ class _TracedStep:
             k, v = jnp.split(self.kv.pop(of), 2, axis=1)
             self.k_pools[i], self.v_pools[i] = append(self.k_pools[i], self.v_pools[i], k, v, after_reading)
 
-    def _inputs(self, batch: PlannedBatch, part: int) -> list[SegmentInputs]:
+    def _inputs(self, batch: PlannedBatch, part: int) -> list[SegmentSlots]:
         """Of each segment of a batch, or of a part of it."""
         own = self.inputs[batch.first_segment : batch.first_segment + len(batch.segments)]
         return [inputs.part(batch.index, batch.of).part(part, batch.n_parts) for inputs in own]
 
-    def _stored(self, of: _Operator, inputs: SegmentInputs) -> tuple[Any, ...]:
+    def _stored(self, of: _Operator, inputs: SegmentSlots) -> tuple[Any, ...]:
         """What a layer's kernels are told of the stored tokens: pools, slots, lengths, and where queries are."""
         i, before = of[1], self.before[of]
         window = self.p.specs[i].window
@@ -230,20 +214,42 @@ def _jitted(function: Callable[..., Any], spec: AttentionSpec) -> Any:
 
 def step_inputs_of(
     layout: Layout, shape: StepShape, specs: Sequence[AttentionSpec]
-) -> tuple[SegmentInputs, ...]:
+) -> tuple[SegmentSlots, ...]:
     """The shapes of ``AttentionProgram.step``'s inputs."""
     return tuple(_segment_inputs_of(layout, segment, specs) for segment in shape.segments)
 
 
-def _segment_inputs_of(layout: Layout, segment: StepShape, specs: Sequence[AttentionSpec]) -> SegmentInputs:
+def _segment_inputs_of(layout: Layout, segment: StepShape, specs: Sequence[AttentionSpec]) -> SegmentSlots:
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     n, sizes = (
         (1, sizes_of(layout, segment)) if layout.by_heads else (segment.n_batches, sizes_of(layout, segment))
     )
     windows = sorted({spec.window for spec in specs if spec.window is not None and not layout.by_heads})
-    return SegmentInputs(
+    return SegmentSlots(
         ints((n * sizes.rows, segment.context)),
         ints((n * sizes.rows,)),
         ints((n * sizes.new,)),
         {window: ints((n * sizes.rows, sizes.tokens)) for window in windows},
     )
+
+
+def attention_workspace_bytes(
+    specs: Sequence[AttentionSpec], n_query_heads: Sequence[int], device: jax.Device, largest: LargestStep
+) -> int:
+    """What a layer's attention of the largest step takes beside KV on one worker of such heads, its messages counted."""
+    b, c, t = largest.batch, largest.context, largest.prompt
+    half = -(-t // 2)  # of a prompt whose first half is stored: there are never more scores than that
+    steps = [StepShape("decode", b, 1, c), StepShape("prefill", 1, t, 0), StepShape("chunk", 1, half, half)]
+    layout, found = Layout((1,), "heads"), []
+    for spec, n in dict.fromkeys(zip(specs, n_query_heads, strict=True)):
+        pools = [pool_shapes(spec)]
+        for shape in steps:
+            end = LocalTransport(1, 2, device, CompiledPieces())
+            program = AttentionProgram(end, layout, [spec], [n], shape)
+            cut = end.compile(
+                program.step, pools, pools, step_inputs_of(layout, shape, [spec]), donate_argnums=(0, 1)
+            )
+            messages = (e for e in cut.exchanges() if e.op == "recv")
+            n_bytes = sum(math.prod(e.shape) * jnp.dtype(e.dtype).itemsize for e in messages)
+            found.append(cut.workspace_bytes() + n_bytes)
+    return max(found)

@@ -21,16 +21,16 @@ from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient, hello_of
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import FAILED
-from jaxlamina.ranks.attention_programs import AttentionProgram, SegmentInputs, step_inputs_of
+from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
 from jaxlamina.ranks.group import Failing, Watch, first_line, leave, start_jax, versions
 from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.model_rank import ModelRank
+from jaxlamina.ranks.remote_worker import slots_from
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport, open_transport
-from jaxlamina.workers.attention_worker import attention_workspace_bytes
 from jaxlamina.workers.capacity import (
     check_host_slots,
     check_slots,
@@ -38,7 +38,7 @@ from jaxlamina.workers.capacity import (
     is_accelerator,
     slots_that_fit,
 )
-from jaxlamina.workers.kv_pools import KVPools, padded, pieces
+from jaxlamina.workers.kv_pools import KVPools
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from jaxlamina.workers.workspace import LargestStep, shapes
 
@@ -120,9 +120,9 @@ class AttentionRank(ServedRank):
             m.CopySlots: lambda x: self._pools().copy_slots(_slots(x.src), _slots(x.dst)),
             m.MoveOut: lambda x: self._pools().move_out(_slots(x.slots), _slots(x.host_slots)),
             m.MoveIn: lambda x: self._pools().move_in(_slots(x.host_slots), _slots(x.slots)),
-            m.ForgetHost: lambda x: self._pools().host.forget(_slots(x.host_slots)),
+            m.ForgetHost: lambda x: self._pools().forget_host(_slots(x.host_slots)),
             m.TakeRows: self._on_take,
-            m.PutRows: self._on_put,
+            m.PutRows: lambda x: self._pools().put_rows(_slots(x.slots), [rows.numpy() for rows in x.rows]),
         }
 
     # --- memory ---
@@ -215,7 +215,7 @@ class AttentionRank(ServedRank):
         assert self._kv is not None
         ticket = self._begin(step)
         self._bind()
-        inputs = self._transport.bind(tuple(map(_inputs, step.segments)))
+        inputs = self._transport.bind(tuple(map(slots_from, step.segments)))
         kv = self._kv
         program, _ = self._programs[step.shape]
         kv.k, kv.v, done = self._recorder.run(program, kv.k, kv.v, inputs)
@@ -237,34 +237,9 @@ class AttentionRank(ServedRank):
 
     # --- tokens that go from worker to worker ---
     def _on_take(self, message: m.TakeRows) -> None:
-        slots, kv = _slots(message.slots), self._pools()
-        if message.host:
-            found = list(kv.host.pop(slots))
-        else:
-            parts = [np.arange(piece.start, piece.stop) for piece in pieces(len(slots))]
-            found = [(part, np.arange(len(part)), kv.take(slots[part])) for part in parts]
-        order = np.argsort(np.concatenate([which for which, _, _ in found]))
-        flat = [[np.asarray(x)[at] for of_pool in rows for x in of_pool] for _, at, rows in found]
-        joined = [np.concatenate(blocks)[order] for blocks in zip(*flat, strict=True)]
-        self._client.send(m.Rows(tuple(m.Array.of(x) for x in joined)))
-
-    def _on_put(self, message: m.PutRows) -> None:
-        slots, kv = _slots(message.slots), self._pools()
-        n = len(slots)
-        to = padded(slots, kv.n_slots)
-        flat = [np.pad(x.numpy(), [(0, len(to) - n)] + [(0, 0)] * (len(x.shape) - 1)) for x in message.rows]
-        per_pool = len(flat) // (2 * len(kv.k))
-        rows: Any = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
-        kv.put(to, rows)
+        rows = self._pools().take_rows(_slots(message.slots), host=message.host)
+        self._client.send(m.Rows(tuple(map(m.Array.of, rows))))
 
 
 def _slots(array: m.Array) -> np.ndarray:
     return array.numpy().astype(np.int64)
-
-
-def _inputs(arrays: dict[str, m.Array]) -> SegmentInputs:
-    queries = {
-        int(name.removeprefix("q")): array.numpy() for name, array in arrays.items() if name.startswith("q")
-    }
-    table, lengths, new_slots = (arrays[name].numpy() for name in ("slot_table", "lengths", "new_slots"))
-    return SegmentInputs(table, lengths, new_slots, queries)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxlamina.ranks.layout import Tie
 from jaxlamina.ranks.wires import pack, packed_like, unpack
-from jaxlamina.transports import Transport
+from jaxlamina.transports import TracedEnd
 from splitter.slices import Slice
 
 
@@ -35,7 +35,7 @@ def row_axis(x: Any, like: Any) -> int | None:
     return next(axes, None)
 
 
-def send_arrays(t: Transport, arrays: Sequence[jax.Array], to: int, after: Tie) -> Tie:
+def send_arrays(t: TracedEnd, arrays: Sequence[jax.Array], to: int, after: Tie) -> Tie:
     """``arrays`` to rank ``to``, who takes them by `recv_arrays`. What is there when the last message is sent."""
     for line in _by_dtype(arrays):
         after = t.send(pack(*line), to, after=after)
@@ -43,7 +43,7 @@ def send_arrays(t: Transport, arrays: Sequence[jax.Array], to: int, after: Tie) 
 
 
 def recv_arrays(
-    t: Transport, likes: Sequence[jax.ShapeDtypeStruct], source: int, after: Tie
+    t: TracedEnd, likes: Sequence[jax.ShapeDtypeStruct], source: int, after: Tie
 ) -> tuple[list[jax.Array], Tie]:
     """Arrays like ``likes``, and the last message."""
     found: dict[int, jax.Array] = {}

@@ -24,47 +24,34 @@ from jaxlamina.ahead import side_by_side
 from jaxlamina.buckets import Cut
 from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
+from jaxlamina.kv.placement import checked_partition
+from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.choice import Choice
 from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.ranks.layout import layout_of, partition_of
-from jaxlamina.ranks.memory_pool import PlannedRows, RemotePool
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, receiver, send_parameters, shards_of, traces
+from jaxlamina.ranks.remote_worker import RemoteWorker, slots_as_message
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
-from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled, with_chunk
+from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.steps.step import Step
+from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
-from jaxlamina.workers.partition import checked_partition
 from jaxlamina.workers.programs import Programs
-from jaxlamina.workers.spec import AttentionSpec, bucket_cut
+from jaxlamina.workers.spec import AttentionSpec, bucket_cut, windows_of
 from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
 _log = logging.getLogger("uvicorn.error")  # the server's log
-
-
-class Part(NamedTuple):
-    """A step, or one prefill worker's part of it, and what the programs of the ranks that run it are given."""
-
-    rows: PlannedRows
-    inputs: tuple[Any, ...]
-
-    @property
-    def shape(self) -> StepShape:
-        return self.rows.shape
-
-    def on(self, rank: int) -> Part:
-        """As a prefill worker runs it."""
-        return self._replace(rows=self.rows._replace(shape=msgspec.structs.replace(self.shape, rank=rank)))
 
 
 class Own(NamedTuple):
@@ -129,7 +116,7 @@ class RanksExecutor(Executor):
         partition = partition_of(cluster, () if config is None else (config.num_key_value_heads,))
         own, stages = self._share_out(model, params, like, config, kv_dtype, partition)
         self.layout = layout_of(cluster, partition, stages)
-        self.model = ModelWorker(model, own, group.device, self.programs, like)
+        self.model = ModelWorker(model, own, group.device, like)
         one_row = self.model.split(1)
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
@@ -161,9 +148,9 @@ class RanksExecutor(Executor):
             channel_scales=None if scales is None else tuple(tuple(map(_array, layer)) for layer in scales),
         )
         self.n_slots, self.n_host_slots = self._allocate(setup)
-        self.pool = RemotePool(
-            group, self.layout, self.specs, self.n_slots, self.n_host_slots, cluster.token_block
-        )
+        workers = [RemoteWorker(group, rank) for rank in group.workers]
+        sizes = self.n_slots, self.n_host_slots, cluster.token_block
+        self.pool = PoolBook(workers, self.layout, windows_of(self.specs), *sizes)
         shards = shards_of(cluster)
         self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, config)
         self._programs: dict[StepShape, Own] = {}
@@ -205,12 +192,9 @@ class RanksExecutor(Executor):
     def _run_part(self, step: Step) -> StepLogits:
         if step.decodes is None:
             [prompt] = step.prompts
-            return StepLogits(
-                None, tuple(self._launch([self._prompts(prompt.batch, self.q_first, prompt.scored)]))
-            )
+            return StepLogits(None, tuple(self._launch([self._prompts(prompt)])))
         if step.alongside is not None:
-            inputs = *with_chunk(step.decodes, step.alongside), step.alongside.logits_at
-            [logits] = self._launch([Part(self._with_chunk(step.decodes, step.alongside), inputs)])
+            [logits] = self._launch([self._with_chunk(step.decodes, step.alongside)])
             return StepLogits(logits[:-1], (logits[-1:],))
         rows, on_done = self._rows(step.decodes)
         self.latest_n_batches = rows.shape.n_batches
@@ -230,7 +214,7 @@ class RanksExecutor(Executor):
             batches |= dict(zip(others, levelled([*others.values()], self.n_slots), strict=True))
         for worker, prompt in batches.items():
             # The intake is one message, so that it is over soon.
-            part = self._prompts(prompt, q_first=False, of_all=worker in scored)
+            part = prompts_part(self.pool, prompt, q_first=False, scored=worker in scored)
             parts.append(part.on(self.group.prefill_ranks[worker]))
         logits = self._launch(parts)
         rows = None if batch is None else _without_padding(logits.pop(0), batch)
@@ -285,18 +269,15 @@ class RanksExecutor(Executor):
         mini_batches = self.mini_batches if n_batches == 1 and n_rows >= self.mini_batches else 1
         n_parts = max(n_batches, mini_batches)
         batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
-        rows = self.pool.plan("decode", batch, self.q_first and n_parts == 1, n_batches)
-        rows = rows._replace(shape=msgspec.structs.replace(rows.shape, mini_batches=mini_batches))
-        return Part(rows, (batch.tokens, batch.positions)), on_done
+        q_first = self.q_first and n_parts == 1
+        cut = {"n_batches": n_batches, "mini_batches": mini_batches}
+        return rows_part(self.pool, batch, q_first=q_first, **cut), on_done
 
-    def _prompts(self, batch: PrefillBatch, q_first: bool, of_all: bool) -> Part:
-        rows = self.pool.plan(batch.kind, batch, q_first)
-        inputs = batch.tokens, batch.positions, *(() if of_all else (batch.logits_at,))
-        return Part(rows._replace(shape=msgspec.structs.replace(rows.shape, of_all=of_all)), inputs)
+    def _prompts(self, prompt: PromptPart) -> Part:
+        return prompts_part(self.pool, prompt.batch, q_first=self.q_first, scored=prompt.scored)
 
-    def _with_chunk(self, rows: DecodeBatch, chunk: PrefillBatch) -> PlannedRows:
-        planned = self.pool.plan("decode", rows, self.q_first)
-        return planned.with_chunk(self.pool.plan(chunk.kind, chunk, self.q_first))
+    def _with_chunk(self, rows: DecodeBatch, chunk: PrefillBatch) -> Part:
+        return mixed_part(self.pool, rows, chunk, q_first=self.q_first)
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         self._check_current()
@@ -345,7 +326,7 @@ class RanksExecutor(Executor):
         if not self.capabilities.compiles_behind:
             return []
         if step.decodes is None:
-            return [self._prompts(part.batch, self.q_first, part.scored).shape for part in step.prompts]
+            return [self._prompts(prompt).shape for prompt in step.prompts]
         if step.alongside is None:
             numbers = self.candidates(len(step.decodes.tokens), step.decodes.slot_table.shape[1])
             return [self._rows(step.decodes, n)[0].shape for n in numbers]
@@ -372,8 +353,9 @@ class RanksExecutor(Executor):
         own = self._prepared(shape)
         ticket = self.group.begin_step(shape)
         self.group.owed = f"step {self.group.n_steps} ({shape})"
-        for rank, *of_parts in zip(self.group.workers, *(part.rows.told for part in parts), strict=True):
-            self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, tuple(chain(*of_parts))))
+        for rank, *of_parts in zip(self.group.workers, *(part.rows.slots for part in parts), strict=True):
+            segments = tuple(map(slots_as_message, chain(*of_parts)))
+            self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, segments))
         for part in parts:
             if ranks := self.group.model_ranks_in(part.shape):
                 told = told_replica(part.inputs, part.rows.at)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jaxlamina.cluster import Cluster
+from jaxlamina.kv.placement import chosen_partition
 from jaxlamina.steps.layout import Layout
-from jaxlamina.workers.partition import chosen_partition
 
 Tie = jax.Array | None
 

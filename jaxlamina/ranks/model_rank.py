@@ -17,18 +17,17 @@ import numpy as np
 from jaxlamina.cluster import Cluster
 from jaxlamina.control import messages as m
 from jaxlamina.control.channel import ControlClient
+from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.ranks.group import Watch
 from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.shards import shard_axes, shard_like
-from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.capacity import check_weights
 from jaxlamina.workers.model_worker import ModelWorker
-from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.workspace import tree_bytes
 
@@ -63,7 +62,7 @@ class ModelRank(ServedRank):
         check_weights(tree_bytes(own), setup.dtype, self._transport.device)
         params = receive_parameters(self._transport, own, 0)
         jax.block_until_ready(params)
-        model = ModelWorker(function, params, self._transport.device, Programs(), like)
+        model = ModelWorker(function, params, self._transport.device, like)
         specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
         replica = 0 if shards else self._rank
         layout = layout_of(self._cluster, setup.partition, setup.stages)

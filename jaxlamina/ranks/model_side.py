@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.cluster import Cluster
+from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
 from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, needing, with_shards
-from jaxlamina.ranks.wires import PlacedIndices
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape

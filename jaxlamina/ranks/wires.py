@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.workers.attention_pool import spread_rows
-from jaxlamina.workers.attention_worker import Partial
-from jaxlamina.workers.model_worker import combined
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import causal_attention, causal_partial, combine, token_partial
+
+Partial = tuple[jax.Array, jax.Array]  # out float32 [B, T, N, H], lse float32 [B, T, N]
 
 
 class Sizes(NamedTuple):
@@ -170,15 +170,6 @@ class HeadsCut:
         return unpack_partial(_concatenated(packed, 2))
 
 
-class PlacedIndices(NamedTuple):
-    """Of all b workers, int32: which of the batch's rows each has, where a row is among them (R: nowhere), and which new
-    tokens it keeps."""
-
-    rows: jax.Array  # [b, R]
-    spread: jax.Array  # [b, B]
-    new: jax.Array  # [b, M]
-
-
 class PlacedCut:
     """Every token is on one worker, with all heads; a new token's attention over itself is the model rank's."""
 
@@ -273,6 +264,19 @@ class Wire:
 
 def _concatenated(xs: Sequence[jax.Array], axis: int) -> jax.Array:
     return xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=axis)
+
+
+def spread_rows(out: jax.Array, lse: jax.Array, spread: jax.Array) -> Partial:
+    """A worker's rows ``[R, ...]`` as the batch's ``[B, ...]``: empty partials for rows that it has not."""
+    return (
+        out.at[spread].get(mode="fill", fill_value=0.0),
+        lse.at[spread].get(mode="fill", fill_value=-jnp.inf),
+    )
+
+
+def combined(partials: Sequence[Partial], spec: AttentionSpec) -> jax.Array:
+    """Attention output in the model's dtype from partials over disjoint tokens."""
+    return combine(*zip(*partials, strict=True))[0].astype(spec.dtype)
 
 
 def with_own(stored: Partial, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -43,6 +43,12 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((part for part in self.parts if part.rank == prefill_rank), None)
 
     @property
+    def without_context(self) -> StepShape:
+        """As a model rank sees it, to whom it is the same how many tokens are stored."""
+        chunk = None if self.chunk is None else self.chunk.without_context
+        return msgspec.structs.replace(self, context=0, chunk=chunk)
+
+    @property
     def segments(self) -> tuple[StepShape, ...]:
         """What attention workers are told of one by one: its rows or prompts, the chunk alongside, prefill workers' parts."""
         own = msgspec.structs.replace(self, chunk=None, mini_batches=1, prefills=())
@@ -50,8 +56,9 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def logits_of(self) -> tuple[int, ...]:
-        """What there are logits of in one staggered batch: ``[B]`` requests, or ``[B, T]`` tokens."""
-        return (self.batch_each, self.tokens) if self.of_all else (self.batch_each,)
+        """What there are logits of in one staggered batch: ``[B]`` requests, or ``[B, T]`` tokens; of a chunk alongside one more."""
+        n = self.batch_each + (self.chunk is not None)
+        return (n, self.tokens) if self.of_all else (n,)
 
     @property
     def batch_each(self) -> int:

@@ -37,21 +37,13 @@ class Program(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """One rank's end of all exchanges. ``send`` and ``recv`` are for programs that ``compile`` traces."""
+class TracedEnd(Protocol):
+    """One rank's end of all exchanges, for programs while they are traced."""
 
-    name: str
     rank: int
-    n_ranks: int
     device: jax.Device
-    # Whether a step's messages are written into the receiver's memory, so that nobody waits for the other end.
-    by_memory: bool
-    # Why some go another way all the same, if they were to go so.
-    why_not_by_memory: str
-    # Whether a trace shall name every kernel of programs compiled from now on: see `compiler_options`.
-    traceable: bool
-    # Programs that were found on disk, and not traced.
-    n_kept: int
+    # Whether a rank's step is one program of XLA's, which keeps no order but that of data.
+    is_one_program: bool
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
         """Sends ``x`` once ``after`` is there. Returns a float32 0 that is there only once the send has begun."""
@@ -100,6 +92,21 @@ class Transport(Protocol):
     ) -> jax.Array:
         """Sends ``x`` and gives what ``with_`` sends: one of the ``of`` ends of its ``swap_each``."""
         ...
+
+
+class Transport(TracedEnd, Protocol):
+    """One rank's end, and what makes programs of it."""
+
+    name: str
+    n_ranks: int
+    # Whether a step's messages are written into the receiver's memory, so that nobody waits for the other end.
+    by_memory: bool
+    # Why some go another way all the same, if they were to go so.
+    why_not_by_memory: str
+    # Whether a trace shall name every kernel of programs compiled from now on: see `compiler_options`.
+    traceable: bool
+    # Programs that were found on disk, and not traced.
+    n_kept: int
 
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()

@@ -33,6 +33,7 @@ class MpiTransport:
     built for GPUs."""
 
     name = "mpi"
+    is_one_program = True
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device

@@ -41,6 +41,7 @@ class XlaTransport:
     ``[d, …]`` is its part of an array ``[n_ranks * d, …]`` of which no other rank has any part."""
 
     name = "xla"
+    is_one_program = True
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device, peer_memory: bool = True) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device

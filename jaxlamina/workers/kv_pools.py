@@ -75,6 +75,30 @@ class KVPools:
             to[at] = slots[which]
             self.put(to, rows)
 
+    def forget_host(self, host_slots: np.ndarray) -> None:
+        """The host slots hold nothing any more."""
+        self.host.forget(host_slots)
+
+    def take_rows(self, slots: np.ndarray, *, host: bool) -> list[np.ndarray]:
+        """The KV of ``slots``, or of host slots, which hold nothing then: of each layer's keys, then values, what a pool keeps, a row
+        a slot."""
+        if host:
+            found = list(self.host.pop(slots))
+        else:
+            parts = [np.arange(piece.start, piece.stop) for piece in pieces(len(slots))]
+            found = [(part, np.arange(len(part)), self.take(slots[part])) for part in parts]
+        order = np.argsort(np.concatenate([which for which, _, _ in found]))
+        flat = [[np.asarray(x)[at] for of_pool in rows for x in of_pool] for _, at, rows in found]
+        return [np.concatenate(blocks)[order] for blocks in zip(*flat, strict=True)]
+
+    def put_rows(self, slots: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+        """Stores what another worker's `take_rows` gave."""
+        to = padded(slots, self.n_slots)
+        flat = [np.pad(x, [(0, len(to) - len(slots))] + [(0, 0)] * (x.ndim - 1)) for x in rows]
+        per_pool = len(flat) // (2 * len(self.k))
+        grouped: Any = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
+        self.put(to, grouped)
+
 
 class HostStore:
     """KV of tokens in host memory, by host slot: pinned where the platform has that, else numpy.

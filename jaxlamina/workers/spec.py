@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -85,6 +85,11 @@ class AttentionSpec:
     def scoring(self) -> dict[str, Any]:
         """The keyword arguments that the attention functions of ``pallas_kernels`` take."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+
+
+def windows_of(specs: Sequence[AttentionSpec]) -> list[int]:
+    """The sliding windows that there are among a model's attention operators."""
+    return sorted({spec.window for spec in specs if spec.window is not None})
 
 
 def bucket_cut(specs: Iterable[AttentionSpec], device: jax.Device, *, whole_steps: bool = True) -> Cut:

@@ -1,61 +1,103 @@
-"""Rank 0's picture of the memory pool: which attention rank has which token, and what each is told of a step.
+"""The book of the memory pool: which attention worker has which token, and what each is told of a step.
 
-By heads every rank has every slot, so all are told the same. By requests or by tokens a slot is on one rank, and a step's
-rows are cut up (`jaxlamina.workers.partition`); each rank's part is padded to the largest, so that one bucket serves all.
-Knows slots, rows and messages; no model and no array on a device.
+By heads every worker has every slot, so all are told the same. By requests or by tokens a slot is on one worker, and a step's
+rows are cut up (`jaxlamina.kv.placement`); each worker's part is padded to the largest, so that one bucket serves all. Knows
+slots and rows; no model, and of workers only that they copy and move slots when told to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
-from jaxlamina.ranks.group import Group
-from jaxlamina.ranks.wires import PlacedIndices
+from jaxlamina.kv.placement import (
+    NO_SLOT,
+    PlacedIndices,
+    Placement,
+    RowsPlan,
+    place_new,
+    place_stored,
+    plan_rows,
+)
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.workers.kv_pools import pieces
-from jaxlamina.workers.partition import NO_SLOT, Placement, RowsPlan, place_new, place_stored, plan_rows
-from jaxlamina.workers.spec import AttentionSpec
 
-Arrays = dict[str, m.Array]
+
+class KVWorker(Protocol):
+    """One worker's KV by its own slots: what moves it. In this process (`jaxlamina.workers.kv_pools.KVPools`) or in another."""
+
+    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None: ...
+
+    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None: ...
+
+    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None: ...
+
+    def forget_host(self, host_slots: np.ndarray) -> None:
+        """The host slots hold nothing any more."""
+
+    def take_rows(self, slots: np.ndarray, *, host: bool) -> Sequence[Any]:
+        """The KV of slots, or of host slots, which hold nothing then: an array of each pool's with a row a slot."""
+
+    def put_rows(self, slots: np.ndarray, rows: Sequence[Any]) -> None:
+        """Stores what another worker's `take_rows` gave."""
+
+
+class SegmentSlots(NamedTuple):
+    """The slots on one worker of a step's rows, or of a prompt's tokens, int32: R rows with up to C stored tokens, M new
+    tokens."""
+
+    slot_table: Any  # [R, C]
+    lengths: Any  # [R]
+    new_slots: Any  # [M], ≥ S for none
+    q_positions: dict[int, Any]  # window -> [R, T], for tables that lost their positions
+
+    def part(self, j: int, n: int) -> SegmentSlots:
+        """The j-th of n equal parts of the rows and new tokens."""
+        if n == 1:
+            return self
+
+        def cut(x: Any) -> Any:
+            return x[j * (len(x) // n) : (j + 1) * (len(x) // n)]
+
+        queries = {window: cut(x) for window, x in self.q_positions.items()}
+        return SegmentSlots(cut(self.slot_table), cut(self.lengths), cut(self.new_slots), queries)
 
 
 class PlannedRows(NamedTuple):
-    """Rows or prompts as attention ranks have them: their bucket, what each attention rank is told of each segment, and where
-    the model ranks' programs find each segment's rows and tokens (nothing by heads)."""
+    """Rows or prompts as workers have them: their bucket, each worker's slots of each segment, and where the model's
+    programs find each segment's rows and tokens (nothing by heads)."""
 
     shape: StepShape
-    told: Sequence[tuple[Arrays, ...]]
+    slots: Sequence[tuple[SegmentSlots, ...]]
     at: tuple[PlacedIndices, ...]
 
     def with_chunk(self, chunk: PlannedRows) -> PlannedRows:
         """And a prompt alongside."""
-        told = [own + more for own, more in zip(self.told, chunk.told, strict=True)]
-        return PlannedRows(msgspec.structs.replace(self.shape, chunk=chunk.shape), told, self.at + chunk.at)
+        slots = [own + more for own, more in zip(self.slots, chunk.slots, strict=True)]
+        return PlannedRows(msgspec.structs.replace(self.shape, chunk=chunk.shape), slots, self.at + chunk.at)
 
 
-class RemotePool:
+class PoolBook:
     """``plan`` for each step; ``copy_slots`` and the others in between."""
 
     def __init__(
         self,
-        group: Group,
+        workers: Sequence[KVWorker],
         layout: Layout,
-        specs: Sequence[AttentionSpec],
+        windows: Sequence[int],
         n_slots: int,
         n_host_slots: int,
         token_block: int,
     ) -> None:
-        self._group, self._layout = group, layout
+        """``windows``: of the model's attention operators. ``token_block``: how many positions in a row stay together where
+        tokens are divided."""
+        self._workers, self._layout, self._windows = workers, layout, windows
         self.n_slots, self._n_host_slots = n_slots, n_host_slots
-        self._windows = sorted({spec.window for spec in specs if spec.window is not None})
         b = len(layout.workers)
         self.placement = None if layout.by_heads else Placement(n_slots, [-(-n_slots // b)] * b)
         self._token_block = token_block if layout.partition == "tokens" else None
@@ -73,8 +115,8 @@ class RemotePool:
             shape = StepShape(kind, b, t, context, q_first=q_first, n_batches=n_batches)
             known = batch.slot_table, batch.lengths, new_slots
             table, lengths, new = (np.concatenate(_staggered(x, n_batches)) for x in known)
-            told = (_told(table, lengths, new.reshape(-1), {}),)
-            return PlannedRows(shape, [told] * len(self._layout.workers), ())
+            slots = (_segment(table, lengths, new.reshape(-1), {}),)
+            return PlannedRows(shape, [slots] * len(self._layout.workers), ())
         place_new(
             self.placement, self._token_block, batch.slot_table, batch.lengths, batch.positions, new_slots
         )
@@ -99,47 +141,53 @@ class RemotePool:
         )
         workers = [_one_after_another(plans[w::n_workers]) for w in range(n_workers)]
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in workers]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
-        each = [(_told(p.slot_table, p.lengths, p.new_slots, p.q_positions),) for p in workers]
+        each = [(_segment(p.slot_table, p.lengths, p.new_slots, p.q_positions),) for p in workers]
         return PlannedRows(shape, each, (at,))
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
-        """As `jaxlamina.workers.partition.place_stored` has it."""
+        """As `jaxlamina.kv.placement.place_stored` has it."""
         if self.placement is not None:
             place_stored(self.placement, self._token_block, batch.slot_table, batch.lengths)
 
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Slot ``src[i]``'s KV also into ``dst[i]``: beside its original where there is room, else on another worker."""
         if self.placement is None:
-            self._group.broadcast(m.CopySlots(_ints(src), _ints(dst)))
+            for worker in self._workers:
+                worker.copy_slots(src, dst)
             return
         self.placement.place(dst, self._placed(src))
         from_, to, local = self.placement.worker[src], self.placement.worker[dst], self.placement.local
         for w, u in _pairs(from_, to):
             goes = (from_ == w) & (to == u)
             if w == u:
-                self._send(w, m.CopySlots(_ints(local[src[goes]]), _ints(local[dst[goes]])))
+                self._workers[w].copy_slots(local[src[goes]], local[dst[goes]])
             else:
                 self._carry(w, local[src[goes]], u, local[dst[goes]], host=False)
 
     def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None:
+        """Each worker keeps its tokens' KV in a host store of its own."""
         self._check_host(host_slots)
         if self.placement is None:
-            self._group.broadcast(m.MoveOut(_ints(slots), _ints(host_slots)))
+            for worker in self._workers:
+                worker.move_out(slots, host_slots)
             return
         owners = self._placed(slots)
         before = self._host_worker[host_slots]
-        for w in range(self.placement.n_workers):
+        for w, worker in enumerate(self._workers):
             stale = host_slots[(before == w) & (owners != w)]
             if len(stale):
-                self._send(w, m.ForgetHost(_ints(stale)))
+                worker.forget_host(stale)
             mine = owners == w
             if mine.any():
-                self._send(w, m.MoveOut(_ints(self.placement.local[slots[mine]]), _ints(host_slots[mine])))
+                worker.move_out(self.placement.local[slots[mine]], host_slots[mine])
         self._host_worker[host_slots] = owners
 
     def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
+        """Tokens come back to the worker they were on where there is room."""
         self._check_host(host_slots)
         if self.placement is None:
-            self._group.broadcast(m.MoveIn(_ints(host_slots), _ints(slots)))
+            for worker in self._workers:
+                worker.move_in(host_slots, slots)
             return
         from_ = self._host_worker[host_slots]
         if (from_ < 0).any():
@@ -149,24 +197,21 @@ class RemotePool:
         for w, u in _pairs(from_, to):
             goes = (from_ == w) & (to == u)
             if w == u:
-                self._send(w, m.MoveIn(_ints(host_slots[goes]), _ints(local[goes])))
+                self._workers[w].move_in(host_slots[goes], local[goes])
             else:
                 self._carry(w, host_slots[goes], u, local[goes], host=True)
         self._host_worker[host_slots] = -1
 
     def release(self, slots: np.ndarray) -> None:
+        """``slots`` are nobody's now: their places are free for others, which keeps the workers balanced."""
         if self.placement is not None:
             self.placement.release(slots)
 
     def _carry(self, w: int, from_: np.ndarray, u: int, to: np.ndarray, *, host: bool) -> None:
-        """Tokens from one rank to another by way of this one: rare, so the slow line will do."""
-        for piece in pieces(len(from_)):
-            self._send(w, m.TakeRows(_ints(from_[piece]), host))
-            rows = self._group.receive(self._layout.workers[w], m.Rows).rows
-            self._send(u, m.PutRows(_ints(to[piece]), rows))
-
-    def _send(self, worker: int, message: m.Message) -> None:
-        self._group.send(self._layout.workers[worker], message)
+        """Tokens from one worker to another by way of this process: rare, so a slow line will do."""
+        for first in range(0, len(from_), _MOST_CARRIED):
+            piece = slice(first, first + _MOST_CARRIED)
+            self._workers[u].put_rows(to[piece], self._workers[w].take_rows(from_[piece], host=host))
 
     def _placed(self, slots: np.ndarray) -> np.ndarray:
         assert self.placement is not None
@@ -180,6 +225,9 @@ class RemotePool:
             raise UserError("there are no host KV slots: give host_kv_slots (n_host_slots of an executor)")
         if len(host_slots) and not (0 <= host_slots.min() and host_slots.max() < self._n_host_slots):
             raise ValueError(f"host slots {host_slots} must be within 0 … {self._n_host_slots - 1}")
+
+
+_MOST_CARRIED = 256  # slots at a time
 
 
 def _staggered(rows: np.ndarray, n: int) -> list[np.ndarray]:
@@ -242,13 +290,8 @@ def _pairs(from_: np.ndarray, to: np.ndarray) -> list[tuple[int, int]]:
     return sorted(set(zip(from_.tolist(), to.tolist(), strict=True)))
 
 
-def _ints(x: np.ndarray) -> m.Array:
-    return m.Array.of(np.asarray(x, np.int32))
-
-
-def _told(
+def _segment(
     slot_table: np.ndarray, lengths: np.ndarray, new_slots: np.ndarray, q_positions: dict[int, np.ndarray]
-) -> Arrays:
-    arrays = {"slot_table": slot_table, "lengths": lengths, "new_slots": new_slots}
-    arrays |= {f"q{window}": x for window, x in q_positions.items()}
-    return {name: m.Array.of(np.asarray(x, np.int32)) for name, x in arrays.items()}
+) -> SegmentSlots:
+    arrays = (np.asarray(x, np.int32) for x in (slot_table, lengths, new_slots))
+    return SegmentSlots(*arrays, {window: np.asarray(x, np.int32) for window, x in q_positions.items()})  # type: ignore[call-arg, arg-type]

@@ -12,7 +12,7 @@ knows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -197,6 +197,15 @@ class RowsPlan(NamedTuple):
     @property
     def has_new(self) -> bool:
         return len(self.new) > 0
+
+
+class PlacedIndices(NamedTuple):
+    """Of all b workers, int32: which of the batch's rows each has, where a row is among them (R: nowhere), and which new
+    tokens it keeps."""
+
+    rows: Any  # [b, R]
+    spread: Any  # [b, B]
+    new: Any  # [b, M]
 
 
 NO_SLOT = np.iinfo(np.int32).max

@@ -1,0 +1,239 @@
+"""Split execution in one process: one model worker and one or several attention workers, each on a device.
+
+The same plans and the same programs as over ranks, but cut into pieces at their exchanges (`jaxlamina.transports.local`): only q,
+k, v go over and only attention output comes back. With both on one device q, k and v are one message; on two, q is sent before
+k and v are computed (Lamina 2025, §4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from jaxlamina.errors import UserError
+from jaxlamina.kv.placement import checked_partition
+from jaxlamina.kv.pool_book import PoolBook
+from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
+from jaxlamina.ranks.model_side import ModelSide
+from jaxlamina.ranks.wires import heads_on_worker
+from jaxlamina.run.executor import Capabilities, Executor, StepLogits
+from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.layout import Layout
+from jaxlamina.steps.shape import StepShape
+from jaxlamina.steps.step import Step
+from jaxlamina.transports.local import CompiledPieces, CutProgram, LocalTransport, run_together
+from jaxlamina.workers import capacity
+from jaxlamina.workers.calibration import Calibration, channel_scales
+from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots, spread_over
+from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
+from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
+from jaxlamina.workers.programs import Programs
+from jaxlamina.workers.spec import AttentionSpec, ChannelScales, bucket_cut, windows_of
+from jaxlamina.workers.workspace import LargestStep, shapes
+from splitter import SplitReport
+
+
+class LocalExecutor(Executor):
+    """Runs steps slice by slice over a model worker and one or several attention workers.
+
+    - ``n_slots``: tokens whose KV is kept, or how to find that out (`capacity.slots_that_fit`, partly applied).
+    - ``q_first``: send q before k and v are computed, at one call more a layer; by default where the workers are
+      on different devices.
+    - ``kv_dtype``: "auto" as the model's, "int8" with a scale a slot and KV head, "int8-channel" with fixed
+      scales a channel, found as ``calibration`` says, "int8-channel-asymmetric" with fixed zero points, too.
+    - ``attention_workers``, ``partition``: how many, and whether they share out "heads", "requests" or "tokens".
+      They are on ``attention_devices``, or on ``attention_device`` and as many others as there are.
+    - ``n_host_slots``: room in host memory for the KV of as many tokens, for ``move_out`` and ``move_in``. None: what
+      `capacity.host_slots_that_pay` says.
+    - ``largest``: the largest step to come, whose workspace is left free where memory decides on ``n_slots``.
+    """
+
+    def __init__(
+        self,
+        model: ModelFn,
+        params: Params,
+        *,
+        n_slots: HowManySlots | int,
+        model_device: jax.Device,
+        attention_device: jax.Device,
+        q_first: bool | None = None,
+        kv_dtype: str = "auto",
+        attention_workers: int = 1,
+        partition: str = "heads",
+        attention_devices: Sequence[jax.Device] | None = None,
+        token_block: int = 16,
+        n_host_slots: int | None = 0,
+        calibration: Calibration | None = None,
+        largest: LargestStep | None = None,
+    ) -> None:
+        self.programs = Programs()
+        self.model = ModelWorker(model, params, model_device)
+        one_row = self.model.split(1)
+        self.report: SplitReport = one_row.report()
+        self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
+        checked_partition(partition, attention_workers, [spec.n_kv_heads for spec in self.specs])
+        devices = attention_devices or spread_over(attention_workers, attention_device, model_device)
+        if len(devices) != attention_workers:
+            raise UserError(f"{attention_workers=} must be as many as attention devices, {len(devices)}")
+        b = attention_workers
+        self.layout = Layout(tuple(range(1, b + 1)), partition)
+        self.q_first = set(devices) != {model_device} if q_first is None else q_first
+        self._n_query_heads = [site.q.shape[2] for site in one_row.sites]
+        self._pieces = CompiledPieces(self.programs.compiled)
+        end: Any = LocalTransport(0, b + 1, model_device, self._pieces)
+        self._side = ModelSide(end, self.model, self.layout, self.specs, 0)
+        workspace = partial(self._workspace_bytes, devices, largest)
+        self.n_slots = resolve_slots(n_slots, self.specs, devices, workspace)
+        self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, devices, self.n_slots)
+        known = model, self.model.params, self.specs, calibration
+        scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
+        heads = [
+            heads_on_worker(self.layout, *one) for one in zip(self.specs, self._n_query_heads, strict=True)
+        ]
+        self._own_specs = [replace(spec, n_kv_heads=of.k) for spec, of in zip(self.specs, heads, strict=True)]
+        self._own_n_query_heads = [of.n for of in heads]
+        by_heads = self.layout.by_heads
+        self.pools = tuple(
+            KVPools(
+                self._own_specs,
+                self.n_slots if by_heads else -(-self.n_slots // b),
+                device,
+                channel_scales=_scales_of(w, b if by_heads else 1, scales),
+                n_host_slots=self.n_host_slots,
+            )
+            for w, device in enumerate(devices)
+        )
+        # Taken now: a step gives the pools away, and another thread may ask meanwhile.
+        self._pools_like = [shapes((kv.k, kv.v)) for kv in self.pools]
+        sizes = self.n_slots, self.n_host_slots, token_block
+        self.book = PoolBook(self.pools, self.layout, windows_of(self.specs), *sizes)
+        self._of_model: dict[StepShape, tuple[CutProgram, Any]] = {}
+        self._of_pool: dict[StepShape, list[CutProgram]] = {}
+
+    @property
+    def device(self) -> jax.Device:
+        return self.model.device
+
+    @property
+    def kv(self) -> KVPools:
+        """The first attention worker's."""
+        return self.pools[0]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        # A GPU tries kernels out for programs that pieces are called by.
+        on_cpu = not capacity.is_accelerator(self.device)
+        return Capabilities(
+            bucket_cut=bucket_cut(self.specs, self.pools[0].device, whole_steps=False),
+            places_tokens=not self.layout.by_heads,
+            compiles_behind=self.layout.by_heads and on_cpu,
+        )
+
+    def run(self, step: Step) -> StepLogits:
+        """A prompt alongside rows goes through the slices with them, which reads weights once for both. What else there is of
+        prompts runs after them."""
+        parts = step.apart if step.alongside is None else [step]
+        return StepLogits.joined([self._run(part) for part in parts])
+
+    def _run(self, step: Step) -> StepLogits:
+        part = self._part(step)
+        of_model, of_pool = self._programs_of(part.shape)
+        program, weights = of_model
+        given = jax.device_put((part.inputs, part.rows.at), self.device)
+        jobs: list[tuple[CutProgram, Any]] = [(program, (weights, *given))]
+        for attention, kv, slots in zip(of_pool, self.pools, part.rows.slots, strict=True):
+            jobs.append((attention, (kv.k, kv.v, jax.device_put(slots, kv.device))))
+        logits, *stored = run_together(jobs)
+        for kv, (k, v, _) in zip(self.pools, stored, strict=True):
+            kv.k, kv.v = k, v
+        if step.decodes is None:
+            return StepLogits(None, (logits,))
+        return StepLogits(logits[:-1], (logits[-1:],)) if step.prompts else StepLogits(logits)
+
+    def _part(self, step: Step) -> Part:
+        if step.alongside is not None:
+            return mixed_part(self.book, step.decodes, step.alongside, q_first=self.q_first)  # type: ignore[arg-type]
+        if step.decodes is not None:
+            return rows_part(self.book, step.decodes, q_first=self.q_first)
+        [prompt] = step.prompts
+        return prompts_part(self.book, prompt.batch, q_first=self.q_first, scored=prompt.scored)
+
+    def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
+        """The programs of all slices and of attention. None where they depend on where tokens lie."""
+        assert not behind or self.capabilities.compiles_behind
+        if not self.layout.by_heads:
+            return None
+        parts = step.apart if step.alongside is None else [step]
+        found: list[CutProgram] = []
+        for part in parts:
+            (of_model, _), of_pool = self._programs_of(self._part(part).shape)
+            found += [of_model, *of_pool]
+
+        def run() -> None:
+            for program in found:
+                program.compile(behind=behind)
+
+        return run
+
+    def _programs_of(self, shape: StepShape) -> tuple[tuple[CutProgram, Any], list[CutProgram]]:
+        known = shape.without_context  # the model's is the same whatever is stored
+        if known not in self._of_model:
+            self._of_model[known] = self._side.compile_later(shape)()  # type: ignore[assignment]
+        if shape not in self._of_pool:
+            self._of_pool[shape] = [self._attention(w, shape) for w in range(len(self.pools))]
+        return self._of_model[known], self._of_pool[shape]
+
+    def _attention(self, w: int, shape: StepShape) -> CutProgram:
+        end = LocalTransport(w + 1, len(self.pools) + 1, self.pools[w].device, self._pieces)
+        known = end, self.layout, self._own_specs, self._own_n_query_heads, shape
+        inputs = step_inputs_of(self.layout, shape, self._own_specs)
+        return end.compile(AttentionProgram(*known).step, *self._pools_like[w], inputs, donate_argnums=(0, 1))
+
+    def copy_slots(self, src: Slots, dst: Slots) -> None:
+        self.book.copy_slots(as_slots(src), as_slots(dst))
+
+    def move_out(self, slots: Slots, host_slots: Slots) -> None:
+        self.book.move_out(as_slots(slots), as_slots(host_slots))
+
+    def move_in(self, host_slots: Slots, slots: Slots) -> None:
+        self.book.move_in(as_slots(host_slots), as_slots(slots))
+
+    def release(self, slots: Slots) -> None:
+        self.book.release(as_slots(slots))
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
+        self.book.assume_stored(batch)
+
+    def _workspace_bytes(
+        self, devices: Sequence[jax.Device], largest: LargestStep | None, device: jax.Device
+    ) -> int:
+        """What the largest step needs on ``device``; 0 where nobody said how large, and on a host."""
+        if largest is None or not capacity.is_accelerator(device):
+            return 0
+        found = 0
+        if device in devices:
+            found += attention_workspace_bytes(self.specs, self._n_query_heads, device, largest)
+        if device == self.model.device:
+            steps = [StepShape("decode", largest.batch, 1, 1), StepShape("prefill", 1, largest.prompt, 0)]
+            if not self.layout.by_heads:
+                sizes = [{"rows": shape.batch, "new": shape.batch * shape.tokens} for shape in steps]
+                steps = [msgspec.structs.replace(shape, **of) for shape, of in zip(steps, sizes, strict=True)]
+            programs: list[Any] = [self._side.compile_later(shape)()[0] for shape in steps]
+            found += max(program.workspace_bytes() for program in programs)
+        return found
+
+
+def _scales_of(w: int, b: int, scales: Sequence[ChannelScales] | None) -> list[ChannelScales] | None:
+    """Worker w's rows of each layer's ``[K, H]``, of b equal shares of them."""
+    if scales is None:
+        return None
+    return [
+        ChannelScales(*(None if x is None else jnp.split(x, b)[w % b] for x in layer)) for layer in scales
+    ]

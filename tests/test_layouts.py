@@ -1,0 +1,135 @@
+"""Every layout × kind of step, all its ranks in this process: real weights, real KV, and the logits that unsplit execution gives."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from program_oracle import KINDS, LAYOUTS, N_SLOTS, Job, batches, job_of, parts_of, shape_of_parts
+
+from jaxlamina.kv.pool_book import PoolBook
+from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
+from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of
+from jaxlamina.ranks.wires import heads_on_worker
+from jaxlamina.run.parts import Part, prompts_part
+from jaxlamina.steps.step import PromptPart, Step
+from jaxlamina.transports.exchanges import first_difference
+from jaxlamina.transports.local import CompiledPieces, CutProgram, LocalTransport, run_together
+from jaxlamina.workers.kv_pools import KVPools
+from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.unsplit import UnsplitExecutor
+from jaxlamina.workers.workspace import shapes
+
+DEVICE = jax.devices()[0]
+PIECES = CompiledPieces()  # equal ones are of several layouts
+
+
+class World:
+    """All ranks of a layout."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.layout, self.cluster = job, job.layout, job.cluster
+        heads = [heads_on_worker(self.layout, *one) for one in zip(job.specs, job.n_query_heads, strict=True)]
+        self.n_query_heads = [of.n for of in heads]
+        self.specs = [
+            AttentionSpec(of.k, of.h, of.dtype, spec.scale, spec.window, spec.softcap)
+            for spec, of in zip(job.specs, heads, strict=True)
+        ]
+        b = len(self.layout.workers)
+        n_slots = N_SLOTS if self.layout.by_heads else -(-N_SLOTS // b)
+        self.pools = [KVPools(self.specs, n_slots, DEVICE) for _ in range(b)]
+        self.book = PoolBook(self.pools, self.layout, (), N_SLOTS, 0, self.cluster.token_block)
+
+    def run(self, parts: list[Part]) -> list[np.ndarray]:
+        """Each part's logits."""
+        shape = shape_of_parts(parts)
+        jobs: list[tuple[CutProgram, Any]] = []
+        several = shape.n_batches > 1 or self.cluster.shares_weights
+        for rank, model in self.job.models.items():
+            is_prefill = rank in self.cluster.pools.prefill_ranks
+            part = next((part for part in parts if part.shape.rank == (rank if is_prefill else 0)), None)
+            if part is None or (rank and not is_prefill and not several):
+                continue
+            shards = () if is_prefill else shards_of(self.cluster)
+            side = ModelSide(
+                self.end(rank), model, self.layout, self.job.specs, 0 if shards else rank, shards
+            )
+            program, weights = side.compile_later(part.shape)()
+            jobs.append((program, (weights, part.inputs, part.rows.at)))  # type: ignore[arg-type]
+        [front, *_] = jobs
+        assert front[0].rank == 0
+        if shape.prefills:
+            n_words = self.job.models[0].split(1).traced.jaxpr.outvars[0].aval.shape[-1]
+            likes = [jax.ShapeDtypeStruct((*part.shape.logits_of, n_words), np.float32) for part in parts[1:]]
+            intake: Any = receiver(self.end(0), likes, [part.shape.rank for part in parts[1:]])
+            jobs.append((intake, (np.zeros(1, np.int32),)))
+        n_model = len(jobs)
+        for rank, kv, *slots in zip(
+            self.layout.workers, self.pools, *(part.rows.slots for part in parts), strict=True
+        ):
+            known = self.end(rank), self.layout, self.specs, self.n_query_heads, shape
+            inputs = step_inputs_of(self.layout, shape, self.specs)
+            program = self.end(rank).compile(
+                AttentionProgram(*known).step, *shapes((kv.k, kv.v)), inputs, donate_argnums=(0, 1)
+            )
+            jobs.append((program, (kv.k, kv.v, [of for part in slots for of in part])))
+        lists: dict[int, list[Any]] = {}
+        for program, _ in jobs:
+            lists.setdefault(program.rank, []).extend(program.exchanges())
+        assert first_difference(lists, self.cluster.describe) is None
+        results = run_together(jobs)
+        for kv, (k, v, _) in zip(self.pools, results[n_model:], strict=True):
+            kv.k, kv.v = k, v
+        logits = [results[0], *(results[n_model - 1] if shape.prefills else ())]
+        return [np.asarray(x) for x in logits]
+
+    def end(self, rank: int) -> Any:
+        return LocalTransport(rank, self.cluster.n_ranks, DEVICE, PIECES)
+
+
+@cache
+def whole_model() -> UnsplitExecutor:
+    model = job_of("one worker").models[0]
+    executor = UnsplitExecutor(model._model, model.params, n_slots=N_SLOTS, device=DEVICE)
+    executor.prefill(batches()[-1])
+    return executor
+
+
+@cache
+def unsplit(kind: str, n_prompts: int) -> list[np.ndarray]:
+    """What a step of that kind gives, each part of it by itself."""
+    rows, chunk, whole, _ = batches()
+    executor = whole_model()
+    prompts = {
+        "prefill": [PromptPart(whole)],
+        "chunk": [PromptPart(chunk)],
+        "scored": [PromptPart(chunk, scored=True)],
+        "decode with chunk": [PromptPart(chunk)],
+        "decode beside chunks": [PromptPart(chunk), PromptPart(whole, scored=True)][:n_prompts],
+    }.get(kind, [])
+    steps = [Step(rows)] if kind.startswith("decode") or kind == "staggered" else []
+    found = [executor.run(step) for step in [*steps, *(Step(prompts=(prompt,)) for prompt in prompts)]]
+    return [np.asarray(x) for of in found for x in (of.decodes, *of.prompts) if x is not None]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kind_of_step_gives_what_unsplit_execution_gives(layout: str) -> None:
+    job = job_of(layout)
+    world = World(job)
+    *_, stored = batches()
+    world.run([prompts_part(world.book, stored, q_first=job.q_first, scored=False)])
+    n_kinds = 0
+    for kind in KINDS:  # none of which writes where another reads
+        parts = parts_of(job, kind, world.book)
+        if parts is None:
+            continue
+        n_kinds += 1
+        got = world.run(parts)
+        if kind == "decode with chunk":
+            got = [got[0][:-1], got[0][-1:]]
+        for of_part, want in zip(got, unsplit(kind, len(parts) - 1), strict=True):
+            np.testing.assert_allclose(of_part, want, rtol=0, atol=1e-4 * np.abs(want).max(), err_msg=kind)
+    assert n_kinds >= 2
