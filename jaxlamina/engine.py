@@ -119,6 +119,8 @@ class Engine:
         self._entries = LogprobEntries(tokenizer)
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling and not self.capabilities.needs_host_tokens
+        if mixed_steps and (why := self.capabilities.why_not_mixed):
+            raise UserError(why)
         self.mixed_steps = mixed_steps
         self._ahead: LaunchedStep | None = None  # launched, and not read
         self._times = StepTimes(clock)

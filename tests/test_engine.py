@@ -14,7 +14,7 @@ from jaxlamina.buckets import Buckets
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.outputs import RequestOutput
-from jaxlamina.run.executor import Executor, StepLogits
+from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.sampling import Sampler, SamplingParams
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.step import Step
@@ -398,3 +398,17 @@ def test_stats_count_what_ran():
     assert (stats.n_prompt_tokens, stats.n_generated_tokens, stats.n_decode_tokens) == (3, 6, 5)
     assert (stats.n_prompt_tokens_computed, stats.n_prefix_hit_tokens) == (3, 0)
     assert stats.n_steps == 6 and stats.prefill_s > 0 and stats.decode_s > 0
+
+
+def test_mixed_steps_that_the_executor_cannot_run_are_refused():
+    class NeverMixed(ImaginaryExecutor):
+        @property
+        def capabilities(self) -> Capabilities:
+            return Capabilities(why_not_mixed="take n_batches=1, or mixed_steps=False")
+
+    buckets, sizes = Buckets(batch=(1,), prompt=(4,), context=(8,)), {"max_num_seqs": 1, "max_model_len": 8}
+    assert Engine(
+        ImaginaryExecutor(20), None, vocab_size=V, buckets=buckets, mixed_steps=True, **sizes
+    ).mixed_steps
+    with pytest.raises(UserError, match="n_batches=1, or mixed_steps=False"):
+        Engine(NeverMixed(20), None, vocab_size=V, buckets=buckets, mixed_steps=True, **sizes)

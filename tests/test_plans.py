@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +24,7 @@ from jaxlamina.steps.check import check_plan
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import Plan, plan_of, why_not
 from jaxlamina.steps.shape import StepShape
+from jaxlamina.steps.table import combinations
 from jaxlamina.steps.tasks import (
     FRONT,
     POOL,
@@ -176,6 +179,26 @@ def test_a_stage_hands_over_what_the_next_one_needs() -> None:
     plan = plan_of(STAGES, CASES[3][1], N_LAYERS)
     moves = [task for task in plan.model[0] if isinstance(task, HandOver)]
     assert moves and {(move.source, move.target, move.carries) for move in moves} == {(0, 1, "qkv")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [
+        (ROTATION, {"n_batches": 2}, "2 staggered batches do not go over 2 replicas .* take 3"),
+        (ONE, {"n_batches": 2, "chunk": StepShape("chunk", 1, 8, 16)}, "n_batches=2: take n_batches=1, or mixed_steps=False"),
+        (ONE, {"mini_batches": 2, "chunk": StepShape("chunk", 1, 8, 16)}, "take mini_batches=1, or mixed_steps=False"),
+        (STAGES, {"mini_batches": 2}, "take partition='heads', or mini_batches=1"),
+        (ONE, {"mini_batches": 2, "n_batches": 2}, "mini_batches=2 and n_batches=2 are two ways .* take one of them"),
+        (ONE, {"kind": "prefill", "n_batches": 2}, "prompts are not staggered"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_says_what_can(layout: Layout, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        plan_of(layout, msgspec.structs.replace(ROWS, **changes), N_LAYERS)
+
+
+def test_the_table_in_the_docs_is_what_the_plans_say() -> None:
+    assert combinations() in (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
 
 
 def broken(plan: Plan, rank: int, at: int, how: str) -> Plan:

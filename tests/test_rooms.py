@@ -68,6 +68,7 @@ POLICY = (
     "jaxlamina/steps/plans.py",
     "jaxlamina/steps/shape.py",
     "jaxlamina/steps/step.py",
+    "jaxlamina/steps/table.py",
     "jaxlamina/steps/tasks.py",
     "jaxlamina/transports/exchanges.py",
     "launch/commands.py",
@@ -84,6 +85,8 @@ def test_policy_is_pure_python(path):
 
 POLICY_ON_ARRAYS = (
     "jaxlamina/kv/allocator.py",
+    "jaxlamina/kv/placement.py",
+    "jaxlamina/kv/pool_book.py",
     "jaxlamina/kv/prefix.py",
     "jaxlamina/kv/slot_list.py",
     "jaxlamina/kv/tiers.py",

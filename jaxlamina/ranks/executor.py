@@ -38,7 +38,7 @@ from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
-from jaxlamina.steps.plans import plan_of
+from jaxlamina.steps.plans import plan_of, why_not
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.transports import Program, Transport
@@ -176,17 +176,18 @@ class RanksExecutor(Executor):
             needs_host_tokens=bool(self.group.replicas),
             places_tokens=places_tokens,
             compiles_behind=not (places_tokens or self.prefill_workers),
+            why_not_mixed=why_not(self.layout, self._mixed_like),
         )
 
     def run(self, step: Step) -> StepLogits:
-        """Where there are prefill workers, prompts are computed on these meanwhile (Lamina 2025 §5). Else a prompt alongside rows is
-        in their program, one a rank, which reads weights once for both (Lamina 2024 §5.6): each of its tokens is a row of the
-        model, so one that goes by a row's largest position (dynamic rope scaling) sees its own. Where all steps go as
-        staggered batches, or model workers share out the weights, and for what else there is of prompts, one runs after the other."""
+        """Where there are prefill workers, they compute prompts meanwhile (Lamina 2025 §5). Else a prompt alongside rows is in their
+        program, one a rank, which reads weights once for both (Lamina 2024 §5.6): each of its tokens is a row of the model, so one
+        that goes by a row's largest position (dynamic rope scaling) sees its own. What else there is of prompts runs after the
+        rows."""
         self._check_current()
         if self.prefill_workers and step.prompts:
             return self._run_beside(step)
-        together = self._goes_together and step.alongside is not None
+        together = step.alongside is not None and not self.capabilities.why_not_mixed
         return StepLogits.joined([self._run_part(part) for part in ([step] if together else step.apart)])
 
     def _run_part(self, step: Step) -> StepLogits:
@@ -330,14 +331,16 @@ class RanksExecutor(Executor):
         if step.alongside is None:
             numbers = self.candidates(len(step.decodes.tokens), step.decodes.slot_table.shape[1])
             return [self._rows(step.decodes, n)[0].shape for n in numbers]
-        if not self._goes_together:
+        if self.capabilities.why_not_mixed:
             return []
         return [self._with_chunk(step.decodes, step.alongside).shape]
 
     @property
-    def _goes_together(self) -> bool:
-        """Whether a decode step and a chunk of a prompt can be one program: it runs the rows as one batch."""
-        return self.n_batches in (1, "auto") and not self.group.cluster.shares_weights
+    def _mixed_like(self) -> StepShape:
+        """A decode step with a prompt, cut up as such steps are here."""
+        n = 1 if self.n_batches == "auto" else self.n_batches
+        chunk = StepShape("chunk", 1, 1, 1)
+        return StepShape("decode", 1, 1, 1, n_batches=n, mini_batches=self.mini_batches, chunk=chunk)
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         self.pool.assume_stored(batch)

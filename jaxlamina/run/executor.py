@@ -24,6 +24,7 @@ class Capabilities:
     - ``needs_host_tokens``: a step's tokens must be known on the host, so none is launched ahead of the one before it.
     - ``places_tokens``: a step's programs depend on where its tokens lie, and `Executor.release` keeps workers balanced.
     - ``compiles_behind``: programs can be compiled while others run.
+    - ``why_not_mixed``: why a prompt cannot be computed along with rows, and what to do instead; None if it can.
     """
 
     bucket_cut: Cut = "fine"
@@ -31,6 +32,7 @@ class Capabilities:
     needs_host_tokens: bool = False
     places_tokens: bool = False
     compiles_behind: bool = False
+    why_not_mixed: str | None = None
 
 
 class StepLogits(NamedTuple):

@@ -82,9 +82,10 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
     if n > 1 and shape.kind != "decode":
         return f"prompts are not staggered: n_batches={n} is of decode steps"
     if shape.chunk is not None and (n > 1 or shape.mini_batches > 1):
-        rows = f"n_batches={n}" if n > 1 else f"mini_batches={shape.mini_batches}"
+        name, value = ("n_batches", n) if n > 1 else ("mini_batches", shape.mini_batches)
         return (
-            f"a prompt goes along with rows that are one batch, not with {rows}: take mixed_steps=False, or 1"
+            f"mixed_steps=True computes a prompt along with rows that are one batch, not with {name}={value}: take {name}=1, "
+            "or mixed_steps=False"
         )
     if shape.mini_batches > 1 and not layout.by_heads:
         return (
