@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxlamina.adjustments import mask_of
 from jaxlamina.errors import UserError
-from jaxlamina.jobs import Job
+from jaxlamina.jobs import LiveRequest
 from jaxlamina.sampling import SamplingParams
 from jaxlamina.structured import Grammars, Matcher
 from jaxlamina.text import GeneratedText, NoText
@@ -50,7 +50,7 @@ class Admission:
         params: SamplingParams,
         prompt: str | None,
         matcher: Matcher | None = None,
-    ) -> Job:
+    ) -> LiveRequest:
         """A job with an id of its own. ``UserError`` for a prompt or parameters that cannot be served.
 
         ``matcher``: what `matcher` gave for ``params``, of which several jobs may have the same; None: it is made here.
@@ -65,7 +65,7 @@ class Admission:
         matcher = matcher or self.matcher(params)
         with self._dealing:
             request_id, dealt = str(next(self._ids)), int(self._seeds.integers(2**63))
-        return Job(
+        return LiveRequest(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=tokens,

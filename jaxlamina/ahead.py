@@ -110,7 +110,7 @@ _here = threading.local()
 
 @contextmanager
 def only_compiled(device: jax.Device) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
-    """Within it, in this thread, a `Program` is compiled for what it is called with, and not run: whatever a GPU is asked to do
+    """Within it, in this thread, a `ProgramAhead` is compiled for what it is called with, and not run: whatever a GPU is asked to do
     meanwhile is in the way of a step whose kernels are being put into a CUDA graph (docs/findings.md). Yields what stands for an
     array of ``device``: its shape and dtype."""
     sharding = SingleDeviceSharding(device)
@@ -125,7 +125,7 @@ def only_compiled(device: jax.Device) -> Iterator[Callable[..., jax.ShapeDtypeSt
 _OPTIONS = {"xla_gpu_autotune_level": 0}
 
 
-class Program:
+class ProgramAhead:
     """A function to be jitted, which may be compiled while steps run. ``options``: of `jax.jit`."""
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from jaxlamina.adjustments import LEAST_COUNTED, LEAST_TOKENS, Adjusted, power_of_4
-from jaxlamina.ahead import Program, only_compiled
+from jaxlamina.ahead import ProgramAhead, only_compiled
 from jaxlamina.buckets import Compiled
 from jaxlamina.errors import contained
-from jaxlamina.in_flight import NewestTokens, Rows, Scored
-from jaxlamina.jobs import Job
+from jaxlamina.in_flight import LaunchedRows, NewestTokens, Scored
+from jaxlamina.jobs import LiveRequest
 from jaxlamina.request import Request
 from jaxlamina.sampling import (
     LOGPROBS_WIDTHS,
@@ -45,7 +45,7 @@ class Drawing:
         self.vocab_size = vocab_size
         self._most_candidates = max_rows * max(2, 1 + n_end_tokens)  # as `BeamSearch.n_candidates`
         self._newest = NewestTokens(max_rows, sizes.buckets.batch[-1])
-        self._rows_of = Program(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows])
+        self._rows_of = ProgramAhead(lambda logits, rows: logits.reshape(-1, logits.shape[-1])[rows])
 
     def begin(self) -> None:
         self._newest.begin()
@@ -61,7 +61,7 @@ class Drawing:
     def score(self, request: Request, span: tuple[int, int], logits: jax.Array) -> tuple[jax.Array, Scored]:
         """(Logits [1, V] after the last token of a prompt's ``span``; how likely the prompt's tokens are that follow those of
         the span.) ``logits`` [1, T, V]: after each."""
-        job: Job = request.payload
+        job: LiveRequest = request.payload
         assert job.params.prompt_logprobs is not None
         start, stop = span
         following = np.zeros(logits.shape[1], np.int32)
@@ -77,10 +77,10 @@ class Drawing:
         logits: jax.Array,
         newest: Any = None,
         scored: Scored | None = None,
-    ) -> Rows:
+    ) -> LaunchedRows:
         """A token for each row that is drawn; of beams' rows their candidates. ``newest`` [B, 1] int32: the tokens that
         a decode step took in, maybe on the device."""
-        beams: list[Job] = [request.payload for request in requests if request.lockstep]
+        beams: list[LiveRequest] = [request.payload for request in requests if request.lockstep]
         candidates = sampled = None
         if beams:
             most = max(max(job.beams.n_candidates, job.params.logprobs or 0) for job in beams if job.beams)
@@ -92,7 +92,9 @@ class Drawing:
                 request.n_in_flight += not request.lockstep
         # Beams branch; a grammar's next mask comes of the token before it.
         shapes_next = any(r.lockstep or r.payload.params.structured_outputs for r in requests)
-        return Rows(requests, newest is not None, sampled, candidates, scored=scored, shapes_next=shapes_next)
+        return LaunchedRows(
+            requests, newest is not None, sampled, candidates, scored=scored, shapes_next=shapes_next
+        )
 
     def compile(self, device: jax.Device, n: int, max_tokens: int, *, usual: bool) -> None:
         """Compiles the ``usual`` programs that ``n`` rows of logits on ``device`` may meet, one of which every request needs, or
@@ -149,7 +151,7 @@ def _batch_of(requests: Sequence[Request], size: int, newest: Any) -> SamplingBa
 
 def _row_of(request: Request, newest: Any) -> Row:
     """How a request's next token is drawn. One that cannot say gets any token, and is ended with it (``Job.error``)."""
-    job: Job = request.payload
+    job: LiveRequest = request.payload
     if job.error is None:
         try:
             return job.row(

@@ -21,13 +21,13 @@ from jaxlamina.admission import Admission
 from jaxlamina.buckets import Buckets, Compiled, Shape
 from jaxlamina.drawing import Drawing
 from jaxlamina.errors import UserError, contained
-from jaxlamina.in_flight import LaunchedStep, Rows, Scored, StepTimes
-from jaxlamina.jobs import Continuation, Job
+from jaxlamina.in_flight import LaunchedRows, LaunchedStep, Scored, StepTimes
+from jaxlamina.jobs import Continuation, LiveRequest
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.logprobs import LogprobEntries
 from jaxlamina.outputs import PositionLogprobs, RequestOutput, TokenEvent, events_at_end
 from jaxlamina.policies import Policy
-from jaxlamina.request import Request, State
+from jaxlamina.request import Request, RequestState
 from jaxlamina.run.executor import Executor
 from jaxlamina.sampling import Sampled, Sampler, SamplingParams
 from jaxlamina.scheduler import Scheduler
@@ -132,7 +132,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             seed=seed,
         )
-        self._live: dict[str, tuple[Job, list[Request]]] = {}
+        self._live: dict[str, tuple[LiveRequest, list[Request]]] = {}
         # Requests that were there when a step failed: what their slots hold is not known.
         self._lost: set[str] = set()
 
@@ -159,7 +159,7 @@ class Engine:
         """
         return self.add_job(self.admission.job(prompt_token_ids, params, prompt), priority=priority)
 
-    def add_job(self, job: Job, *, priority: int = 0, caller: Hashable | None = None) -> str:
+    def add_job(self, job: LiveRequest, *, priority: int = 0, caller: Hashable | None = None) -> str:
         """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is, is not kept
         waiting by many jobs of one caller; jobs without one are served as they come."""
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -220,7 +220,7 @@ class Engine:
             contained(error)
             return None
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: LiveRequest) -> None:
         for request in self._live[job.request_id][1]:
             if self._is_live(request):
                 self._finish(request, keep=False)
@@ -283,7 +283,7 @@ class Engine:
             # newcomers choose a worker by what each one holds
             self.executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
 
-    def _run(self, run: RunTogether) -> list[Rows]:
+    def _run(self, run: RunTogether) -> list[LaunchedRows]:
         """Launches one of the executor's steps, and the choice of its tokens."""
         of_rows, of_prompts = self._sizes(run)
         batch = None if of_rows is None else self._decode_batch(run.decodes, of_rows)
@@ -330,13 +330,13 @@ class Engine:
             [tokens], [slots[start:stop]], size.buckets, self.executor.n_slots, earlier=earlier
         )
 
-    def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> Rows:
+    def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> LaunchedRows:
         """``logits`` after the last token of a prompt's ``span``, of a prompt that is scored after every one."""
         start, stop = span
         scored = None
         if request.scores_prompt:
             logits, scored = self.drawing.score(request, span, logits)
-        job: Job = request.payload
+        job: LiveRequest = request.payload
         if job.n_cached_tokens is None:
             job.n_cached_tokens = start
         if start == request.n_cached:
@@ -345,7 +345,7 @@ class Engine:
         self.stats.n_prompt_tokens += stop - start
         self.stats.n_prompt_tokens_computed += stop - start
         if stop < request.n_tokens:  # the rest comes in the next steps, and with it the first token
-            return self._launched(Rows([request], is_decode=False, logits=logits, scored=scored))
+            return self._launched(LaunchedRows([request], is_decode=False, logits=logits, scored=scored))
         requests = [request]
         if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
             requests = self._branch([request], [0] * request.width)
@@ -358,7 +358,7 @@ class Engine:
         self._live[job.request_id] = job, requests
         return requests
 
-    def _launched(self, rows: Rows) -> Rows:
+    def _launched(self, rows: LaunchedRows) -> LaunchedRows:
         rows.fetch()
         return rows
 
@@ -402,7 +402,7 @@ class Engine:
         return events
 
     def _keep_scores(self, request: Request, scored: Scored, reported: Sampled) -> None:
-        job: Job = request.payload
+        job: LiveRequest = request.payload
         if job.request_id in self._live and job.params.prompt_logprobs is not None:
             try:
                 for row in range(scored.n):
@@ -413,7 +413,7 @@ class Engine:
 
     def _is_live(self, request: Request) -> bool:
         """Whether what is drawn for a sequence is still wanted."""
-        job: Job = request.payload
+        job: LiveRequest = request.payload
         if request.request_id not in self._live:
             return False
         return job.beams is not None or job.continuations[request.index].finished is None
@@ -428,7 +428,7 @@ class Engine:
 
     def _accept(self, request: Request, sampled: Sampled, row: int) -> list[TokenEvent]:
         """Takes one chosen token into its request, and ends the request if that is to be."""
-        job: Job = request.payload
+        job: LiveRequest = request.payload
         c = job.continuations[request.index]
         token = int(sampled.tokens[row])
         request.n_in_flight -= 1
@@ -450,7 +450,7 @@ class Engine:
         return [TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt)]
 
     def _read(
-        self, job: Job, c: Continuation, sampled: Sampled, row: int
+        self, job: LiveRequest, c: Continuation, sampled: Sampled, row: int
     ) -> tuple[PositionLogprobs | None, bool]:
         """Takes in what was drawn for ``c``: (the entry to report of it, whether it ends there)."""
         if job.error is not None:
@@ -467,18 +467,18 @@ class Engine:
             job.finish(c, reason, stop_reason)
         return entry, reason is not None
 
-    def _fail(self, job: Job, error: Exception) -> TokenEvent:
+    def _fail(self, job: LiveRequest, error: Exception) -> TokenEvent:
         """Ends a job that cannot go on."""
         self._drop(job)
         return TokenEvent(job.request_id, 0, "", None, error=error)
 
     def _finish(self, request: Request, *, keep: bool = True) -> None:
-        job: Job = request.payload
+        job: LiveRequest = request.payload
         job.n_preemptions += request.n_preemptions
-        if request.state is not State.FINISHED:  # the scheduler ends one whose last token is in flight
+        if request.state is not RequestState.FINISHED:  # the scheduler ends one whose last token is in flight
             self.scheduler.finish(request, keep=keep)
 
-    def _close(self, job: Job) -> RequestOutput:
+    def _close(self, job: LiveRequest) -> RequestOutput:
         del self._live[job.request_id]
         return job.output()
 
@@ -504,14 +504,14 @@ class Engine:
                 member.output_token_ids = beam.tokens
         return events
 
-    def _end_of_beams(self, job: Job) -> list[TokenEvent]:
+    def _end_of_beams(self, job: LiveRequest) -> list[TokenEvent]:
         del self._live[job.request_id]
         try:
             return events_at_end(job.output())
         except BaseException as error:  # noqa: BLE001 (its own text)
             return [TokenEvent(job.request_id, 0, "", None, error=contained(error))]
 
-    def _step_beams(self, job: Job, found: Sequence[Candidates]) -> None:
+    def _step_beams(self, job: LiveRequest, found: Sequence[Candidates]) -> None:
         if job.error is not None:
             raise job.error
         assert job.beams is not None

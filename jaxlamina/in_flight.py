@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.ahead import Program
+from jaxlamina.ahead import ProgramAhead
 from jaxlamina.request import Request
 from jaxlamina.sampling import Sampled
 
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class LaunchedRows:
     """A batch of a step, launched: what comes of its first rows, one a request."""
 
     requests: Sequence[Request]
@@ -74,7 +74,7 @@ class Rows:
 class LaunchedStep:
     """A step that has been launched, batch by batch."""
 
-    batches: list[Rows] = field(default_factory=list)
+    batches: list[LaunchedRows] = field(default_factory=list)
 
     @property
     def shapes_next(self) -> bool:
@@ -131,12 +131,12 @@ class NewestTokens:
         _picked(kept, np.full(n, -1, np.int32), np.zeros((n, 1), np.int32))
 
 
-@Program
+@ProgramAhead
 def _picked(tokens: jax.Array, places: jax.Array, known: jax.Array) -> jax.Array:
     return jnp.where(places[:, None] < 0, known, tokens[places][:, None])
 
 
-@Program
+@ProgramAhead
 def _placed(all_tokens: jax.Array, tokens: jax.Array, first: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(all_tokens, tokens, (first,))
 
@@ -168,7 +168,7 @@ class StepTimes:
         began = self._clock()
         return run(), self._clock() - began
 
-    def read(self, rows: Rows) -> tuple[Found, float, float]:
+    def read(self, rows: LaunchedRows) -> tuple[Found, float, float]:
         """(`Rows.read`, seconds since those before were read or there was something to do, seconds of waiting.)"""
         found, waited = self.timed(rows.read)
         now = self._clock()

@@ -35,7 +35,7 @@ class Continuation:
 
 
 @dataclass
-class Job:
+class LiveRequest:
     """A request of the engine's: ``params.n_sequences`` continuations, or a beam search."""
 
     request_id: str

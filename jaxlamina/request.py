@@ -12,7 +12,7 @@ import numpy as np
 from jaxlamina.kv import SlotList
 
 
-class State(Enum):
+class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -45,7 +45,7 @@ class Request:
     n_cached: int = 0  # positions whose KV was there when it was admitted: its prefill starts after them
     n_computed: int | None = None  # positions with KV, while its prefill goes on over several steps
     worker: int = 0  # which prefill worker computes its prompt
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     n_preemptions: int = 0
     n_in_flight: int = 0
     arrival: int = 0  # how many requests were queued before it

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxlamina import adjustments
 from jaxlamina.adjustments import NO_TOKEN, Adjusted, Adjustments, power_of_4
-from jaxlamina.ahead import Program
+from jaxlamina.ahead import ProgramAhead
 from jaxlamina.errors import UserError
 from jaxlamina.structured import StructuredOutputs
 
@@ -431,7 +431,7 @@ class Sampler:
                 self.n_compiled += 1  # Python runs once a program
             return function(*args, **options)
 
-        return Program(counted, static_argnames=static)
+        return ProgramAhead(counted, static_argnames=static)
 
 
 def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> tuple[jax.Array, jax.Array]:

@@ -42,7 +42,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.headroom import Headroom, most_wanted
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
 from jaxlamina.policies import Fifo, Policy, Turns
-from jaxlamina.request import Request, State
+from jaxlamina.request import Request, RequestState
 from jaxlamina.step_plan import StepPlan
 
 # Tokens computed in one step of a prompt that is scored: there are logits of each, a row of the vocabulary.
@@ -214,7 +214,7 @@ class Scheduler:
         first = members[0]
         for j in range(len(members), len(parents)):
             new = Request(first.request_id, first.prompt_token_ids, first.max_tokens, first.payload, j)
-            new.lockstep, new.state = first.lockstep, State.RUNNING
+            new.lockstep, new.state = first.lockstep, RequestState.RUNNING
             new.priority, new.arrival, new.n_cached = first.priority, first.arrival, len(first.slots)
             new.caller, new.turn = first.caller, first.turn
             found.append(new)
@@ -222,7 +222,7 @@ class Scheduler:
             slots, tokens = old[parents[j]]
             found[j].slots, found[j].output_token_ids = SlotList(slots.view()), list(tokens)
         for member in members[len(parents) :]:
-            member.slots, member.state = SlotList(), State.FINISHED
+            member.slots, member.state = SlotList(), RequestState.FINISHED
         first.width = 1
         at = self.running.index(first)
         assert self.running[at : at + len(members)] == list(members)
@@ -234,20 +234,20 @@ class Scheduler:
 
         A token of it that is in flight is not wanted, nor is the slot that was taken for the step which draws it.
         """
-        if request.n_in_flight and request.state is State.RUNNING:
+        if request.n_in_flight and request.state is RequestState.RUNNING:
             self.slots.free(request.slots.view()[-1:])
             request.slots.truncate(len(request.slots) - 1)
         request.n_in_flight = 0
         self._end(request, keep=keep)
 
     def _end(self, request: Request, *, keep: bool) -> None:
-        if request.state is State.RUNNING:
+        if request.state is RequestState.RUNNING:
             self.running.remove(request)
-        elif request.state is State.WAITING:
+        elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
         self.headroom.ended(request)
         self._release(request, keep=keep)
-        request.state = State.FINISHED
+        request.state = RequestState.FINISHED
 
     def forget_cached(self) -> None:
         """Empties the prefix cache."""
@@ -309,7 +309,7 @@ class Scheduler:
         for request in reversed(unit):
             self.running.remove(request)
             self._release(request, keep=True)
-            request.state = State.WAITING
+            request.state = RequestState.WAITING
             request.n_preemptions += 1
         self._queue(unit)
         return moves
@@ -348,7 +348,7 @@ class Scheduler:
             self.prefix_cache.insert(request.all_token_ids()[:n], request.slots.view()[:n])
         self.slots.free(request.slots.view())
         request.slots = SlotList()
-        if request.host_slots is not None and self.host is not None and request.state is State.WAITING:
+        if request.host_slots is not None and self.host is not None and request.state is RequestState.WAITING:
             self.host.free(request.host_slots)
             request.host_slots = None
 
@@ -382,7 +382,7 @@ class Scheduler:
             del self.waiting[: len(unit)]
             self._turns.came(unit[0].turn)
             for request in unit:
-                request.state, request.worker = State.RUNNING, worker
+                request.state, request.worker = RequestState.RUNNING, worker
                 self.running.append(request)
             if only_first or (unit[0].n_computed is not None and not self.n_prefill_workers):
                 break
@@ -427,7 +427,7 @@ class Scheduler:
             return self._n_rows(unit)
         rows = []
         for request in (*self.running, *unit):
-            new = request.state is State.WAITING
+            new = request.state is RequestState.WAITING
             n = 1 if not new and self._displaces(request) else self.headroom.of(request)
             # What was there before it may be others'.
             rows.append((n, request.n_tokens if new else len(request.slots) - request.n_cached))

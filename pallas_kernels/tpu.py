@@ -34,7 +34,7 @@ _SUBLANES = 8
 
 
 @dataclass(frozen=True)
-class Shape:
+class TpuShape:
     """What a kernel is compiled for."""
 
     n_items: int  # blocks of queries, of all requests
@@ -50,7 +50,7 @@ class Shape:
     scaled: bool  # keys and values have scales a slot
 
 
-class Inputs(NamedTuple):
+class TpuInputs(NamedTuple):
     """A kernel's references in HBM, fetched by hand."""
 
     table: Any  # [B * tiles, 1, T] int32
@@ -122,7 +122,7 @@ def partial_attention(
     else:
         q = q.astype(dtype)
     queries, positions = _blocked(q, q_positions, kv, block_rows)
-    shape = Shape(
+    shape = TpuShape(
         n_items=queries.shape[0], blocks=queries.shape[0] // b, R=queries.shape[2], K=kv, H=h, T=tile, tiles=tiles,
         scale=float(scale), window=window, softcap=softcap, scaled=isinstance(k_pool, QuantizedPool),
     )  # fmt: skip
@@ -185,7 +185,7 @@ def _tiled(table: Array, tile: int) -> Array:
     return jnp.pad(table, ((0, 0), (0, -c % tile))).reshape(b, -1, tile)
 
 
-def _work(shape: Shape, lengths: Array, positions: Array) -> tuple[Array, Array, Array]:
+def _work(shape: TpuShape, lengths: Array, positions: Array) -> tuple[Array, Array, Array]:
     """Of each item `[items]` int32: its first tile, its end in tokens (0: no work), the next item with work, or -1."""
     last = jnp.max(positions, axis=1)
     end = jnp.minimum(jnp.repeat(lengths.astype(jnp.int32), shape.blocks), last + 1)
@@ -202,7 +202,7 @@ def _work(shape: Shape, lengths: Array, positions: Array) -> tuple[Array, Array,
 
 
 def _kernel(
-    shape: Shape, dtype: Any, pools: tuple[Any, Any], interpret: Any
+    shape: TpuShape, dtype: Any, pools: tuple[Any, Any], interpret: Any
 ) -> Callable[..., tuple[Array, Array]]:
     """The compiled-on-demand kernel: `(first, end, following, q, positions, table, k, v[, scales of each])`."""
     rows, width = shape.R, (shape.K, shape.H)
@@ -243,10 +243,10 @@ def _kernel(
 
 
 def _program(
-    shape: Shape, dtype: Any, first: Any, end: Any, following: Any, q: Any, at: Any, *refs: Any
+    shape: TpuShape, dtype: Any, first: Any, end: Any, following: Any, q: Any, at: Any, *refs: Any
 ) -> None:
     n_inputs = 5 if shape.scaled else 3
-    inputs = Inputs(*refs[:n_inputs], *(None,) * (5 - n_inputs))
+    inputs = TpuInputs(*refs[:n_inputs], *(None,) * (5 - n_inputs))
     out, lse, turn, top, total, table, k, v, table_sem, row_sem, *scales = refs[n_inputs:]
     k_scales, v_scales = scales or (None, None)
     buffers = Buffers(table, k, v, k_scales, v_scales, table_sem, row_sem)
@@ -288,7 +288,7 @@ class Fetch:
     """Copies of tiles from HBM. A place is (item, tile); item -1, after the last one, has nothing to copy."""
 
     def __init__(
-        self, shape: Shape, inputs: Inputs, buffers: Buffers, first: Any, end: Any, following: Any
+        self, shape: TpuShape, inputs: TpuInputs, buffers: Buffers, first: Any, end: Any, following: Any
     ) -> None:
         self.shape, self.inputs, self.buffers = shape, inputs, buffers
         self.first, self.end, self.following = first, end, following
@@ -356,7 +356,7 @@ class Fetch:
 
 
 def _attend(
-    shape: Shape,
+    shape: TpuShape,
     dtype: Any,
     q: Any,
     at: Any,

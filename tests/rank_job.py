@@ -402,11 +402,11 @@ def recorded(group: Any, model: str) -> dict[str, Any]:
 
 def observed(llm: LLM, params: SamplingParams) -> dict[str, Any]:
     """What all ranks' devices do while tokens are written, and that a second recording gives the same kind of answer."""
-    from jaxlamina.profiling.under_load import Observer
+    from jaxlamina.profiling.under_load import LoadObserver
 
     found = []
     for _ in range(2):
-        observer = Observer(llm.engine)
+        observer = LoadObserver(llm.engine)
         observer.begin()
         llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
         found.append(observer.end().to_dict())

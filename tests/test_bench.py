@@ -218,7 +218,7 @@ def test_peers_write_the_greedy_tokens(tiny_folder: Path, name: str) -> None:
     if why is not None:
         pytest.skip(f"{name} is {why}")
     given = prompts(3, 9, vocab_size=61, encode=None)
-    job = peers.Job(str(tiny_folder), 3, 15)
+    job = peers.PeerJob(str(tiny_folder), 3, 15)
     with processes.PeerProcess(name, partial(peers.load, name, job)) as peer:
         for batch in (1, 3):  # twice on one peer: nothing may be left over from the first run
             run = peer.ask("decode", given[:batch], 6)
@@ -382,7 +382,7 @@ def test_conversation_lengths_are_the_traces() -> None:
 
 
 def test_inputs_have_every_slot_once_in_random_order() -> None:
-    case = kernels_bench.Case("small", (5, 0, 70, 12), 4, 2, 16)
+    case = kernels_bench.KernelCase("small", (5, 0, 70, 12), 4, 2, 16)
     inputs = kernels_bench.make_inputs(case, jnp.float32, seed=3)
     rows = [np.asarray(inputs.table[b, :n]) for b, n in enumerate(case.lengths)]
     assert np.array_equal(np.concatenate(rows), inputs.slots)
@@ -392,7 +392,7 @@ def test_inputs_have_every_slot_once_in_random_order() -> None:
 
 
 def test_the_check_notices_a_wrong_output() -> None:
-    case = kernels_bench.Case("small", (33,), 4, 2, 16)
+    case = kernels_bench.KernelCase("small", (33,), 4, 2, 16)
     inputs = kernels_bench.make_inputs(case, jnp.float32, seed=4)
     prepared = kernel_peers.PEERS["xla"](inputs)
     out = prepared.output(prepared.call())

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.loads import Size
-from jaxlamina.bench.overhead_bench import Case, CaseTimes, Numbers, cases_of, quartiles
+from jaxlamina.bench.overhead_bench import CaseTimes, Numbers, OverheadCase, cases_of, quartiles
 from jaxlamina.bench.server_process import serving
 from jaxlamina.errors import UserError
 
 
 def test_layers_are_told_by_differences_within_an_attempt() -> None:
     times = CaseTimes(
-        Case(Size(4, 2), 3),
+        OverheadCase(Size(4, 2), 3),
         engine=[10.0, 20.0, 12.0],
         server=[13.0, 24.0, 14.0],
         command=[20.0, 29.0, 21.0],
@@ -52,7 +52,7 @@ def test_numbers_of_a_server_are_read_from_its_metrics() -> None:
 
 
 def test_cases_are_prompt_and_output_tokens() -> None:
-    assert cases_of("256x128,1X2", 3) == [Case(Size(256, 128), 3), Case(Size(1, 2), 3)]
+    assert cases_of("256x128,1X2", 3) == [OverheadCase(Size(256, 128), 3), OverheadCase(Size(1, 2), 3)]
     for wrong in ("", "256", "0x3", "ax3", "1x2x3"):
         with pytest.raises(UserError, match="--case"):
             cases_of(wrong, 3)

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.loads import Size
-from jaxlamina.bench.serve_client import Refused, Stream, Target, prompts
+from jaxlamina.bench.serve_client import RefusedByServer, Stream, Target, prompts
 from jaxlamina.bench.serve_metrics import (
     TITLES,
-    Answer,
+    TimedAnswer,
     errors,
     keeps,
     most_at_once,
@@ -41,21 +41,21 @@ AT_ONCE = 3  # what the tests' server takes
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> Answer:
+def answers(draw: st.DrawFn) -> TimedAnswer:
     sent_s = draw(st.floats(0, 1e4))
     n_prompt = draw(st.integers(1, 5000))
     if draw(st.booleans()):
-        return Answer(
+        return TimedAnswer(
             n_prompt, 0, sent_s, end_s=sent_s + draw(st.floats(0, 100)), error=draw(st.sampled_from("ab"))
         )
     gaps = draw(st.lists(st.floats(0, 50), min_size=1, max_size=20))
     times = tuple((sent_s + np.cumsum(gaps)).tolist())
     n_output = draw(st.integers(len(times), 3 * len(times)))
-    return Answer(n_prompt, n_output, sent_s, times, times[-1])
+    return TimedAnswer(n_prompt, n_output, sent_s, times, times[-1])
 
 
 @given(st.lists(answers(), max_size=20), st.floats(0.1, 1e4))
-def test_a_summary_is_of_the_answers_without_an_error(found: list[Answer], duration_s: float) -> None:
+def test_a_summary_is_of_the_answers_without_an_error(found: list[TimedAnswer], duration_s: float) -> None:
     good = [a for a in found if a.error is None]
     s = summary(found, duration_s, percentiles=(50, 100))
     assert (s["completed"], s["failed"]) == (len(good), len(found) - len(good))
@@ -75,21 +75,23 @@ def test_a_summary_is_of_the_answers_without_an_error(found: list[Answer], durat
 
 
 def test_metrics_of_one_answer_are_their_definitions() -> None:
-    answer = Answer(7, 5, sent_s=10.0, text_s=(10.5, 10.6, 10.9), end_s=11.3)
+    answer = TimedAnswer(7, 5, sent_s=10.0, text_s=(10.5, 10.6, 10.9), end_s=11.3)
     assert answer.ttft_s == pytest.approx(0.5)
     assert answer.e2el_s == pytest.approx(1.3)
     assert answer.tpot_s == pytest.approx((1.3 - 0.5) / 4)
     assert answer.itl_s == pytest.approx([0.1, 0.3])
     assert answer.normalised_s == pytest.approx(1.3 / 5)
-    assert Answer(7, 1, 10.0, (10.5,), 10.5).tpot_s is None
-    assert samples_ms([Answer(7, 1, 10.0, (10.5,), 10.5)], "tpot") == []
+    assert TimedAnswer(7, 1, 10.0, (10.5,), 10.5).tpot_s is None
+    assert samples_ms([TimedAnswer(7, 1, 10.0, (10.5,), 10.5)], "tpot") == []
 
 
 @given(
     st.lists(answers(), max_size=20),
     st.dictionaries(st.sampled_from(["ttft", "tpot", "e2el"]), st.floats(1, 1e5)),
 )
-def test_goodput_counts_requests_within_all_limits(found: list[Answer], limits: dict[str, float]) -> None:
+def test_goodput_counts_requests_within_all_limits(
+    found: list[TimedAnswer], limits: dict[str, float]
+) -> None:
     good = [a for a in found if a.error is None]
     s = summary(found, 4.0, limits_ms=limits)
     kept = [
@@ -102,7 +104,7 @@ def test_goodput_counts_requests_within_all_limits(found: list[Answer], limits: 
 
 
 @given(st.lists(answers(), max_size=12))
-def test_most_at_once_is_met_at_a_beginning(found: list[Answer]) -> None:
+def test_most_at_once_is_met_at_a_beginning(found: list[TimedAnswer]) -> None:
     at_beginnings = [sum(o.sent_s <= a.sent_s < o.end_s for o in found) for a in found]
     lasting = [a for a in found if a.end_s > a.sent_s]
     assert most_at_once(lasting) == max(
@@ -111,7 +113,7 @@ def test_most_at_once_is_met_at_a_beginning(found: list[Answer]) -> None:
 
 
 def test_errors_are_counted_the_most_frequent_first() -> None:
-    found = [Answer(1, 0, 0.0, error=text) for text in "abbb"] + [Answer(1, 1, 0.0, (1.0,), 1.0)]
+    found = [TimedAnswer(1, 0, 0.0, error=text) for text in "abbb"] + [TimedAnswer(1, 1, 0.0, (1.0,), 1.0)]
     assert errors(found) == [("b", 3), ("a", 1)]
 
 
@@ -154,7 +156,7 @@ def test_a_chat_stream_is_timed_by_its_pieces_of_text() -> None:
     )
     stream.check()
     answer = stream.answer(Size(8, 2), sent_s=-1.0)
-    assert answer == Answer(9, 3, -1.0, (2.0, 3.0), 4.0)
+    assert answer == TimedAnswer(9, 3, -1.0, (2.0, 3.0), 4.0)
 
 
 def test_a_server_that_counts_no_tokens_has_its_pieces_counted() -> None:
@@ -170,9 +172,9 @@ def test_an_answer_without_text_ends_with_its_only_token() -> None:
 
 
 def test_streams_that_fail_are_refused() -> None:
-    with pytest.raises(Refused, match="broke off"):
+    with pytest.raises(RefusedByServer, match="broke off"):
         read({"choices": [{"text": "a"}]}).check()
-    with pytest.raises(Refused, match="too hot"):
+    with pytest.raises(RefusedByServer, match="too hot"):
         read({"error": {"message": "too hot", "code": 500}})
 
 

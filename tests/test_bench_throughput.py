@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.peers import flash_attention
-from jaxlamina.bench.throughput_bench import ALONE, OURS, PADDED, TRANSFORMERS, Report, Run
+from jaxlamina.bench.throughput_bench import ALONE, OURS, PADDED, TRANSFORMERS, Run, ThroughputReport
 from jaxlamina.bench.throughput_peers import heading, needed_blocks
 from jaxlamina.errors import UserError
 
@@ -96,10 +96,10 @@ def run(seconds: float) -> Run:
 
 def test_ratios_are_of_rounds_where_ways_took_turns() -> None:
     runs = {OURS: [run(1.0), run(2.0)], TRANSFORMERS: [run(4.0), run(4.0)]}
-    assert Report(runs=runs).ratio(TRANSFORMERS) == (3.0, 2.0, 4.0)
+    assert ThroughputReport(runs=runs).ratio(TRANSFORMERS) == (3.0, 2.0, 4.0)
     runs[TRANSFORMERS] = [run(2.0), run(6.0)]
-    assert Report(runs=runs).ratio(TRANSFORMERS) == (2.5, 2.0, 3.0)
-    assert Report(runs=runs, in_turns=False).ratio(TRANSFORMERS) == pytest.approx((2.25, 1.5, 3.0))
+    assert ThroughputReport(runs=runs).ratio(TRANSFORMERS) == (2.5, 2.0, 3.0)
+    assert ThroughputReport(runs=runs, in_turns=False).ratio(TRANSFORMERS) == pytest.approx((2.25, 1.5, 3.0))
 
 
 @given(
@@ -114,7 +114,7 @@ def test_pages_hold_any_requests_at_once(sizes: list[Size], at_once: int) -> Non
 def test_a_heading_says_what_is_not_the_peers_best() -> None:
     assert heading("sdpa", "gpu") == "sdpa, its slow way"
     assert heading("flash_attention_2", "gpu") == "flash_attention_2" and heading("sdpa", "cpu") == "sdpa"
-    report = Report(headings={TRANSFORMERS: "sdpa, its slow way"})
+    report = ThroughputReport(headings={TRANSFORMERS: "sdpa, its slow way"})
     assert (
         report.heading(TRANSFORMERS) == "transformers (sdpa, its slow way)" and report.heading(OURS) == OURS
     )

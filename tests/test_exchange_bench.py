@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jaxlamina.bench import exchange_bench
 from jaxlamina.bench.cli import app
-from jaxlamina.bench.exchange_bench import Peer, Point, Report
+from jaxlamina.bench.exchange_bench import ExchangePeer, ExchangeReport, Point
 from jaxlamina.bench.exchange_cli import _aims, _show, _title
 from jaxlamina.bench.exchange_ranks import RankError
 from jaxlamina.bench.machine import Machine
@@ -20,16 +20,20 @@ from jaxlamina.errors import UserError
 TRANSPORTS = (pytest.param("mpi", marks=pytest.mark.mpi), "xla")
 
 
-def report(kind: str, round_trip_us: float, size_bytes: int, limit: float = 450e9) -> Report:
+def report(kind: str, round_trip_us: float, size_bytes: int, limit: float = 450e9) -> ExchangeReport:
     points = [Point("xla", size_bytes, 10, (round_trip_us, 3 * round_trip_us, round_trip_us))]
-    return Report({"xla": [kind, kind]}, points, 3, "the link, as given", limit, {"mpi": "no mpirun"})
+    return ExchangeReport({"xla": [kind, kind]}, points, 3, "the link, as given", limit, {"mpi": "no mpirun"})
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_round_trips_of_real_ranks(transport):
     seen: list[str] = []
     found = exchange_bench.measure(
-        [Peer.parse(transport)], [4096, 256], n_rounds=3, link_bytes_per_s=1e9, on_progress=seen.append
+        [ExchangePeer.parse(transport)],
+        [4096, 256],
+        n_rounds=3,
+        link_bytes_per_s=1e9,
+        on_progress=seen.append,
     )
     assert [(p.peer, p.size_bytes, len(p.rounds_us)) for p in found.points] == [
         (transport, 4096, 3),
@@ -54,12 +58,12 @@ def test_what_comes_back_changed_is_no_measurement(monkeypatch):
 
     monkeypatch.setattr(exchange_bench.Ranks, "ask", wrong)
     with pytest.raises(RankError, match="xla: what came back was not what was sent, at 4 KiB"):
-        exchange_bench.measure([Peer.parse("xla")], [4096], n_rounds=1)
+        exchange_bench.measure([ExchangePeer.parse("xla")], [4096], n_rounds=1)
 
 
 def test_a_peer_that_cannot_start_is_left_out_with_its_reason():
-    bad = Peer.parse("xla:PYTHONHOME=/nowhere")
-    found = exchange_bench.measure([bad, Peer.parse("xla")], [4096], n_rounds=1)
+    bad = ExchangePeer.parse("xla:PYTHONHOME=/nowhere")
+    found = exchange_bench.measure([bad, ExchangePeer.parse("xla")], [4096], n_rounds=1)
     assert [p.peer for p in found.points] == ["xla"]
     assert "rank 0, 1 ended with exit code 1" in found.left_out[bad.label]
     done = CliRunner().invoke(app, ["exchange", "--transport", bad.label, "--platform", "cpu"])
@@ -88,12 +92,12 @@ def test_the_command_prints_a_table_draws_and_ends_in_json(tmp_path):
 
 
 def test_variables_of_a_peer():
-    peer = Peer.parse("xla:NCCL_PROTO=LL128;XLA_FLAGS=--a=1 --b=2")
+    peer = ExchangePeer.parse("xla:NCCL_PROTO=LL128;XLA_FLAGS=--a=1 --b=2")
     assert peer.transport == "xla"
     assert peer.environment == (("NCCL_PROTO", "LL128"), ("XLA_FLAGS", "--a=1 --b=2"))
     for text in ("tcp", "xla:NCCL_PROTO", "mpi:=3"):
         with pytest.raises(UserError, match="--transport"):
-            Peer.parse(text)
+            ExchangePeer.parse(text)
 
 
 def test_sizes():
@@ -119,7 +123,7 @@ def test_platforms(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert exchange_bench.platforms("auto") == ("cpu", "cpu")
     with pytest.raises(UserError, match="one platform for all ranks"):
-        exchange_bench.measure([Peer.parse("xla")], platform=("cuda", "cpu"))
+        exchange_bench.measure([ExchangePeer.parse("xla")], platform=("cuda", "cpu"))
 
 
 @pytest.mark.parametrize(

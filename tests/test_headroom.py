@@ -11,7 +11,7 @@ from test_scheduler import make, request, run_step
 
 from jaxlamina.headroom import Headroom, most_wanted
 from jaxlamina.policies import load_policy
-from jaxlamina.request import State
+from jaxlamina.request import RequestState
 
 ROWS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=8)
 
@@ -80,7 +80,7 @@ def play(sizes, capacity: int, **options):
         scheduler.check_integrity()
         n_steps += 1
         assert n_steps < 1000
-    assert all(r.state is State.FINISHED and len(r.output_token_ids) == r.max_tokens for r in requests)
+    assert all(r.state is RequestState.FINISHED and len(r.output_token_ids) == r.max_tokens for r in requests)
     return n_steps, n_preempted
 
 
@@ -110,7 +110,7 @@ def test_who_may_displace_others_leaves_room_for_their_next_tokens_alone() -> No
     chat = request("chat", 4, 12)
     scheduler.add(later)
     run_step(scheduler)
-    assert later.state is State.WAITING  # both would come to want 42
+    assert later.state is RequestState.WAITING  # both would come to want 42
     scheduler.add(chat)
     plan = run_step(scheduler)
     assert plan.prefills == (chat,) and not plan.preempted

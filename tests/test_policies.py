@@ -15,7 +15,7 @@ from test_scheduler import make, play, request, run_step, workloads
 from jaxlamina import SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.policies import POLICIES, ChatFirst, Priority, ShortestRemaining, Turns, load_policy
-from jaxlamina.request import Request, State
+from jaxlamina.request import Request, RequestState
 from jaxlamina.scheduler import Scheduler
 from jaxlamina.step_plan import StepPlan
 
@@ -42,7 +42,7 @@ def check_order(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> 
     assert scheduler.waiting == sorted(scheduler.waiting, key=place)
     if admitted and scheduler.waiting:
         assert max(map(place, admitted)) < place(scheduler.waiting[0])
-    going_on = [r for r in before if r.state is State.RUNNING]
+    going_on = [r for r in before if r.state is RequestState.RUNNING]
     if plan.preempted and going_on:
         assert min(map(place, plan.preempted)) > max(map(place, going_on))
 
@@ -139,10 +139,10 @@ def test_one_callers_many_prompts_let_others_in_between(name: str):
     late.caller = "one"
     scheduler.add(late)
     waited = 0
-    while late.state is State.WAITING:
+    while late.state is RequestState.WAITING:
         run_step(scheduler)
         waited += 1
-    assert waited <= 4 and sum(r.state is State.WAITING for r in many) >= 15
+    assert waited <= 4 and sum(r.state is RequestState.WAITING for r in many) >= 15
     while not scheduler.idle:
         run_step(scheduler)
     scheduler.check_integrity()
@@ -162,7 +162,7 @@ def test_a_chat_is_admitted_at_once_and_batch_work_gives_way_to_it():
     assert plan.preempted == (works[2], works[1])
     assert plan.prefills == (hello,) and plan.decodes == (works[0],)
     assert scheduler.waiting == works[1:]
-    while hello.state is not State.FINISHED:
+    while hello.state is not RequestState.FINISHED:
         run_step(scheduler)
     assert len(works[0].output_token_ids) == 5 and [len(r.output_token_ids) for r in works[1:]] == [1, 1]
     while not scheduler.idle:
@@ -232,7 +232,7 @@ def test_the_shortest_remaining_go_first_and_the_longest_gives_way():
     while not scheduler.idle:
         running = list(scheduler.running)
         run_step(scheduler)
-        ends += [r for r in running if r.state is State.FINISHED]
+        ends += [r for r in running if r.state is RequestState.FINISHED]
     assert ends == [short, middle, long]
 
 

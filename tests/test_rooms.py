@@ -100,3 +100,15 @@ def test_policy_on_slots_has_no_device(path):
     assert not bad, (
         f"{path} imports {bad}; slots are plain numpy here, KV and devices are the workers' business"
     )
+
+
+def test_no_two_public_classes_share_a_name():
+    """So that a name leads to one place, whoever looks for it."""
+    places: dict[str, list[str]] = {}
+    for room in ROOMS:
+        for path in sources(room):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    shared = {name: where for name, where in places.items() if len(where) > 1}
+    assert not shared, shared

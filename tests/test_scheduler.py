@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
-from jaxlamina.request import Request, State
+from jaxlamina.request import Request, RequestState
 from jaxlamina.scheduler import Scheduler, _n_distinct
 
 
@@ -98,7 +98,7 @@ def test_any_workload_finishes_and_no_slot_is_lost(
         for r in arrivals.get(step, []):
             scheduler.add(r)
             order.append(r)
-        oldest = next((r for r in order if r.state is not State.FINISHED), None)
+        oldest = next((r for r in order if r.state is not RequestState.FINISHED), None)
         before = oldest.n_tokens if oldest else 0
         plan = run_step(scheduler)
         assert oldest is None or oldest.n_tokens == before + 1  # the oldest is never held up
@@ -113,11 +113,11 @@ def test_any_workload_finishes_and_no_slot_is_lost(
         scheduler.check_integrity()
         if step == 3:
             for r in order:
-                if int(r.request_id) in aborted and r.state is not State.FINISHED:
+                if int(r.request_id) in aborted and r.state is not RequestState.FINISHED:
                     scheduler.finish(r)
         if scheduler.idle and step > max(arrivals, default=0):
             break
-    assert all(r.state is State.FINISHED for r in everyone)
+    assert all(r.state is RequestState.FINISHED for r in everyone)
     assert scheduler.slots.n_used == 0
     for r in everyone:
         assert int(r.request_id) in aborted or len(r.output_token_ids) == r.max_tokens
@@ -245,7 +245,7 @@ def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Reques
         live[name] = scheduler.branch(members, parents)
         for j, r in enumerate(live[name]):  # distinct, as beams are
             r.output_token_ids.append(j)
-    for name in [n for n, rows in live.items() if all(r.state is State.FINISHED for r in rows)]:
+    for name in [n for n, rows in live.items() if all(r.state is RequestState.FINISHED for r in rows)]:
         del live[name]
 
 
@@ -325,7 +325,7 @@ def test_kv_of_the_preempted_goes_to_the_host_and_comes_back_without_prefill():
     assert plan.preempted == (young,) and [m.source.tolist() for m in plan.moves_out] == [held]
     assert scheduler.host is not None and scheduler.host.n_used == len(held) == 5
     scheduler.check_integrity()
-    while old.state is not State.FINISHED:
+    while old.state is not RequestState.FINISHED:
         run_step(scheduler)
     plan = run_step(scheduler)
     assert plan.decodes == (young,) and not plan.prefills
@@ -390,7 +390,7 @@ def test_branches_that_are_dropped_and_doubled():
     new = scheduler.branch(rows, [2, 2])  # the third twice, the others no more
     assert [r.slots[-1] for r in new] == [last[2]] * 2
     assert [r.output_token_ids for r in new] == [[12], [12]]
-    assert rows[2].state is State.FINISHED and scheduler.running == [*new, other]
+    assert rows[2].state is RequestState.FINISHED and scheduler.running == [*new, other]
     scheduler.check_integrity()
     assert scheduler.slots.n_used == 2 + 1 + 2
 
@@ -405,7 +405,7 @@ def test_beams_are_preempted_together_and_share_again_what_they_shared(caching: 
     rows = scheduler.branch([leader], [0, 0, 0])
     for n in range(24):
         for j, r in enumerate((old, *rows)):
-            if r.state is State.RUNNING:
+            if r.state is RequestState.RUNNING:
                 r.output_token_ids.append(10 * n + j)
         if n == 23:
             scheduler.finish(old)
@@ -443,7 +443,7 @@ def test_first_come_first_served_within_free_slots():
         scheduler.add(r)
     plan = scheduler.schedule()
     assert plan.prefills == (a, b)  # 8, then 9 + 2 (one step more for both) of 12
-    assert c.state is State.WAITING  # fits by itself, but not with one step for everyone
+    assert c.state is RequestState.WAITING  # fits by itself, but not with one step for everyone
 
 
 def test_nobody_overtakes_a_request_that_does_not_fit():
@@ -467,7 +467,7 @@ def test_the_youngest_is_preempted_and_prefilled_again_with_its_tokens():
     plan = run_step(scheduler)  # old takes the last one, none is left for young
     assert plan.decodes == (old,) and plan.preempted == (young,)
     assert young.n_preemptions == 1 and len(young.slots) == 0 and len(young.output_token_ids) == 3
-    while old.state is not State.FINISHED:
+    while old.state is not RequestState.FINISHED:
         run_step(scheduler)
     plan = run_step(scheduler)
     assert plan.prefills == (young,) and young.n_tokens == 3 + 4
@@ -563,7 +563,7 @@ def test_a_prompt_that_loses_its_slots_half_way_begins_again():
         for r in plan.decodes:
             r.output_token_ids.append(7)
         for r in plan.requests:
-            if len(r.output_token_ids) == r.max_tokens and r.state is State.RUNNING:
+            if len(r.output_token_ids) == r.max_tokens and r.state is RequestState.RUNNING:
                 scheduler.finish(r)
         scheduler.check_integrity()
         if scheduler.idle:
@@ -622,7 +622,7 @@ class Ahead:
         r.n_in_flight -= 1
         r.output_token_ids.append(token)
         if token in stops or len(r.output_token_ids) == r.max_tokens:
-            if r.state is not State.FINISHED:
+            if r.state is not RequestState.FINISHED:
                 self.scheduler.finish(r)
             self.drawn.pop(r)
             self.ended.add(r)
@@ -670,7 +670,7 @@ def test_the_last_token_in_flight_gives_its_slots_to_the_next_step():
     assert scheduler.schedule().prefills == (first,)
     first.n_in_flight = 1
     assert scheduler.schedule().prefills == (second,)  # nobody knows the first one's token yet
-    assert first.state is State.FINISHED and second.n_cached == 4
+    assert first.state is RequestState.FINISHED and second.n_cached == 4
 
 
 def test_a_step_too_many_leaves_nothing():

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from jaxlamina.schedules import (
     AttentionRun,
     Durations,
-    Exchange,
     Migration,
     Operator,
+    PoolExchange,
     SliceRun,
     balanced,
     bubbles,
@@ -469,7 +469,7 @@ def test_conflicts_are_named():
     )
     backwards = mended(schedule, 1, -1, end_s=schedule.replicas[1][-1].start_s - 1)
     assert conflict(backwards) == "schedule: slice 4 of batch 1 in step 0 ends before it starts"
-    empty = Exchange(0, 0, None, None, 0.0, 0.0)
+    empty = PoolExchange(0, 0, None, None, 0.0, 0.0)
     assert "is empty" in conflict(replace(schedule, exchanges=(*schedule.exchanges, empty)))
 
 

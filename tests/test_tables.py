@@ -15,7 +15,7 @@ from rich.table import Table
 from jaxlamina.bench import loads, serve_metrics
 from jaxlamina.bench.serve_bench import Load, Measured
 from jaxlamina.bench.serve_cli import _show
-from jaxlamina.bench.serve_metrics import Answer
+from jaxlamina.bench.serve_metrics import TimedAnswer
 from jaxlamina.cli.main import main
 from jaxlamina.tables import print_table
 
@@ -44,7 +44,7 @@ def test_no_cell_is_cut_at_any_width(width: int, n_columns: int, data) -> None:
 
 def test_the_latencies_of_bench_serve_fit_80_columns() -> None:
     times = (120.0, 190.0, 200.0)
-    answers = [Answer(1024, 3, 0.0, times, times[-1]) for _ in range(4)]
+    answers = [TimedAnswer(1024, 3, 0.0, times, times[-1]) for _ in range(4)]
     names, percentiles = list(serve_metrics.TITLES), [50.0, 90.0, 99.0]
     found = serve_metrics.summary(answers, 2000.0, names=names, percentiles=percentiles, limits_ms={})
     measured = Measured(answers, 2000.0, 0.0)

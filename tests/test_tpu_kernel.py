@@ -77,7 +77,7 @@ def test_only_tiles_that_are_seen_are_visited() -> None:
     """The walk over (item, tile): nothing past a request's end, nothing before its queries' window."""
     lengths = jnp.asarray([0, 17, 0, 8, 40], jnp.int32)
     positions = jnp.asarray([[0, -1], [17, -1], [0, -1], [3, 4], [40, -1]], jnp.int32)
-    shape = tpu.Shape(5, 1, 2, 1, 16, 8, 5, 1.0, 6, None, False)
+    shape = tpu.TpuShape(5, 1, 2, 1, 16, 8, 5, 1.0, 6, None, False)
     first, end, following = tpu._work(shape, lengths, positions)
     fetch = tpu.Fetch(shape, None, None, first, end, following)  # type: ignore[arg-type]
     places, place = [], fetch.first_place()

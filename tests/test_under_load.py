@@ -13,7 +13,7 @@ from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
-from jaxlamina.profiling.under_load import Observer, OneWindow, UnderLoad, device_events, observed
+from jaxlamina.profiling.under_load import LoadObserver, OneWindow, UnderLoad, device_events, observed
 
 MS = 1_000_000
 
@@ -92,7 +92,7 @@ def generate(llm: LLM, n: int) -> None:
 
 def test_a_window_of_this_process(llm: LLM):
     generate(llm, 40)
-    observer = Observer(llm.engine)
+    observer = LoadObserver(llm.engine)
     observer.begin()
     generate(llm, 40)
     found = observer.end()
@@ -130,7 +130,7 @@ def test_one_window_is_recorded_once_in_its_time(llm: LLM):
 
 
 def test_a_profiler_in_use_is_said_and_nothing_else(llm: LLM, caplog: pytest.LogCaptureFixture):
-    other = Observer(llm.engine)
+    other = LoadObserver(llm.engine)
     other.begin()
     found: list[UnderLoad] = []
     window = OneWindow(llm.engine, 0.0, 0.0, found.append)

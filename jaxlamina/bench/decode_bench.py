@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from jaxlamina.bench.machine import MatmulRate, ReadBandwidth
-from jaxlamina.bench.peers import OURS, Decoded, Job, load
+from jaxlamina.bench.peers import OURS, Decoded, PeerJob, load
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
@@ -153,7 +153,9 @@ def measure(
     missing = dict(left_out or {})
     runs: dict[tuple[str, int], list[Decoded]] = {}
     with ExitStack() as stack:
-        processes = _load(stack, peers, Job(model, max(batches), length, async_scheduling), missing, progress)
+        processes = _load(
+            stack, peers, PeerJob(model, max(batches), length, async_scheduling), missing, progress
+        )
         notes = {name: p.note for name, p in processes.items()}
         for batch in batches:
             # Round 0 warms up: compilation, page faults, threads.
@@ -205,7 +207,7 @@ class _Progress:
 
 
 def _load(
-    stack: ExitStack, peers: Sequence[str], job: Job, missing: dict[str, str], progress: _Progress
+    stack: ExitStack, peers: Sequence[str], job: PeerJob, missing: dict[str, str], progress: _Progress
 ) -> dict[str, PeerProcess]:
     loaded = {}
     for name in peers:

@@ -37,7 +37,7 @@ _NVLINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
 
 
 @dataclass(frozen=True)
-class Peer:
+class ExchangePeer:
     """A transport with environment variables of its own. ``label`` is how results name it."""
 
     label: str
@@ -45,7 +45,7 @@ class Peer:
     environment: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Peer:
+    def parse(cls, text: str) -> ExchangePeer:
         """From ``mpi``, ``xla`` or ``xla:VAR=VALUE;VAR=VALUE``."""
         transport, _, rest = text.partition(":")
         if transport not in ("mpi", "xla"):
@@ -78,7 +78,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Report:
+class ExchangeReport:
     """All points; ``limit_bytes_per_s`` is what bounds a transfer here, and ``limit`` says what that is."""
 
     devices: dict[str, list[str]]
@@ -99,7 +99,7 @@ class Report:
         return asdict(self) | {"points": points}
 
 
-def installed() -> tuple[list[Peer], dict[str, str]]:
+def installed() -> tuple[list[ExchangePeer], dict[str, str]]:
     """The transports that can run here, and why others cannot."""
     why = None
     if shutil.which("mpirun") is None:
@@ -107,7 +107,7 @@ def installed() -> tuple[list[Peer], dict[str, str]]:
     elif importlib.util.find_spec("mpi4jax") is None:
         why = "mpi4jax is not installed: make mpi"
     names = ["xla"] if why else ["mpi", "xla"]
-    return [Peer.parse(name) for name in names], {"mpi": why} if why else {}
+    return [ExchangePeer.parse(name) for name in names], {"mpi": why} if why else {}
 
 
 def platforms(text: str) -> tuple[str, str]:
@@ -122,7 +122,7 @@ def platforms(text: str) -> tuple[str, str]:
 
 
 def measure(
-    peers: Sequence[Peer],
+    peers: Sequence[ExchangePeer],
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     *,
     n_rounds: int = 7,
@@ -130,7 +130,7 @@ def measure(
     link_bytes_per_s: float | None = None,
     left_out: Mapping[str, str] | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
-) -> Report:
+) -> ExchangeReport:
     """Median round trips of ``n_rounds`` interleaved rounds. Sizes are multiples of 4 bytes.
 
     link_bytes_per_s: the limit to compare with, one way; else NVLink's of the GPUs, or how fast a core copies memory.
@@ -144,7 +144,7 @@ def measure(
         raise UserError("transport xla has one platform for all ranks; two are for --transport mpi")
     out = dict(left_out or {})
     with contextlib.ExitStack() as stack:
-        running: dict[Peer, _Running] = {}
+        running: dict[ExchangePeer, _Running] = {}
         for peer in peers:
             on_progress(f"{peer.label}: starting two ranks")
             try:
@@ -167,14 +167,14 @@ def measure(
             raise RankError("; ".join(f"{label}: {why}" for label, why in out.items()))
         points = [r.point(size) for size in sizes_bytes for r in running.values()]
         devices = {peer.label: r.ranks.devices for peer, r in running.items()}
-    return Report(devices, points, n_rounds, limit, rate, out)
+    return ExchangeReport(devices, points, n_rounds, limit, rate, out)
 
 
 class _Running:
     """A peer's two ranks with all programs compiled, and the times so far."""
 
     def __init__(
-        self, peer: Peer, ranks: Ranks, sizes_bytes: Sequence[int], on_progress: Callable[[str], None]
+        self, peer: ExchangePeer, ranks: Ranks, sizes_bytes: Sequence[int], on_progress: Callable[[str], None]
     ) -> None:
         self.peer, self.ranks = peer, ranks
         self._turns: dict[int, int] = {}
@@ -216,7 +216,7 @@ class _Running:
         return found[0]["seconds"]
 
 
-def _start(peer: Peer, platform: tuple[str, str]) -> Ranks:
+def _start(peer: ExchangePeer, platform: tuple[str, str]) -> Ranks:
     return Ranks(
         peer.transport,
         2,

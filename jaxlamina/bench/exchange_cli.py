@@ -55,7 +55,7 @@ def exchange_command(
         left_out |= {"xla": "has one platform for all ranks"} if transport is None else {}
     peers = found
     if transport is not None:
-        peers = [exchange_bench.Peer.parse(text) for text in dict.fromkeys(transport)]
+        peers = [exchange_bench.ExchangePeer.parse(text) for text in dict.fromkeys(transport)]
         left_out = {}
     where = machine.describe(("mpi4jax",))
     with Console(stderr=True).status("starting") as status:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxlamina.bench.exchange_bench import Report, size_text
+from jaxlamina.bench.exchange_bench import ExchangeReport, size_text
 from jaxlamina.errors import UserError
 
 # Okabe and Ito's: told apart by all eyes, and in print.
@@ -28,7 +28,7 @@ def check(path: Path) -> None:
         raise UserError("--figure needs matplotlib: pip install matplotlib") from None
 
 
-def draw(report: Report, title: str, path: Path) -> None:
+def draw(report: ExchangeReport, title: str, path: Path) -> None:
     """Writes the figure. Shaded: the lowest and highest of the rounds."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def draw(report: Report, title: str, path: Path) -> None:
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _axes(axes: Any, report: Report, name: str) -> None:
+def _axes(axes: Any, report: ExchangeReport, name: str) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     sizes = sorted({p.size_bytes for p in report.points})

@@ -20,7 +20,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.quantized import QuantizedPool, values_of
 
 if TYPE_CHECKING:
-    from jaxlamina.bench.kernels_bench import Inputs
+    from jaxlamina.bench.kernels_bench import KernelCaseInputs
 
 
 class LeftOut(Exception):
@@ -28,7 +28,7 @@ class LeftOut(Exception):
 
 
 @dataclass
-class Prepared:
+class PreparedPeer:
     """A peer ready to run: `call` starts it, `output` makes its result `[B, N, H]` in numpy."""
 
     call: Callable[[], Any]
@@ -48,7 +48,7 @@ def wait(out: Any) -> None:
         jax.block_until_ready(out)
 
 
-def _pool_bytes(inputs: Inputs) -> float:
+def _pool_bytes(inputs: KernelCaseInputs) -> float:
     """Of the tokens in use: K and V, and what scales they have."""
     n_bytes = inputs.case.kv_bytes(values_of(inputs.k).dtype.itemsize)
     if isinstance(inputs.k, QuantizedPool):
@@ -56,11 +56,11 @@ def _pool_bytes(inputs: Inputs) -> float:
     return n_bytes
 
 
-def ours(backend: str, int8: bool = False) -> Callable[[Inputs], Prepared]:
+def ours(backend: str, int8: bool = False) -> Callable[[KernelCaseInputs], PreparedPeer]:
     """One of our backends. What the Hopper kernel plans for a step is planned before the clock runs: it is the same in
     all layers (and what FlashInfer plans is not in its time, either)."""
 
-    def prepare(inputs: Inputs) -> Prepared:
+    def prepare(inputs: KernelCaseInputs) -> PreparedPeer:
         from jaxlamina.bench.kernels_bench import quantised
 
         if int8:
@@ -85,14 +85,14 @@ def ours(backend: str, int8: bool = False) -> Callable[[Inputs], Prepared]:
         else:
             run = jax.jit(lambda *a: pk.partial_attention(*a, scale=inputs.scale, backend=backend))
         compiled = run.lower(*args).compile()
-        return Prepared(
+        return PreparedPeer(
             lambda: compiled(*args), lambda out: np.asarray(out[0][:, 0]), inputs, _pool_bytes(inputs)
         )
 
     return prepare
 
 
-def cudnn(inputs: Inputs) -> Prepared:
+def cudnn(inputs: KernelCaseInputs) -> PreparedPeer:
     """`jax.nn.dot_product_attention` through cuDNN on contiguous KV: what needs no slots. Needs equal lengths."""
     case = inputs.case
     if jax.default_backend() != "gpu":
@@ -110,7 +110,7 @@ def cudnn(inputs: Inputs) -> Prepared:
     except Exception as error:
         raise LeftOut(f"cuDNN refused: {str(error).splitlines()[0][:120]}") from error
     q = inputs.q[:, None]
-    return Prepared(
+    return PreparedPeer(
         lambda: compiled(q, k, v),
         lambda out: np.asarray(out[:, 0]),
         inputs,
@@ -119,7 +119,7 @@ def cudnn(inputs: Inputs) -> Prepared:
     )
 
 
-def stock(inputs: Inputs) -> Prepared:
+def stock(inputs: KernelCaseInputs) -> PreparedPeer:
     """JAX's own paged attention for GPUs, one token a page; a pool of its own layout, KV heads first."""
     case = inputs.case
     if jax.default_backend() != "gpu":
@@ -143,15 +143,15 @@ def stock(inputs: Inputs) -> Prepared:
             compiled = run.lower(*args).compile()
         except Exception as error:
             raise LeftOut(f"it does not compile: {str(error).splitlines()[0][:120]}") from error
-    return Prepared(
+    return PreparedPeer(
         lambda: compiled(*args), lambda out: np.asarray(out, np.float32), inputs, _pool_bytes(inputs)
     )
 
 
-def flashinfer(tensor_cores: bool) -> Callable[[Inputs], Prepared]:
+def flashinfer(tensor_cores: bool) -> Callable[[KernelCaseInputs], PreparedPeer]:
     """FlashInfer's paged decode with one token a page, over the same arrays; its plan is made before the clock runs."""
 
-    def prepare(inputs: Inputs) -> Prepared:
+    def prepare(inputs: KernelCaseInputs) -> PreparedPeer:
         case = inputs.case
         if importlib.util.find_spec("flashinfer") is None or importlib.util.find_spec("torch") is None:
             raise LeftOut("flashinfer and torch are not installed")
@@ -172,14 +172,14 @@ def flashinfer(tensor_cores: bool) -> Callable[[Inputs], Prepared]:
         wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=tensor_cores)
         kinds = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
         wrapper.plan(ends, pages, last, case.N, case.K, case.H, 1, sm_scale=inputs.scale, **kinds)
-        return Prepared(
+        return PreparedPeer(
             lambda: wrapper.run(q, (k, v)), lambda out: out.float().cpu().numpy(), inputs, _pool_bytes(inputs)
         )
 
     return prepare
 
 
-PEERS: dict[str, Callable[[Inputs], Prepared]] = {
+PEERS: dict[str, Callable[[KernelCaseInputs], PreparedPeer]] = {
     "mosaic_gpu": ours("mosaic_gpu"),
     "mosaic_gpu int8": ours("mosaic_gpu", int8=True),
     "triton": ours("triton"),

@@ -27,7 +27,7 @@ ERROR_LIMIT = 4e-3  # of an output, relative, for bfloat16 inputs
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """A decode step's attention: B requests of `lengths` stored tokens, heads as in DESIGN's axis letters."""
 
     name: str
@@ -51,26 +51,28 @@ def conversation_lengths(n: int, seed: int) -> tuple[int, ...]:
     return tuple(int(x) for x in np.random.default_rng(seed).choice(known, n))
 
 
-def cases(small: bool, seed: int) -> dict[str, Case]:
+def cases(small: bool, seed: int) -> dict[str, KernelCase]:
     """The issue's shapes for an accelerator; shapes of the demo model's size for a CPU."""
     if small:
         return {
-            "demo": Case("demo", (288,) * 8, 9, 3, 64),
-            "ragged": Case("ragged", tuple(min(x, 512) for x in conversation_lengths(16, seed)), 9, 3, 64),
+            "demo": KernelCase("demo", (288,) * 8, 9, 3, 64),
+            "ragged": KernelCase(
+                "ragged", tuple(min(x, 512) for x in conversation_lengths(16, seed)), 9, 3, 64
+            ),
         }
     return {
-        "mha": Case("mha", (4096,) * 64, 32, 32, 128),
-        "gqa": Case("gqa", (8192,) * 128, 64, 8, 128),
-        "long": Case("long", (131072,) * 16, 32, 8, 128),
-        "ragged": Case("ragged", conversation_lengths(512, seed), 32, 8, 128),
+        "mha": KernelCase("mha", (4096,) * 64, 32, 32, 128),
+        "gqa": KernelCase("gqa", (8192,) * 128, 64, 8, 128),
+        "long": KernelCase("long", (131072,) * 16, 32, 8, 128),
+        "ragged": KernelCase("ragged", conversation_lengths(512, seed), 32, 8, 128),
     }
 
 
 @dataclass
-class Inputs:
+class KernelCaseInputs:
     """A case's arrays. Slots of all requests are shuffled over the pool; `slots` are they, end to end."""
 
-    case: Case
+    case: KernelCase
     q: jax.Array  # [B, N, H]
     k: Any  # [S, K, H], or an int8 pool
     v: Any
@@ -112,7 +114,7 @@ class Result:
 
 
 def measure(
-    chosen: Sequence[Case],
+    chosen: Sequence[KernelCase],
     peers: Sequence[str],
     *,
     n_rounds: int,
@@ -144,7 +146,7 @@ def measure(
 
 
 def _take_turns(
-    case: Case,
+    case: KernelCase,
     running: dict[str, tuple[Callable[[], Any], float | None, float]],
     n_rounds: int,
     limit: float,
@@ -195,7 +197,7 @@ def read_bandwidth(n_rounds: int) -> float:
     return 4 * n / statistics.median(timed(lambda: top(array), n_calls) for _ in range(n_rounds))
 
 
-def make_inputs(case: Case, dtype: Any, seed: int) -> Inputs:
+def make_inputs(case: KernelCase, dtype: Any, seed: int) -> KernelCaseInputs:
     """Random q, k, v, and every request's slots at random over the pool."""
     rng = np.random.default_rng(seed)
     n_slots = -(-case.n_tokens // 64) * 64
@@ -208,7 +210,7 @@ def make_inputs(case: Case, dtype: Any, seed: int) -> Inputs:
     keys = jax.random.split(jax.random.key(seed), 3)
     q = jax.random.normal(keys[0], (len(case.lengths), case.N, case.H), dtype)
     k, v = (_normal(key, (n_slots, case.K, case.H), dtype) for key in keys[1:])
-    return Inputs(case, q, k, v, jnp.asarray(table), jnp.asarray(case.lengths, jnp.int32), slots)
+    return KernelCaseInputs(case, q, k, v, jnp.asarray(table), jnp.asarray(case.lengths, jnp.int32), slots)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -218,7 +220,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.lax.map(lambda k: jax.random.normal(k, piece, dtype), jax.random.split(key, 64)).reshape(shape)
 
 
-def quantised(inputs: Inputs) -> Inputs:
+def quantised(inputs: KernelCaseInputs) -> KernelCaseInputs:
     """The same with int8 pools, a scale a slot and KV head."""
 
     def pool(x: jax.Array) -> QuantizedPool:
@@ -227,10 +229,10 @@ def quantised(inputs: Inputs) -> Inputs:
         return QuantizedPool(values.reshape(x.shape), scales.reshape(x.shape[:2]))
 
     k, v = (jax.jit(pool)(x) for x in (inputs.k, inputs.v))
-    return Inputs(inputs.case, inputs.q, k, v, inputs.table, inputs.lengths, inputs.slots)
+    return KernelCaseInputs(inputs.case, inputs.q, k, v, inputs.table, inputs.lengths, inputs.slots)
 
 
-def check(inputs: Inputs, out: np.ndarray) -> float:
+def check(inputs: KernelCaseInputs, out: np.ndarray) -> float:
     """Worst relative error of out `[B, N, H]` over some heads of one request, against float64 numpy."""
     case, rng = inputs.case, np.random.default_rng()
     b = int(rng.integers(len(case.lengths)))

@@ -18,7 +18,7 @@ _ROUNDS = 5
 
 
 def tune(
-    case: kernels_bench.Case, dtype: Any, seed: int, on_progress: Callable[[str], object]
+    case: kernels_bench.KernelCase, dtype: Any, seed: int, on_progress: Callable[[str], object]
 ) -> dict[tunings.Key, tuple[int, int]]:
     """(warps, stages) for the case's bf16 and int8 pools. ``UserError`` without a GPU of compute capability 9."""
     if jax.default_backend() != "gpu":
@@ -43,7 +43,7 @@ def tune(
     return found
 
 
-def _call(inputs: kernels_bench.Inputs, q: jax.Array, tuning: Tuning) -> Callable[[], Any]:
+def _call(inputs: kernels_bench.KernelCaseInputs, q: jax.Array, tuning: Tuning) -> Callable[[], Any]:
     args = (q, inputs.k, inputs.v, inputs.table, inputs.lengths)
 
     @jax.jit

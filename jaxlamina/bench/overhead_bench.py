@@ -38,14 +38,14 @@ _COMMAND_S = 3600.0  # no batch here takes longer
 
 
 @dataclass(frozen=True)
-class Case:
+class OverheadCase:
     """A batch of ``copies`` equal requests."""
 
     size: Size
     copies: int
 
     @classmethod
-    def parse(cls, text: str, copies: int) -> Case:
+    def parse(cls, text: str, copies: int) -> OverheadCase:
         """From "256x128", prompt x output tokens; ``ValueError`` for other text."""
         size = Size(*(int(part) for part in text.lower().split("x", 1)))
         if min(size) < 1:
@@ -56,10 +56,10 @@ class Case:
         return f"{self.copies} × ({self.size.n_prompt}, {self.size.n_output})"
 
 
-def cases_of(text: str, copies: int) -> list[Case]:
+def cases_of(text: str, copies: int) -> list[OverheadCase]:
     """From "256x128,1024x1024", as ``--case`` has it; ``UserError`` for other text."""
     try:
-        return [Case.parse(part, copies) for part in text.split(",")]
+        return [OverheadCase.parse(part, copies) for part in text.split(",")]
     except (ValueError, TypeError):
         raise UserError(f"--case {text!r} must be like 256x128,1024x1024: prompt x output tokens") from None
 
@@ -73,7 +73,7 @@ class CaseTimes:
     command that does nothing.
     """
 
-    case: Case
+    case: OverheadCase
     engine: list[float] = field(default_factory=list)
     server: list[float] = field(default_factory=list)
     command: list[float] = field(default_factory=list)
@@ -196,7 +196,7 @@ class Layers:
         self._target = serve_client.Target(url, "completions", model, ignore_eos=True)
 
     def measure_case(
-        self, case: Case, n_attempts: int, on_progress: Callable[[str], object] = lambda what: None
+        self, case: OverheadCase, n_attempts: int, on_progress: Callable[[str], object] = lambda what: None
     ) -> CaseTimes:
         """``n_attempts`` of each way in turns, after one that is thrown away."""
         [ids] = passages(1, case.size.n_prompt, vocab_size=0, encode=self._encode)
@@ -221,7 +221,7 @@ class Layers:
         self._serve(text, times)
         self._command(text, times)
 
-    def _generate(self, text: str, case: Case) -> tuple[float, list[Sequence[int]]]:
+    def _generate(self, text: str, case: OverheadCase) -> tuple[float, list[Sequence[int]]]:
         params = SamplingParams(temperature=0.0, max_tokens=case.size.n_output, ignore_eos=True)
         began_s = time.perf_counter()
         outputs = self._llm.generate([text] * case.copies, params, use_tqdm=False)

@@ -24,7 +24,7 @@ from jaxlamina.models import ModelConfig
 
 
 @dataclass(frozen=True)
-class Job:
+class PeerJob:
     """What a peer is loaded for: the model, and the largest batch and longest sequence it will be given."""
 
     model: str
@@ -53,7 +53,7 @@ class Peer(Protocol):
 class Ours:
     """This project's engine, stepped by hand: what `LLM.generate` does, less turning tokens into text."""
 
-    def __init__(self, job: Job, *, split: bool) -> None:
+    def __init__(self, job: PeerJob, *, split: bool) -> None:
         from jaxlamina.llm import LLM, InMemoryModel
         from jaxlamina.weights import open_checkpoint
 
@@ -156,7 +156,7 @@ class Transformers:
 
     note = "torch CPU, sdpa attention, forward loop with use_cache"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PeerJob) -> None:
         import torch
 
         from jaxlamina.weights import open_checkpoint
@@ -189,7 +189,7 @@ class LlamaCpp:
 
     note = "F32 GGUF; KV cache in F16, its default"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PeerJob) -> None:
         import llama_cpp
 
         from jaxlamina.bench.gguf_f32 import f32_gguf
@@ -277,7 +277,7 @@ class LlamaCpp:
         return self._context
 
 
-LOADERS: dict[str, Callable[[Job], Peer]] = {
+LOADERS: dict[str, Callable[[PeerJob], Peer]] = {
     "split": lambda job: Ours(job, split=True),
     "unsplit": lambda job: Ours(job, split=False),
     "transformers": Transformers,
@@ -293,7 +293,7 @@ _NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
 PACKAGES = ("torch", "transformers", "llama-cpp-python")
 
 
-def load(name: str, job: Job) -> Peer:
+def load(name: str, job: PeerJob) -> Peer:
     return LOADERS[name](job)
 
 

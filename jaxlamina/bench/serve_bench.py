@@ -15,7 +15,7 @@ import aiohttp
 
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.serve_client import Prompt, Target, ask, session
-from jaxlamina.bench.serve_metrics import Answer
+from jaxlamina.bench.serve_metrics import TimedAnswer
 from jaxlamina.errors import UserError
 
 
@@ -34,19 +34,19 @@ class Measured:
     """Answers in the order of the load. ``latest_s``: how much later than it should a request was begun at most, which is
     this client's fault and not the server's (waiting for ``max_concurrency`` does not count)."""
 
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     duration_s: float
     latest_s: float
 
 
 async def run(
-    target: Target, load: Load, on_answer: Callable[[Answer], object] = lambda answer: None
+    target: Target, load: Load, on_answer: Callable[[TimedAnswer], object] = lambda answer: None
 ) -> Measured:
     """Sends the load and waits for all answers."""
     gate = None if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
     late_s = [0.0]
 
-    async def one(http: aiohttp.ClientSession, prompt: Prompt, size: Size, at_s: float) -> Answer:
+    async def one(http: aiohttp.ClientSession, prompt: Prompt, size: Size, at_s: float) -> TimedAnswer:
         late_s.append(time.perf_counter() - began_s - at_s)
         async with AsyncExitStack() as stack:
             if gate is not None:

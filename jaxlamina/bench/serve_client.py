@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.prompts import PASSAGE
-from jaxlamina.bench.serve_metrics import Answer
+from jaxlamina.bench.serve_metrics import TimedAnswer
 from jaxlamina.errors import UserError
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -115,7 +115,7 @@ def _json(body: Any) -> str:
     return msgspec.json.encode(body).decode()
 
 
-async def ask(http: aiohttp.ClientSession, target: Target, prompt: Prompt, size: Size) -> Answer:
+async def ask(http: aiohttp.ClientSession, target: Target, prompt: Prompt, size: Size) -> TimedAnswer:
     """Sends one request and reads its answer to the end. What goes wrong is in the answer's ``error``."""
     sent_s = time.perf_counter()
     stream = Stream()
@@ -123,17 +123,17 @@ async def ask(http: aiohttp.ClientSession, target: Target, prompt: Prompt, size:
         url = target.base_url + PATHS[target.endpoint]
         async with http.post(url, json=target.body(prompt, size.n_output)) as response:
             if response.status != 200:
-                raise Refused(f"status {response.status}: {_message(await response.read())}")
+                raise RefusedByServer(f"status {response.status}: {_message(await response.read())}")
             async for line in response.content:
                 stream.take(line, time.perf_counter())
         stream.check()
-    except (Refused, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
-        why = str(error) if isinstance(error, Refused) else _line(error)
-        return Answer(size.n_prompt, 0, sent_s, end_s=time.perf_counter(), error=why)
+    except (RefusedByServer, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+        why = str(error) if isinstance(error, RefusedByServer) else _line(error)
+        return TimedAnswer(size.n_prompt, 0, sent_s, end_s=time.perf_counter(), error=why)
     return stream.answer(size, sent_s)
 
 
-class Refused(Exception):
+class RefusedByServer(Exception):
     """The server has answered, but with an error."""
 
 
@@ -155,7 +155,7 @@ class Stream:
             return
         chunk = _decode(data)
         if chunk.error is not None:
-            raise Refused(_message(data))
+            raise RefusedByServer(_message(data))
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
             if choice.text or (choice.delta is not None and choice.delta.any):
@@ -166,13 +166,13 @@ class Stream:
 
     def check(self) -> None:
         if not self._is_whole:
-            raise Refused("the server broke off its answer")
+            raise RefusedByServer("the server broke off its answer")
 
-    def answer(self, size: Size, sent_s: float) -> Answer:
+    def answer(self, size: Size, sent_s: float) -> TimedAnswer:
         end_s = self._end_s
         assert end_s is not None
         usage = self._usage or _Usage(size.n_prompt, len(self._text_s))
-        return Answer(
+        return TimedAnswer(
             usage.prompt_tokens,
             usage.completion_tokens,
             sent_s,

@@ -26,7 +26,7 @@ IN_GOODPUT = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """One request as its client saw it. Seconds of one clock.
 
     ``text_s``: when each piece of text came; of an answer without any, when it ended. ``usage``: whether the server said
@@ -66,7 +66,7 @@ class Answer:
         return self.e2el_s / max(1, self.n_output)
 
 
-def samples_ms(answers: Sequence[Answer], name: str) -> list[float]:
+def samples_ms(answers: Sequence[TimedAnswer], name: str) -> list[float]:
     """All values of one metric (a key of `TITLES`) over answers without an error."""
     good = [answer for answer in answers if answer.error is None]
     if name == "itl":
@@ -76,7 +76,7 @@ def samples_ms(answers: Sequence[Answer], name: str) -> list[float]:
 
 
 def summary(
-    answers: Sequence[Answer],
+    answers: Sequence[TimedAnswer],
     duration_s: float,
     *,
     names: Sequence[str] = tuple(TITLES),
@@ -111,13 +111,13 @@ def summary(
     return found
 
 
-def keeps(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
+def keeps(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
     """Whether an answer without an error is within every limit. One of a single token has no TPOT to exceed."""
     values = ((getattr(answer, f"{name}_s"), limit) for name, limit in limits_ms.items())
     return all(value is None or 1e3 * value <= limit for value, limit in values)
 
 
-def most_at_once(answers: Sequence[Answer]) -> int:
+def most_at_once(answers: Sequence[TimedAnswer]) -> int:
     """The most requests that were being answered at one time."""
     changes = sorted([(a.end_s, -1) for a in answers] + [(a.sent_s, 1) for a in answers])
     most = now = 0
@@ -127,7 +127,7 @@ def most_at_once(answers: Sequence[Answer]) -> int:
     return most
 
 
-def errors(answers: Sequence[Answer]) -> list[tuple[str, int]]:
+def errors(answers: Sequence[TimedAnswer]) -> list[tuple[str, int]]:
     """Each error and how often it was met, the most frequent first."""
     return Counter(answer.error for answer in answers if answer.error is not None).most_common()
 

@@ -61,7 +61,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Load:
+class StartLoad:
     """``n_streams`` at once, one request after another each, for at most ``behind_s`` while programs are compiled and for
     ``after_s`` after that."""
 
@@ -95,7 +95,7 @@ def cache_without_programs() -> Iterator[Path]:
 
 def measure(
     command: Sequence[str],
-    load: Load,
+    load: StartLoad,
     *,
     n_rounds: int,
     deadline_s: float,
@@ -112,7 +112,7 @@ def measure(
     return found
 
 
-def _start(command: Sequence[str], name: str, cache: Path, load: Load, deadline_s: float) -> Start:
+def _start(command: Sequence[str], name: str, cache: Path, load: StartLoad, deadline_s: float) -> Start:
     kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     all_compiled = threading.Event()
     all_s, n_programs = None, None
@@ -156,7 +156,9 @@ async def _first_answer(server: Server, url: str, until_s: float) -> Target:
         await asyncio.sleep(_POLL_S)
 
 
-async def _streams(target: Target, load: Load, seconds: float, is_over: Callable[[], bool]) -> list[float]:
+async def _streams(
+    target: Target, load: StartLoad, seconds: float, is_over: Callable[[], bool]
+) -> list[float]:
     """Seconds between pieces of text. ``UserError`` if a request fails."""
     served = await look(target.base_url, target.model, None)
     [prompt] = prompts([load.size], served.token_ids, seed=0)

@@ -45,7 +45,7 @@ def start_command(
     from jaxlamina.bench.loads import Size
 
     words = list(command or ["serve"])
-    load = start_bench.Load(streams, Size(input_len, output_len), behind, after)
+    load = start_bench.StartLoad(streams, Size(input_len, output_len), behind, after)
     line = start_bench.command_of(words)
     where = machine.describe(["aiohttp"])
     with Console(stderr=True).status("starting") as status:

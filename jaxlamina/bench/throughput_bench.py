@@ -34,7 +34,7 @@ _ROOM = 1.2  # of memory beside weights and KV, for what a step works with
 
 
 @dataclass(frozen=True)
-class Options:
+class ThroughputOptions:
     """``model``: a checkpoint's name, or None for random weights of ``config``. ``n_alone``: of the requests the first so
     many are also served one after another. ``padded``: also serve all with a padded KV cache. ``profile_s``: seconds that are
     recorded of one more run. Other options as of `LLM`."""
@@ -92,7 +92,7 @@ class Run:
 
 
 @dataclass
-class Report:
+class ThroughputReport:
     """What was found, a run a round of each way. ``in_turns``: whether transformers and this engine took turns, and not
     one after the other. ``same_tokens``: requests whose tokens all are those of transformers. ``headings``: what a table says
     of a way in its name."""
@@ -124,13 +124,13 @@ class Report:
 
 
 def measure(
-    options: Options,
+    options: ThroughputOptions,
     sizes: Sequence[Size],
     *,
     encode: Callable[[str], Sequence[int]] | None,
     group: Group | None = None,
     on_progress: Callable[[str], object] = lambda what: None,
-) -> Report:
+) -> ThroughputReport:
     """Serves requests of ``sizes``, greedily and to their full length, ``n_rounds`` times in each way.
 
     transformers has a process of its own on the same device. On a CPU it takes turns with ours; on a GPU it is loaded
@@ -143,7 +143,7 @@ def measure(
             f"a request has {longest} tokens, the model {options.config.max_position_embeddings} positions"
         )
     load = _Load(sizes, _prompts(sizes, options.config.vocab_size, encode))
-    report = Report()
+    report = ThroughputReport()
     with ExitStack() as stack:
         theirs: _Theirs | None = None
         if options.compare:
@@ -205,7 +205,7 @@ class _Load:
         return Run(len(self.sizes), n_prompt, sum(self.n_outputs), seconds, **more)
 
 
-def _round(ours: _Ours, load: _Load, n_alone: int, report: Report) -> None:
+def _round(ours: _Ours, load: _Load, n_alone: int, report: ThroughputReport) -> None:
     """Ours once; of the requests that are also served one by one, half come before it and half after, so that a machine
     that slows down hits both."""
     halves = load.part(0, n_alone // 2), load.part(n_alone // 2, n_alone)
@@ -220,7 +220,7 @@ class _Ours:
     """The engine, without a tokenizer and without a prefix cache: every round does all the work."""
 
     def __init__(
-        self, options: Options, longest: int, group: Group | None, kv_manager: str = "token"
+        self, options: ThroughputOptions, longest: int, group: Group | None, kv_manager: str = "token"
     ) -> None:
         self.tokens: list[list[int]] = []
         self._options = options
@@ -298,7 +298,7 @@ class _Ours:
 class _Theirs:
     """transformers in its process. Where it fails it is left out, and the report says why."""
 
-    def __init__(self, options: Options, load: _Load, report: Report) -> None:
+    def __init__(self, options: ThroughputOptions, load: _Load, report: ThroughputReport) -> None:
         self.tokens: list[list[int]] | None = None
         self._load, self._report = load, report
         self._platform, self._free_bytes = "", 0
@@ -358,7 +358,7 @@ class _Theirs:
         self._report.left_out[TRANSFORMERS] = str(error)
 
 
-def _source(options: Options) -> InMemoryModel:
+def _source(options: ThroughputOptions) -> InMemoryModel:
     if options.model is None:
         return InMemoryModel(options.config, random_weights(options.config, DTYPES[options.dtype]))
     from jaxlamina.weights import open_checkpoint
@@ -375,7 +375,7 @@ def _prompts(
     return [prompt[: size.n_prompt] for prompt, size in zip(made, sizes, strict=True)]
 
 
-def _needed_bytes(options: Options, sizes: Sequence[Size]) -> float:
+def _needed_bytes(options: ThroughputOptions, sizes: Sequence[Size]) -> float:
     """Memory for weights, and for KV of as many of these requests as can run at once."""
     itemsize = DTYPES[options.dtype].dtype.itemsize
     weights = itemsize * sum(x.size for x in abstract_params(options.config).values())

@@ -108,7 +108,7 @@ def throughput_command(
     sizes = _sizes(dataset_name, num_prompts, input_len, output_len, most, seed)
     max_num_seqs = max_num_seqs or model_options.SERVED_SEQS
     where = machine.describe(["torch", "transformers"] if compare else [])
-    options = throughput_bench.Options(
+    options = throughput_bench.ThroughputOptions(
         model=None if config is not None else model or DEFAULT_MODEL,
         config=shape,
         dtype=dtype,

@@ -194,7 +194,7 @@ class UnderLoad:
         return lines
 
 
-class Observer:
+class LoadObserver:
     """``begin`` and ``end`` between two steps, in the engine's thread. With an executor over ranks all of them record."""
 
     def __init__(self, engine: Any) -> None:
@@ -267,7 +267,7 @@ class OneWindow:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._observer, self._on_found, self._clock = Observer(engine), on_found, clock
+        self._observer, self._on_found, self._clock = LoadObserver(engine), on_found, clock
         self._after_s, self._for_s = after_s, for_s
         self._due: float | None = None
         self._state = "before"

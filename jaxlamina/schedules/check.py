@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NoReturn, TypeAlias
 
-from jaxlamina.schedules.staggered import AttentionRun, Exchange, Migration, Schedule, SliceRun
+from jaxlamina.schedules.staggered import AttentionRun, Migration, PoolExchange, Schedule, SliceRun
 
-_Item: TypeAlias = SliceRun | AttentionRun | Exchange | Migration
+_Item: TypeAlias = SliceRun | AttentionRun | PoolExchange | Migration
 _POOL = "the attention pool"
 
 
@@ -35,7 +35,7 @@ def _conflict(text: str) -> NoReturn:
 
 
 def _name(item: _Item) -> str:
-    if isinstance(item, Exchange):
+    if isinstance(item, PoolExchange):
         sides = []
         if item.send is not None:
             sides.append(f"sends batch {item.send.batch} to attention {item.send.layer}")
@@ -134,7 +134,7 @@ def _check_resources(s: Schedule) -> None:
         for a, b in pairwise(items):
             if b.start_s < a.end_s - slack:
                 _conflict(f"{who} is to start {_name(b)} before {_name(a)} has ended")
-    listed: list[Sequence[SliceRun | AttentionRun | Exchange]] = [*s.replicas, s.attention, s.exchanges]
+    listed: list[Sequence[SliceRun | AttentionRun | PoolExchange]] = [*s.replicas, s.attention, s.exchanges]
     for runs in listed:
         for first, then in pairwise(runs):
             if (then.step, then.start_s) < (first.step, first.start_s - slack):
@@ -162,7 +162,7 @@ def _needs(
     s: Schedule,
     slices: dict[tuple[int, int, int], SliceRun],
     attention: dict[tuple[int, int, int], AttentionRun],
-) -> Iterator[tuple[SliceRun | AttentionRun | Exchange, SliceRun | AttentionRun | Exchange]]:
+) -> Iterator[tuple[SliceRun | AttentionRun | PoolExchange, SliceRun | AttentionRun | PoolExchange]]:
     """What must end and what may start then: slice, sending, attention, receipt, slice; a token, the next step."""
     for (step, batch, k), run in slices.items():
         if k == 0 and step > 0:
@@ -214,7 +214,7 @@ def _ends(item: _Item) -> tuple[str, ...]:
         return (f"replica {item.replica}",)
     if isinstance(item, AttentionRun):
         return (_POOL,)
-    if isinstance(item, Exchange):
+    if isinstance(item, PoolExchange):
         return f"replica {item.replica}", _POOL
     return f"replica {item.source}", f"replica {item.target}"
 
@@ -292,7 +292,7 @@ def bubbles(schedule: Schedule) -> Bubbles:
 
 
 def _shares(
-    runs: Sequence[SliceRun] | Sequence[AttentionRun], exchanges: Sequence[Exchange], step: int
+    runs: Sequence[SliceRun] | Sequence[AttentionRun], exchanges: Sequence[PoolExchange], step: int
 ) -> Shares:
     now = [r for r in runs if r.step == step]
     start_s, last_s = now[0].start_s, now[-1].end_s

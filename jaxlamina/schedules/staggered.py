@@ -90,7 +90,7 @@ class AttentionRun:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class PoolExchange:
     """One meeting of a replica and the pool: q, k and v of ``send`` go in, the output of ``receive`` comes out.
 
     Both are there if they fall together: the replica has ended one batch's slice and next wants another batch's
@@ -143,7 +143,7 @@ class Schedule:
     durations: Durations
     replicas: tuple[tuple[SliceRun, ...], ...]
     attention: tuple[AttentionRun, ...]
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[PoolExchange, ...]
     migrations: tuple[Migration, ...]
     stages: tuple[int, ...] = ()
 
@@ -173,7 +173,7 @@ class Schedule:
         longest = max(Counter(self.stages).values())
         return (batch // 2 + stage) * longest + slice_ - self.stages.index(stage), batch % 2, batch
 
-    def replica_program(self, replica: int, step: int = 0) -> tuple[SliceRun | Exchange | Migration, ...]:
+    def replica_program(self, replica: int, step: int = 0) -> tuple[SliceRun | PoolExchange | Migration, ...]:
         """All that one replica does in a step, in order.
 
         Between two slices: exchanges with the pool, the next slice's context if it comes from elsewhere, and this
@@ -188,7 +188,7 @@ class Schedule:
         comes = {(m.batch, m.slice): m for m in moves if m.target == replica}
         goes = {(m.batch, m.slice - 1): m for m in moves if m.source == replica}
         runs = {(run.batch, run.slice): run for run in self.replicas[replica] if run.step == step}
-        program: list[SliceRun | Exchange | Migration | None] = []
+        program: list[SliceRun | PoolExchange | Migration | None] = []
         leaving: list[Migration] = []
         last: tuple[int, int] | None = None
         for key, run in runs.items():
@@ -206,10 +206,10 @@ class Schedule:
             last = key
         return tuple(item for item in (*program, *leaving) if item is not None)
 
-    def pool_program(self, step: int = 0) -> tuple[AttentionRun | Exchange, ...]:
+    def pool_program(self, step: int = 0) -> tuple[AttentionRun | PoolExchange, ...]:
         """All that the pool does in a step, in order: an operator follows the exchange that brings its q, k and v."""
         runs = {run.operator: run for run in self.attention if run.step == step}
-        program: list[AttentionRun | Exchange] = []
+        program: list[AttentionRun | PoolExchange] = []
         for exchange in self.exchanges:
             if exchange.step == step:
                 program.append(exchange)
@@ -311,7 +311,7 @@ class _Maker:
         self.plan, self.durations = plan, plan.durations
         self.runs: list[list[SliceRun]] = [[] for _ in range(plan.n_replicas)]
         self.attention: list[AttentionRun] = []
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[PoolExchange] = []
         self.migrations: list[Migration] = []
         self.waiting: set[Operator] = set()  # attended to, and nobody has the output yet
         self.free_s = [0.0] * plan.n_replicas  # when each replica is next free
@@ -381,7 +381,7 @@ class _Maker:
     def _exchange(self, step: int, replica: int, send: Operator | None, receive: Operator | None) -> None:
         start_s = max(self.free_s[replica], self.pool_free_s)
         end_s = start_s + self.durations.t_exchange_s
-        self.exchanges.append(Exchange(step, replica, send, receive, start_s, end_s))
+        self.exchanges.append(PoolExchange(step, replica, send, receive, start_s, end_s))
         self.free_s[replica] = self.pool_free_s = end_s
         self.waiting.discard(receive)  # type: ignore[arg-type]
 

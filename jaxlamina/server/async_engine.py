@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from jaxlamina.engine import Engine, TokenEvent
 from jaxlamina.errors import UserError
-from jaxlamina.jobs import Job
+from jaxlamina.jobs import LiveRequest
 from jaxlamina.outputs import RequestOutput
 from jaxlamina.sampling import SamplingParams
 from jaxlamina.server.settings import GRAMMAR_TIMEOUT_S
@@ -123,7 +123,7 @@ class _Reply(Generic[T]):
 @dataclass(frozen=True)
 class _Add:
     answers: Answers
-    jobs: Sequence[Job]
+    jobs: Sequence[LiveRequest]
     priority: int
     caller: int
     reply: _Reply[None]
@@ -265,7 +265,9 @@ class AsyncEngine:
         except Busy:
             raise TooMany("other requests' structured_outputs are being compiled: try again later") from None
 
-    def _jobs(self, prompts: Sequence[Prompt], params: SamplingParams, matcher: Matcher | None) -> list[Job]:
+    def _jobs(
+        self, prompts: Sequence[Prompt], params: SamplingParams, matcher: Matcher | None
+    ) -> list[LiveRequest]:
         make = self._engine.admission.job
         return [make(prompt.token_ids, params, prompt.text, matcher) for prompt in prompts]
 

@@ -16,7 +16,7 @@ from functools import cache
 import msgspec
 
 from jaxlamina.errors import UserError
-from jaxlamina.schedules import AttentionRun, Exchange, Schedule, SliceRun, make_schedule
+from jaxlamina.schedules import AttentionRun, PoolExchange, Schedule, SliceRun, make_schedule
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import (
@@ -235,7 +235,7 @@ def _staggered(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
     for rank in range(schedule.n_replicas):
         tasks: list[Task] = []
         for item in schedule.replica_program(rank):
-            if isinstance(item, Exchange):
+            if isinstance(item, PoolExchange):
                 tasks.append(_exchanged(item, POOL, "out", shape.q_first))
             elif not isinstance(item, SliceRun):
                 tasks.append(HandOver(item.batch, item.slice, item.source, item.target, carries))  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def _slices(item: SliceRun, q_first: bool) -> list[Task]:
     return [RunSlice(item.batch, item.slice, "q"), q, RunSlice(item.batch, item.slice, "kv")]
 
 
-def _exchanged(item: Exchange, peer: int, receives: str, q_first: bool) -> Task:
+def _exchanged(item: PoolExchange, peer: int, receives: str, q_first: bool) -> Task:
     """An exchange as that end of it does it which receives attention output, or what comes in to be attended to."""
     to_pool = None if item.send is None else Payload("kv" if q_first else "qkv", *item.send)
     from_pool = None if item.receive is None else Payload("out", *item.receive)

@@ -29,7 +29,7 @@ _recv_p = compat.Primitive("local_recv")
 _recv_p.def_abstract_eval(lambda *, source, like: jax.core.ShapedArray(like.shape, like.dtype))
 
 
-class Mail:
+class HandedOver:
     """What was sent and not yet received, by (sender, receiver)."""
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class CutProgram:
         return max((self._compiled.n_bytes(piece, self.device) for piece in self.pieces), default=0)
 
     def run(
-        self, args: Sequence[Any], mail: Mail, devices: Mapping[int, jax.Device]
+        self, args: Sequence[Any], mail: HandedOver, devices: Mapping[int, jax.Device]
     ) -> Generator[None, None, Any]:
         """Its result, in the end; until then it gives way whenever it waits for a message. ``devices``: by rank."""
         values = self._consts | dict(zip(self._invars, jax.tree.leaves(args), strict=True))
@@ -245,7 +245,7 @@ class CutProgram:
 
 def run_together(programs: Sequence[tuple[CutProgram, Sequence[Any]]]) -> list[Any]:
     """Each program's result, in their order. A rank may have several."""
-    mail = Mail()
+    mail = HandedOver()
     devices = {program.rank: program.device for program, _ in programs}
     running = {i: program.run(args, mail, devices) for i, (program, args) in enumerate(programs)}
     results: dict[int, Any] = {}

@@ -58,7 +58,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Group:
+class DrawnGroup:
     """Operations shown as one. `members` index `Flow.operations`; `weights` are the parameters they read."""
 
     kind: str
@@ -69,7 +69,7 @@ class Group:
     weights: tuple[str, ...]
 
 
-def group_operations(flow: Flow) -> tuple[Group, ...]:
+def group_operations(flow: Flow) -> tuple[DrawnGroup, ...]:
     """Every operation in exactly one group; groups in the order of their first operations.
 
     The groups of one place form no cycle: a group never needs a result of another that needs its own.
@@ -421,7 +421,7 @@ class _Grouping:
 
     # --- step 5: names ---
 
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[DrawnGroup, ...]:
         embeddings = {
             w for g, ms in self._members().items() if self.kind[g] == "embedding" for w in self._weights(ms)
         }
@@ -434,7 +434,7 @@ class _Grouping:
                 title, detail = self._title(kind, members, weights)
                 if kind == "projection" and self._is_head(members, weights, embeddings):
                     kind, title, detail = "head", "LM head", title
-            made.append(Group(kind, title, detail, tuple(members), self.ops[g].place, weights))
+            made.append(DrawnGroup(kind, title, detail, tuple(members), self.ops[g].place, weights))
         return tuple(made)
 
     def _is_head(self, members: Sequence[int], weights: Sequence[str], embeddings: set[str]) -> bool:

@@ -25,7 +25,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DrawnPlacement:
     """Centres of boxes, top and height of rows, for each edge the points it passes through, and the width."""
 
     centre: Mapping[str, tuple[float, float]]
@@ -45,7 +45,7 @@ _GAP_Y, _STEEPNESS, _GAP_Y_MOST = (
 )  # rows stand further apart where edges run sideways between them
 
 
-def arrange(boxes: Sequence[Box], edges: Sequence[tuple[str, str]], *, sweeps: int = 16) -> Placement:
+def arrange(boxes: Sequence[Box], edges: Sequence[tuple[str, str]], *, sweeps: int = 16) -> DrawnPlacement:
     """Place `boxes`; `edges` go from a higher row to a lower one.
 
     Raises:
@@ -297,7 +297,7 @@ class _Layers:
 
     # --- result ---
 
-    def placement(self) -> Placement:
+    def placement(self) -> DrawnPlacement:
         height = {
             r: max((self.boxes[k].height for k in keys if k in self.boxes), default=0.0)
             for r, keys in self.rows.items()
@@ -319,7 +319,7 @@ class _Layers:
                 points += [(self.x[k], top[row]), (self.x[k], top[row] + height[row])]
             points.append((centre[end][0], centre[end][1] - b.height / 2))
             routes.append(tuple(points))
-        return Placement(centre, top, height, tuple(routes), self.total, top[last] + height[last])
+        return DrawnPlacement(centre, top, height, tuple(routes), self.total, top[last] + height[last])
 
 
 def _inversions(first: Sequence[str], second: Sequence[str], at: Mapping[str, int]) -> int:

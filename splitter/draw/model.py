@@ -12,7 +12,7 @@ from typing import Any
 
 from pallas_kernels import compat
 from splitter.analysis import variables
-from splitter.draw.groups import Flow, Group, Operation, group_operations
+from splitter.draw.groups import DrawnGroup, Flow, Operation, group_operations
 from splitter.draw.text import human_bytes, shape_text
 from splitter.slices import SplitModel
 
@@ -46,7 +46,7 @@ class ModelView:
         self.variable = list(self.number)
         self.operands = [self._closure(r.private) for r in self.a.regions]
         self.flow = self._flow()
-        self.groups: tuple[Group, ...] = group_operations(self.flow)
+        self.groups: tuple[DrawnGroup, ...] = group_operations(self.flow)
         self.group_of = {v: g for g, group in enumerate(self.groups) for v in self._writes(group)}
 
     # --- what a drawing asks ---
@@ -131,7 +131,7 @@ class ModelView:
 
     # --- the flow ---
 
-    def _writes(self, group: Group) -> set[int]:
+    def _writes(self, group: DrawnGroup) -> set[int]:
         return {v for i in group.members for v in self.flow.operations[i].writes}
 
     def _closure(self, wanted: Sequence[Any]) -> set[int]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from splitter.draw.layout import Placement, arrange
+from splitter.draw.layout import DrawnPlacement, arrange
 from splitter.draw.scene import DETAIL, LABEL, TITLE, Band, CutMark, Mark, Scene
 from splitter.draw.text import human_bytes, span, text_width
 
@@ -77,7 +77,7 @@ def style(dark: int) -> str:
 class _Painter:
     def __init__(self, scene: Scene, heading: str, notes: Sequence[str]) -> None:
         self.scene, self.heading, self.notes = scene, heading, notes
-        self.place: Placement = arrange(scene.boxes, list(scene.edges))
+        self.place: DrawnPlacement = arrange(scene.boxes, list(scene.edges))
         self.box = {b.key: b for b in scene.boxes}
         self.top = _TOP + 16.0 * len(notes)
         self.graph_x = _MARGIN + _GUTTER
