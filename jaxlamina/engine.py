@@ -104,6 +104,8 @@ class Engine:
         self.buckets = buckets
         self.sizes = Compiled(buckets)
         slots = SlotAllocator(executor.n_slots)
+        if self.capabilities.places_tokens:
+            slots.note_freed()
         self.scheduler = Scheduler(
             slots,
             max_num_seqs=max_num_seqs,
@@ -281,7 +283,7 @@ class Engine:
             self.executor.move_out(move.source, move.target)
         if plan.prefills and self.capabilities.places_tokens:
             # newcomers choose a worker by what each one holds
-            self.executor.release(np.flatnonzero(self.scheduler.slots.owner_counts == 0))
+            self.executor.release(self.scheduler.slots.take_freed())
 
     def _run(self, run: RunTogether) -> list[LaunchedRows]:
         """Launches one of the executor's steps, and the choice of its tokens."""

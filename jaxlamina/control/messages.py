@@ -212,14 +212,23 @@ class Prepared(_Message, frozen=True):
 # Running
 
 
+class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is not as it was in an array: ``values`` int32 ``[n]`` at places ``at`` int32 ``[n]`` of it in one line."""
+
+    at: Array
+    values: Array
+
+
 class RunStep(_Message, frozen=True):
     """Run the program of ``shape`` once, on arrays of each of its segments (`StepShape.segments`): slot tables, lengths,
-    positions, …"""
+    positions, … ``tables``: of each segment, how its slot table differs from that of the last step's segment in the same place;
+    None where it is among the arrays."""
 
     step: int
     epoch: int
     shape: StepShape
     segments: tuple[dict[str, Array], ...]
+    tables: tuple[Changes | None, ...] = ()
 
 
 class CopySlots(_Message, frozen=True):

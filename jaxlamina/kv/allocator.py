@@ -59,6 +59,7 @@ class SlotAllocator:
         self._owners_view = self._owners.view()
         self._owners_view.flags.writeable = False
         self.n_unshared = 0  # rises when a slot with several owners is left with one
+        self._freed: list[np.ndarray] | None = None  # since `take_freed`, for whoever wants to know
 
     @property
     def n_free(self) -> int:
@@ -128,8 +129,20 @@ class SlotAllocator:
         if fewest > 0:
             return
         released = self._once(slots[left == 0])
+        if self._freed is not None:
+            self._freed.append(released)
         self._stack[self._top - len(released) : self._top] = released
         self._top -= len(released)
+
+    def note_freed(self) -> None:
+        """From now on `take_freed` is asked."""
+        self._freed = []
+
+    def take_freed(self) -> np.ndarray:
+        """Slots that have lost their last owner since this was last called, and have none now, ``[n]``."""
+        assert self._freed is not None, "note_freed comes first"
+        freed, self._freed = np.unique(np.concatenate([np.empty(0, np.intp), *self._freed])), []
+        return freed[self._owners[freed] == 0]
 
     def check_integrity(self, owners: Mapping[Hashable, Slots] | None = None) -> None:
         """Raises ``RuntimeError`` naming the first faulty slot.

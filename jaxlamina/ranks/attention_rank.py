@@ -25,7 +25,7 @@ from jaxlamina.ranks.attention_programs import AttentionProgram, attention_works
 from jaxlamina.ranks.group import Failing, Watch, first_line, leave, start_jax, versions
 from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.model_rank import ModelRank
-from jaxlamina.ranks.remote_worker import slots_from
+from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.steps.layout import Layout
@@ -113,6 +113,7 @@ class AttentionRank(ServedRank):
         self._kv: KVPools | None = None
         self._pools_like: Any = ()  # their shapes, whichever step has them
         self._bound = False  # whether the pools are as programs take them
+        self._tables = SlotTables()
         self._handlers |= {
             m.Setup: self._on_setup,
             m.Allocate: self._on_allocate,
@@ -129,7 +130,7 @@ class AttentionRank(ServedRank):
     def _on_setup(self, setup: m.Setup) -> None:
         # What there was of a model before this one goes before this one's KV comes.
         self._forget_programs()
-        self._kv, self._bound = None, False
+        self._kv, self._bound, self._tables = None, False, SlotTables()
         self._epoch += 1
         layout = layout_of(self._cluster, setup.partition, setup.stages)
         self._setup, self._layers = setup, _Layers.of(setup, layout)
@@ -215,7 +216,7 @@ class AttentionRank(ServedRank):
         assert self._kv is not None
         ticket = self._begin(step)
         self._bind()
-        inputs = self._transport.bind(tuple(map(slots_from, step.segments)))
+        inputs = self._transport.bind(self._tables.slots_from(step))
         kv = self._kv
         program, _ = self._programs[step.shape]
         kv.k, kv.v, done = self._recorder.run(program, kv.k, kv.v, inputs)

@@ -32,7 +32,7 @@ from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.ranks.layout import layout_of, partition_of
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, receiver, send_parameters, shards_of, traces
-from jaxlamina.ranks.remote_worker import RemoteWorker, slots_as_message
+from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
@@ -149,6 +149,7 @@ class RanksExecutor(Executor):
         )
         self.n_slots, self.n_host_slots = self._allocate(setup)
         workers = [RemoteWorker(group, rank) for rank in group.workers]
+        self._tables = {rank: SlotTables() for rank in group.workers}
         sizes = self.n_slots, self.n_host_slots, cluster.token_block
         self.pool = PoolBook(workers, self.layout, windows_of(self.specs), *sizes)
         shards = shards_of(cluster)
@@ -357,12 +358,12 @@ class RanksExecutor(Executor):
         ticket = self.group.begin_step(shape)
         self.group.owed = f"step {self.group.n_steps} ({shape})"
         for rank, *of_parts in zip(self.group.workers, *(part.rows.slots for part in parts), strict=True):
-            segments = tuple(map(slots_as_message, chain(*of_parts)))
-            self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, segments))
+            told = self._tables[rank].as_message(list(chain(*of_parts)))
+            self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, *told))
         for part in parts:
             if ranks := self.group.model_ranks_in(part.shape):
-                told = told_replica(part.inputs, part.rows.at)
-                step = m.RunStep(self.group.n_steps, self._epoch, shape, told)
+                inputs = told_replica(part.inputs, part.rows.at)
+                step = m.RunStep(self.group.n_steps, self._epoch, shape, inputs)
                 for rank in ranks:
                     self.group.send(rank, step)
         logits = self._run(own, head)

@@ -41,18 +41,54 @@ class RemoteWorker:
         self._group.send(self._rank, message)
 
 
-def slots_as_message(slots: SegmentSlots) -> dict[str, m.Array]:
-    """A segment's slots on one worker, by name."""
-    arrays = {name: getattr(slots, name) for name in SegmentSlots._fields[:-1]}
+class SlotTables:
+    """A step's slots as messages between rank 0 and an attention rank; both ends have one and see all steps of a model.
+
+    Slot tables are large (2 MiB for 64 rows of 8,192 tokens), and most of a step's is as it was in the one before: a row that
+    goes on has one slot more. So both ends keep the last one of each segment, and a message says what changed."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, np.ndarray] = {}
+
+    def as_message(
+        self, segments: Sequence[SegmentSlots]
+    ) -> tuple[tuple[dict[str, m.Array], ...], tuple[m.Changes | None, ...]]:
+        """A `RunStep`'s segments and tables."""
+        changes = tuple(self._changes(i, slots.slot_table) for i, slots in enumerate(segments))
+        told = (_arrays(slots, of is None) for slots, of in zip(segments, changes, strict=True))
+        return tuple(told), changes
+
+    def slots_from(self, step: m.RunStep) -> tuple[SegmentSlots, ...]:
+        """What the other end's `as_message` was given."""
+        return tuple(
+            self._slots(i, *one) for i, one in enumerate(zip(step.segments, step.tables, strict=True))
+        )
+
+    def _changes(self, i: int, table: np.ndarray) -> m.Changes | None:
+        last, self._last[i] = self._last.get(i), table
+        if last is None or last.shape != table.shape:
+            return None
+        at = np.flatnonzero(last != table)
+        return None if 4 * len(at) > table.size else m.Changes(_ints(at), _ints(table.reshape(-1)[at]))
+
+    def _slots(self, i: int, arrays: dict[str, m.Array], changes: m.Changes | None) -> SegmentSlots:
+        if changes is None:
+            table = arrays["slot_table"].numpy()
+        else:
+            table = self._last[i].copy()  # a device may read the last one yet
+            table.reshape(-1)[changes.at.numpy()] = changes.values.numpy()
+        self._last[i] = table
+        queries = {
+            int(name.removeprefix("q")): x.numpy() for name, x in arrays.items() if name.startswith("q")
+        }
+        return SegmentSlots(table, arrays["lengths"].numpy(), arrays["new_slots"].numpy(), queries)
+
+
+def _arrays(slots: SegmentSlots, with_table: bool) -> dict[str, m.Array]:
+    arrays = {"lengths": slots.lengths, "new_slots": slots.new_slots}
+    arrays |= {"slot_table": slots.slot_table} if with_table else {}
     arrays |= {f"q{window}": x for window, x in slots.q_positions.items()}
     return {name: m.Array.of(x) for name, x in arrays.items()}
-
-
-def slots_from(arrays: dict[str, m.Array]) -> SegmentSlots:
-    """What `slots_as_message` was given."""
-    queries = {int(name.removeprefix("q")): x.numpy() for name, x in arrays.items() if name.startswith("q")}
-    table, lengths, new_slots = (arrays[name].numpy() for name in SegmentSlots._fields[:-1])
-    return SegmentSlots(table, lengths, new_slots, queries)
 
 
 def _ints(x: np.ndarray) -> m.Array:
