@@ -11,57 +11,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlamina.admission import Admission
 from jaxlamina.buckets import Buckets, Compiled, Shape
 from jaxlamina.drawing import Drawing
 from jaxlamina.errors import UserError, contained
-from jaxlamina.in_flight import LaunchedRows, LaunchedStep, Scored, StepTimes
-from jaxlamina.jobs import Continuation, LiveRequest
+from jaxlamina.in_flight import LaunchedRows, LaunchedStep, StepTimes
+from jaxlamina.jobs import LiveRequest
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
-from jaxlamina.logprobs import LogprobEntries
-from jaxlamina.outputs import PositionLogprobs, RequestOutput, TokenEvent, events_at_end
+from jaxlamina.outputs import RequestOutput, TokenEvent
 from jaxlamina.policies import Policy
-from jaxlamina.request import Request, RequestState
+from jaxlamina.postprocess import EngineStats, Postprocess
+from jaxlamina.request import Request
 from jaxlamina.run.executor import Executor
-from jaxlamina.sampling import Sampled, Sampler, SamplingParams
+from jaxlamina.sampling import Sampler, SamplingParams
 from jaxlamina.scheduler import Scheduler
 from jaxlamina.step_plan import RunTogether, StepPlan
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.step import PromptPart, Step
-
-
-@dataclass
-class EngineStats:
-    """Counts and seconds since the engine was made. What a step gave and nobody wanted is not counted.
-
-    ``prefill_s + decode_s`` is all time in which there was something to do: a batch's is from when the one before it was
-    read to when it was read itself.
-    """
-
-    n_steps: int = 0
-    n_prompt_tokens: int = 0  # of admitted sequences: those computed and those found in the prefix cache
-    n_prompt_tokens_computed: int = 0
-    n_prefix_hit_tokens: int = 0
-    n_generated_tokens: int = 0
-    n_decode_tokens: int = 0
-    n_preemptions: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    n_prefill_steps: int = 0  # prompts and chunks of them, and
-    n_decode_steps: int = 0  # decode steps that these seconds are of
-    launch_s: float = 0.0  # of the host, launching programs, a device at work or not
-    wait_s: float = 0.0  # of the host, waiting for results: next to none where it is the host that is late
-
-    @property
-    def mean_batch_size(self) -> float:
-        """Sequences that got a token, a step (FineInfer §4, average batch size)."""
-        return self.n_generated_tokens / max(1, self.n_steps)
 
 
 class Engine:
@@ -118,7 +89,6 @@ class Engine:
             n_prefill_workers=self.capabilities.n_prefill_workers,
         )
         self.drawing = Drawing(max_num_seqs, self.sizes, vocab_size, len(eos_token_ids))
-        self._entries = LogprobEntries(tokenizer)
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling and not self.capabilities.needs_host_tokens
         if mixed_steps and (why := self.capabilities.why_not_mixed):
@@ -134,7 +104,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             seed=seed,
         )
-        self._live: dict[str, tuple[LiveRequest, list[Request]]] = {}
+        self.postprocess = Postprocess(self.scheduler, tokenizer)
         # Requests that were there when a step failed: what their slots hold is not known.
         self._lost: set[str] = set()
 
@@ -180,7 +150,7 @@ class Engine:
             scores_prompt=params.prompt_logprobs is not None,
         )
         self.scheduler.add(request)
-        self._live[job.request_id] = job, [request]
+        self.postprocess.live[job.request_id] = job, [request]
         return job.request_id
 
     def step(self) -> list[TokenEvent]:
@@ -190,7 +160,7 @@ class Engine:
         What one request alone makes fail (its grammar, its text) ends it with an event that has the ``error``. What else fails
         is raised as it is. Requests that were there must then be aborted: ``UserError`` before they are.
         """
-        if lost := self._lost & self._live.keys():
+        if lost := self._lost & self.postprocess.live.keys():
             raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
         if self.before_step is not None:
             self.before_step()
@@ -201,9 +171,9 @@ class Engine:
                 return []
             if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
-            events = self._take_in(step)
+            events = self.postprocess.take_in(step, self._times, self.stats)
         except BaseException:
-            self._ahead, self._lost = None, set(self._live)
+            self._ahead, self._lost = None, set(self.postprocess.live)
             self.scheduler.forget_cached()  # it may name KV that this step was to compute
             raise
         self._forget_unwanted()
@@ -211,23 +181,16 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request early and frees its slots; None if there is no such request any more, or its text cannot be made."""
-        if request_id not in self._live:
+        if request_id not in self.postprocess.live:
             return None
-        job, _ = self._live[request_id]
-        self._drop(job)
+        job, _ = self.postprocess.live[request_id]
+        self.postprocess.drop(job)
         self._forget_unwanted()
         try:
             return job.output()
         except BaseException as error:  # noqa: BLE001 (of beams)
             contained(error)
             return None
-
-    def _drop(self, job: LiveRequest) -> None:
-        for request in self._live[job.request_id][1]:
-            if self._is_live(request):
-                self._finish(request, keep=False)
-        job.abort()
-        del self._live[job.request_id]
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
@@ -238,22 +201,18 @@ class Engine:
         self.scheduler.check_integrity()
 
     def kv_stats(self) -> dict[str, int]:
-        """Slots that requests hold, those that several do, slots that only the prefix cache holds, and what went to the host
-        and back."""
-        scheduler, host = self.scheduler, self.scheduler.host
-        n_used = scheduler.n_used
-        return {
-            "kv_slots": scheduler.slots.capacity,
-            "kv_slots_used": n_used,
-            "kv_slots_shared": scheduler.n_shared,
-            "kv_slots_cached": scheduler.slots.n_used - n_used,
-            "host_kv_slots": host.capacity if host else 0,
-            "host_kv_slots_used": host.n_used if host else 0,
-            "n_moved_out_tokens": host.moved_out_tokens if host else 0,
-            "n_moved_in_tokens": host.moved_in_tokens if host else 0,
-            "moved_out_bytes": host.moved_out_bytes if host else 0,
-            "moved_in_bytes": host.moved_in_bytes if host else 0,
-        }
+        """`Room.stats` of its slots."""
+        return self.scheduler.room.stats()
+
+    def _forget_unwanted(self) -> None:
+        """A step that was launched for sequences which have all ended is not waited for."""
+        ahead = self._ahead
+        if ahead is not None and not any(
+            self.postprocess.is_live(r) for rows in ahead.batches for r in rows.requests
+        ):
+            self._ahead = None
+        if self.idle:
+            self._times.rest()
 
     # -- launching ----------------------------------------------------------------------------------------------
 
@@ -350,177 +309,13 @@ class Engine:
             return self._launched(LaunchedRows([request], is_decode=False, logits=logits, scored=scored))
         requests = [request]
         if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
-            requests = self._branch([request], [0] * request.width)
+            requests = self.postprocess.branch([request], [0] * request.width)
             logits = self.drawing.repeated(logits, len(requests))
         return self._launched(self.drawing.draw(requests, logits, scored=scored))
-
-    def _branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
-        requests = self.scheduler.branch(members, parents)
-        job, _ = self._live[requests[0].request_id]
-        self._live[job.request_id] = job, requests
-        return requests
 
     def _launched(self, rows: LaunchedRows) -> LaunchedRows:
         rows.fetch()
         return rows
-
-    # -- taking in ----------------------------------------------------------------------------------------------
-
-    def _take_in(self, step: LaunchedStep) -> list[TokenEvent]:
-        """Waits for a step's tokens. What is for sequences that have ended since it was launched is thrown away."""
-        events: list[TokenEvent] = []
-        of_beams: dict[str, dict[int, Candidates]] = {}  # by the request's index
-        n_wanted = 0
-        for rows in step.batches:
-            found, seconds, waited = self._times.read(rows)
-            self.stats.wait_s += waited
-            wanted = [(row, r) for row, r in enumerate(rows.requests) if self._is_live(r)]
-            n_wanted += len(wanted)
-            if rows.is_decode:
-                self.stats.decode_s += seconds
-                self.stats.n_decode_steps += 1
-                self.stats.n_decode_tokens += len(wanted)
-            else:
-                self.stats.prefill_s += seconds
-                self.stats.n_prefill_steps += 1
-            if rows.scored is not None and found.scored is not None:
-                self._keep_scores(rows.requests[0], rows.scored, found.scored)
-            if rows.logits is not None:
-                continue
-            self.stats.n_generated_tokens += len(wanted)
-            for row, request in wanted:
-                if not self._is_live(request):  # ended with another of its sequences
-                    continue
-                if request.lockstep:
-                    assert found.candidates is not None
-                    tokens, logprobs = found.candidates
-                    of_request = of_beams.setdefault(request.request_id, {})
-                    of_request[request.index] = tokens[row], logprobs[row]
-                else:
-                    assert found.sampled is not None
-                    events += self._accept(request, found.sampled, row)
-        events += self._advance_beams(of_beams)
-        self.stats.n_steps += n_wanted > 0
-        return events
-
-    def _keep_scores(self, request: Request, scored: Scored, reported: Sampled) -> None:
-        job: LiveRequest = request.payload
-        if job.request_id in self._live and job.params.prompt_logprobs is not None:
-            try:
-                for row in range(scored.n):
-                    entry = self._entries.of_row(reported, row, job.params.prompt_logprobs)
-                    job.prompt_logprobs[scored.first + row] = entry
-            except BaseException as error:  # noqa: BLE001 (its own; it ends with its first token)
-                job.error = contained(error)
-
-    def _is_live(self, request: Request) -> bool:
-        """Whether what is drawn for a sequence is still wanted."""
-        job: LiveRequest = request.payload
-        if request.request_id not in self._live:
-            return False
-        return job.beams is not None or job.continuations[request.index].finished is None
-
-    def _forget_unwanted(self) -> None:
-        """A step that was launched for sequences which have all ended is not waited for."""
-        ahead = self._ahead
-        if ahead is not None and not any(self._is_live(r) for rows in ahead.batches for r in rows.requests):
-            self._ahead = None
-        if self.idle:
-            self._times.rest()
-
-    def _accept(self, request: Request, sampled: Sampled, row: int) -> list[TokenEvent]:
-        """Takes one chosen token into its request, and ends the request if that is to be."""
-        job: LiveRequest = request.payload
-        c = job.continuations[request.index]
-        token = int(sampled.tokens[row])
-        request.n_in_flight -= 1
-        request.output_token_ids.append(token)
-        c.token_ids = request.output_token_ids
-        try:
-            entry, ended = self._read(job, c, sampled, row)
-        except BaseException as error:  # noqa: BLE001 (its own grammar, text or entry: the others go on)
-            return [self._fail(job, contained(error))]
-        output = None
-        if ended:
-            self._finish(request)
-            if all(other.finished for other in job.continuations):
-                output = self._close(job)
-        if job.params.chosen_at_end:
-            return [] if output is None else events_at_end(output)
-        new_text = c.text.release(finished=ended)
-        of_prompt = job.prompt_entries if c.index == 0 and len(c.token_ids) == 1 else None
-        return [TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt)]
-
-    def _read(
-        self, job: LiveRequest, c: Continuation, sampled: Sampled, row: int
-    ) -> tuple[PositionLogprobs | None, bool]:
-        """Takes in what was drawn for ``c``: (the entry to report of it, whether it ends there)."""
-        if job.error is not None:
-            raise job.error
-        if job.params.needed_logprobs is not None:
-            assert sampled.logprobs is not None
-            c.cumulative_logprob += float(sampled.logprobs[row])
-        entry = None
-        if job.params.logprobs is not None:
-            entry = self._entries.of_row(sampled, row, job.params.logprobs)
-            c.logprobs.append(entry)
-        reason, stop_reason = job.why_stop(c, c.token_ids[-1])
-        if reason is not None:
-            job.finish(c, reason, stop_reason)
-        return entry, reason is not None
-
-    def _fail(self, job: LiveRequest, error: Exception) -> TokenEvent:
-        """Ends a job that cannot go on."""
-        self._drop(job)
-        return TokenEvent(job.request_id, 0, "", None, error=error)
-
-    def _finish(self, request: Request, *, keep: bool = True) -> None:
-        job: LiveRequest = request.payload
-        job.n_preemptions += request.n_preemptions
-        if request.state is not RequestState.FINISHED:  # the scheduler ends one whose last token is in flight
-            self.scheduler.finish(request, keep=keep)
-
-    def _close(self, job: LiveRequest) -> RequestOutput:
-        del self._live[job.request_id]
-        return job.output()
-
-    # -- beams --------------------------------------------------------------------------------------------------
-
-    def _advance_beams(self, candidates: dict[str, dict[int, Candidates]]) -> list[TokenEvent]:
-        events: list[TokenEvent] = []
-        for request_id, of_request in candidates.items():
-            job, members = self._live[request_id]
-            assert job.beams is not None
-            try:
-                self._step_beams(job, [of_request[member.index] for member in members])
-            except BaseException as error:  # noqa: BLE001 (its own entries)
-                events.append(self._fail(job, contained(error)))
-                continue
-            if job.beams.done:
-                for member in members:
-                    self._finish(member)
-                events += self._end_of_beams(job)
-                continue
-            members = self._branch(members, [beam.parent for beam in job.beams.live])
-            for member, beam in zip(members, job.beams.live, strict=True):
-                member.output_token_ids = beam.tokens
-        return events
-
-    def _end_of_beams(self, job: LiveRequest) -> list[TokenEvent]:
-        del self._live[job.request_id]
-        try:
-            return events_at_end(job.output())
-        except BaseException as error:  # noqa: BLE001 (its own text)
-            return [TokenEvent(job.request_id, 0, "", None, error=contained(error))]
-
-    def _step_beams(self, job: LiveRequest, found: Sequence[Candidates]) -> None:
-        if job.error is not None:
-            raise job.error
-        assert job.beams is not None
-        width = min(len(row) for row, _ in found)  # rows may come of batches with others that look at more
-        tokens = np.stack([row[:width] for row, _ in found])
-        logprobs = np.stack([row[:width] for _, row in found])
-        job.beams.step(tokens, logprobs, self._entries.of_beams(tokens, logprobs, job.params.logprobs))
 
 
 def _rows_of(requests: Sequence[Request]) -> Shape:
@@ -532,6 +327,3 @@ def _prompt_of(request: Request, span: tuple[int, int]) -> Shape:
     """Those of a prompt's ``span``."""
     start, stop = span
     return Shape("chunk" if start else "prefill", 1, stop - start, start, of_all=request.scores_prompt)
-
-
-Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities

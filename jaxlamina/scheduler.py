@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,10 +42,8 @@ from jaxlamina.headroom import Headroom, most_wanted
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
 from jaxlamina.policies import Fifo, Policy, Turns
 from jaxlamina.request import Request, RequestState
+from jaxlamina.room import Room, n_distinct, on_host
 from jaxlamina.step_plan import StepPlan
-
-# Tokens computed in one step of a prompt that is scored: there are logits of each, a row of the vocabulary.
-SCORED_CHUNK = 512
 
 
 class Scheduler:
@@ -95,6 +92,14 @@ class Scheduler:
         self.padded = padded
         self.headroom = Headroom(headroom)
         self.n_prefill_workers = n_prefill_workers
+        self.room = Room(
+            slots,
+            prefix_cache,
+            host,
+            min_prefix_tokens=min_prefix_tokens,
+            prefill_chunk=prefill_chunk,
+            always_in_chunks=n_prefill_workers > 0,
+        )
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._n_added = 0
@@ -104,21 +109,6 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    @property
-    def n_used(self) -> int:
-        """Slots that requests hold; those that only the prefix cache holds are as good as free. O(capacity)."""
-        cache = self.prefix_cache
-        return self.slots.n_used - (0 if cache is None else cache.n_evictable)
-
-    @property
-    def n_shared(self) -> int:
-        """Slots that several sequences hold. O(capacity)."""
-        n_owners = self.slots.owner_counts
-        if self.prefix_cache is not None:
-            n_owners = n_owners.copy()
-            n_owners[self.prefix_cache.owned_slots()] -= 1
-        return int((n_owners > 1).sum())
-
     def add(self, request: Request) -> None:
         """Queues a request; ``UserError`` if the whole pool could not hold it at its longest."""
         if request.width > self.max_num_seqs:
@@ -126,22 +116,7 @@ class Scheduler:
                 f"the request has {request.width} sequences, {self.max_num_seqs} run at once: ask for fewer, or raise "
                 "max_num_seqs"
             )
-        most = request.width * request.longest if self.padded else request.most_slots
-        if most > self.slots.capacity:
-            each = ""
-            if request.width > 1 and (self.padded or request.lockstep):
-                each = f", for each of {request.width} {'beams' if request.lockstep else 'sequences'}"
-            # Attention reads a running request's KV on the device.
-            beside = (
-                " (host slots hold requests that wait, not a part of one that runs)"
-                if self.host is not None
-                else ""
-            )
-            raise UserError(
-                f"the request may need {most} KV slots (prompt {len(request.prompt_token_ids)} "
-                f"+ max_tokens {request.max_tokens} - 1{each}), the pool has {self.slots.capacity}{beside}: "
-                "lower max_tokens or give more kv_slots"
-            )
+        self.room.check_holds(request, padded=self.padded)
         request.arrival, request.turn = self._n_added, self._turns.take(request.caller)
         self._n_added += 1
         self._queue([request])
@@ -176,7 +151,7 @@ class Scheduler:
             tuple(preempted),
             tuple(moves_out),
             tuple(moves_in),
-            tuple(filter(None, map(self._still_wanted, moves_in))),
+            tuple(filter(None, map(self.room.still_wanted, moves_in))),
             spans,
         )
 
@@ -185,17 +160,11 @@ class Scheduler:
         n_tokens, start = request.n_tokens, request.n_computed
         if start is None:
             return request.n_cached, n_tokens
-        stop = min(n_tokens, start + (self._chunk_of(request) or n_tokens))
+        stop = min(n_tokens, start + (self.room.chunk_of(request) or n_tokens))
         request.n_computed = stop if stop < n_tokens else None
         if request.n_computed is None and self.prefix_cache is not None:
             self.prefix_cache.insert(request.all_token_ids(), request.slots.view())
         return start, stop
-
-    def _chunk_of(self, request: Request) -> int | None:
-        """Tokens of its prompt that a step computes at most; None: all."""
-        if not request.scores_prompt:
-            return self.prefill_chunk
-        return min(SCORED_CHUNK, self.prefill_chunk or SCORED_CHUNK)
 
     def branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
         """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its slots.
@@ -246,7 +215,7 @@ class Scheduler:
         elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
         self.headroom.ended(request)
-        self._release(request, keep=keep)
+        self.room.release(request, keep=keep)
         request.state = RequestState.FINISHED
 
     def forget_cached(self) -> None:
@@ -273,7 +242,7 @@ class Scheduler:
         preempted: list[Request] = []
         moves: list[Move] = []
         # A prompt that is being computed has all of its slots.
-        while not self._evict_for(sum(request.n_computed is None for request in self.running)):
+        while not self.room.evict_for(sum(request.n_computed is None for request in self.running)):
             unit = self._last()
             preempted += reversed(unit)
             moves += self._give_way(unit)
@@ -305,19 +274,14 @@ class Scheduler:
             insort(self.waiting, request, key=lambda r: (r.rank, r.turn, r.arrival, r.index))
 
     def _give_way(self, unit: Sequence[Request]) -> list[Move]:
-        moves = self._move_out(unit)
+        moves = self.room.move_out(unit)
         for request in reversed(unit):
             self.running.remove(request)
-            self._release(request, keep=True)
+            self.room.release(request, keep=True)
             request.state = RequestState.WAITING
             request.n_preemptions += 1
         self._queue(unit)
         return moves
-
-    def _evict_for(self, n: int) -> bool:
-        """Whether ``n`` slots are free, after evicting what cached prefixes it takes."""
-        short = n - self.slots.n_free
-        return short <= 0 or (self.prefix_cache is not None and self.prefix_cache.evict(short) >= short)
 
     def _last(self) -> list[Request]:
         """The running request that gives way first, with those it runs in lockstep with."""
@@ -325,32 +289,6 @@ class Scheduler:
         if not last.lockstep:
             return [last]
         return [request for request in self.running if request.request_id == last.request_id]
-
-    def _move_out(self, unit: Sequence[Request]) -> list[Move]:
-        """Takes the KV of ``unit`` to the host, if all of it fits there."""
-        host = self.host
-        if host is None or any(request.n_computed is not None for request in unit):
-            return []
-        held = np.unique(np.concatenate([request.slots.view() for request in unit]))
-        if host.n_needed_out(held) > host.n_free:
-            return []
-        moves = []
-        for request in unit:
-            move = host.plan_out(request.slots.view())
-            request.host_slots, request.slots = move.slots, SlotList()
-            moves.append(move)
-        return moves
-
-    def _release(self, request: Request, *, keep: bool) -> None:
-        n = len(request.slots) if request.n_computed is None else request.n_computed
-        request.n_computed = None
-        if keep and n and self.prefix_cache is not None:
-            self.prefix_cache.insert(request.all_token_ids()[:n], request.slots.view()[:n])
-        self.slots.free(request.slots.view())
-        request.slots = SlotList()
-        if request.host_slots is not None and self.host is not None and request.state is RequestState.WAITING:
-            self.host.free(request.host_slots)
-            request.host_slots = None
 
     # -- newcomers, and those who come back ---------------------------------------------------------------------
 
@@ -367,7 +305,7 @@ class Scheduler:
                 break
             margin = self._margin(unit)
             if unit[0].host_slots is not None:
-                found = self._move_in(unit, margin)
+                found = self.room.move_in(unit, margin)
                 if found is None:
                     break
                 moves += found
@@ -375,7 +313,7 @@ class Scheduler:
             else:
                 # one prefill always goes, however long
                 bound = room if prefills and not self.n_prefill_workers else None
-                if not self._take_slots(unit, margin, bound):
+                if not self.room.take(unit, margin, bound):
                     break
                 room -= sum(request.n_tokens - request.n_cached for request in unit)
                 prefills += unit
@@ -441,10 +379,10 @@ class Scheduler:
             return False
         n = self._margin(unit) + sum(request.n_computed is None for request in self.running)
         if unit[0].host_slots is not None:
-            return self._make_room(n + len(_on_host(unit)) + len(unit))
+            return self.room.make(n + len(on_host(unit)) + len(unit))
         rows = [request.all_token_ids() for request in unit]
-        cached = self._match(unit[0], rows[0]) if len(unit) == 1 else np.empty(0, np.int32)
-        fits = self._make_room(n + _n_distinct(rows) - len(cached))
+        cached = self.room.match(unit[0], rows[0]) if len(unit) == 1 else np.empty(0, np.int32)
+        fits = self.room.make(n + n_distinct(rows) - len(cached))
         self.slots.free(cached)
         return fits
 
@@ -459,106 +397,3 @@ class Scheduler:
                 break
             unit.append(request)
         return unit
-
-    def _move_in(self, unit: Sequence[Request], margin: int) -> list[Move] | None:
-        """Slots for what ``unit`` has on the host, and for each one's coming token; None if there is no room."""
-        host = self.host
-        assert host is not None
-        if not self._make_room(len(_on_host(unit)) + len(unit) + margin):
-            return None
-        moves = []
-        for request in unit:
-            move = host.plan_in(request.host_slots if request.host_slots is not None else ())
-            request.slots, request.host_slots = SlotList(move.slots), None
-            moves.append(move)
-        append_each([request.slots for request in unit], self.slots.allocate(len(unit)))
-        return moves
-
-    def _still_wanted(self, move: Move) -> Move | None:
-        """Of what came back, what others still have on the host."""
-        host = self.host
-        assert host is not None
-        n = len(move.target)
-        if host.n_needed_out(move.target) == n:
-            return None
-        shared = np.asarray([host.n_needed_out(move.target[i : i + 1]) == 0 for i in range(n)])
-        return Move(move.source[shared], move.target[shared], move.source[shared])
-
-    def _take_slots(self, unit: Sequence[Request], margin: int, most_new: int | None) -> bool:
-        """Slots for all tokens of ``unit``, cached ones shared; False, and no change, if there is no room."""
-        if len(unit) > 1:
-            return self._take_slots_together(unit, margin, most_new)
-        [request] = unit
-        tokens = request.all_token_ids()
-        cached = self._match(request, tokens)
-        n_new = len(tokens) - len(cached)
-        if (most_new is not None and n_new > most_new) or not self._make_room(n_new + margin):
-            self.slots.free(cached)
-            return False
-        chunk = self._chunk_of(request)
-        if self.n_prefill_workers or (chunk is not None and n_new > chunk):
-            self._give(request, tokens, cached, None)
-            request.n_computed = request.n_cached
-        else:
-            self._give(request, tokens, cached, self.prefix_cache)
-        return True
-
-    def _match(self, request: Request, tokens: Sequence[int]) -> np.ndarray:
-        """Slots of the cached prefix, the last token left out: it must be computed, for what comes after it."""
-        if self.prefix_cache is None or request.scores_prompt:
-            return np.empty(0, np.int32)
-        found = self.prefix_cache.match(tokens[:-1])
-        if len(found) < self.min_prefix_tokens:
-            self.slots.free(found)
-            found = found[:0]
-        return found
-
-    def _take_slots_together(self, unit: Sequence[Request], margin: int, most_new: int | None) -> bool:
-        """As `_take_slots`, for sequences that have grown in lockstep: what they have in common is held once."""
-        rows = [request.all_token_ids() for request in unit]
-        n_distinct = _n_distinct(rows)
-        if (most_new is not None and n_distinct > most_new) or not self._make_room(n_distinct + margin):
-            return False
-        shared = PrefixCache(self.slots) if self.prefix_cache is None else self.prefix_cache
-        for request, tokens in zip(unit, rows, strict=True):
-            self._give(request, tokens, shared.match(tokens[:-1]), shared)
-        if shared is not self.prefix_cache:
-            shared.clear()
-        return True
-
-    def _give(
-        self, request: Request, tokens: list[int], cached: np.ndarray, cache: PrefixCache | None
-    ) -> None:
-        """Slots for a request that starts after ``cached``. What it is about to compute is cached from now on: who
-        is admitted after it in the same step is prefilled after it."""
-        request.slots = SlotList(cached)
-        request.slots.extend(self.slots.allocate(len(tokens) - len(cached)))
-        request.n_cached = len(cached)
-        if cache is not None:
-            cache.insert(tokens, request.slots.view())
-
-    def _make_room(self, n: int) -> bool:
-        """Whether ``n`` slots are free, after evicting what it takes; nothing is evicted if that would not do."""
-        short = n - self.slots.n_free
-        if short <= 0:
-            return True
-        cache = self.prefix_cache
-        if cache is None or cache.n_cached < short or cache.n_evictable < short:
-            return False
-        return self._evict_for(n)
-
-
-def _on_host(unit: Sequence[Request]) -> np.ndarray:
-    """The host slots of ``unit``, each once."""
-    held = [request.host_slots for request in unit if request.host_slots is not None]
-    return np.unique(np.concatenate(held))
-
-
-def _n_distinct(rows: Sequence[list[int]]) -> int:
-    """Tokens of all rows, those of common prefixes counted once."""
-    ordered = sorted(rows)
-    n = len(ordered[0])
-    for before, row in pairwise(ordered):
-        shared = next((i for i, (a, b) in enumerate(zip(before, row, strict=False)) if a != b), None)
-        n += len(row) - (min(len(before), len(row)) if shared is None else shared)
-    return n

@@ -25,8 +25,8 @@ import numpy as np
 from jaxlamina.ahead import Ahead, beside_steps, n_compiling, side_by_side
 from jaxlamina.buckets import Buckets, Shape, bucket
 from jaxlamina.engine import Engine
+from jaxlamina.room import SCORED_CHUNK
 from jaxlamina.run.executor import StepLogits
-from jaxlamina.scheduler import SCORED_CHUNK
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.workers.kv_pools import move_sizes

@@ -18,12 +18,12 @@ from test_engine import LetterTokenizer
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
-from jaxlamina.engine import Engine, TokenEvent
+from jaxlamina.engine import Engine
 from jaxlamina.errors import UserError
 from jaxlamina.in_flight import StepTimes
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
-from jaxlamina.outputs import RequestOutput
+from jaxlamina.outputs import RequestOutput, TokenEvent
 from jaxlamina.run.executor import StepLogits, WrappedExecutor
 from jaxlamina.sampling import Sampler
 from jaxlamina.steps.step import Step
@@ -89,7 +89,7 @@ class Run:
             engine.check_integrity()
             if engine.idle and len(ids) == len(requests):
                 break
-        assert len(self.outputs) == len(requests) and engine.scheduler.n_used == 0
+        assert len(self.outputs) == len(requests) and engine.scheduler.room.n_used == 0
 
     def of(self, i: int) -> list[tuple[int, int, str]]:
         """A request's events, each continuation's in order."""
@@ -304,7 +304,7 @@ def test_a_step_that_nobody_wants_any_more_is_not_waited_for(small: LLM):
         out = engine.abort(request_id)
         assert out is not None and list(out.token_ids) == tokens[request_id] and len(out.token_ids) == 3
         engine.check_integrity()
-    assert engine.idle and engine.scheduler.n_used == 0 and engine.step() == []
+    assert engine.idle and engine.scheduler.room.n_used == 0 and engine.step() == []
     # A token that ends it: nothing is left after it is seen, though the next step was launched.
     end = tokens[first][2]
     request_id = engine.add_request(
@@ -312,7 +312,7 @@ def test_a_step_that_nobody_wants_any_more_is_not_waited_for(small: LLM):
     )
     while not any(event.output for event in engine.step()):
         pass
-    assert engine.idle and request_id not in engine._live
+    assert engine.idle and request_id not in engine.postprocess.live
 
 
 def test_what_a_failed_step_leaves_can_be_aborted(small: LLM):

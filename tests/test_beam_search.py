@@ -161,7 +161,7 @@ def test_beams_are_the_same_beside_others_and_after_preemption(n_slots, widths, 
     outputs, _ = run(engine)
     for request_id, rows in expected.items():
         same(found(outputs[request_id]), rows)
-    assert engine.scheduler.n_used == 0
+    assert engine.scheduler.room.n_used == 0
 
 
 def test_outputs_text_logprobs_and_events_of_beams():

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlamina.buckets import Buckets
-from jaxlamina.engine import Engine, TokenEvent
+from jaxlamina.engine import Engine
 from jaxlamina.errors import UserError
-from jaxlamina.outputs import RequestOutput
+from jaxlamina.outputs import RequestOutput, TokenEvent
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.sampling import Sampler, SamplingParams
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
@@ -186,7 +186,7 @@ def test_tokens_do_not_depend_on_batching_preemption_caching_or_the_host(
     assert {i: list(out.token_ids) for i, out in outputs.items()} == expected
     for i, tokens in expected.items():  # streamed in order, each once
         assert [e.token_id for e in events if e.request_id == i] == tokens
-    assert engine.scheduler.n_used == 0
+    assert engine.scheduler.room.n_used == 0
     stats = engine.stats
     assert stats.n_prompt_tokens_computed == sum(engine.executor.n_prefilled)
     assert stats.n_prompt_tokens == stats.n_prompt_tokens_computed + stats.n_prefix_hit_tokens
@@ -361,7 +361,7 @@ def test_abort_frees_slots_and_keeps_what_was_written():
     assert out is not None and out.finish_reason == "abort" and len(out.token_ids) == 1
     assert engine.abort(request_id) is None
     assert engine.abort(waiting) is not None
-    assert engine.idle and engine.scheduler.n_used == 0
+    assert engine.idle and engine.scheduler.room.n_used == 0
 
 
 @pytest.mark.parametrize(

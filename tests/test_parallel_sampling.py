@@ -96,7 +96,7 @@ def test_samples_are_the_same_in_a_crowd_that_is_preempted(
     for request_id, (params, prompt) in asked.items():
         alone, _ = sampled(dice(), params, prompt)
         assert outputs[request_id].outputs == alone.outputs
-    assert crowded.scheduler.n_used == 0
+    assert crowded.scheduler.room.n_used == 0
 
 
 def test_every_sample_is_streamed_under_its_index_and_the_last_event_has_the_output():

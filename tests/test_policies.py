@@ -356,7 +356,7 @@ def serve(engine, work, steps_apart: int) -> list[tuple[int, ...]]:
                 tokens[event.request_id] = event.output.outputs[0].token_ids
         engine.check_integrity()
         step += 1
-    assert engine.scheduler.n_used == 0
+    assert engine.scheduler.room.n_used == 0
     return [tokens[i] for i in ids]
 
 

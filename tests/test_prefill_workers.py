@@ -18,7 +18,8 @@ from test_scheduler import make, play, request, run_step, workloads
 from jaxlamina.buckets import Buckets
 from jaxlamina.policies import load_policy
 from jaxlamina.request import Request
-from jaxlamina.scheduler import SCORED_CHUNK, Scheduler
+from jaxlamina.room import SCORED_CHUNK
+from jaxlamina.scheduler import Scheduler
 from jaxlamina.step_plan import StepPlan
 from jaxlamina.steps.batch import levelled
 from jaxlamina.steps.shape import StepShape
@@ -308,7 +309,7 @@ def test_a_steps_parts() -> None:
     prompts = StepShape("prefill", 1, 16, 0, rank=3), StepShape("chunk", 1, 16, 32, q_first=False, rank=4)
     step = StepShape("decode", 8, 1, 256, prefills=prompts)
     assert str(step) == (
-        "decode, batch 8, context 256, with prefill, batch 1, tokens 16, context 0, on rank 3, "
+        "decode, batch 8, context 256, with prefill, batch 1, tokens 16, on rank 3, "
         "with chunk, batch 1, tokens 16, context 32, q with k and v, on rank 4"
     )
     assert step.part_of(0) == StepShape("decode", 8, 1, 256)

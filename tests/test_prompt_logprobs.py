@@ -14,7 +14,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.outputs import TokenEvent
-from jaxlamina.scheduler import SCORED_CHUNK
+from jaxlamina.room import SCORED_CHUNK
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 SCORED = replace(GREEDY, prompt_logprobs=5)

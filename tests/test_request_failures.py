@@ -50,7 +50,7 @@ def alone(llm: LLM):
 
 def sabotage(engine: Engine, request_id: str, place: str, at: int, error: BaseException) -> None:
     """Has the request's ``at``-th call of what ``place`` names raise ``error``."""
-    job, _ = engine._live[request_id]
+    job, _ = engine.postprocess.live[request_id]
     n_calls = 0
 
     def failing(wrapped):
@@ -104,7 +104,7 @@ def test_the_others_go_on(llm: LLM, alone, data):
             elif event.output is not None:
                 outputs[event.request_id] = event.output
     engine.check_integrity()
-    assert engine.scheduler.n_used == 0 and not engine._live
+    assert engine.scheduler.room.n_used == 0 and not engine.postprocess.live
     assert outputs[first].token_ids == outputs[last].token_ids == alone
     [found] = errors
     assert found is error or "Panic" in str(found)
@@ -129,7 +129,7 @@ def test_generate_raises_it(llm: LLM, monkeypatch):
         llm.generate("ab", PARAMS["grammar"])
     with pytest.raises(ValueError, match="odd"):
         list(llm.stream("ab", PARAMS["grammar"]))
-    assert llm.engine.idle and llm.engine.scheduler.n_used == 0
+    assert llm.engine.idle and llm.engine.scheduler.room.n_used == 0
 
 
 def serving(llm: LLM, scenario, **options) -> None:
@@ -251,5 +251,5 @@ def test_an_engine_that_is_said_to_have_failed_tells_everybody(llm: LLM):
         await engine.stop(30)
 
     asyncio.run(scenario())
-    for request_id in list(llm.engine._live):
+    for request_id in list(llm.engine.postprocess.live):
         llm.engine.abort(request_id)

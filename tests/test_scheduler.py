@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.request import Request, RequestState
-from jaxlamina.scheduler import Scheduler, _n_distinct
+from jaxlamina.room import n_distinct
+from jaxlamina.scheduler import Scheduler
 
 
 def make(capacity: int, max_num_seqs: int = 4, *, caching: bool = False, n_host: int = 0, **kw) -> Scheduler:
@@ -190,7 +191,7 @@ def play(workload, aborted: set[int], random, check=lambda scheduler, plan, befo
         if scheduler.idle and step >= last_arrival:
             break
     assert scheduler.idle and not live
-    assert scheduler.n_used == 0
+    assert scheduler.room.n_used == 0
     assert scheduler.host is None or scheduler.host.n_used == 0
     scheduler.forget_cached()
     assert scheduler.slots.n_used == 0
@@ -255,7 +256,9 @@ def test_a_second_prompt_is_admitted_after_the_prefix_that_the_first_left():
     scheduler.add(first)
     while not scheduler.idle:
         run_step(scheduler)
-    assert scheduler.n_used == 0 and scheduler.slots.n_used == 20 + 3  # the last token was never taken in
+    assert (
+        scheduler.room.n_used == 0 and scheduler.slots.n_used == 20 + 3
+    )  # the last token was never taken in
     answer = first.output_token_ids
     same = Request("same", list(range(20)), 4)
     longer = Request("longer", [*range(20), *answer, 50, 51], 4)
@@ -423,8 +426,8 @@ def test_beams_are_preempted_together_and_share_again_what_they_shared(caching: 
 
 
 def test_tokens_of_common_prefixes_are_counted_once():
-    assert _n_distinct([[1, 2, 3]]) == 3
-    assert _n_distinct([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [9]]) == 3 + 1 + 1 + 1
+    assert n_distinct([[1, 2, 3]]) == 3
+    assert n_distinct([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [9]]) == 3 + 1 + 1 + 1
 
 
 def test_more_sequences_than_run_at_once_are_refused():
@@ -656,7 +659,7 @@ def test_any_workload_a_step_ahead_finishes(workload, aborted, random, stops):
             scheduler.check_integrity()
         if scheduler.idle and not ahead.launched and step >= max(arrivals, default=0):
             break
-    assert scheduler.idle and scheduler.n_used == 0
+    assert scheduler.idle and scheduler.room.n_used == 0
     assert scheduler.host is None or scheduler.host.n_used == 0
     scheduler.forget_cached()
     assert scheduler.slots.n_used == 0
