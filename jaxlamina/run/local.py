@@ -185,7 +185,9 @@ class LocalExecutor(Executor):
     def _programs_of(self, shape: StepShape) -> tuple[tuple[CutProgram, Any], list[CutProgram]]:
         known = shape.without_context  # the model's is the same whatever is stored
         if known not in self._of_model:
-            self._of_model[known] = self._side.compile_later(shape)()  # type: ignore[assignment]
+            found: Any = self._side.compile_later(shape)()
+            found[0].what = f"slices, {known}"
+            self._of_model[known] = found
         if shape not in self._of_pool:
             self._of_pool[shape] = [self._attention(w, shape) for w in range(len(self.pools))]
         return self._of_model[known], self._of_pool[shape]
@@ -194,7 +196,11 @@ class LocalExecutor(Executor):
         end = LocalTransport(w + 1, len(self.pools) + 1, self.pools[w].device, self._pieces)
         known = end, self.layout, self._own_specs, self._own_n_query_heads, shape
         inputs = step_inputs_of(self.layout, shape, self._own_specs)
-        return end.compile(AttentionProgram(*known).step, *self._pools_like[w], inputs, donate_argnums=(0, 1))
+        program = end.compile(
+            AttentionProgram(*known).step, *self._pools_like[w], inputs, donate_argnums=(0, 1)
+        )
+        program.what = f"attend, {shape}"
+        return program
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         self.book.copy_slots(as_slots(src), as_slots(dst))

@@ -73,7 +73,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         parts = [self.kind, f"batch {self.batch}"]
         parts += [f"tokens {self.tokens}"] if self.kind != "decode" or self.tokens != 1 else []
-        parts += [f"context {self.context}"]
+        parts += [f"context {self.context}"] if self.context else []
         parts += [f"{name} {n}" for name, n in (("rows", self.rows), ("new", self.new)) if n]
         parts += [f"in {self.n_batches} staggered"] if self.n_batches > 1 else []
         parts += [f"in {self.mini_batches} mini-batches"] if self.mini_batches > 1 else []

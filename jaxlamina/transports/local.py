@@ -157,28 +157,29 @@ class CompiledPieces:
         self._ahead: dict[tuple[str, jax.Device], Any] = {}
         self._on_compile = on_compile
 
-    def run(self, piece: _Piece, device: jax.Device, args: Sequence[Any]) -> Sequence[Any]:
-        found = self._ahead.get((piece.key, device)) or self.jitted(piece, device)
+    def run(self, piece: _Piece, device: jax.Device, args: Sequence[Any], what: str) -> Sequence[Any]:
+        """``what``: the program whose piece it is, as compilations are counted by."""
+        found = self._ahead.get((piece.key, device)) or self.jitted(piece, device, what)
         outs: Sequence[Any] = found(*args)
         return outs
 
-    def jitted(self, piece: _Piece, device: jax.Device) -> Any:
+    def jitted(self, piece: _Piece, device: jax.Device, what: str) -> Any:
         key = piece.key, device
         if key not in self._jitted:
-            self._on_compile(f"piece {len(self._jitted)} of {len(piece.block.eqns)} operators")
+            self._on_compile(what)
             self._jitted[key] = jax.jit(lambda *args: piece.block(args), donate_argnums=piece.donated)
         return self._jitted[key]
 
-    def compile(self, piece: _Piece, device: jax.Device, *, behind: bool) -> None:
+    def compile(self, piece: _Piece, device: jax.Device, what: str, *, behind: bool) -> None:
         """Before it is run; in any thread."""
         key = piece.key, device
         if key not in self._ahead:
-            lowered = self.jitted(piece, device).lower(*_likes(piece, device))
+            lowered = self.jitted(piece, device, what).lower(*_likes(piece, device))
             self._ahead[key] = lowered.compile(compiler_options=compiler_options(device, behind=behind))
 
-    def n_bytes(self, piece: _Piece, device: jax.Device) -> int:
+    def n_bytes(self, piece: _Piece, device: jax.Device, what: str) -> int:
         """What a piece takes beside its arguments."""
-        return program_bytes(self.jitted(piece, device), *_likes(piece, device))
+        return program_bytes(self.jitted(piece, device, what), *_likes(piece, device))
 
 
 def _likes(piece: _Piece, device: jax.Device) -> list[jax.ShapeDtypeStruct]:
@@ -187,7 +188,9 @@ def _likes(piece: _Piece, device: jax.Device) -> list[jax.ShapeDtypeStruct]:
 
 
 class CutProgram:
-    """A rank's program as pieces and messages in order; `run_together` runs it."""
+    """A rank's program as pieces and messages in order; `run_together` runs it. ``what``: its name, for counts."""
+
+    what = ""
 
     def __init__(
         self, rank: int, device: jax.Device, traced: Any, donated: set[int], compiled: CompiledPieces
@@ -214,11 +217,13 @@ class CutProgram:
 
     def compile(self, *, behind: bool = False) -> None:
         for piece in self.pieces:
-            self._compiled.compile(piece, self.device, behind=behind)
+            self._compiled.compile(piece, self.device, self.what, behind=behind)
 
     def workspace_bytes(self) -> int:
         """What the largest piece takes beside its arguments."""
-        return max((self._compiled.n_bytes(piece, self.device) for piece in self.pieces), default=0)
+        return max(
+            (self._compiled.n_bytes(piece, self.device, self.what) for piece in self.pieces), default=0
+        )
 
     def run(
         self, args: Sequence[Any], mail: HandedOver, devices: Mapping[int, jax.Device]
@@ -227,7 +232,9 @@ class CutProgram:
         values = self._consts | dict(zip(self._invars, jax.tree.leaves(args), strict=True))
         for step in self.steps:
             if isinstance(step, _Piece):
-                outs = self._compiled.run(step, self.device, [values[v] for v in step.block.invars])
+                outs = self._compiled.run(
+                    step, self.device, [values[v] for v in step.block.invars], self.what
+                )
                 values.update(zip(step.block.outvars, outs, strict=True))
             elif step.sent is not None:
                 there = devices[step.peer]
