@@ -22,11 +22,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxlamina.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxlamina.errors import UserError
     from jaxlamina.llm import LLM
-    from jaxlamina.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxlamina.sampling import SamplingParams
-    from jaxlamina.structured import StructuredOutputs
+    from jaxlamina.sampling.params import SamplingParams
+    from jaxlamina.sampling.structured import StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,12 +41,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CompletionOutput": "jaxlamina.outputs",
+    "CompletionOutput": "jaxlamina.engine.outputs",
     "LLM": "jaxlamina.llm",
-    "Logprob": "jaxlamina.outputs",
-    "RequestOutput": "jaxlamina.outputs",
-    "SamplingParams": "jaxlamina.sampling",
-    "StructuredOutputs": "jaxlamina.structured",
+    "Logprob": "jaxlamina.engine.outputs",
+    "RequestOutput": "jaxlamina.engine.outputs",
+    "SamplingParams": "jaxlamina.sampling.params",
+    "StructuredOutputs": "jaxlamina.sampling.structured",
     "UserError": "jaxlamina.errors",
 }
 

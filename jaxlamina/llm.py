@@ -19,17 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina import compilation, dtypes
-from jaxlamina.buckets import Buckets
-from jaxlamina.engine import Engine, TokenEvent
+from jaxlamina import dtypes
+from jaxlamina.engine.engine import Engine, TokenEvent
+from jaxlamina.engine.headroom import check_headroom
+from jaxlamina.engine.outputs import RequestOutput
+from jaxlamina.engine.policies import load_policy
 from jaxlamina.errors import UserError
-from jaxlamina.headroom import check_headroom
 from jaxlamina.kv.placement import chosen_partition, why_chosen
 from jaxlamina.models import ModelConfig, abstract_params, apply
-from jaxlamina.outputs import RequestOutput
-from jaxlamina.policies import load_policy
+from jaxlamina.process import jax_cache
 from jaxlamina.run.local import LocalExecutor
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.steps.buckets import Buckets
 from jaxlamina.workers import UnsplitExecutor
 from jaxlamina.workers.calibration import Calibration, calibration_rows
 from jaxlamina.workers.capacity import (
@@ -47,7 +48,7 @@ from splitter import SplitReport
 
 if TYPE_CHECKING:
     from jaxlamina.ranks import Group, RanksExecutor
-    from jaxlamina.tokenizer import Tokenizer
+    from jaxlamina.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 KV_MANAGERS = ("token", "padded")
@@ -134,7 +135,7 @@ class LLM:
     - ``async_scheduling``: launch each step before the tokens of the one before it are looked at, so that the device need
       not wait for the host; the same tokens either way. Jobs of several model ranks go one step at a time regardless.
     - ``scheduling_policy``: who goes first, and who gives way last: "fifo", "priority", "chat-first",
-      "shortest-remaining" or a class of your own, "package.module:Class" (`jaxlamina.policies`).
+      "shortest-remaining" or a class of your own, "package.module:Class" (`jaxlamina.engine.policies`).
     - ``kv_manager``: "token" takes a slot when a token needs it; "padded" counts every running sequence as long as the
       longest of them may become, as a contiguous KV cache does, to compare with.
     - ``kv_headroom``: of what running requests may still write, the share that must have room before another is admitted:
@@ -225,7 +226,7 @@ class LLM:
         if self.why_dtype:
             _log.info(self.why_dtype)
         if compilation_cache:
-            compilation.keep_programs()
+            jax_cache.keep_programs()
         least = 2 if max_model_len is None else length
         most = max_num_seqs * length
         n_slots = kv_slots or partial(slots_that_fit, most=most, least=least)

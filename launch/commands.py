@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from jaxlamina.cluster import Cluster
+from jaxlamina.job.cluster import Cluster
 from launch.options import Options
 from launch.processes import LAUNCHED, Child
 

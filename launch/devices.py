@@ -5,9 +5,9 @@ Pure Python on plain data. Knows nothing of JAX beyond JAX_PLATFORMS.
 
 from __future__ import annotations
 
-from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
-from jaxlamina.gpus import MEMORY_SHARE
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.process.gpus import MEMORY_SHARE
 from launch.roles import Place
 
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxlamina.cluster import JOB, Cluster
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT
+from jaxlamina.job.cluster import JOB, Cluster
 from launch.commands import mpi_child, mpirun_argv, plain_children
 from launch.options import Options, parse
 from launch.processes import Job

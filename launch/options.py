@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from jaxlamina.cluster import COMMANDS, Cluster, change
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import COMMANDS, Cluster, change
 from jaxlamina.server.settings import CONNECTIONS_END_S, SHUTDOWN_TIMEOUT_S, THREAD_END_S
 
 

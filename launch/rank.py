@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
-from jaxlamina.gpus import n_gpus
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.process.gpus import n_gpus
 from launch import devices
 from launch.options import Options, parse
 from launch.processes import FIRST_PID, LAUNCHED, end_with_parent

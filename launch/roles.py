@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxlamina.errors import UserError
-from jaxlamina.roles import Pool, Pools, Role
+from jaxlamina.job.roles import Pool, Pools, Role
 
 __all__ = ["Place", "Pool", "Pools", "Role", "place"]
 

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxlamina.control import frames, sockets
-from jaxlamina.control.channel import ControlClient, ControlError, ControlServer, hello_of
-from jaxlamina.control.frames import FrameReader
-from jaxlamina.control.messages import (
+from jaxlamina.errors import UserError
+from jaxlamina.job.control import frames, sockets
+from jaxlamina.job.control.channel import ControlClient, ControlError, ControlServer, hello_of
+from jaxlamina.job.control.frames import FrameReader
+from jaxlamina.job.control.messages import (
     Hello,
     StepShape,
     decode,
 )
-from jaxlamina.errors import UserError
 
 RANK = Path(__file__).with_name("control_rank.py")
 CONFIG: dict[str, Any] = {"dop": "1,2", "kv_dtype": "auto", "max_num_seqs": 8, "window": None, "scale": 0.5}

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 
-from jaxlamina.control.channel import ControlClient, ControlError, ControlServer, hello_of
-from jaxlamina.control.messages import (
+from jaxlamina.errors import UserError
+from jaxlamina.job.control.channel import ControlClient, ControlError, ControlServer, hello_of
+from jaxlamina.job.control.messages import (
     Bye,
     Prepare,
     Prepared,
@@ -25,7 +26,6 @@ from jaxlamina.control.messages import (
     StepShape,
     TakeRows,
 )
-from jaxlamina.errors import UserError
 
 VERSIONS = {"jax": "1.2.3", "jaxlamina": "0.1.0"}
 JOB = "the job's word"

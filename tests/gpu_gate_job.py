@@ -31,12 +31,12 @@ import numpy as np
 from gpu_gate_cases import Case, Size
 
 from jaxlamina import LLM, SamplingParams, ranks
-from jaxlamina.buckets import Buckets
-from jaxlamina.cluster import Cluster
-from jaxlamina.engine import Engine
+from jaxlamina.bench.perplexity import logprobs_of
+from jaxlamina.engine.engine import Engine
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, apply, random_params
-from jaxlamina.perplexity import logprobs_of
+from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights import open_checkpoint
 from jaxlamina.workers import DecodeBatch, PrefillBatch

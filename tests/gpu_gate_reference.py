@@ -32,7 +32,7 @@ def main() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    from jaxlamina.perplexity import windows_of
+    from jaxlamina.bench.perplexity import windows_of
     from jaxlamina.weights import open_checkpoint
 
     config = LlamaConfig(

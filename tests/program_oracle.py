@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxlamina.cluster import Cluster
-from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.job.control.messages import Exchange
 from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of

@@ -36,9 +36,9 @@ import msgspec
 import numpy as np
 
 from jaxlamina import LLM, SamplingParams, ranks
-from jaxlamina.cluster import Cluster
-from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.job.control import messages as m
 from jaxlamina.llm import InMemoryModel
 from launch.roles import place
 
@@ -150,9 +150,9 @@ def moves(group: Any, model: str) -> dict[str, Any]:
     """KV that is copied among slots, and out to the host and back into other slots: the next logits are the same."""
     from functools import partial
 
-    from jaxlamina.buckets import Buckets
     from jaxlamina.models import apply
     from jaxlamina.ranks import RanksExecutor
+    from jaxlamina.steps.buckets import Buckets
     from jaxlamina.workers import DecodeBatch, PrefillBatch
     from jaxlamina.workers.workspace import LargestStep
 
@@ -228,7 +228,7 @@ def chunked_beside_decodes(
     over_ranks: Any, alone: Any, slots: list[list[int]], second: dict[str, Any]
 ) -> tuple[list[float], tuple[list[Any], list[Any]], set[int]]:
     """Logits' differences relative to the largest, both executors' greedy tokens, and the slots in use."""
-    from jaxlamina.buckets import Buckets
+    from jaxlamina.steps.buckets import Buckets
     from jaxlamina.steps.step import PromptPart, Step
     from jaxlamina.workers import DecodeBatch, PrefillBatch
 
@@ -303,7 +303,7 @@ def warmed(
     """Every program once before there is a request, and steps of padding alone; then requests, each twice: the programs that
     they need more, and whether their tokens are those of the unsplit model. ``ahead``: of ``n_todo``, how many of this
     rank's another thread had compiled before they were run."""
-    from jaxlamina import warm_up
+    from jaxlamina.engine import warm_up
 
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
     llm = LLM(source(model), group=group, **limits)

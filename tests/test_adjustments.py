@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from test_engine import LetterTokenizer, V, run
 from test_parallel_sampling import dice, logits_after
 
-from jaxlamina.adjustments import Adjusted, adjust, bans_of, build, mask_of
 from jaxlamina.errors import UserError
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling.adjustments import Adjusted, adjust, bans_of, build, mask_of
+from jaxlamina.sampling.params import SamplingParams
 
 ADJUST = jax.jit(adjust)
 MASK = partial(np.asarray, dtype=np.uint32)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxlamina.ahead import Ahead, n_compiling
+from jaxlamina.process.compile_ahead import Ahead, n_compiling
 
 
 def test_what_is_begun_is_done_by_another_thread_and_taken_once():

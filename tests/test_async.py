@@ -18,14 +18,14 @@ from test_engine import LetterTokenizer
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
-from jaxlamina.engine import Engine
+from jaxlamina.engine.engine import Engine
+from jaxlamina.engine.in_flight import StepTimes
+from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.errors import UserError
-from jaxlamina.in_flight import StepTimes
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
-from jaxlamina.outputs import RequestOutput, TokenEvent
 from jaxlamina.run.executor import StepLogits, WrappedExecutor
-from jaxlamina.sampling import Sampler
+from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.step import Step
 
 SAMPLER = Sampler()  # one for all engines: its programs are compiled once

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from jaxlamina.bench.breakdown_bench import check
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.step_bench import StepCase
-from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 from launch.local import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]

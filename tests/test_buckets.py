@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.buckets import Buckets, Compiled, Shape, bucket, steps
-from jaxlamina.warm_up import first_of, shapes
+from jaxlamina.engine.warm_up import first_of, shapes
+from jaxlamina.steps.buckets import Buckets, Compiled, Shape, bucket, steps
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 
 

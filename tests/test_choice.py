@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.ranks.choice import Choice
+from jaxlamina.run.staggering import Choice
 
 SECONDS = st.floats(1e-4, 1.0)
 

@@ -17,8 +17,8 @@ from serving import ROOT, WORDS_TEMPLATE, environment, serving
 
 from jaxlamina.cli.batch_input import CHAT, COMPLETIONS, parse
 from jaxlamina.cli.chat import SETTABLE
-from jaxlamina.client import Client, ServerError
 from jaxlamina.errors import UserError
+from jaxlamina.server.client import Client, ServerError
 
 
 @pytest.fixture(scope="module")

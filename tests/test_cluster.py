@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from jaxlamina.cluster import Cluster, address, change, fields
 from jaxlamina.configs import configs_dir
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster, address, change, fields
 
 
 def write(folder, text):

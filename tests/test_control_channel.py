@@ -24,12 +24,13 @@ from control_group import (
     said_by,
 )
 
-from jaxlamina.control import client as client_module
-from jaxlamina.control import door as door_module
-from jaxlamina.control import frames, sockets
-from jaxlamina.control.channel import ControlError, hello_of
-from jaxlamina.control.door import HELLO_BYTES, MOST_GUESTS
-from jaxlamina.control.messages import (
+from jaxlamina.errors import UserError
+from jaxlamina.job.control import client as client_module
+from jaxlamina.job.control import door as door_module
+from jaxlamina.job.control import frames, sockets
+from jaxlamina.job.control.channel import ControlError, hello_of
+from jaxlamina.job.control.door import HELLO_BYTES, MOST_GUESTS
+from jaxlamina.job.control.messages import (
     PROTOCOL,
     Array,
     Bye,
@@ -45,7 +46,6 @@ from jaxlamina.control.messages import (
     TakeRows,
     encode,
 )
-from jaxlamina.errors import UserError
 
 
 @pytest.fixture
@@ -446,7 +446,9 @@ def test_large_messages_cross_while_heartbeats_go_on(group):
 
 def test_a_message_that_is_too_large_is_refused_by_the_sender(pair, monkeypatch):
     server, client, _ = pair
-    monkeypatch.setattr("jaxlamina.control.server.frame", lambda body: frames.frame(body, largest_bytes=1000))
+    monkeypatch.setattr(
+        "jaxlamina.job.control.server.frame", lambda body: frames.frame(body, largest_bytes=1000)
+    )
     with pytest.raises(ValueError, match="larger than the 1000 that may be sent"):
         server.send(1, TakeRows(Array.of(np.zeros(1000))))
     server.send(1, Prepare(SHAPE))

@@ -24,11 +24,11 @@ from control_group import (
     said_by,
 )
 
-from jaxlamina.control import sockets
-from jaxlamina.control.channel import ControlError, hello_of
-from jaxlamina.control.connection import Connection, ConnectionEnded
-from jaxlamina.control.frames import LARGEST_BYTES, FrameReader
-from jaxlamina.control.messages import (
+from jaxlamina.job.control import sockets
+from jaxlamina.job.control.channel import ControlError, hello_of
+from jaxlamina.job.control.connection import Connection, ConnectionEnded
+from jaxlamina.job.control.frames import LARGEST_BYTES, FrameReader
+from jaxlamina.job.control.messages import (
     PROTOCOL,
     Array,
     Bye,

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.control import frames, messages
-from jaxlamina.control.frames import FrameError, FrameReader
-from jaxlamina.control.messages import (
+from jaxlamina.job.control import frames, messages
+from jaxlamina.job.control.frames import FrameError, FrameReader
+from jaxlamina.job.control.messages import (
     Array,
     Exchange,
     Fault,

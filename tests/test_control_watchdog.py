@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxlamina.control.watchdog import Watchdog
+from jaxlamina.job.control.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_deadline_is_above_0(deadline_s):
 
 STOPPED = """
 import time
-from jaxlamina.control.watchdog import Watchdog
+from jaxlamina.job.control.watchdog import Watchdog
 watchdog = Watchdog(2.0, lambda line: print(line, flush=True))
 watchdog.begin("step")
 print("began", flush=True)

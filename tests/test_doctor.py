@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlamina import doctor
+from jaxlamina.process import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 

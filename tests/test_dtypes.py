@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from test_weights_gguf import write_gguf
 
 from jaxlamina import LLM, UserError
-from jaxlamina.cluster import Cluster
 from jaxlamina.dtypes import chosen
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.weights import DummyCheckpoint, convert, open_checkpoint

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlamina.buckets import Buckets
-from jaxlamina.engine import Engine
+from jaxlamina.engine.engine import Engine
+from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.errors import UserError
-from jaxlamina.outputs import RequestOutput, TokenEvent
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
-from jaxlamina.sampling import Sampler, SamplingParams
+from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import Step
 
 V = 97

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from test_models import MODELS
 
-from jaxlamina import LLM, garbage
-from jaxlamina.control import messages as m
+from jaxlamina import LLM
+from jaxlamina.job.control import messages as m
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.process import garbage
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.server.run import App
 from jaxlamina.server.settings import Settings

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import make, request, run_step
 
-from jaxlamina.headroom import Headroom, most_wanted
-from jaxlamina.policies import load_policy
-from jaxlamina.request import RequestState
+from jaxlamina.engine.headroom import Headroom, most_wanted
+from jaxlamina.engine.policies import load_policy
+from jaxlamina.engine.request import RequestState
 
 ROWS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=8)
 

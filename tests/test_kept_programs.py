@@ -16,7 +16,7 @@ import pytest
 from rank_jobs import run_job
 from split_examples import llama_params, scanned_llama, stacked
 
-from jaxlamina import kept_programs
+from jaxlamina.process import kept_programs
 from pallas_kernels import use_backend
 from splitter import split, trace
 

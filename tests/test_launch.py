@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxlamina.cli.main import main as command_line
-from jaxlamina.cluster import JOB, Cluster
 from jaxlamina.configs import configs_dir
 from jaxlamina.errors import UserError
-from jaxlamina.gpus import n_gpus
+from jaxlamina.job.cluster import JOB, Cluster
+from jaxlamina.process.gpus import n_gpus
 from launch import devices, local
 from launch.commands import mpi_child, mpirun_argv, plain_children, rank_argv
 from launch.options import Options, parse

@@ -25,7 +25,7 @@ DEADLINE_S = 30
 JOB = """
 import json, os, sys
 from launch.processes import Child, Job
-from jaxlamina.cluster import Cluster
+from jaxlamina.job.cluster import Cluster
 scripts = json.loads(sys.argv[1])
 children = [
     Child((sys.executable, "-c", script), rank, dict(os.environ), stdout=rank == 0, stdin=rank == 0)

@@ -15,12 +15,12 @@ from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.run.parts import Part, prompts_part
+from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.transports.local import CompiledPieces, CutProgram, LocalTransport, run_together
 from jaxlamina.workers.kv_pools import KVPools
 from jaxlamina.workers.spec import AttentionSpec
-from jaxlamina.workers.unsplit import UnsplitExecutor
 from jaxlamina.workers.workspace import shapes
 
 DEVICE = jax.devices()[0]

@@ -18,7 +18,7 @@ from serving import environment
 
 from jaxlamina import LLM, UserError
 from jaxlamina.cli.main import main
-from jaxlamina.host_memory import host_free_bytes
+from jaxlamina.process.host_memory import host_free_bytes
 from jaxlamina.weights.dummy import DummyCheckpoint
 from jaxlamina.workers import AttentionSpec, capacity
 from jaxlamina.workers.capacity import check_slots, check_weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rank_jobs import check_greedy, run_job
 
-from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import pytest
 from rank_jobs import run_job
 from test_models import MODELS
 
-from jaxlamina.buckets import Buckets
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.wires import pack, packed_like, unpack
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.workers import DecodeBatch, PrefillBatch, UnsplitExecutor
 from jaxlamina.workers.model_worker import trace_step

@@ -9,12 +9,12 @@ import time
 import pytest
 from checkpoint_examples import tiny_words_folder
 
-from jaxlamina import template_process
 from jaxlamina.cli.main import main
 from jaxlamina.errors import UserError
 from jaxlamina.models.config import ModelConfig
-from jaxlamina.template_process import render_bounded
-from jaxlamina.tokenizer import tokenizer_from_folder
+from jaxlamina.text import template_process
+from jaxlamina.text.template_process import render_bounded
+from jaxlamina.text.tokenizer import tokenizer_from_folder
 from jaxlamina.weights.checkpoint import read_json
 
 DEEP = "[" * 100_000

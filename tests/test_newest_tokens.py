@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina import in_flight
-from jaxlamina.in_flight import NewestTokens
-from jaxlamina.request import Request
-from jaxlamina.sampling import Sampled
+from jaxlamina.engine import in_flight
+from jaxlamina.engine.in_flight import NewestTokens
+from jaxlamina.engine.request import Request
+from jaxlamina.sampling.sampler import Sampled
 
 SIZE = 4  # rows of a batch, padding included
 

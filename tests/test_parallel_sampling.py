@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import ImaginaryExecutor, LetterTokenizer, V, make, run
 
-from jaxlamina.engine import Engine
+from jaxlamina.engine.engine import Engine
 from jaxlamina.errors import UserError
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling.params import SamplingParams
 
 PROMPT = [(5 * i) % V for i in range(20)]
 

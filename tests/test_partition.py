@@ -81,7 +81,7 @@ def test_auto_is_heads_where_they_divide_and_else_tokens(n_workers: int, heads: 
 
 
 def test_a_job_chooses_its_partition_by_the_model():
-    from jaxlamina.cluster import Cluster
+    from jaxlamina.job.cluster import Cluster
     from jaxlamina.ranks.layout import layout_of, partition_of
 
     cluster = Cluster(dop=(1, 2))

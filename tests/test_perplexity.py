@@ -14,9 +14,9 @@ import pytest
 from test_models import MODELS
 
 from jaxlamina import LLM
+from jaxlamina.bench.perplexity import by_kv_dtype, main, perplexity, windows_of
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
-from jaxlamina.perplexity import by_kv_dtype, main, perplexity, windows_of
 from jaxlamina.run.local import LocalExecutor
 from jaxlamina.workers.spec import KV_DTYPES
 

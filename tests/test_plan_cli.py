@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from jaxlamina.cli.main import main
-from jaxlamina.schedules import Durations, gantt, make_schedule
+from jaxlamina.steps.schedules import Durations, gantt, make_schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 

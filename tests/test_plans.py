@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.ranks.layout import layout_of, partition_of
-from jaxlamina.schedules import balanced
 from jaxlamina.steps.check import check_plan
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import Plan, plan_of, why_not
+from jaxlamina.steps.schedules import balanced
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.table import combinations
 from jaxlamina.steps.tasks import (

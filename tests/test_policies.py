@@ -13,11 +13,11 @@ from test_chunked_prefill import llm
 from test_scheduler import make, play, request, run_step, workloads
 
 from jaxlamina import SamplingParams
+from jaxlamina.engine.policies import POLICIES, ChatFirst, Priority, ShortestRemaining, Turns, load_policy
+from jaxlamina.engine.request import Request, RequestState
+from jaxlamina.engine.scheduler import Scheduler
+from jaxlamina.engine.step_plan import StepPlan
 from jaxlamina.errors import UserError
-from jaxlamina.policies import POLICIES, ChatFirst, Priority, ShortestRemaining, Turns, load_policy
-from jaxlamina.request import Request, RequestState
-from jaxlamina.scheduler import Scheduler
-from jaxlamina.step_plan import StepPlan
 
 NAMES = ["fifo", "priority", "chat-first", "shortest-remaining"]
 
@@ -325,7 +325,7 @@ def test_what_the_documents_say_of_a_request_is_there():
     import re
     from pathlib import Path
 
-    from jaxlamina.request import Request
+    from jaxlamina.engine.request import Request
 
     text = (Path(__file__).resolve().parents[1] / "docs/architecture.md").read_text()
     table = text[text.index("| of a `request` |") :].partition("\n\n")[0]

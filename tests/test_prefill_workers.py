@@ -15,15 +15,15 @@ from rank_jobs import check_greedy, mpi, run_job
 from test_policies import check_order
 from test_scheduler import make, play, request, run_step, workloads
 
-from jaxlamina.buckets import Buckets
-from jaxlamina.policies import load_policy
-from jaxlamina.request import Request
-from jaxlamina.room import SCORED_CHUNK
-from jaxlamina.scheduler import Scheduler
-from jaxlamina.step_plan import StepPlan
+from jaxlamina.engine.policies import load_policy
+from jaxlamina.engine.request import Request
+from jaxlamina.engine.room import SCORED_CHUNK
+from jaxlamina.engine.scheduler import Scheduler
+from jaxlamina.engine.step_plan import StepPlan
+from jaxlamina.engine.warm_up import shapes
 from jaxlamina.steps.batch import levelled
+from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.warm_up import shapes
 from jaxlamina.workers import PrefillBatch
 
 # --- over ranks ---

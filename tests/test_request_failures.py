@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
-from jaxlamina.engine import Engine
+from jaxlamina.engine.engine import Engine
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.sampling.structured import Grammars
 from jaxlamina.server.async_engine import AsyncEngine, Prompt, TooMany, Unavailable
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.workshop import Busy, Workshop
-from jaxlamina.structured import Grammars
-from jaxlamina.tokenizer import Tokenizer
+from jaxlamina.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PARAMS = {
@@ -124,7 +124,7 @@ def test_generate_raises_it(llm: LLM, monkeypatch):
     def failing(*_):
         raise ValueError("odd")
 
-    monkeypatch.setattr("jaxlamina.structured.Matcher.accept", failing)
+    monkeypatch.setattr("jaxlamina.sampling.structured.Matcher.accept", failing)
     with pytest.raises(ValueError, match="odd"):
         llm.generate("ab", PARAMS["grammar"])
     with pytest.raises(ValueError, match="odd"):
@@ -159,7 +159,7 @@ def test_a_server_ends_the_request_alone(llm: LLM, alone, monkeypatch):
     def failing(self, token):
         raise Panic("panicked")
 
-    monkeypatch.setattr("jaxlamina.structured.Matcher.accept", failing)
+    monkeypatch.setattr("jaxlamina.sampling.structured.Matcher.accept", failing)
 
     async def scenario(engine: AsyncEngine) -> None:
         good = await engine.submit([Prompt([1, 2, 3])], GREEDY)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 from test_tool_parsers import CUTS, HERMES, in_pieces
 
-from jaxlamina.outputs import CompletionOutput, RequestOutput, TokenEvent
+from jaxlamina.engine.outputs import CompletionOutput, RequestOutput, TokenEvent
 from jaxlamina.server import reasoning
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.forms import dump

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlamina.adjustments import Adjusted
 from jaxlamina.errors import UserError
-from jaxlamina.sampling import Knobs, Row, Sampler, SamplingBatch, SamplingParams, filter_logits, seed_of
-from jaxlamina.structured import StructuredOutputs
+from jaxlamina.sampling.adjustments import Adjusted
+from jaxlamina.sampling.params import SamplingParams, seed_of
+from jaxlamina.sampling.sampler import Knobs, Row, Sampler, SamplingBatch, filter_logits
+from jaxlamina.sampling.structured import StructuredOutputs
 
 V = 50
 BEAMS = {"use_beam_search": True, "temperature": 0.0}

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlamina.engine.request import Request, RequestState
+from jaxlamina.engine.room import n_distinct
+from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
-from jaxlamina.request import Request, RequestState
-from jaxlamina.room import n_distinct
-from jaxlamina.scheduler import Scheduler
 
 
 def make(capacity: int, max_num_seqs: int = 4, *, caching: bool = False, n_host: int = 0, **kw) -> Scheduler:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.schedules import (
+from jaxlamina.steps.schedules import (
     AttentionRun,
     Durations,
     Migration,
@@ -573,7 +573,7 @@ def test_times_must_be_above_0(name, bad):
 
 def test_schedules_are_plain_python():
     program = (
-        "import sys, jaxlamina.schedules as s; s.check(s.make_schedule('rotational', 3, 4)); "
+        "import sys, jaxlamina.steps.schedules as s; s.check(s.make_schedule('rotational', 3, 4)); "
         "bad = {'jax', 'numpy', 'matplotlib'} & set(sys.modules); assert not bad, bad"
     )
     root = Path(__file__).resolve().parents[1]

@@ -41,7 +41,7 @@ class Stream(threading.Thread):
         assert self.begun.wait(60)
 
     def run(self):
-        from jaxlamina.client import Client
+        from jaxlamina.server.client import Client
 
         try:
             for event in Client(self.server.url).stream("/v1/completions", self.body):

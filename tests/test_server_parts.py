@@ -16,19 +16,20 @@ from checkpoint_examples import byte_tokenizer
 from test_engine import LetterTokenizer
 from test_models import MODELS
 
-from jaxlamina import LLM, SamplingParams, adjustments
-from jaxlamina.buckets import Buckets, Shape
+from jaxlamina import LLM, SamplingParams
+from jaxlamina.engine.warm_up import Behind, _empty_batch, first_of, shapes, warm_up
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
-from jaxlamina.sampling import LOGPROBS_WIDTHS
+from jaxlamina.sampling import adjustments
+from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS
+from jaxlamina.sampling.structured import StructuredOutputs
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, Tool
 from jaxlamina.server.tools import call_schema
-from jaxlamina.structured import StructuredOutputs
-from jaxlamina.tokenizer import Tokenizer
-from jaxlamina.warm_up import Behind, _empty_batch, first_of, shapes, warm_up
+from jaxlamina.steps.buckets import Buckets, Shape
+from jaxlamina.text.tokenizer import Tokenizer
 
 # Programs that choose tokens, and say how likely they are.
 SAMPLER = ("choose", "report", "likeliest", *(stage.__name__ for stage in adjustments.STAGES))
@@ -330,7 +331,7 @@ def test_programs_are_compiled_behind_requests(options):
 
 def test_what_loads_at_its_first_run_is_run_while_nothing_is_compiled(monkeypatch):
     """As on GPUs, where cuDNN's attention is loaded so; on padding alone, before a request's step is padded to it."""
-    monkeypatch.setattr("jaxlamina.warm_up._loads_at_first_run", lambda device: True)
+    monkeypatch.setattr("jaxlamina.engine.warm_up._loads_at_first_run", lambda device: True)
     config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 256})
     limits = {"max_num_seqs": 2, "max_model_len": 200, "max_num_batched_tokens": 64}
     llm = LLM(InMemoryModel(config, random_params(config, seed=1)), split=False, **limits)

@@ -16,8 +16,8 @@ from jaxlamina.configs import model_config
 from jaxlamina.bench.split_bench import with_layers
 from jaxlamina.models import apply
 from jaxlamina.weights.dummy import random_weights
-from jaxlamina.workers.sharded import ShardedExecutor
-from jaxlamina.workers.unsplit import UnsplitExecutor
+from jaxlamina.bench.sharded import ShardedExecutor
+from jaxlamina.run.unsplit import UnsplitExecutor
 from dataclasses import replace
 config = with_layers(replace(model_config("smollm2-135m"), num_attention_heads=8, num_key_value_heads=4, head_dim=64), 2)
 params, case = random_weights(config, jnp.float32), sb.StepCase(3, 16)

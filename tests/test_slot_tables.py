@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.control import messages as m
-from jaxlamina.control.messages import RunStep, decode, encode
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.control.messages import RunStep, decode, encode
 from jaxlamina.kv.allocator import SlotAllocator
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.remote_worker import SlotTables

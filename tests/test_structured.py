@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
-from jaxlamina.structured import Grammars
+from jaxlamina.sampling.structured import Grammars
 
 SCHEMA = {
     "type": "object",

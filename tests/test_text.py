@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.text import GeneratedText, NoText
+from jaxlamina.text.generated import GeneratedText, NoText
 
 PIECES = ["a", "b", "ab", "", "ba", "aab"]
 

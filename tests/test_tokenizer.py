@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
 from jaxlamina.errors import UserError
-from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
+from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.gguf_file import read_gguf
 from jaxlamina.weights.gguf_tokenizer import tokenizer_from_gguf
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from jaxlamina.bench.exchange_ranks import RankError, Ranks
-from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
+from jaxlamina.job.control.messages import Exchange
 from jaxlamina.transports import open_transport
 from jaxlamina.transports.exchanges import first_difference
 

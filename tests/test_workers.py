@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from test_models import MODELS
 
-from jaxlamina.buckets import Buckets
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.steps.buckets import Buckets
 from jaxlamina.transports.local import CompiledPieces
 from jaxlamina.workers import (
     AttentionSpec,

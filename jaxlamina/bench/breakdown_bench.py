@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from jaxlamina.bench.step_bench import StepCase, alone, check_cut, shuffled_batch
-from jaxlamina.cluster import Cluster
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.profiling.job import RecordingExecutor
 from jaxlamina.profiling.timeline import POOLS, Timeline

@@ -257,7 +257,7 @@ def _read(lines: _Lines, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 def _join(job: Mapping[str, Any], rank: int) -> tuple[Any, str]:
     """The transport, and what this rank's device is called."""
-    from jaxlamina.cluster import Cluster
+    from jaxlamina.job.cluster import Cluster
 
     cluster = Cluster(
         dop=(1, job["n_ranks"] - 1),
@@ -270,7 +270,7 @@ def _join(job: Mapping[str, Any], rank: int) -> tuple[Any, str]:
     platform = cluster.platform(rank)
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
-    from jaxlamina.ranks.group import start_jax
+    from jaxlamina.job.group import start_jax
     from jaxlamina.transports import open_transport
 
     device = start_jax(cluster, rank)()

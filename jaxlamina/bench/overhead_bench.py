@@ -26,13 +26,13 @@ from jaxlamina.bench import serve_bench, serve_client
 from jaxlamina.bench.loads import Size, arrivals
 from jaxlamina.bench.prompts import prompts as passages
 from jaxlamina.bench.serve_metrics import summary
-from jaxlamina.client import Client
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
 from jaxlamina.run.executor import Executor, StepLogits, WrappedExecutor
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.server.client import Client
 from jaxlamina.steps.step import Step
-from jaxlamina.text import GeneratedText
+from jaxlamina.text.generated import GeneratedText
 
 _COMMAND_S = 3600.0  # no batch here takes longer
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
-from jaxlamina.gpus import MEMORY_SHARE
+from jaxlamina.process.gpus import MEMORY_SHARE
 from jaxlamina.tables import print_table, print_where
 
 _SERVER_S = 1800.0  # to compile everything

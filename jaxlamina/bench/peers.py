@@ -76,7 +76,7 @@ class Ours:
         import jax
         import jax.numpy as jnp
 
-        from jaxlamina.sampling import SamplingParams
+        from jaxlamina.sampling.params import SamplingParams
 
         engine = self._llm.engine
         params = SamplingParams(max_tokens=n_steps + len(prompts), temperature=0.0, ignore_eos=True)

@@ -112,7 +112,7 @@ def measure(
 
 
 def _first_token_s(llm: Any, prompt: Sequence[int]) -> float:
-    from jaxlamina.sampling import SamplingParams
+    from jaxlamina.sampling.params import SamplingParams
 
     began = time.perf_counter()
     request_id = llm.engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=1))
@@ -125,7 +125,7 @@ def _first_token_s(llm: Any, prompt: Sequence[int]) -> float:
 
 def _same_tokens(llm: Any, prompt: Sequence[int]) -> bool:
     """Whether four greedy tokens after a cached prefix are those of the whole prompt computed."""
-    from jaxlamina.sampling import SamplingParams
+    from jaxlamina.sampling.params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     [cached] = llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)

@@ -23,8 +23,8 @@ import numpy as np
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.serve_client import Target, ask, look, prompts, session
 from jaxlamina.bench.server_process import Server, running
-from jaxlamina.cache import cache_dir, programs_dir
 from jaxlamina.errors import UserError
+from jaxlamina.process.cache_folder import cache_dir, programs_dir
 
 _POLL_S = 0.05
 _ALL = re.compile(r"compiled all (\d+) programs")

@@ -20,15 +20,15 @@ import jax
 import numpy as np
 
 from jaxlamina.bench import kernels_bench
-from jaxlamina.buckets import Buckets
+from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.ranks import Group, RanksExecutor
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights.dummy import random_weights
 from jaxlamina.workers import DecodeBatch, PrefillBatch, UnsplitExecutor
-from jaxlamina.workers.sharded import ShardedExecutor
 from jaxlamina.workers.workspace import LargestStep
 
 _ROUND_S = 0.4

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from jaxlamina import garbage
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts as passages
@@ -22,9 +21,10 @@ from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
 from jaxlamina.errors import UserError
 from jaxlamina.llm import DTYPES, LLM, InMemoryModel
 from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.process import garbage
 from jaxlamina.profiling.under_load import OneWindow, UnderLoad
 from jaxlamina.ranks import Group
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.weights.dummy import random_weights
 
 # Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32 ShareGPT-like requests.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlamina.cli.batch_input import Requests
-from jaxlamina.client import Client, ServerError
+from jaxlamina.server.client import Client, ServerError
 
 _OVER = ("completed", "failed", "expired", "cancelled")
 

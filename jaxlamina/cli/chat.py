@@ -19,8 +19,8 @@ from jaxlamina.cli import served
 from jaxlamina.cli.batch_input import parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
 from jaxlamina.cli.model_options import ModelOptions, with_options
-from jaxlamina.client import Client
 from jaxlamina.errors import UserError
+from jaxlamina.server.client import Client
 
 # What /set takes: `jaxlamina.server.protocol.ChatCompletionRequest` has them.
 SETTABLE = (

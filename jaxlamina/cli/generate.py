@@ -24,9 +24,9 @@ from jaxlamina.cli.progress import bar
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
+    from jaxlamina.engine.outputs import RequestOutput
     from jaxlamina.llm import LLM
-    from jaxlamina.outputs import RequestOutput
-    from jaxlamina.structured import StructuredOutputs
+    from jaxlamina.sampling.structured import StructuredOutputs
 
 # The decode step that --profile records, by when all prompts are being continued, and how many times it is run.
 _PROFILE_AFTER, _PROFILED_STEPS = 2, 8
@@ -161,9 +161,7 @@ def generate(
     path = options.find()
     console = Console(stderr=True)
     with console.status("starting JAX"):
-        from jaxlamina.sampling import (
-            SamplingParams,
-        )  # the parameters are checked before the model is fetched
+        from jaxlamina.sampling.params import SamplingParams
 
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -272,7 +270,7 @@ def _biases(given: list[str]) -> dict[int, float]:
 
 
 def _structured(given: str | None) -> StructuredOutputs | None:
-    from jaxlamina.structured import StructuredOutputs
+    from jaxlamina.sampling.structured import StructuredOutputs
 
     if given is None:
         return None

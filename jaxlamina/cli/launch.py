@@ -16,8 +16,8 @@ import typer
 import typer.core
 
 import jaxlamina
-from jaxlamina.cluster import COMMANDS, Cluster, change
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import COMMANDS, Cluster, change
 
 
 def launch(

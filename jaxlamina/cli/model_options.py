@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 
 from jaxlamina.cli.progress import bar
+from jaxlamina.engine.policies import SERVER_POLICY
 from jaxlamina.errors import UserError
-from jaxlamina.gpus import MEMORY_SHARE
-from jaxlamina.policies import SERVER_POLICY
+from jaxlamina.process.gpus import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from jaxlamina.llm import LLM
@@ -276,7 +276,7 @@ def say_dtype(console: Console, llm: LLM) -> None:
 
 
 def _template(text: str) -> str:
-    from jaxlamina.chat_template import variables_of
+    from jaxlamina.text.chat_template import variables_of
 
     if "{" not in text:
         text = text_of(Path(text), "the chat template")

@@ -1,6 +1,6 @@
 """`jaxlamina plan`: how decode steps are scheduled over model workers and the attention pool, and what waits for what.
 
-Knows how a schedule's figures look; `jaxlamina.schedules` makes, checks and draws it.
+Knows how a schedule's figures look; `jaxlamina.steps.schedules` makes, checks and draws it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typer
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxlamina.schedules import Bubbles, Schedule
+    from jaxlamina.steps.schedules import Bubbles, Schedule
 
 # The start leaves its mark on the first steps' times only.
 _STEPS_UNTIL_STEADY = 5
@@ -45,7 +45,7 @@ def plan(
     ] = None,
 ) -> None:
     """Schedule decode steps of several batches over model replicas or stages, and report (and draw) who waits how long."""
-    from jaxlamina.schedules import Durations, balanced, bubbles, check, make_schedule
+    from jaxlamina.steps.schedules import Durations, balanced, bubbles, check, make_schedule
 
     def schedule(n_steps: int) -> Schedule:
         options: dict[str, Any] = {"n_replicas": replicas}
@@ -74,7 +74,7 @@ def plan(
     places = _count(drawn.n_replicas, "stage" if mode == "stages" else "model replica")
     title = f"{mode}: {_count(n_batches, 'batch', 'batches')} over {places}"
     if gantt is not None:
-        from jaxlamina.schedules import gantt as figure
+        from jaxlamina.steps.schedules import gantt as figure
 
         figure.check(drawn, gantt)
     _show(title, drawn, bubbles(schedule(_STEPS_UNTIL_STEADY)))

@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jaxlamina import garbage
 from jaxlamina.cli import model_options
 from jaxlamina.cli.model_options import ModelOptions, with_options
 from jaxlamina.cli.progress import bar
 from jaxlamina.errors import UserError
+from jaxlamina.process import garbage
 from jaxlamina.server.reasoning import PARSERS as REASONING
 from jaxlamina.server.settings import (
     CLIENT_TIMEOUT_S,

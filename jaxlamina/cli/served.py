@@ -16,8 +16,8 @@ from rich.console import Console
 
 from jaxlamina.cli import model_options
 from jaxlamina.cli.model_options import ModelOptions
-from jaxlamina.client import Client
 from jaxlamina.errors import UserError
+from jaxlamina.server.client import Client
 
 Url = Annotated[
     str | None,

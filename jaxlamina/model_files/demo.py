@@ -14,8 +14,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from jaxlamina.cache import cache_dir
 from jaxlamina.errors import UserError
+from jaxlamina.process.cache_folder import cache_dir
 
 NAMES = ("smollm2-135m-instruct",)
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

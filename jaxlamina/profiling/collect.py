@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
+from jaxlamina.job.control import messages as m
 from jaxlamina.profiling.scopes import (
     EXCHANGE,
     KINDS,

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.profiling.collect import Recorder
 from jaxlamina.profiling.scopes import KINDS, Scope
 from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Meeting, RankTrace, Timeline, timeline
-from jaxlamina.ranks.executor import Own, RanksExecutor
-from jaxlamina.ranks.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.run.executor import StepLogits
+from jaxlamina.run.ranks import Own, RanksExecutor
 from jaxlamina.steps.batch import DecodeBatch
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import Step

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from jaxlamina.job.roles import Pool
 from jaxlamina.profiling import spans as s
 from jaxlamina.profiling.scopes import KINDS, Kind
 from jaxlamina.profiling.spans import Span
-from jaxlamina.roles import Pool
 
 POOLS: tuple[Literal["model", "attention"], ...] = ("model", "attention")  # of a decode step
 ALL = -1

@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
-from jaxlamina.control import messages as m
 from jaxlamina.errors import UserError
+from jaxlamina.job.control import messages as m
 from jaxlamina.profiling.scopes import EXCHANGE, Scope
 from jaxlamina.profiling.spans import LAUNCH_NS, Span, flat, totals_ns, with_bubbles
 from pallas_kernels.compat import profile_events

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina import compilation
-from jaxlamina.cluster import JOB, Cluster
-from jaxlamina.control import messages as m
-from jaxlamina.control.channel import ControlClient, hello_of
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import FAILED
+from jaxlamina.job.cluster import JOB, Cluster
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.control.channel import ControlClient, hello_of
+from jaxlamina.job.group import Failing, Watch, first_line, leave, start_jax, versions
+from jaxlamina.process import jax_cache
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
-from jaxlamina.ranks.group import Failing, Watch, first_line, leave, start_jax, versions
 from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.model_rank import ModelRank
 from jaxlamina.ranks.remote_worker import SlotTables
@@ -48,7 +48,7 @@ def serve(cluster: Cluster, rank: int) -> int:
     failing = Failing(cluster, rank)
     client: ControlClient | None = None
     try:
-        compilation.keep_programs()
+        jax_cache.keep_programs()
         device_of = start_jax(cluster, rank)
         hello = hello_of(rank, cluster.as_config(), versions(), os.environ.get(JOB, ""))
         client = ControlClient(

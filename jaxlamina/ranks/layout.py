@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxlamina.cluster import Cluster
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.placement import chosen_partition
 from jaxlamina.steps.layout import Layout
 

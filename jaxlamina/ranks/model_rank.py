@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.cluster import Cluster
-from jaxlamina.control import messages as m
-from jaxlamina.control.channel import ControlClient
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.control.channel import ControlClient
+from jaxlamina.job.group import Watch
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models import ModelConfig, abstract_params, apply
-from jaxlamina.ranks.group import Watch
 from jaxlamina.ranks.layout import layout_of
 from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
 from jaxlamina.ranks.served_rank import ServedRank

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlamina.cluster import Cluster
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxlamina.control import messages as m
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.group import Group
 from jaxlamina.kv.pool_book import SegmentSlots
-from jaxlamina.ranks.group import Group
 
 
 class RemoteWorker:

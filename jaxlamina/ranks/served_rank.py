@@ -15,15 +15,15 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from jaxlamina import garbage
-from jaxlamina.ahead import Ahead, beside_steps
-from jaxlamina.cluster import Cluster
-from jaxlamina.control import messages as m
-from jaxlamina.control.channel import ControlClient
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.control.channel import ControlClient
+from jaxlamina.job.group import Watch
+from jaxlamina.process import garbage
+from jaxlamina.process.compile_ahead import Ahead, beside_steps
 from jaxlamina.profiling.collect import Recorder
 from jaxlamina.profiling.under_load import Window
-from jaxlamina.ranks.group import Watch
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxlamina.errors import UserError
-from jaxlamina.schedules import balanced
+from jaxlamina.steps.schedules import balanced
 from splitter import Traced, split
 
 

@@ -1,1 +1,1 @@
-"""Running steps. Import from the modules: `executor` (what every executor is)."""
+"""Running steps: what every executor is, and the three there are: `local`, `unsplit` and `ranks`."""

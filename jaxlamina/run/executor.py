@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxlamina.buckets import Cut
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.buckets import Cut
 from jaxlamina.steps.step import PromptPart, Step
 
 
@@ -56,7 +56,7 @@ class Executor(ABC):
     n_host_slots: int = 0
     # Staggered batches of the last step of rows.
     latest_n_batches: int = 1
-    # The ranks that run the steps (`jaxlamina.ranks.group.Group`), where there are several.
+    # The ranks that run the steps (`jaxlamina.job.group.Group`), where there are several.
     group: Any = None
 
     @property

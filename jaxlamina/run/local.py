@@ -19,6 +19,7 @@ import msgspec
 from jaxlamina.errors import UserError
 from jaxlamina.kv.placement import checked_partition
 from jaxlamina.kv.pool_book import PoolBook
+from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
 from jaxlamina.ranks.model_side import ModelSide
 from jaxlamina.ranks.wires import heads_on_worker
@@ -34,7 +35,6 @@ from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots, spread_over
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
-from jaxlamina.workers.programs import Programs
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales, bucket_cut, windows_of
 from jaxlamina.workers.workspace import LargestStep, shapes
 from splitter import SplitReport

@@ -21,7 +21,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 import jaxlamina
-from jaxlamina.engine import Engine
+from jaxlamina.engine.engine import Engine
 from jaxlamina.server.async_engine import AsyncEngine, Unavailable
 from jaxlamina.server.batches import Batches
 from jaxlamina.server.bodies import BodyRoute

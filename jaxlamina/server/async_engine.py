@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from jaxlamina.engine import Engine, TokenEvent
+from jaxlamina.engine.engine import Engine, TokenEvent
+from jaxlamina.engine.live_request import LiveRequest
+from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.errors import UserError
-from jaxlamina.jobs import LiveRequest
-from jaxlamina.outputs import RequestOutput
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.sampling.structured import Matcher
 from jaxlamina.server.settings import GRAMMAR_TIMEOUT_S
 from jaxlamina.server.workshop import Busy, Workshop, in_thread
-from jaxlamina.structured import Matcher
 
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
@@ -161,7 +161,7 @@ class _Running:
 
 
 class AsyncEngine:
-    """``prepare(stopped)`` runs in the thread before the first request is taken (see `jaxlamina.warm_up`), ``before_step()``
+    """``prepare(stopped)`` runs in the thread before the first request is taken (see `jaxlamina.engine.warm_up`), ``before_step()``
     before each step.
 
     What a request needs before its first step (checks, grammar) is made in other threads; a grammar that takes longer than

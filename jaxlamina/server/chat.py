@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jaxlamina.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jaxlamina.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxlamina.server.async_engine import Prompt
 from jaxlamina.server.forms import Chunk, Form, Text, prompt_field, ranked
 from jaxlamina.server.protocol import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxlamina.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxlamina.server.async_engine import Prompt
 from jaxlamina.server.forms import Chunk, Form, Text, prompt_field, ranked
 from jaxlamina.server.protocol import (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenEvent
+from jaxlamina.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenEvent
 from jaxlamina.server.errors import ApiError
 from jaxlamina.server.protocol import PromptEntry, PromptLogprob, PromptTokensDetails, Usage
 

@@ -21,8 +21,8 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from jaxlamina.engine import Engine
-from jaxlamina.outputs import RequestOutput
+from jaxlamina.engine.engine import Engine
+from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.server.pool_times import PoolTimes
 
 _SHORT_S = (

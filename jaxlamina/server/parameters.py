@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from jaxlamina.errors import UserError
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.sampling.structured import StructuredOutputs
 from jaxlamina.server.errors import of_user_error, refused
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from jaxlamina.server.tools import call_schema, tool_use
-from jaxlamina.structured import StructuredOutputs
 
 # Fields that mean the same in a request and in `SamplingParams`.
 PASSED = (

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxlamina.chat_template import variables_of
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.server import reasoning, tool_parsers, tools
 from jaxlamina.server.async_engine import Prompt
 from jaxlamina.server.errors import ApiError, of_user_error, refused
@@ -26,6 +25,7 @@ from jaxlamina.server.protocol import (
     TokenizeRequest,
 )
 from jaxlamina.server.reading import Reading
+from jaxlamina.text.chat_template import variables_of
 
 _OURS = ("messages", "add_generation_prompt", "tools", "self", "chat_template", "continue_final_message")
 # Characters of a text that is tokenised: real ones have a few a token.

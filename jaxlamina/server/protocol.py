@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from jaxlamina.sampling import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
+from jaxlamina.sampling.params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

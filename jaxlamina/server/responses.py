@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jaxlamina.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxlamina.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxlamina.server.errors import ApiError, refused
 from jaxlamina.server.forms import Chunk, Form
 from jaxlamina.server.protocol import (

@@ -23,10 +23,11 @@ import uvicorn
 from fastapi import FastAPI
 
 import jaxlamina
-from jaxlamina import garbage
-from jaxlamina.ahead import n_compiling
+from jaxlamina.engine.warm_up import Behind, Shape, first_of, shapes, warm_up
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
+from jaxlamina.process import garbage
+from jaxlamina.process.compile_ahead import n_compiling
 from jaxlamina.profiling.under_load import OneWindow, say_under_load
 from jaxlamina.server.app import Parts, make_app
 from jaxlamina.server.async_engine import AsyncEngine
@@ -38,7 +39,6 @@ from jaxlamina.server.pool_times import PoolTimes
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
 from jaxlamina.server.settings import COMPILING_END_S, CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
-from jaxlamina.warm_up import Behind, Shape, first_of, shapes, warm_up
 
 _READY_S = 60.0  # of one that compiles nothing before
 

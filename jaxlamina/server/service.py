@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from jaxlamina.outputs import RequestOutput, TokenEvent
-from jaxlamina.policies import BATCH_PRIORITY
-from jaxlamina.sampling import SamplingParams
+from jaxlamina.engine.outputs import RequestOutput, TokenEvent
+from jaxlamina.engine.policies import BATCH_PRIORITY
+from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.server.async_engine import Answers, AsyncEngine, Prompt, TooMany, Unavailable
 from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.completions import CompletionForm

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxlamina.buckets import Buckets, bucket
+from jaxlamina.steps.buckets import Buckets, bucket
 
 Ints = Sequence[int] | np.ndarray
 

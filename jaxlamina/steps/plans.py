@@ -16,8 +16,8 @@ from functools import cache
 import msgspec
 
 from jaxlamina.errors import UserError
-from jaxlamina.schedules import AttentionRun, PoolExchange, Schedule, SliceRun, make_schedule
 from jaxlamina.steps.layout import Layout
+from jaxlamina.steps.schedules import AttentionRun, PoolExchange, Schedule, SliceRun, make_schedule
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import (
     FRONT,

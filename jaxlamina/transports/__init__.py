@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
+from jaxlamina.job.control.messages import Exchange
 
 TRANSPORTS = ("mpi", "xla")
 # The scope that operators of an exchange are traced in, for timelines.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlamina.control.messages import Exchange
+from jaxlamina.job.control.messages import Exchange
 from jaxlamina.profiling.scopes import Scope, scope_in
 from pallas_kernels.gpu.mail import Ring
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from jaxlamina.control.messages import Exchange
+from jaxlamina.job.control.messages import Exchange
 from jaxlamina.profiling.scopes import Scope, by_stretch
 from jaxlamina.transports.exchanges import in_order
 

@@ -22,9 +22,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlamina import kept_programs
-from jaxlamina.control.messages import Exchange
 from jaxlamina.errors import UserError
+from jaxlamina.job.control.messages import Exchange
+from jaxlamina.process import kept_programs
 from jaxlamina.transports import SPAN, compiler_options
 from jaxlamina.transports.exchanges import xla_exchanges
 from jaxlamina.transports.mailbox import Mailbox

@@ -19,7 +19,7 @@ import numpy as np
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import find
 from jaxlamina.models import ModelConfig, abstract_params
-from jaxlamina.tokenizer import Tokenizer, generation_eos_ids
+from jaxlamina.text.tokenizer import Tokenizer, generation_eos_ids
 from jaxlamina.weights.streaming import Progress, StoredTensor, place, stream, target_dtype
 
 Kind = Literal["safetensors", "gguf", "orbax"]

@@ -17,7 +17,7 @@ from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import find_shape
 from jaxlamina.models import ModelConfig, abstract_params
-from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
+from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import eos_token_ids_of
 from jaxlamina.weights.streaming import Progress
 

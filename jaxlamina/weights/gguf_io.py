@@ -18,7 +18,7 @@ import numpy as np
 from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
-from jaxlamina.tokenizer import Tokenizer
+from jaxlamina.text.tokenizer import Tokenizer
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes
 from jaxlamina.weights.fit import check_fit
 from jaxlamina.weights.gguf_file import SUPPORTED, GgufFile, GgufTensor, decoder, read_gguf

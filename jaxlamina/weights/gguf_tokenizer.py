@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxlamina.errors import UserError
-from jaxlamina.tokenizer import Tokenizer
+from jaxlamina.text.tokenizer import Tokenizer
 
 # Token types of llama.cpp.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

@@ -21,7 +21,7 @@ import numpy as np
 from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
-from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
+from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import Checkpoint, Placement, expected_shapes, read_json
 from jaxlamina.weights.fit import check_fit
 from jaxlamina.weights.streaming import Progress, target_dtype

@@ -20,7 +20,7 @@ from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.model_files.hub import INDEX_NAME, SINGLE_NAME
 from jaxlamina.models import ModelConfig
-from jaxlamina.tokenizer import Tokenizer, tokenizer_from_folder
+from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes, read_json
 from jaxlamina.weights.fit import check_fit, is_buffer, model_names
 from jaxlamina.weights.streaming import StoredTensor

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxlamina.errors import UserError
-from jaxlamina.host_memory import host_free_bytes
+from jaxlamina.process.host_memory import host_free_bytes
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.workspace import LargestStep
 

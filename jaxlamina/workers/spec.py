@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.buckets import Cut
 from jaxlamina.errors import UserError
+from jaxlamina.steps.buckets import Cut
 from pallas_kernels.dispatch import candidates, why_not
 from splitter import AttentionSite
 

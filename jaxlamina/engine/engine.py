@@ -1,0 +1,330 @@
+"""The engine: ``step()`` schedules, runs and postprocesses one iteration over all requests.
+
+A step is launched and its tokens are read as two things, so that the next step can be launched in between: the device
+then has it when this one is done, and takes the tokens from its own memory.
+
+Knows requests, slots, sampling and text; the model is an executor that turns batches into logits, so the
+same engine runs split, unsplit or with an imaginary model in a test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxlamina.engine.admission import Admission
+from jaxlamina.engine.in_flight import LaunchedRows, LaunchedStep, StepTimes
+from jaxlamina.engine.live_request import LiveRequest
+from jaxlamina.engine.outputs import RequestOutput, TokenEvent
+from jaxlamina.engine.policies import Policy
+from jaxlamina.engine.postprocess import EngineStats, Postprocess
+from jaxlamina.engine.request import Request
+from jaxlamina.engine.scheduler import Scheduler
+from jaxlamina.engine.step_plan import RunTogether, StepPlan
+from jaxlamina.errors import UserError, contained
+from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
+from jaxlamina.run.executor import Executor
+from jaxlamina.sampling.next_tokens import Drawing
+from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.sampling.sampler import Sampler
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.buckets import Buckets, Compiled, Shape
+from jaxlamina.steps.step import PromptPart, Step
+
+
+class Engine:
+    """Requests in, token events out, one ``step`` at a time.
+
+    ``prefix_caching`` keeps the KV of prompts and of what was written, until the room is needed.
+    ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must have as
+    many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
+    chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
+    ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
+    for both; there is a program for each pair of sizes. An executor with prefill workers computes all prompts on these, beside the decodes, one prompt or chunk of each worker a step.
+    ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
+    ``policy`` (None: first come, first served), ``padded`` and ``headroom`` are the scheduler's.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Any | None = None,
+        *,
+        vocab_size: int,
+        buckets: Buckets,
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        prefix_caching: bool = True,
+        host_kv_slots: int = 0,
+        kv_slot_bytes: int = 0,
+        max_num_batched_tokens: int | None = None,
+        mixed_steps: bool = False,
+        async_scheduling: bool = True,
+        policy: Policy | None = None,
+        padded: bool = False,
+        headroom: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.executor = executor
+        self.capabilities = executor.capabilities
+        self.buckets = buckets
+        self.sizes = Compiled(buckets)
+        slots = SlotAllocator(executor.n_slots)
+        if self.capabilities.places_tokens:
+            slots.note_freed()
+        self.scheduler = Scheduler(
+            slots,
+            max_num_seqs=max_num_seqs,
+            prefill_chunk=max_num_batched_tokens,
+            prefix_cache=PrefixCache(slots) if prefix_caching else None,
+            host=HostTier(slots, host_kv_slots, bytes_per_token=kv_slot_bytes) if host_kv_slots else None,
+            policy=policy,
+            padded=padded,
+            headroom=headroom,
+            n_prefill_workers=self.capabilities.n_prefill_workers,
+        )
+        self.drawing = Drawing(max_num_seqs, self.sizes, vocab_size, len(eos_token_ids))
+        self.stats = EngineStats()
+        self.async_scheduling = async_scheduling and not self.capabilities.needs_host_tokens
+        if mixed_steps and (why := self.capabilities.why_not_mixed):
+            raise UserError(why)
+        self.mixed_steps = mixed_steps
+        self._ahead: LaunchedStep | None = None  # launched, and not read
+        self._times = StepTimes(clock)
+        self.before_step: Callable[[], None] | None = None  # called first in every step
+        self.admission = Admission(
+            tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            seed=seed,
+        )
+        self.postprocess = Postprocess(self.scheduler, tokenizer)
+        # Requests that were there when a step failed: what their slots hold is not known.
+        self._lost: set[str] = set()
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.drawing.sampler
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or is to be read."""
+        return self.scheduler.idle and self._ahead is None
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> str:
+        """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be served.
+
+        ``priority``: lower goes first, where the scheduling policy looks at it.
+        """
+        return self.add_job(self.admission.job(prompt_token_ids, params, prompt), priority=priority)
+
+    def add_job(self, job: LiveRequest, *, priority: int = 0, caller: Hashable | None = None) -> str:
+        """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is, is not kept
+        waiting by many jobs of one caller; jobs without one are served as they come."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise UserError(f"{priority=} must be a whole number; lower goes first")
+        params = job.params
+        width, lockstep = params.n_sequences, params.use_beam_search
+        request = Request(
+            job.request_id,
+            job.prompt_token_ids,
+            job.max_tokens,
+            job,
+            width=width,
+            lockstep=lockstep,
+            priority=priority,
+            caller=caller,
+            scores_prompt=params.prompt_logprobs is not None,
+        )
+        self.scheduler.add(request)
+        self.postprocess.live[job.request_id] = job, [request]
+        return job.request_id
+
+    def step(self) -> list[TokenEvent]:
+        """One iteration: every running sequence gets one token, newly admitted ones their first once their prompt is
+        computed. With ``async_scheduling`` the iteration after it has been launched when it returns.
+
+        What one request alone makes fail (its grammar, its text) ends it with an event that has the ``error``. What else fails
+        is raised as it is. Requests that were there must then be aborted: ``UserError`` before they are.
+        """
+        if lost := self._lost & self.postprocess.live.keys():
+            raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
+        if self.before_step is not None:
+            self.before_step()
+        try:
+            step = self._ahead or self._launch()
+            self._ahead = None
+            if step is None:
+                return []
+            if self.async_scheduling and not step.shapes_next:
+                self._ahead = self._launch()
+            events = self.postprocess.take_in(step, self._times, self.stats)
+        except BaseException:
+            self._ahead, self._lost = None, set(self.postprocess.live)
+            self.scheduler.forget_cached()  # it may name KV that this step was to compute
+            raise
+        self._forget_unwanted()
+        return events
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request early and frees its slots; None if there is no such request any more, or its text cannot be made."""
+        if request_id not in self.postprocess.live:
+            return None
+        job, _ = self.postprocess.live[request_id]
+        self.postprocess.drop(job)
+        self._forget_unwanted()
+        try:
+            return job.output()
+        except BaseException as error:  # noqa: BLE001 (of beams)
+            contained(error)
+            return None
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        self.scheduler.forget_cached()
+
+    def check_integrity(self) -> None:
+        """Raises ``RuntimeError`` unless every slot in use belongs to exactly the requests that run and the cache."""
+        self.scheduler.check_integrity()
+
+    def kv_stats(self) -> dict[str, int]:
+        """`Room.stats` of its slots."""
+        return self.scheduler.room.stats()
+
+    def _forget_unwanted(self) -> None:
+        """A step that was launched for sequences which have all ended is not waited for."""
+        ahead = self._ahead
+        if ahead is not None and not any(
+            self.postprocess.is_live(r) for rows in ahead.batches for r in rows.requests
+        ):
+            self._ahead = None
+        if self.idle:
+            self._times.rest()
+
+    # -- launching ----------------------------------------------------------------------------------------------
+
+    def _launch(self) -> LaunchedStep | None:
+        """Launches the next step; None if there is none. Of the one before it nothing need be known yet."""
+        if self.scheduler.idle:
+            return None
+        self._times.begin()
+        plan = self.scheduler.schedule()
+        if not plan.requests:  # the last tokens of all are in flight
+            return None
+        self.stats.n_preemptions += len(plan.preempted)
+        self._move(plan)
+        self.drawing.begin()
+        n_workers = self.capabilities.n_prefill_workers
+        runs = plan.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps)
+        return LaunchedStep([rows for run in runs for rows in self._run(run)])
+
+    def _move(self, plan: StepPlan) -> None:
+        for move in plan.moves_out:
+            if len(move.source):
+                self.executor.move_out(move.source, move.target)
+        for move in plan.moves_in:
+            if len(move.source):
+                self.executor.move_in(move.source, move.target)
+        for move in plan.moves_again:
+            self.executor.move_out(move.source, move.target)
+        if plan.prefills and self.capabilities.places_tokens:
+            # newcomers choose a worker by what each one holds
+            self.executor.release(self.scheduler.slots.take_freed())
+
+    def _run(self, run: RunTogether) -> list[LaunchedRows]:
+        """Launches one of the executor's steps, and the choice of its tokens."""
+        of_rows, of_prompts = self._sizes(run)
+        batch = None if of_rows is None else self._decode_batch(run.decodes, of_rows)
+        parts = [
+            PromptPart(self._prefill_batch(request, span, size), request.scores_prompt, request.worker)
+            for (request, span), size in zip(run.prompts, of_prompts, strict=True)
+        ]
+        step = Step(batch, tuple(parts))
+        logits, seconds = self._times.timed(lambda: self.executor.run(step))
+        self.stats.launch_s += seconds
+        found = []
+        if batch is not None:
+            assert logits.decodes is not None
+            found.append(self._launched(self.drawing.draw(run.decodes, logits.decodes, batch.tokens)))
+        for prompt, of_prompt in zip(run.prompts, logits.prompts, strict=True):
+            found.append(self._prefilled(*prompt, of_prompt))
+        return found
+
+    def _sizes(self, run: RunTogether) -> tuple[Shape | None, list[Shape]]:
+        """What the rows, and each prompt, are padded to."""
+        rows = _rows_of(run.decodes) if run.decodes else None
+        prompts = [_prompt_of(*prompt) for prompt in run.prompts]
+        if prompts and self.capabilities.n_prefill_workers:
+            # What runs on which prefill worker at once has a program of its own: nothing is padded to another's.
+            return rows and self.buckets.fit(rows), [self.buckets.fit(prompt) for prompt in prompts]
+        if rows is None or not prompts:
+            return rows and self.sizes.fit(rows), [self.sizes.fit(prompt) for prompt in prompts]
+        [prompt] = prompts
+        rows = self.sizes.fit(replace(rows, alongside=prompt))
+        assert rows.alongside is not None
+        return rows, [rows.alongside]
+
+    def _decode_batch(self, requests: Sequence[Request], size: Shape) -> DecodeBatch:
+        known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
+        slots = [request.slots.view() for request in requests]
+        batch = DecodeBatch.build(known, slots, size.buckets, self.executor.n_slots)
+        return batch._replace(tokens=self.drawing.newest(requests, batch.tokens))
+
+    def _prefill_batch(self, request: Request, span: tuple[int, int], size: Shape) -> PrefillBatch:
+        start, stop = span
+        tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
+        earlier = [slots[:start]] if start else ()
+        return PrefillBatch.build(
+            [tokens], [slots[start:stop]], size.buckets, self.executor.n_slots, earlier=earlier
+        )
+
+    def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> LaunchedRows:
+        """``logits`` after the last token of a prompt's ``span``, of a prompt that is scored after every one."""
+        start, stop = span
+        scored = None
+        if request.scores_prompt:
+            logits, scored = self.drawing.score(request, span, logits)
+        job: LiveRequest = request.payload
+        if job.n_cached_tokens is None:
+            job.n_cached_tokens = start
+        if start == request.n_cached:
+            self.stats.n_prompt_tokens += start
+            self.stats.n_prefix_hit_tokens += start
+        self.stats.n_prompt_tokens += stop - start
+        self.stats.n_prompt_tokens_computed += stop - start
+        if stop < request.n_tokens:  # the rest comes in the next steps, and with it the first token
+            return self._launched(LaunchedRows([request], is_decode=False, logits=logits, scored=scored))
+        requests = [request]
+        if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
+            requests = self.postprocess.branch([request], [0] * request.width)
+            logits = self.drawing.repeated(logits, len(requests))
+        return self._launched(self.drawing.draw(requests, logits, scored=scored))
+
+    def _launched(self, rows: LaunchedRows) -> LaunchedRows:
+        rows.fetch()
+        return rows
+
+
+def _rows_of(requests: Sequence[Request]) -> Shape:
+    """The numbers of a decode step of ``requests``, not padded."""
+    return Shape("decode", len(requests), 1, max(len(request.slots) for request in requests) - 1)
+
+
+def _prompt_of(request: Request, span: tuple[int, int]) -> Shape:
+    """Those of a prompt's ``span``."""
+    start, stop = span
+    return Shape("chunk" if start else "prefill", 1, stop - start, start, of_all=request.scores_prompt)

@@ -1,0 +1,399 @@
+"""Which requests run in a step, and on which KV slots: iteration-level scheduling.
+
+Pure policy on plain data: no device, no clock, no text. It knows requests as token lists, a slot allocator, and,
+where they are given, a prefix cache and a host tier; what the tokens mean, and what runs them, is the engine's
+business.
+
+Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in the
+policy's order as long as they fit, beside what those that run are expected to take yet (`headroom`). Requests of equal rank whose callers are named take
+turns, so that one caller's many do not keep the others waiting. A prompt longer
+than ``prefill_chunk`` is computed in several steps, between which the others decode; until it is done nobody of the
+same rank is admitted. A newcomer starts from the longest prefix whose KV is cached. When slots run out, cached
+prefixes that nobody uses go first; then the running request that is last in the policy's order gives all of its slots
+back and waits again: its KV moves to the host if there is room ("swap"), else its tokens are kept and prefilled again
+later ("recompute"). So the first in the order is always served and always finishes.
+
+Where the policy is preemptive, running requests of a greater rank give way to the first that waits, too: one by one until it
+fits. A prompt of theirs that is being computed in chunks, and may keep its slots, is interrupted for it.
+
+With prefill workers every prompt is computed by one of them, and each does one prompt or chunk a step. Whoever needs one is
+admitted as soon as one can begin with it, of several the one with the fewest prompt tokens to be computed.
+
+A request of several sequences starts as one, and is branched once its prompt is computed (`Scheduler.branch`): its
+slots then have several owners. From there on each sequence is a request of its own, unless they run in lockstep, as
+beams do: then all of them run in a step, or none.
+
+A step may be scheduled while the tokens of the one before it are in flight, that is, drawn and not known yet. A request
+whose last token is in flight gives its slots back; one that turns out to have ended earlier ran a step too many, whose
+slot `Scheduler.finish` takes back. That a step which is still running writes to a slot that is free again does no harm:
+what is stored there next is stored after it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlamina.engine.headroom import Headroom, most_wanted
+from jaxlamina.engine.policies import Fifo, Policy, Turns
+from jaxlamina.engine.request import Request, RequestState
+from jaxlamina.engine.room import Room, n_distinct, on_host
+from jaxlamina.engine.step_plan import StepPlan
+from jaxlamina.errors import UserError
+from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
+
+
+class Scheduler:
+    """Waiting requests in the policy's order, running ones as they were admitted, slots between them.
+
+    With ``padded`` the running sequences are counted as a rectangle, as a contiguous KV cache holds them: each as long
+    as the longest of them may become, none sharing slots with another. Whoever does not fit waits, so that nobody runs
+    out of slots (FineInfer §3.3.3, the SimpleReqManager). ``prefix_cache`` and ``host`` must be of the same ``slots``.
+    Cached prefixes shorter than ``min_prefix_tokens`` are not used: starting after a handful of tokens saves nothing,
+    and runs other programs than a whole prompt does. A prompt that is scored uses none, and comes in chunks of at most
+    `SCORED_CHUNK`. ``headroom``: which share of what requests may still write has room when others are admitted, 0 to 1; None:
+    as others have written. ``n_prefill_workers``: 0 if prompts are computed by who decodes.
+    """
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        *,
+        max_num_seqs: int,
+        max_prefill_tokens: int = 8192,
+        prefill_chunk: int | None = None,
+        prefix_cache: PrefixCache | None = None,
+        min_prefix_tokens: int = 16,
+        host: HostTier | None = None,
+        policy: Policy | None = None,
+        padded: bool = False,
+        headroom: float | None = None,
+        n_prefill_workers: int = 0,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"{max_num_seqs=} must be at least 1")
+        if max_prefill_tokens < 1:
+            raise ValueError(f"{max_prefill_tokens=} must be at least 1")
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"{prefill_chunk=} must be at least 1")
+        if min_prefix_tokens < 1:
+            raise ValueError(f"{min_prefix_tokens=} must be at least 1")
+        self.slots = slots
+        self.max_num_seqs = max_num_seqs
+        self.max_prefill_tokens = max_prefill_tokens
+        self.prefill_chunk = prefill_chunk
+        self.prefix_cache = prefix_cache
+        self.min_prefix_tokens = min_prefix_tokens
+        self.host = host
+        self.policy = Fifo() if policy is None else policy
+        self.padded = padded
+        self.headroom = Headroom(headroom)
+        self.n_prefill_workers = n_prefill_workers
+        self.room = Room(
+            slots,
+            prefix_cache,
+            host,
+            min_prefix_tokens=min_prefix_tokens,
+            prefill_chunk=prefill_chunk,
+            always_in_chunks=n_prefill_workers > 0,
+        )
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._n_added = 0
+        self._turns = Turns()
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, request: Request) -> None:
+        """Queues a request; ``UserError`` if the whole pool could not hold it at its longest."""
+        if request.width > self.max_num_seqs:
+            raise UserError(
+                f"the request has {request.width} sequences, {self.max_num_seqs} run at once: ask for fewer, or raise "
+                "max_num_seqs"
+            )
+        self.room.check_holds(request, padded=self.padded)
+        request.arrival, request.turn = self._n_added, self._turns.take(request.caller)
+        self._n_added += 1
+        self._queue([request])
+
+    def schedule(self) -> StepPlan:
+        """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted, but the request
+        for which it was: the tokens of the preempted may be in flight."""
+        for request in [r for r in self.running if r.n_in_flight and r.n_generated == r.max_tokens]:
+            self._end(request, keep=True)
+        preempted, moves_out = self._preempt_for_room()
+        may_admit = not preempted
+        if may_admit:
+            preempted, moves_out = self._displace()
+        decodes = [request for request in self.running if request.n_computed is None]
+        append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
+        prefills: list[Request] = []
+        moves_in: list[Move] = []
+        begun = sorted(self._begun(), key=self._place)
+        if may_admit and (self.n_prefill_workers or not begun or self._displaces(begun[0])):
+            only_first = bool(preempted or (begun and not self.n_prefill_workers))
+            prefills, resumed, moves_in = self._admit(only_first=only_first)
+            decodes += resumed
+        busy = {request.worker for request in prefills}
+        for request in begun:
+            if request.worker not in busy:
+                busy.add(request.worker)
+                prefills.append(request)
+        spans = tuple(map(self._span, prefills))
+        return StepPlan(
+            tuple(prefills),
+            tuple(decodes),
+            tuple(preempted),
+            tuple(moves_out),
+            tuple(moves_in),
+            tuple(filter(None, map(self.room.still_wanted, moves_in))),
+            spans,
+        )
+
+    def _span(self, request: Request) -> tuple[int, int]:
+        """What of a prefill this step does. Once it is all, the prefix cache may have it."""
+        n_tokens, start = request.n_tokens, request.n_computed
+        if start is None:
+            return request.n_cached, n_tokens
+        stop = min(n_tokens, start + (self.room.chunk_of(request) or n_tokens))
+        request.n_computed = stop if stop < n_tokens else None
+        if request.n_computed is None and self.prefix_cache is not None:
+            self.prefix_cache.insert(request.all_token_ids(), request.slots.view())
+        return start, stop
+
+    def branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
+        """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its slots.
+
+        ``members``: all running sequences of a request, in order. Members are used again where there are enough;
+        the others are new requests (the payload is the first's), or finished. ``output_token_ids`` come along.
+        """
+        old = [(member.slots, member.output_token_ids) for member in members]
+        moved = [j for j, parent in enumerate(parents) if parent != j]
+        left = [j for j in range(len(members)) if j >= len(parents) or parents[j] != j]
+        if moved:
+            self.slots.fork(np.concatenate([old[parents[j]][0].view() for j in moved]))
+        if left:
+            self.slots.free(np.concatenate([old[j][0].view() for j in left]))
+        found = list(members[: len(parents)])
+        first = members[0]
+        for j in range(len(members), len(parents)):
+            new = Request(first.request_id, first.prompt_token_ids, first.max_tokens, first.payload, j)
+            new.lockstep, new.state = first.lockstep, RequestState.RUNNING
+            new.priority, new.arrival, new.n_cached = first.priority, first.arrival, len(first.slots)
+            new.caller, new.turn = first.caller, first.turn
+            found.append(new)
+        for j in moved:
+            slots, tokens = old[parents[j]]
+            found[j].slots, found[j].output_token_ids = SlotList(slots.view()), list(tokens)
+        for member in members[len(parents) :]:
+            member.slots, member.state = SlotList(), RequestState.FINISHED
+        first.width = 1
+        at = self.running.index(first)
+        assert self.running[at : at + len(members)] == list(members)
+        self.running[at : at + len(members)] = found
+        return found
+
+    def finish(self, request: Request, *, keep: bool = True) -> None:
+        """Ends a waiting or running request: its slots are free again, or with ``keep`` the prefix cache's.
+
+        A token of it that is in flight is not wanted, nor is the slot that was taken for the step which draws it.
+        """
+        if request.n_in_flight and request.state is RequestState.RUNNING:
+            self.slots.free(request.slots.view()[-1:])
+            request.slots.truncate(len(request.slots) - 1)
+        request.n_in_flight = 0
+        self._end(request, keep=keep)
+
+    def _end(self, request: Request, *, keep: bool) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+        elif request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        self.headroom.ended(request)
+        self.room.release(request, keep=keep)
+        request.state = RequestState.FINISHED
+
+    def forget_cached(self) -> None:
+        """Empties the prefix cache."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+
+    def check_integrity(self) -> None:
+        """Raises ``RuntimeError`` unless running requests and prefix cache own exactly the slots that are in use,
+        and waiting requests those of the host that are."""
+        owners: dict[Any, Any] = {(r.request_id, r.index): r.slots.view() for r in self.running}
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()
+            owners["prefix cache"] = self.prefix_cache.owned_slots()
+        self.slots.check_integrity(owners)
+        if self.host is not None:
+            moved = {(r.request_id, r.index): r.host_slots for r in self.waiting}
+            self.host.check_integrity({name: slots for name, slots in moved.items() if slots is not None})
+
+    # -- room for those who run ---------------------------------------------------------------------------------
+
+    def _preempt_for_room(self) -> tuple[list[Request], list[Move]]:
+        """Sees to it that everyone who decodes can take a slot: by eviction, then by preemption."""
+        preempted: list[Request] = []
+        moves: list[Move] = []
+        # A prompt that is being computed has all of its slots.
+        while not self.room.evict_for(sum(request.n_computed is None for request in self.running)):
+            unit = self._last()
+            preempted += reversed(unit)
+            moves += self._give_way(unit)
+        return preempted, moves
+
+    def _displace(self) -> tuple[list[Request], list[Move]]:
+        """Has running requests give way until the first that waits fits, or none is left that it may displace."""
+        preempted: list[Request] = []
+        moves: list[Move] = []
+        while self.running and self._displaces((last := self._last())[0]) and not self._would_fit():
+            preempted += reversed(last)
+            moves += self._give_way(last)
+        return preempted, moves
+
+    def _displaces(self, running: Request) -> bool:
+        """Whether the first that waits may take the place of ``running``."""
+        if not self.policy.preemptive or not self.waiting:
+            return False
+        return bool(self.waiting[0].rank < self.policy.rank(running))
+
+    def _place(self, request: Request) -> tuple[Any, int, int, int]:
+        """Where a running request stands in the policy's order."""
+        return self.policy.rank(request), request.turn, request.arrival, request.index
+
+    def _queue(self, unit: Sequence[Request]) -> None:
+        rank = self.policy.rank(unit[0])
+        for request in unit:
+            request.rank = rank
+            insort(self.waiting, request, key=lambda r: (r.rank, r.turn, r.arrival, r.index))
+
+    def _give_way(self, unit: Sequence[Request]) -> list[Move]:
+        moves = self.room.move_out(unit)
+        for request in reversed(unit):
+            self.running.remove(request)
+            self.room.release(request, keep=True)
+            request.state = RequestState.WAITING
+            request.n_preemptions += 1
+        self._queue(unit)
+        return moves
+
+    def _last(self) -> list[Request]:
+        """The running request that gives way first, with those it runs in lockstep with."""
+        last = max(self.running, key=self._place)
+        if not last.lockstep:
+            return [last]
+        return [request for request in self.running if request.request_id == last.request_id]
+
+    # -- newcomers, and those who come back ---------------------------------------------------------------------
+
+    def _admit(self, *, only_first: bool) -> tuple[list[Request], list[Request], list[Move]]:
+        """(to prefill, to decode since their KV comes back from the host, the copies for that)."""
+        prefills: list[Request] = []
+        resumed: list[Request] = []
+        moves: list[Move] = []
+        room = self.max_prefill_tokens
+        while self.waiting:
+            unit = self._next_unit()
+            worker = self._worker_for(unit, prefills)
+            if worker is None or not self._has_rows(unit):
+                break
+            margin = self._margin(unit)
+            if unit[0].host_slots is not None:
+                found = self.room.move_in(unit, margin)
+                if found is None:
+                    break
+                moves += found
+                resumed += unit
+            else:
+                # one prefill always goes, however long
+                bound = room if prefills and not self.n_prefill_workers else None
+                if not self.room.take(unit, margin, bound):
+                    break
+                room -= sum(request.n_tokens - request.n_cached for request in unit)
+                prefills += unit
+            del self.waiting[: len(unit)]
+            self._turns.came(unit[0].turn)
+            for request in unit:
+                request.state, request.worker = RequestState.RUNNING, worker
+                self.running.append(request)
+            if only_first or (unit[0].n_computed is not None and not self.n_prefill_workers):
+                break
+        return prefills, resumed, moves
+
+    def _begun(self) -> list[Request]:
+        """Running requests whose prompts are being computed."""
+        return [request for request in self.running if request.n_computed is not None]
+
+    def _worker_for(self, unit: Sequence[Request], admitted: Sequence[Request]) -> int | None:
+        """The prefill worker for the first that waits, or 0 if it needs none; None if all have a prompt that goes before,
+        of this step's ``admitted`` ones or of those that have begun."""
+        if not self.n_prefill_workers or unit[0].host_slots is not None:
+            return 0
+        outstanding, busy = [0] * self.n_prefill_workers, {request.worker for request in admitted}
+        for request in self._begun():
+            outstanding[request.worker] += request.n_tokens - (request.n_computed or 0)
+            if not self._displaces(request):
+                busy.add(request.worker)
+        free = [worker for worker in range(self.n_prefill_workers) if worker not in busy]
+        return min(free, key=outstanding.__getitem__, default=None)
+
+    def _n_rows(self, unit: Sequence[Request]) -> int:
+        """Sequences that run once ``unit`` does and newcomers have branched."""
+        return sum(request.width for request in (*self.running, *unit))
+
+    def _has_rows(self, unit: Sequence[Request]) -> bool:
+        """Whether so many sequences may run, and padded ones have room for their longest."""
+        n_rows = self._n_rows(unit)
+        if self.padded:
+            longest = max(request.longest for request in (*self.running, *unit))
+            return n_rows <= min(self.max_num_seqs, self.slots.capacity // longest)
+        return n_rows <= self.max_num_seqs
+
+    def _margin(self, unit: Sequence[Request]) -> int:
+        """Slots to leave free beside those of ``unit``: for what everyone running is expected to take, and for one step more of
+        each at least, or the newcomer would be thrown out at once. Who gives way to it needs no more than that. Alone it
+        needs none: `add` saw to it that the pool holds it."""
+        if not self.running:
+            return 0
+        if self.padded:  # they have had their room from the beginning
+            return self._n_rows(unit)
+        rows = []
+        for request in (*self.running, *unit):
+            new = request.state is RequestState.WAITING
+            n = 1 if not new and self._displaces(request) else self.headroom.of(request)
+            # What was there before it may be others'.
+            rows.append((n, request.n_tokens if new else len(request.slots) - request.n_cached))
+            rows += [(n, 0)] * (request.width - 1)
+        return most_wanted(rows)
+
+    def _would_fit(self) -> bool:
+        """Whether the first that waits can be admitted in this step, whose decodes have not taken their slots yet."""
+        unit = self._next_unit()
+        if not self._has_rows(unit):
+            return False
+        n = self._margin(unit) + sum(request.n_computed is None for request in self.running)
+        if unit[0].host_slots is not None:
+            return self.room.make(n + len(on_host(unit)) + len(unit))
+        rows = [request.all_token_ids() for request in unit]
+        cached = self.room.match(unit[0], rows[0]) if len(unit) == 1 else np.empty(0, np.int32)
+        fits = self.room.make(n + n_distinct(rows) - len(cached))
+        self.slots.free(cached)
+        return fits
+
+    def _next_unit(self) -> list[Request]:
+        """The first waiting request, with those it runs in lockstep with."""
+        first = self.waiting[0]
+        if not first.lockstep:
+            return [first]
+        unit = []
+        for request in self.waiting:
+            if request.request_id != first.request_id:
+                break
+            unit.append(request)
+        return unit

@@ -1,0 +1,142 @@
+"""Programs that other threads compile while this one goes on. Knows no program: keys, calls that give one, jitted functions.
+
+XLA compiles without Python's lock, so several programs at once are done sooner than one after another; tracing them stays
+with the thread that asks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxlamina.process import garbage
+
+T = TypeVar("T")
+# XLA itself uses more for parts of a program, and tracing has to keep up with them.
+_MOST_THREADS = 8
+# How long a process's threads have Python in turn while programs are traced: a step asks for it some hundred times.
+_SWITCH_S = 0.0002
+
+
+def n_compiling(cores_each: int = 2) -> int:
+    """How many programs are compiled at once: one for two cores, up to eight. Small ones keep no more than one core busy."""
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // cores_each))
+
+
+class Ahead(Generic[T]):
+    """``begin`` a program, go on with others, and ``take`` it when it is wanted. ``n_threads``: None for `n_compiling`."""
+
+    def __init__(self, n_threads: int | None = None) -> None:
+        self._n_threads = n_threads or n_compiling()
+        self._threads: ThreadPoolExecutor | None = None
+        self._begun: dict[Hashable, Future[T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._begun
+
+    def begin(self, key: Hashable, compiles: Callable[[], T]) -> None:
+        """Has ``compiles`` called by another thread; nothing if that of ``key`` is there already."""
+        if key in self._begun:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._n_threads, "compile")
+        self._begun[key] = self._threads.submit(compiles)
+
+    def is_done(self, key: Hashable) -> bool:
+        """Whether `take` need not wait."""
+        future = self._begun.get(key)
+        return future is None or future.done()
+
+    def take(self, key: Hashable) -> T | None:
+        """What came of it, once it is done; what it failed with is raised. None if it was not begun, or is taken."""
+        future = self._begun.pop(key, None)
+        return None if future is None else future.result()
+
+    def forget(self) -> None:
+        """Waits for what is being compiled, and drops it and all that was begun; the threads end."""
+        threads, self._threads, self._begun = self._threads, None, {}
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def beside_steps() -> Iterator[None]:
+    """While threads of this process trace programs and another one runs steps: that one waits for Python for a short time only."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        with garbage.young_only():
+            yield
+    finally:
+        sys.setswitchinterval(usual_s)
+
+
+def side_by_side(calls: Sequence[Callable[[], object]]) -> None:
+    """Each called by a thread of its own, for which a process that ends does not wait. What the first of those that failed
+    raised is raised, once all are done."""
+    errors: dict[int, BaseException] = {}
+
+    def run(i: int, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
+            errors[i] = error
+
+    threads = [
+        threading.Thread(target=run, args=(i, call), name=f"compile_{i}", daemon=True)
+        for i, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+
+
+_here = threading.local()
+
+
+@contextmanager
+def only_compiled(device: jax.Device) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
+    """Within it, in this thread, a `ProgramAhead` is compiled for what it is called with, and not run: whatever a GPU is asked to do
+    meanwhile is in the way of a step whose kernels are being put into a CUDA graph (docs/findings.md). Yields what stands for an
+    array of ``device``: its shape and dtype."""
+    sharding = SingleDeviceSharding(device)
+    _here.sharding = sharding
+    try:
+        yield lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    finally:
+        _here.sharding = None
+
+
+# Kernels are not tried out: XLA does so in memory that a step may still be using, and these are small.
+_OPTIONS = {"xla_gpu_autotune_level": 0}
+
+
+class ProgramAhead:
+    """A function to be jitted, which may be compiled while steps run. ``options``: of `jax.jit`."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._jitted = jax.jit(function, compiler_options=_OPTIONS, **options)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        sharding: Sharding | None = getattr(_here, "sharding", None)
+        if sharding is None:
+            return self._jitted(*args, **options)
+        lowered = self._jitted.lower(*args, **options)
+        lowered.compile()
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), lowered.out_info
+        )

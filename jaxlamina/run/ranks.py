@@ -1,0 +1,521 @@
+"""Rank 0's executor: steps as whole programs over real ranks, with the same interface as `LocalExecutor`.
+
+Gives every step its bucket, has all ranks compile it before its first run and compares what they will exchange, tells the
+attention ranks which slots the step is about, and starts its own program. Knows the model and the memory pool's layout;
+what KV looks like is the attention ranks' affair, and how tensors travel the transport's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from jaxlamina.errors import UserError
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
+from jaxlamina.kv.placement import checked_partition
+from jaxlamina.kv.pool_book import PoolBook
+from jaxlamina.models import ModelConfig
+from jaxlamina.process.compile_ahead import side_by_side
+from jaxlamina.process.compile_counts import Programs
+from jaxlamina.ranks.layout import layout_of, partition_of
+from jaxlamina.ranks.model_rank import told_replica
+from jaxlamina.ranks.model_side import ModelSide, receiver, send_parameters, shards_of, traces
+from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
+from jaxlamina.ranks.shards import shard_axes, shard_of
+from jaxlamina.ranks.stages import Stages, stages_of
+from jaxlamina.run.executor import Capabilities, Executor, StepLogits
+from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
+from jaxlamina.run.staggering import Choice
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
+from jaxlamina.steps.buckets import Cut
+from jaxlamina.steps.plans import plan_of, why_not
+from jaxlamina.steps.shape import StepShape
+from jaxlamina.steps.step import PromptPart, Step
+from jaxlamina.transports import Program, Transport
+from jaxlamina.transports.exchanges import first_difference
+from jaxlamina.workers.calibration import Calibration, channel_scales
+from jaxlamina.workers.kv_pools import Slots, as_slots
+from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
+from jaxlamina.workers.spec import AttentionSpec, bucket_cut, windows_of
+from jaxlamina.workers.workspace import LargestStep, tree_bytes
+from splitter import SplitReport
+
+_log = logging.getLogger("uvicorn.error")  # the server's log
+
+
+class Own(NamedTuple):
+    """What rank 0 runs of a step: a program with its weights, unless only prefill workers are in it, and then one that takes
+    in their logits, if they are."""
+
+    program: Program | None
+    weights: Any
+    receive: Program | None
+
+    def exchanges(self) -> tuple[m.Exchange, ...]:
+        return tuple(e for program in (self.program, self.receive) if program for e in program.exchanges())
+
+
+def _nothing(_: float) -> None:
+    pass
+
+
+def _say_choice(bucket: tuple[int, int], medians: Mapping[int, float]) -> None:
+    times = ", ".join(f"{1000 * s:.2f} ms as {n}" for n, s in sorted(medians.items()))
+    n = min(medians, key=medians.__getitem__)
+    as_what = "one batch" if n == 1 else f"{n} staggered batches"
+    _log.info("decode steps of batch %d, context %d go as %s: %s", *bucket, as_what, times)
+
+
+class RanksExecutor(Executor):
+    """A model worker in this process, attention workers in others.
+
+    - ``group``: as `jaxlamina.ranks.join` gives it; its cluster says partition, transport and deadlines.
+    - ``kv_slots``: tokens whose KV is kept; None: as many as fit, between ``least_slots`` and ``most_slots``.
+    - ``config``: what ``model`` is `jaxlamina.models.apply` of; other model ranks, where there are any, make theirs of it,
+      and a partition "auto" of the cluster is chosen by its KV heads.
+    - ``kv_dtype``, ``n_host_slots``, ``calibration``, ``largest``: as of `LocalExecutor`.
+
+    Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``mini_batches``, as the
+    cluster's; ``n_batches``, as how
+    many staggered batches a decode step of at least as many rows runs (Lamina 2025 §4.3; "auto": see `Choice`); q goes with
+    k and v there; ``prefill_workers``, how many of the cluster's compute prompts. With none model ranks do.
+
+    ``UserError`` for what cannot be; a rank that fails ends this process (`jaxlamina.job.group.Failing`).
+    """
+
+    def __init__(
+        self,
+        model: ModelFn,
+        params: Params,
+        *,
+        group: Group,
+        kv_slots: int | None,
+        most_slots: int,
+        least_slots: int,
+        largest: LargestStep,
+        kv_dtype: str = "auto",
+        n_host_slots: int | None = 0,
+        calibration: Calibration | None = None,
+        config: ModelConfig | None = None,
+    ) -> None:
+        self.group = group
+        self.programs = Programs()
+        cluster = group.cluster
+        like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+        partition = partition_of(cluster, () if config is None else (config.num_key_value_heads,))
+        own, stages = self._share_out(model, params, like, config, kv_dtype, partition)
+        self.layout = layout_of(cluster, partition, stages)
+        self.model = ModelWorker(model, own, group.device, like)
+        one_row = self.model.split(1)
+        self.report: SplitReport = one_row.report()
+        self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
+        checked_partition(partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
+        # The other pool's devices are not known here, but that they are of the same platform.
+        alike = cluster.attention_platform == cluster.model_platform
+        self._bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
+        self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
+        self.n_batches = cluster.n_batches_on(group.device.platform)
+        self.latest_n_batches = 1  # of the last decode step
+        self.mini_batches = cluster.mini_batches
+        self.prefill_workers = cluster.prefill_workers
+        self.choice = Choice((1, cluster.usual_n_batches), on_chosen=_say_choice)
+        known = model, params, self.specs, calibration
+        with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
+            scales = channel_scales(*known, n_positions=largest.context)
+        setup = m.Setup(
+            layers=tuple(
+                _layer(spec, site.q.shape[2]) for spec, site in zip(self.specs, one_row.sites, strict=True)
+            ),
+            partition=partition,
+            token_block=cluster.token_block,
+            kv_slots=kv_slots,
+            most_slots=most_slots,
+            least_slots=least_slots,
+            largest=(largest.batch, largest.context, largest.prompt),
+            n_host_slots=n_host_slots,
+            stages=self.layout.stages,
+            channel_scales=None if scales is None else tuple(tuple(map(_array, layer)) for layer in scales),
+        )
+        self.n_slots, self.n_host_slots = self._allocate(setup)
+        workers = [RemoteWorker(group, rank) for rank in group.workers]
+        self._tables = {rank: SlotTables() for rank in group.workers}
+        sizes = self.n_slots, self.n_host_slots, cluster.token_block
+        self.pool = PoolBook(workers, self.layout, windows_of(self.specs), *sizes)
+        shards = shards_of(cluster)
+        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, config)
+        self._programs: dict[StepShape, Own] = {}
+        self._tracing = (
+            threading.Lock()
+        )  # the transport knows what it has sent in the program that is being traced
+        self._compiled: dict[Any, Any] = {}  # rank 0's programs, which several steps may have in common
+        self._start = group.transport.bind(jax.device_put(np.zeros(1, np.int32), group.device))
+        self.prepare_s = 0.0  # spent on compiling, all ranks side by side
+
+    @property
+    def device(self) -> jax.Device:
+        return self.group.device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Other model ranks are told a step's tokens in its control message. Programs cannot be compiled behind where they depend on
+        where tokens lie, or on prefill workers."""
+        places_tokens = self.pool.placement is not None
+        return Capabilities(
+            bucket_cut=self._bucket_cut,
+            n_prefill_workers=self.prefill_workers,
+            needs_host_tokens=bool(self.group.replicas),
+            places_tokens=places_tokens,
+            compiles_behind=not (places_tokens or self.prefill_workers),
+            why_not_mixed=why_not(self.layout, self._mixed_like),
+        )
+
+    def run(self, step: Step) -> StepLogits:
+        """Where there are prefill workers, they compute prompts meanwhile (Lamina 2025 §5). Else a prompt alongside rows is in their
+        program, one a rank, which reads weights once for both (Lamina 2024 §5.6): each of its tokens is a row of the model, so one
+        that goes by a row's largest position (dynamic rope scaling) sees its own. What else there is of prompts runs after the
+        rows."""
+        self._check_current()
+        if self.prefill_workers and step.prompts:
+            return self._run_beside(step)
+        together = step.alongside is not None and not self.capabilities.why_not_mixed
+        return StepLogits.joined([self._run_part(part) for part in ([step] if together else step.apart)])
+
+    def _run_part(self, step: Step) -> StepLogits:
+        if step.decodes is None:
+            [prompt] = step.prompts
+            return StepLogits(None, tuple(self._launch([self._prompts(prompt)])))
+        if step.alongside is not None:
+            [logits] = self._launch([self._with_chunk(step.decodes, step.alongside)])
+            return StepLogits(logits[:-1], (logits[-1:],))
+        rows, on_done = self._rows(step.decodes)
+        self.latest_n_batches = rows.shape.n_batches
+        [logits] = self._launch([rows], on_done)
+        return StepLogits(_without_padding(logits, step.decodes))
+
+    def _run_beside(self, step: Step) -> StepLogits:
+        """The rows, and meanwhile each prompt on its prefill worker. One may follow tokens of one before it."""
+        batch, batches = step.decodes, {part.worker: part.batch for part in step.prompts}
+        if len(batches) != len(step.prompts):
+            raise ValueError("a prefill worker computes one prompt or chunk a step")
+        parts = [] if batch is None else [self._rows(batch, self._settled_n_batches(batch))[0]]
+        scored = {part.worker for part in step.prompts if part.scored}
+        if self.layout.by_heads:  # programs are few then, and the step lasts as long as its largest prompt
+            # A prompt that is scored is left as small as it is: every token's logits are a row of the vocabulary.
+            others = {worker: prompt for worker, prompt in batches.items() if worker not in scored}
+            batches |= dict(zip(others, levelled([*others.values()], self.n_slots), strict=True))
+        for worker, prompt in batches.items():
+            # The intake is one message, so that it is over soon.
+            part = prompts_part(self.pool, prompt, q_first=False, scored=worker in scored)
+            parts.append(part.on(self.group.prefill_ranks[worker]))
+        logits = self._launch(parts)
+        rows = None if batch is None else _without_padding(logits.pop(0), batch)
+        return StepLogits(rows, tuple(logits))
+
+    def candidates(self, n_rows: int, context: int) -> tuple[int, ...]:
+        """How many staggered batches a decode step of so many rows and earlier tokens a row may run as: one number, or those
+        that are tried."""
+        if self.n_batches == "auto":
+            return self.choice.possible(n_rows) if self._may_pay_to_stagger(n_rows, context) else (1,)
+        return (self.n_batches if n_rows >= self.n_batches else 1,)
+
+    def _may_pay_to_stagger(self, n_rows: int, context: int) -> bool:
+        """Staggered batches read all weights once each. On one model worker beside attention workers of its kind that pays
+        only where attention, and the exchanges, would be waited for as long: not where all the KV that a step can read is
+        less than half of the weights."""
+        cluster = self.group.cluster
+        if self.layout.n_replicas > 1 or self.layout.stages:
+            return True
+        if cluster.attention_platform != cluster.model_platform:
+            return True
+        kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
+        return kv_bytes > tree_bytes(self.model.params) / 2
+
+    def staggering(self) -> dict[str, Any]:
+        """How decode steps are staggered: ``n_batches``, and where that is "auto" of each bucket the number chosen (None while
+        it is tried out) and the median seconds of a step by number of batches."""
+        found = self.choice.found().items() if self.n_batches == "auto" else ()
+        buckets = [
+            {"batch": batch, "context": context, "n_batches": n, "step_s": medians}
+            for (batch, context), (n, medians) in sorted(found)
+        ]
+        return {"n_batches": self.n_batches, "chosen": buckets}
+
+    def _settled_n_batches(self, batch: DecodeBatch) -> int:
+        """Staggered batches of a step whose time says nothing of them."""
+        bucket = n_rows, _ = len(batch.tokens), batch.slot_table.shape[1]
+        possible = self.candidates(*bucket)
+        return possible[0] if len(possible) == 1 else self.choice.settled(bucket, n_rows)
+
+    def _rows(self, batch: DecodeBatch, n_batches: int | None = None) -> tuple[Part, Callable[[float], None]]:
+        """A decode step as ``n_batches``, or as it is its turn, its rows padded to whole staggered batches or mini-batches; and
+        who is to be told its seconds."""
+        bucket = n_rows, _ = len(batch.tokens), batch.slot_table.shape[1]
+        on_done: Callable[[float], None] = _nothing
+        if n_batches is None:
+            possible = self.candidates(*bucket)
+            n_batches = possible[0]
+            if len(possible) > 1:
+                n_batches = self.choice.next(bucket, n_rows)
+                on_done = partial(self.choice.took, bucket, n_batches)
+        mini_batches = self.mini_batches if n_batches == 1 and n_rows >= self.mini_batches else 1
+        n_parts = max(n_batches, mini_batches)
+        batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
+        q_first = self.q_first and n_parts == 1
+        cut = {"n_batches": n_batches, "mini_batches": mini_batches}
+        return rows_part(self.pool, batch, q_first=q_first, **cut), on_done
+
+    def _prompts(self, prompt: PromptPart) -> Part:
+        return prompts_part(self.pool, prompt.batch, q_first=self.q_first, scored=prompt.scored)
+
+    def _with_chunk(self, rows: DecodeBatch, chunk: PrefillBatch) -> Part:
+        return mixed_part(self.pool, rows, chunk, q_first=self.q_first)
+
+    def copy_slots(self, src: Slots, dst: Slots) -> None:
+        self._check_current()
+        self.pool.copy_slots(as_slots(src), as_slots(dst))
+
+    def move_out(self, slots: Slots, host_slots: Slots) -> None:
+        self._check_current()
+        self.pool.move_out(as_slots(slots), as_slots(host_slots))
+
+    def move_in(self, host_slots: Slots, slots: Slots) -> None:
+        self._check_current()
+        self.pool.move_in(as_slots(host_slots), as_slots(slots))
+
+    def release(self, slots: Slots) -> None:
+        self.pool.release(as_slots(slots))
+
+    def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
+        """In each number of staggered batches that is tried; the other ranks begin with theirs, too."""
+        missing = [shape for shape in self._shapes_ahead(step) if shape not in self._programs]
+        if not missing:
+            return None
+        for shape in missing:
+            for rank in (*self.group.model_ranks_in(shape), *self.group.workers):
+                self.group.send(rank, m.PrepareLater(shape, self.group.transport.traceable, behind))
+
+        own = {rows: None for shape in missing if (rows := shape.part_of(0)) is not None}
+
+        def compile_one(rows: StepShape) -> None:
+            if rows not in self._compiled:
+                self._compiled[rows] = self._compile(rows, behind)
+
+        return lambda: side_by_side([partial(compile_one, rows) for rows in own])
+
+    def prepare(self, step: Step) -> bool:
+        """Finds that the ranks' programs match; False while another rank is compiling its own."""
+        return all(self._matched(shape, wait=False) for shape in self._shapes_ahead(step))
+
+    def _compile(self, rows: StepShape, behind: bool = False) -> tuple[Program, Any]:
+        if kept := self._side.kept(rows, behind):
+            return kept
+        with self._tracing:
+            compiles = self._side.compile_later(rows, behind)
+        return compiles()
+
+    def _shapes_ahead(self, step: Step) -> list[StepShape]:
+        if not self.capabilities.compiles_behind:
+            return []
+        if step.decodes is None:
+            return [self._prompts(prompt).shape for prompt in step.prompts]
+        if step.alongside is None:
+            numbers = self.candidates(len(step.decodes.tokens), step.decodes.slot_table.shape[1])
+            return [self._rows(step.decodes, n)[0].shape for n in numbers]
+        if self.capabilities.why_not_mixed:
+            return []
+        return [self._with_chunk(step.decodes, step.alongside).shape]
+
+    @property
+    def _mixed_like(self) -> StepShape:
+        """A decode step with a prompt, cut up as such steps are here."""
+        n = 1 if self.n_batches == "auto" else self.n_batches
+        chunk = StepShape("chunk", 1, 1, 1)
+        return StepShape("decode", 1, 1, 1, n_batches=n, mini_batches=self.mini_batches, chunk=chunk)
+
+    def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
+        self.pool.assume_stored(batch)
+
+    def exchanges(self, shape: StepShape) -> tuple[m.Exchange, ...]:
+        """What this rank's program of a prepared bucket exchanges, in order."""
+        return self._programs[shape].exchanges()
+
+    def _launch(self, parts: Sequence[Part], on_done: Callable[[float], None] = _nothing) -> list[jax.Array]:
+        """Each part's logits."""
+        head, *beside = parts
+        shape = msgspec.structs.replace(head.shape, prefills=tuple(part.shape for part in beside))
+        own = self._prepared(shape)
+        ticket = self.group.begin_step(shape)
+        self.group.owed = f"step {self.group.n_steps} ({shape})"
+        for rank, *of_parts in zip(self.group.workers, *(part.rows.slots for part in parts), strict=True):
+            told = self._tables[rank].as_message(list(chain(*of_parts)))
+            self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, *told))
+        for part in parts:
+            if ranks := self.group.model_ranks_in(part.shape):
+                inputs = told_replica(part.inputs, part.rows.at)
+                step = m.RunStep(self.group.n_steps, self._epoch, shape, inputs)
+                for rank in ranks:
+                    self.group.send(rank, step)
+        logits = self._run(own, head)
+        self.group.owed = None
+        self.group.watch.until(ticket, logits[-1], on_done)
+        return logits
+
+    def _run(self, own: Own, head: Part) -> list[jax.Array]:
+        transport, found = self.group.transport, []
+        if own.program is not None:
+            given = transport.bind((head.inputs, head.rows.at))
+            found.append(transport.unbind(own.program(own.weights, *given)))
+        if own.receive is not None:
+            found += transport.unbind(own.receive(self._start))
+        return found
+
+    def _check_current(self) -> None:
+        if self._epoch != self.group.epoch:
+            raise UserError(
+                "the ranks hold another model's KV since this one was made: one model a group at a time"
+            )
+
+    def _prepared(self, shape: StepShape) -> Own:
+        """A bucket's programs, compiled on all ranks and found to match before anyone runs it."""
+        found = self._matched(shape, wait=True)
+        assert found is not None
+        return found
+
+    def _matched(self, shape: StepShape, *, wait: bool) -> Own | None:
+        """None, unless told to ``wait``, while another rank is compiling its own."""
+        if shape in self._programs:
+            return self._programs[shape]
+        plan_of(self.layout, shape, len(self.specs))  # what cannot be is said before anybody else hears of it
+        began = time.perf_counter()
+        others = (*self.group.model_ranks_in(shape), *self.group.workers)
+        for rank in others:
+            self.group.send(rank, m.Prepare(shape, self.group.transport.traceable, wait))
+        try:
+            own = self._own(shape)
+        finally:  # the others' answers are taken in whatever happens here, or they would be taken for the next ones
+            answers = [self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in others]
+        lists = {0: own.exchanges()}
+        for rank, answer in zip(others, answers, strict=True):
+            if answer.exchanges is None:
+                return None
+            lists[rank] = answer.exchanges
+        self.programs.compiled(str(shape))
+        difference = first_difference(lists, self.group.cluster.describe)
+        if difference is not None:
+            raise UserError(f"the ranks' programs of {shape} do not match, so none is run: {difference}")
+        self._programs[shape] = own
+        self.prepare_s += time.perf_counter() - began
+        return own
+
+    def _own(self, shape: StepShape) -> Own:
+        """Compiled where no step before had the same."""
+        rows, program, weights, receive = shape.part_of(0), None, None, None
+        if rows is not None:
+            if rows not in self._compiled:
+                self._compiled[rows] = self._compile(rows)
+            program, weights = self._compiled[rows]
+        sources = tuple((part.rank, part.logits_of) for part in shape.parts if part.rank)
+        if sources:
+            if sources not in self._compiled:
+                n_words = self.model.split(1).traced.jaxpr.outvars[0].aval.shape[-1]
+                likes = [jax.ShapeDtypeStruct((*of, n_words), jnp.float32) for _, of in sources]
+                ranks = [rank for rank, _ in sources]
+                self._compiled[sources] = receiver(self.group.transport, likes, ranks)
+            receive = self._compiled[sources]
+        return Own(program, weights, receive)
+
+    def _share_out(
+        self,
+        model: ModelFn,
+        params: Params,
+        like: dict[str, Any],
+        config: ModelConfig | None,
+        kv_dtype: str,
+        partition: str,
+    ) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
+        """Sends the other model ranks and prefill workers their weights: all, or what each is to hold. Gives this rank's, and
+        each slice's rank if they are stages of a pipeline."""
+        cluster, group, n = self.group.cluster, self.group, self.group.cluster.n_model
+        axes = shard_axes(traces(model, like), like, n) if cluster.tensor_parallel > 1 else {}
+        stages = Stages((), (frozenset(params),) * n)
+        if cluster.pipeline_parallel > 1:
+            stages = stages_of(traces(model, like), like, n)
+
+        def share(rank: int) -> dict[str, jax.Array]:
+            return shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
+
+        others = (*group.replicas, *group.prefill_ranks)
+        if not others:
+            return share(0), stages.ranks
+        if config is None:
+            raise UserError(
+                "several model workers need a model that they can make themselves: give RanksExecutor its config"
+            )
+        ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
+        dtype = str(next(iter(params.values())).dtype)
+        for rank in group.replicas:
+            names = tuple(sorted(stages.params[rank]))
+            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, partition, stages.ranks))
+        for rank in group.prefill_ranks:
+            names = tuple(sorted(params))
+            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, partition, ()))
+        for rank in others:  # one after another: this device may have no room for all at once
+            own = dict(params) if rank in group.prefill_ranks else share(rank)
+            done = send_parameters(group.transport, jax.device_put(own, self.device), rank)
+            done.block_until_ready()
+        group.watch.until(ticket, done)
+        for rank in others:
+            group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
+        return share(0), stages.ranks
+
+    def _allocate(self, setup: m.Setup) -> tuple[int, int]:
+        """Slots, and host slots, that all attention ranks have room for. What they held for a model before this one is gone."""
+        self.group.epoch += 1
+        self._epoch = self.group.epoch
+        self.group.broadcast(setup)
+        found = [self.group.receive(rank, m.SlotsFound, PREPARE_DEADLINE_S) for rank in self.group.workers]
+        n_slots, n_host_slots = min(x.n_slots for x in found), min(x.n_host_slots for x in found)
+        self.group.broadcast(m.Allocate(n_slots, n_host_slots))
+        for rank in self.group.workers:
+            self.group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
+        return n_slots, n_host_slots
+
+
+def _without_padding(logits: jax.Array, batch: DecodeBatch) -> jax.Array:
+    n_rows = len(batch.tokens)
+    return logits if len(logits) == n_rows else logits[:n_rows]
+
+
+def pays_q_first(transport: Transport) -> bool:
+    """Whether sending q by itself gains more than one message more costs, as measured (docs/benchmarks.md): between
+    accelerators over XLA's collectives it does; by memory that both reach, between ranks on CPUs, and by MPI through hosts'
+    memory, it does not."""
+    return transport.name == "xla" and transport.device.platform != "cpu" and not transport.by_memory
+
+
+def _layer(spec: AttentionSpec, n_query_heads: int) -> m.Layer:
+    return m.Layer(
+        n_query_heads,
+        spec.n_kv_heads,
+        spec.head_dim,
+        spec.dtype.name,
+        spec.scale,
+        spec.window,
+        spec.softcap,
+        spec.kv,
+    )
+
+
+def _array(x: Any) -> m.Array | None:
+    return None if x is None else m.Array.of(x)

@@ -1,0 +1,293 @@
+"""Unsplit execution, to compare with: one program a step, weights and KV on one device.
+
+Same kernels, same KV slots, same batches as split execution; what differs is that nothing is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlamina.process.compile_counts import Programs
+from jaxlamina.run.executor import Capabilities, Executor, StepLogits
+from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, with_chunk
+from jaxlamina.steps.step import Step
+from jaxlamina.transports import compiler_options
+from jaxlamina.workers import capacity
+from jaxlamina.workers.calibration import Calibration, channel_scales
+from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots
+from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
+from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
+from jaxlamina.workers.spec import AttentionSpec, bucket_cut
+from jaxlamina.workers.streamed import with_streamed_products
+from jaxlamina.workers.workspace import LargestStep, ints, pool_shapes, program_bytes, shapes
+from pallas_kernels import (
+    Pool,
+    append,
+    causal_attention,
+    causal_partial,
+    combine,
+    decode_attention,
+    partial_attention,
+)
+from pallas_kernels.order import tied
+from splitter import SplitReport, split
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class UnsplitExecutor(Executor):
+    """Runs whole steps as single jitted calls; interface and KV options as ``LocalExecutor``."""
+
+    def __init__(
+        self,
+        model: ModelFn,
+        params: Params,
+        *,
+        n_slots: HowManySlots | int,
+        device: jax.Device,
+        kv_dtype: str = "auto",
+        n_host_slots: int | None = 0,
+        calibration: Calibration | None = None,
+        largest: LargestStep | None = None,
+    ) -> None:
+        self.programs = Programs()
+        self._device = device
+        self.params = jax.device_put(dict(params), device)
+        self._model = model
+        one_row = split(trace_step(model, self.params, 1, 1))
+        self.report: SplitReport = one_row.report()
+        self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
+        decode = with_streamed_products(self._traced_decode, device)
+        self._decode = jax.jit(decode, donate_argnums=(1, 2))
+        self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
+        self._prefill_all = jax.jit(partial(self._traced_prefill, of_all=True), donate_argnums=(1, 2))
+        self._mixed = jax.jit(with_streamed_products(self._traced_mixed, device), donate_argnums=(1, 2))
+        self._compiled: dict[tuple[Any, ...], Any] = {}  # before their steps, by sizes
+
+        def needs_bytes(_: jax.Device) -> int:
+            if largest is None or not capacity.is_accelerator(device):
+                return 0
+            return self.workspace_bytes(largest)
+
+        self.n_slots = resolve_slots(n_slots, self.specs, [device], needs_bytes)
+        self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, [device], self.n_slots)
+        known = model, self.params, self.specs, calibration
+        scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
+        self.kv = KVPools(
+            self.specs, self.n_slots, device, channel_scales=scales, n_host_slots=self.n_host_slots
+        )
+
+    @property
+    def device(self) -> jax.Device:
+        return self._device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(bucket_cut=bucket_cut(self.specs, self.device), compiles_behind=True)
+
+    def run(self, step: Step) -> StepLogits:
+        """A prompt alongside rows is in their program, which reads weights once for both; within it there are logits of each of
+        the prompt's tokens. What else there is of prompts runs after them."""
+        parts = step.apart if step.alongside is None else [step]
+        return StepLogits.joined([self._run(part) for part in parts])
+
+    def _run(self, step: Step) -> StepLogits:
+        program = self._compiled.get(_sizes(step)) or self._program(step)
+        self.kv.k, self.kv.v, *logits = program(*self._inputs(step))
+        return StepLogits(None if step.decodes is None else logits.pop(0), tuple(logits))
+
+    def _program(self, step: Step) -> Any:
+        if step.decodes is None:
+            return self._prefill_all if step.prompts[0].scored else self._prefill
+        return self._mixed if step.prompts else self._decode
+
+    def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any]:
+        assert len(step.apart) == 1 or step.alongside is not None, "one program"
+        sizes, options = _sizes(step), compiler_options(self.device, behind=behind)
+        lowered = self._program(step).lower(*self._inputs(step))
+
+        def run() -> None:
+            self._compiled[sizes] = lowered.compile(compiler_options=options)
+
+        return run
+
+    def _inputs(self, step: Step) -> tuple[Any, ...]:
+        known = self.params, self.kv.k, self.kv.v
+        if step.decodes is None:
+            return *known, *step.prompts[0].batch
+        tokens = jax.device_put(step.decodes.tokens, self.device)  # one program, from wherever
+        batch = step.decodes._replace(tokens=tokens)
+        if step.alongside is None:
+            return *known, *batch
+        return *known, *with_chunk(batch, step.alongside), batch, step.alongside
+
+    def copy_slots(self, src: Slots, dst: Slots) -> None:
+        self.kv.copy_slots(as_slots(src), as_slots(dst))
+
+    def move_out(self, slots: Slots, host_slots: Slots) -> None:
+        self.kv.move_out(as_slots(slots), as_slots(host_slots))
+
+    def move_in(self, host_slots: Slots, slots: Slots) -> None:
+        self.kv.move_in(as_slots(host_slots), as_slots(slots))
+
+    def workspace_bytes(self, largest: LargestStep) -> int:
+        """What the largest step takes beside weights and KV, found by compiling it."""
+        b, c, t = largest.batch, largest.context, largest.prompt
+        pools = [pool_shapes(spec) for spec in self.specs]
+        known = shapes(self.params), pools, pools
+        decode = ints(b, 1), ints(b, 1), ints(b, c), ints(b), ints(b)
+        prefill = ints(1, t), ints(1, t), ints(1), ints(1, t), ints(1, 0), ints(1)
+        return max(
+            program_bytes(self._decode, *known, *decode), program_bytes(self._prefill, *known, *prefill)
+        )
+
+    def _traced_decode(
+        self,
+        params: Params,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        tokens: jax.Array,
+        positions: jax.Array,
+        slot_table: jax.Array,
+        lengths: jax.Array,
+        new_slots: jax.Array,
+    ) -> tuple[list[Pool], list[Pool], jax.Array]:
+        self.programs.compiled(f"whole step, batch {len(tokens)}, context {slot_table.shape[1]}")
+        k_pools, v_pools = list(k_pools), list(v_pools)
+        attend = self._decode_attend(k_pools, v_pools, slot_table, lengths, new_slots)
+        traced = trace_step(self._model, self.params, *tokens.shape)
+        with jax.default_device(self.device):  # kernels are picked by it
+            logits = traced.eval(params, tokens, positions, attend=attend)
+        return k_pools, v_pools, logits[:, -1]
+
+    def _traced_prefill(
+        self,
+        params: Params,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        tokens: jax.Array,
+        positions: jax.Array,
+        logits_at: jax.Array,
+        slots: jax.Array,
+        slot_table: jax.Array,
+        lengths: jax.Array,
+        of_all: bool = False,
+    ) -> tuple[list[Pool], list[Pool], jax.Array]:
+        context = slot_table.shape[1]
+        after = f" after {context}" if context else ""
+        after += ", logits of all" if of_all else ""
+        self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens{after}")
+        k_pools, v_pools = list(k_pools), list(v_pools)
+        attend = self._prefill_attend(k_pools, v_pools, slots, slot_table, lengths)
+        traced = trace_step(self._model, self.params, *tokens.shape, of_all=of_all)
+        inputs = (tokens, positions) if of_all else (tokens, positions, logits_at)
+        with jax.default_device(self.device):
+            logits = traced.eval(params, *inputs, attend=attend)
+        return k_pools, v_pools, logits if of_all else logits[:, -1]
+
+    def _traced_mixed(
+        self,
+        params: Params,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        tokens: jax.Array,
+        positions: jax.Array,
+        batch: DecodeBatch,
+        chunk: PrefillBatch,
+    ) -> tuple[list[Pool], list[Pool], jax.Array, jax.Array]:
+        """tokens, positions: as of `with_chunk`, a row each."""
+        n, n_tokens = len(batch.tokens), chunk.tokens.shape[1]
+        after = f" after {chunk.slot_table.shape[1]}" if chunk.has_earlier else ""
+        what = f"whole step, batch {n}, context {batch.slot_table.shape[1]}"
+        self.programs.compiled(f"{what}, with {n_tokens} tokens{after}")
+        pools = list(k_pools), list(v_pools)
+        of_rows = self._decode_attend(*pools, batch.slot_table, batch.lengths, batch.new_slots)  # type: ignore[arg-type]
+        of_chunk = self._prefill_attend(*pools, chunk.slots, chunk.slot_table, chunk.lengths)  # type: ignore[arg-type]
+
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            rows_out = of_rows(i, q[:n], k[:n], v[:n])
+            # only once the rows have read the pools is more written to them, or XLA would keep two of each
+            q, k, v = (tied(x[n:].swapaxes(0, 1), rows_out) for x in (q, k, v))
+            return jnp.concatenate([rows_out, of_chunk(i, q, k, v).swapaxes(0, 1)])
+
+        traced = trace_step(self._model, self.params, *tokens.shape)
+        with jax.default_device(self.device):
+            logits = traced.eval(params, tokens, positions, attend=attend)[:, -1]
+        return *pools, logits[:n], logits[n + chunk.logits_at]
+
+    def _decode_attend(
+        self,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        slot_table: jax.Array,
+        lengths: jax.Array,
+        new_slots: jax.Array,
+    ) -> Attend:
+        """Attention of a decode step's rows, which puts the pools with the new tokens in the old ones' place."""
+        # jitted, so that equal layers' attention is traced and lowered once
+        attends = {spec: jax.jit(self._decode_kernel(spec)) for spec in dict.fromkeys(self.specs)}
+
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            layer = attends[self.specs[i]]
+            pools = k_pools[i], v_pools[i]
+            k_pools[i], v_pools[i], out = layer(q, k, v, *pools, slot_table, lengths, new_slots)
+            return out
+
+        return attend
+
+    def _decode_kernel(self, spec: AttentionSpec) -> Callable[..., Any]:
+        """`decode_attention` for layers of one kind."""
+        return partial(decode_attention, **spec.scoring)
+
+    def _prefill_attend(
+        self,
+        k_pools: list[Pool],
+        v_pools: list[Pool],
+        slots: jax.Array,
+        slot_table: jax.Array,
+        lengths: jax.Array,
+    ) -> Attend:
+        """The same of prompts, or of what follows stored tokens."""
+        attends = {spec: jax.jit(partial(_prompt_attention, spec)) for spec in dict.fromkeys(self.specs)}
+
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            layer = attends[self.specs[i]]
+            pools = k_pools[i], v_pools[i]
+            k_pools[i], v_pools[i], out = layer(q, k, v, *pools, slots, slot_table, lengths)
+            return out
+
+        return attend
+
+
+def _sizes(step: Step) -> tuple[Any, ...]:
+    """What tells a step's program from others."""
+    parts: list[Any] = [] if step.decodes is None else [step.decodes]
+    parts += [part.batch for part in step.prompts]
+    scored = any(part.scored for part in step.prompts)
+    return scored, *((type(part), part.tokens.shape, part.slot_table.shape) for part in parts)
+
+
+def _prompt_attention(
+    spec: AttentionSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
+    slots: jax.Array,
+    slot_table: jax.Array,
+    lengths: jax.Array,
+) -> tuple[Pool, Pool, jax.Array]:
+    """One layer of prompts ``[B, T]``, or of what follows stored tokens: the pools with their tokens, and the attention."""
+    new_k, new_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+    k_pool, v_pool = append(k_pool, v_pool, new_k, new_v, slots.reshape(-1))
+    if not slot_table.shape[1]:
+        return k_pool, v_pool, causal_attention(q, k, v, **spec.scoring)
+    own = causal_partial(q, k, v, **spec.scoring)
+    stored = partial_attention(q, k_pool, v_pool, slot_table, lengths, **spec.scoring)
+    return k_pool, v_pool, combine(*zip(own, stored, strict=True))[0].astype(q.dtype)

@@ -1,0 +1,236 @@
+"""How the next token is chosen: one jitted function for a whole batch.
+
+Knows logits `[B, V]` and per-request numbers; nothing of models, KV or scheduling. There is no sort over
+the vocabulary: top-k and top-p are thresholds, found exactly by bisection over the bits of a float32.
+A request draws from a key made of its own seed and the position alone, so its tokens do not depend on
+what else is in the batch, and a step can be run again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.process.compile_ahead import ProgramAhead
+from jaxlamina.sampling import adjustments
+from jaxlamina.sampling.adjustments import NO_TOKEN, Adjusted, Adjustments, power_of_4
+from jaxlamina.sampling.params import MAX_LOGPROBS, SamplingParams
+
+
+class Sampled(NamedTuple):
+    """One step's choice. Device arrays; those of logprobs are None unless they were asked for."""
+
+    tokens: jax.Array  # [B] int32
+    logprobs: jax.Array | None = None  # [B] float32, of the chosen token
+    ranks: jax.Array | None = None  # [B] int32, 1 is the likeliest
+    top_tokens: jax.Array | None = None  # [B, n_top] int32, likeliest first
+    top_logprobs: jax.Array | None = None  # [B, n_top] float32
+    column: jax.Array | None = (
+        None  # [B, 1] int32: the tokens of a draw, as the next decode step takes them in
+    )
+
+
+class Knobs(NamedTuple):
+    """What each of B rows draws by, as arrays."""
+
+    temperature: Any  # [B] float32, 0: greedy
+    top_k: Any  # [B] int32, V or more: all
+    top_p: Any  # [B] float32
+    min_p: Any  # [B] float32
+    seeds: Any  # [B, 2] uint32: low and high word
+    positions: Any  # [B] int32: the position the chosen token will have
+
+
+class Row(NamedTuple):
+    """One request's part of a batch."""
+
+    params: SamplingParams
+    seed: int  # what it draws by, 0 … 2**64 - 1
+    position: int  # the one the chosen token will have
+    adjusted: Adjusted = Adjusted()
+
+
+class SamplingBatch(NamedTuple):
+    """B requests as arrays, and what of the sampler they need (static)."""
+
+    knobs: Knobs
+    adjustments: Adjustments
+    draws: bool  # some row is not greedy
+    filters: bool  # some row that draws has top_k, top_p or min_p
+    n_top: int | None  # logprobs of so many tokens, None: no logprobs at all
+
+    @classmethod
+    def build(cls, rows: Sequence[Row], size: int, newest: Any = None) -> SamplingBatch:
+        """``rows``, padded with greedy ones to ``size``; ``newest`` [size, 1] int32 as `adjustments.build` has it."""
+        params = [row.params for row in rows]
+        seeds = np.zeros((size, 2), np.uint32)
+        seeds[: len(rows)] = [(row.seed & 0xFFFFFFFF, row.seed >> 32) for row in rows]
+        knobs = Knobs(
+            temperature=_column([p.temperature for p in params], size, 0, np.float32),
+            top_k=_column([p.top_k if p.top_k > 0 else NO_TOKEN for p in params], size, NO_TOKEN, np.int32),
+            top_p=_column([p.top_p for p in params], size, 1, np.float32),
+            min_p=_column([p.min_p for p in params], size, 0, np.float32),
+            seeds=seeds,
+            positions=_column([row.position for row in rows], size, 0, np.int32),
+        )
+        return cls(
+            knobs,
+            adjustments.build([row.adjusted for row in rows], size, newest),
+            draws=any(not p.greedy for p in params),
+            filters=any(p.filters and not p.greedy for p in params),
+            n_top=_logprobs_width([p.needed_logprobs for p in params]),
+        )
+
+
+def _column(values: Sequence[float], size: int, fill: float, dtype: Any) -> np.ndarray:
+    """``values``, one a row, and ``fill`` for the rows after them. Many times faster than row by row."""
+    column = np.full(size, fill, dtype)
+    column[: len(values)] = values
+    return column
+
+
+# How many likeliest tokens are reported: three programs at most, and five is what people ask for.
+LOGPROBS_WIDTHS = (0, 5, MAX_LOGPROBS)
+
+
+def _logprobs_width(asked: Sequence[int | None]) -> int | None:
+    """Of `LOGPROBS_WIDTHS` what does for the widest request; None if nobody asks."""
+    widest = max((n for n in asked if n is not None), default=None)
+    return None if widest is None else next(size for size in LOGPROBS_WIDTHS if widest <= size)
+
+
+class Sampler:
+    """Chooses tokens for a batch; counts the programs it had compiled for it.
+
+    What is done to logits, the choice, and what is reported of it are programs of their own: as many as there are kinds
+    of each, and not as many as there are mixes.
+    """
+
+    def __init__(self) -> None:
+        self.n_compiled = 0
+        self._counting = threading.Lock()
+        self._adjust = {stage: self._jit(stage) for stage in adjustments.STAGES}
+        self._choose = self._jit(choose, "filters")
+        self._report = self._jit(report, "n_top")
+        self._top = self._jit(likeliest, "n")
+
+    def __call__(self, logits: jax.Array, batch: SamplingBatch) -> Sampled:
+        """``logits`` [B, V] float32 → ``Sampled`` on the same device. Errors of shape are jax's."""
+        knobs = batch.knobs if batch.draws else None  # a greedy step ships none of them
+        adjusted = logits
+        for stage, arrays in adjustments.stages(batch.adjustments):
+            adjusted = self._adjust[stage](adjusted, *arrays)
+        tokens, column = self._choose(adjusted, knobs, filters=batch.filters)
+        sampled = Sampled(tokens) if batch.n_top is None else self.report(logits, tokens, batch.n_top)
+        return sampled._replace(column=column)
+
+    def report(self, logits: jax.Array, tokens: Any, n_top: int) -> Sampled:
+        """Of ``tokens`` [B] int32, drawn or given, what ``logits`` float32 of B rows, [B, V] or [1, B, V], say; of ``n_top``
+        likeliest tokens a row, or a few more."""
+        return self._report(logits, tokens, n_top=_logprobs_width([n_top]))
+
+    def likeliest(self, logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+        """``logits`` [B, V] float32 → the ``n`` or some more likeliest tokens of each row [B, n'] int32, likeliest
+        first, and their log-probabilities [B, n'] float32."""
+        return self._top(logits, n=min(logits.shape[1], power_of_4(n)))
+
+    def _jit(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        @wraps(function)
+        def counted(*args: Any, **options: Any) -> Any:
+            with self._counting:
+                self.n_compiled += 1  # Python runs once a program
+            return function(*args, **options)
+
+        return ProgramAhead(counted, static_argnames=static)
+
+
+def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> tuple[jax.Array, jax.Array]:
+    """One token a row of ``logits`` [B, V] float32, which may be adjusted: int32, as [B] and as [B, 1], the likeliest without
+    ``knobs``; ``filters`` as of ``SamplingBatch``."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if knobs is not None:
+        drawn = _drawn(logits, knobs, filters=filters)
+        tokens = jnp.where(knobs.temperature > 0, drawn, tokens)
+    return tokens, tokens[:, None]
+
+
+def _drawn(logits: jax.Array, knobs: Knobs, *, filters: bool) -> jax.Array:
+    scaled = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
+    if filters:
+        scaled = filter_logits(scaled, knobs.top_k, knobs.top_p, knobs.min_p)
+    return jax.vmap(_draw)(scaled, knobs.seeds, knobs.positions)
+
+
+def report(logits: jax.Array, tokens: jax.Array, *, n_top: int) -> Sampled:
+    """Log-probabilities and ranks of ``tokens`` [B] int32, and the ``n_top`` likeliest: the model's own, so ``logits``
+    [B, V] or [1, B, V] float32 are those before anything is done to them."""
+    logits = logits.reshape(-1, logits.shape[-1])
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    top_logits, top_tokens = jax.lax.top_k(logits, n_top)
+    return Sampled(
+        tokens,
+        (chosen - total)[:, 0],
+        1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32),
+        top_tokens.astype(jnp.int32),
+        top_logits - total,
+    )
+
+
+def likeliest(logits: jax.Array, *, n: int) -> tuple[jax.Array, jax.Array]:
+    """The ``n`` likeliest tokens a row of ``logits`` [B, V] float32, and their log-probabilities."""
+    logprobs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), n)
+    return tokens.astype(jnp.int32), logprobs
+
+
+def _draw(logits: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+    """One token from ``logits`` [V], by the Gumbel maximum: the key is the seed's and the position's alone."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed[0]), seed[1]), position)
+    return jnp.argmax(logits + jax.random.gumbel(key, logits.shape, jnp.float32), axis=-1).astype(jnp.int32)
+
+
+def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """``logits`` [B, V] with -inf for every token left out: by min_p, then top_k, then top_p (as vLLM).
+
+    A row that filters nothing (top_k ≥ V, top_p 1, min_p 0) comes back as it is, bit for bit.
+    """
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # [B, V], the likeliest is 1
+    weights = jnp.where(weights >= min_p[:, None], weights, 0.0)
+    k = jnp.minimum(top_k, logits.shape[1])[:, None]
+    kth = _largest_threshold(lambda t: jnp.sum(weights >= t, axis=-1, keepdims=True) >= k, weights)
+    weights = jnp.where(weights >= kth, weights, 0.0)
+    mass = jnp.sum(weights, axis=-1, keepdims=True) * top_p[:, None]
+    nucleus = _largest_threshold(
+        lambda t: jnp.sum(jnp.where(weights >= t, weights, 0.0), axis=-1, keepdims=True) >= mass, weights
+    )
+    nucleus = jnp.where(top_p[:, None] < 1, nucleus, 0.0)
+    keeps_unlikeliest = (min_p[:, None] <= 0) & (
+        kth <= 0
+    )  # weights may underflow to 0 without being left out
+    keep = (weights >= nucleus) & ((weights > 0) | keeps_unlikeliest)
+    return jnp.where(keep, logits, -jnp.inf)
+
+
+def _largest_threshold(holds: Callable[[jax.Array], jax.Array], weights: jax.Array) -> jax.Array:
+    """The largest float32 t in [0, 1] a row for which ``holds(t)`` [B, 1], true at 0 and then falling.
+
+    Non-negative floats are ordered as their bits are as integers, so 30 halvings of the bits' range
+    find the float exactly, at one pass over the vocabulary each.
+    """
+    low = jnp.zeros((weights.shape[0], 1), jnp.int32)
+    high = jnp.full_like(low, 0x3F800001)  # the float after 1.0
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # holds at low, not at high
+        middle = low + (high - low) // 2
+        yes = holds(jax.lax.bitcast_convert_type(middle, jnp.float32))
+        return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
+
+    low, _ = jax.lax.fori_loop(0, 30, halve, (low, high))
+    return jax.lax.bitcast_convert_type(low, jnp.float32)
