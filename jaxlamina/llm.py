@@ -29,9 +29,9 @@ from jaxlamina.kv.placement import chosen_partition, why_chosen
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.process import jax_cache
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.steps.buckets import Buckets
-from jaxlamina.workers import UnsplitExecutor
 from jaxlamina.workers.calibration import Calibration, calibration_rows
 from jaxlamina.workers.capacity import (
     check_host_slots,
@@ -47,7 +47,8 @@ from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
 if TYPE_CHECKING:
-    from jaxlamina.ranks import Group, RanksExecutor
+    from jaxlamina.ranks import Group
+    from jaxlamina.run.ranks import RanksExecutor
     from jaxlamina.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class LLM:
     - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
       ``split``, ``q_first``, ``devices``, ``attention_workers`` and ``partition`` say elsewhere, its cluster says.
     - ``recording``: with a ``group``, decode steps can be recorded on all ranks: ``executor`` is a
-      `jaxlamina.profiling.job.RecordingExecutor`.
+      `jaxlamina.run.recording.RecordingExecutor`.
     - ``seed``: requests without a seed of their own get theirs from it.
     - ``compilation_cache``: keep compiled programs on disk for the next process.
     - ``use_tqdm_on_load``: show a bar while weights are read, where stderr is a terminal.
@@ -257,8 +258,8 @@ class LLM:
         }
         self.executor: LocalExecutor | UnsplitExecutor | RanksExecutor
         if group is not None:
-            from jaxlamina.profiling.job import RecordingExecutor
-            from jaxlamina.ranks import RanksExecutor
+            from jaxlamina.run.ranks import RanksExecutor
+            from jaxlamina.run.recording import RecordingExecutor
 
             kind = RecordingExecutor if recording else RanksExecutor
             del kv["n_slots"]
@@ -554,7 +555,7 @@ def _prompt_bar(use_tqdm: UseTqdm, n: int) -> Iterator[Callable[[], Any]]:
 def _bar(what: str, in_bytes: bool = False) -> Any:
     from rich.console import Console
 
-    from jaxlamina.cli.progress import bar
+    from jaxlamina.console.progress import bar
 
     return bar(Console(stderr=True), what, in_bytes=in_bytes)
 

@@ -12,8 +12,8 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxlamina.configs import model_config
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.models.config_files import model_config
 from jaxlamina.weights.safetensors_io import write_safetensors
 
 LLAMA = {

@@ -28,7 +28,6 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.job.control.messages import Exchange
 from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
@@ -39,6 +38,7 @@ from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports.exchanges import first_difference

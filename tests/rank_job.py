@@ -151,7 +151,7 @@ def moves(group: Any, model: str) -> dict[str, Any]:
     from functools import partial
 
     from jaxlamina.models import apply
-    from jaxlamina.ranks import RanksExecutor
+    from jaxlamina.run.ranks import RanksExecutor
     from jaxlamina.steps.buckets import Buckets
     from jaxlamina.workers import DecodeBatch, PrefillBatch
     from jaxlamina.workers.workspace import LargestStep
@@ -202,8 +202,8 @@ def with_chunk(
     import jax.numpy as jnp
 
     from jaxlamina.models import apply, random_params
-    from jaxlamina.ranks import RanksExecutor
-    from jaxlamina.workers import UnsplitExecutor
+    from jaxlamina.run.ranks import RanksExecutor
+    from jaxlamina.run.unsplit import UnsplitExecutor
     from jaxlamina.workers.workspace import LargestStep
 
     config, n = source(model).config, 64

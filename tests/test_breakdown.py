@@ -245,7 +245,7 @@ def test_nothing_of_the_figure_lies_outside_of_it(
     from matplotlib.figure import Figure
 
     from jaxlamina.bench import breakdown_figure
-    from jaxlamina.profiling.scopes import KINDS
+    from jaxlamina.transports.scopes import KINDS
 
     ms = dict(zip(KINDS, (4.0, 3.0, 1.0, 0.5, 2.0), strict=True))
     timeline = SimpleNamespace(step_ms=10.5, ms=lambda ranks: ms, ranks_of=lambda pool: [0])

@@ -13,7 +13,8 @@ from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.attention_programs import attention_workspace_bytes
 from jaxlamina.run.local import LocalExecutor
-from jaxlamina.workers import AttentionSpec, UnsplitExecutor, capacity
+from jaxlamina.run.unsplit import UnsplitExecutor
+from jaxlamina.workers import AttentionSpec, capacity
 from jaxlamina.workers.capacity import host_slots_that_pay, resolve_slots, slots_that_fit, spread_over
 from jaxlamina.workers.workspace import LargestStep, pool_shapes, program_bytes, tree_bytes
 

@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console
 
-from jaxlamina.cli.progress import bar
+from jaxlamina.console.progress import bar
 
 
 def test_progress_is_said_in_lines_where_there_is_no_terminal():

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from jaxlamina.configs import configs_dir
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster, address, change, fields
+from jaxlamina.models.config_files import configs_dir
 
 
 def write(folder, text):

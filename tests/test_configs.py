@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from jaxlamina.configs import configs_dir, find_model, model_config, model_names
 from jaxlamina.errors import UserError
 from jaxlamina.models import abstract_params
+from jaxlamina.models.config_files import configs_dir, find_model, model_config, model_names
 
 # Of the papers and model cards, in parameters.
 PUBLISHED = {

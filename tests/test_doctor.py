@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlamina.process import doctor
+from jaxlamina.cli import examine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,7 +20,7 @@ def by_name(findings):
 
 @pytest.fixture(scope="module")
 def here():
-    return by_name(doctor.examine())
+    return by_name(examine.examine())
 
 
 def test_this_machine_has_what_every_use_needs(here):
@@ -47,33 +47,33 @@ def test_whatever_is_not_ok_comes_with_what_mends_it(here):
 
 @pytest.mark.parametrize("version", ["0.10.1", "0.13.0", "0.4.38"])
 def test_a_jax_that_this_was_not_made_for_is_broken(monkeypatch, version):
-    monkeypatch.setattr(doctor, "_version", lambda name: version)
-    found = doctor._jax()
+    monkeypatch.setattr(examine, "_version", lambda name: version)
+    found = examine._jax()
     assert found.status == "broken" and version in found.detail
     assert found.mend == 'pip install "jax>=0.10.2,<0.13"'
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.2", "0.12.0", "0.12.1.dev3"])
 def test_a_jax_that_this_was_made_for_is_ok(monkeypatch, version):
-    monkeypatch.setattr(doctor, "_version", lambda name: version)
-    assert doctor._jax().status == "ok"
+    monkeypatch.setattr(examine, "_version", lambda name: version)
+    assert examine._jax().status == "ok"
 
 
 def test_missing_packages_are_listed_all_at_once(monkeypatch):
-    true_version = doctor._version
+    true_version = examine._version
     monkeypatch.setattr(
-        doctor, "_version", lambda n: None if n in ("scipy", "flax", "gguf", "uvicorn") else true_version(n)
+        examine, "_version", lambda n: None if n in ("scipy", "flax", "gguf", "uvicorn") else true_version(n)
     )
-    packages, gguf, server = doctor._packages()
+    packages, gguf, server = examine._packages()
     assert packages.status == "broken" and packages.detail == "not installed: scipy, flax"
     assert gguf.status == "missing" and gguf.mend == "pip install gguf"
     assert server.status == "missing" and server.mend == "pip install uvicorn"
 
 
 def test_without_mpi_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "which", lambda program: None)
-    monkeypatch.setattr(doctor, "_importable", lambda module: False)
-    mpi, mpi4jax = doctor._mpi()
+    monkeypatch.setattr(examine.shutil, "which", lambda program: None)
+    monkeypatch.setattr(examine, "_importable", lambda module: False)
+    mpi, mpi4jax = examine._mpi()
     assert (mpi.status, mpi4jax.status) == ("missing", "missing")
     assert mpi.mend.endswith("apt-get install openmpi-bin libopenmpi-dev")
     assert mpi4jax.mend.endswith("apt-get install libopenmpi-dev && pip install mpi4jax")
@@ -81,13 +81,13 @@ def test_without_mpi_it_says_what_to_install(monkeypatch):
 
 def test_a_backend_that_does_not_start_is_broken(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "abacus")
-    (devices,) = doctor._devices()
+    (devices,) = examine._devices()
     assert devices.status == "broken" and "abacus" in devices.detail
 
 
 def test_a_question_that_gets_no_answer_in_time(monkeypatch):
-    monkeypatch.setattr(doctor, "DEADLINE_S", 0.5)
-    assert doctor._ask("import time; time.sleep(30)") == (None, "no answer within 0.5 s")
+    monkeypatch.setattr(examine, "DEADLINE_S", 0.5)
+    assert examine._ask("import time; time.sleep(30)") == (None, "no answer within 0.5 s")
 
 
 def test_cache_and_model_follow_the_environment(monkeypatch, tmp_path):
@@ -95,7 +95,7 @@ def test_cache_and_model_follow_the_environment(monkeypatch, tmp_path):
 
     monkeypatch.setenv("JAXLAMINA_CACHE", str(tmp_path / "not" / "there" / "yet"))
     monkeypatch.setattr(demo, "_in_wheel", lambda: None)
-    cache, model = doctor._storage()
+    cache, model = examine._storage()
     assert cache.status == "ok" and str(tmp_path) in cache.detail
     assert model.status == "missing" and "make demo" in model.mend
     assert not any(tmp_path.iterdir()), "doctor looks without changing anything"

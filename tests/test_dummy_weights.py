@@ -12,9 +12,9 @@ from checkpoint_examples import tiny_words_folder
 from serving import WORDS_TEMPLATE, serving
 
 from jaxlamina import LLM, SamplingParams
-from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
 from jaxlamina.models import abstract_params
+from jaxlamina.models.config_files import model_config
 from jaxlamina.weights import DummyCheckpoint
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.job.control.messages import Exchange
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports.exchanges import first_difference, mpi_exchanges, xla_exchanges
 from pallas_kernels.gpu.mail import Ring
 
@@ -262,7 +262,7 @@ COMPILED_HERE = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
-from jaxlamina.job.control.messages import Exchange
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports.exchanges import xla_exchanges
 
 def step(x):

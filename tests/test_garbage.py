@@ -21,6 +21,7 @@ from jaxlamina.process import garbage
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.server.run import App
 from jaxlamina.server.settings import Settings
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
 
@@ -106,7 +107,7 @@ def test_what_is_traced_behind_is_not_collected_with_everything() -> None:
 
 
 class Compiled:
-    def exchanges(self) -> tuple[m.Exchange, ...]:
+    def exchanges(self) -> tuple[Exchange, ...]:
         return ()
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from jaxlamina.cli.main import main as command_line
-from jaxlamina.configs import configs_dir
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import JOB, Cluster
+from jaxlamina.models.config_files import configs_dir
 from jaxlamina.process.gpus import n_gpus
 from launch import devices, local
 from launch.commands import mpi_child, mpirun_argv, plain_children, rank_argv

@@ -18,9 +18,10 @@ from test_models import MODELS
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.wires import pack, packed_like, unpack
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
-from jaxlamina.workers import DecodeBatch, PrefillBatch, UnsplitExecutor
+from jaxlamina.workers import DecodeBatch, PrefillBatch
 from jaxlamina.workers.model_worker import trace_step
 from splitter import split
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import typer
 
-from jaxlamina.cli.command import OLD_NAMES, as_options
 from jaxlamina.cli.main import app, main
 from jaxlamina.cli.model_options import ModelOptions
+from jaxlamina.console.command import OLD_NAMES, as_options
 
 WRITERS = ("generate", "serve", "chat", "batch")
 # What differs where the option is the same: (name, part) -> why.

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.bench.split_bench import with_layers
-from jaxlamina.configs import model_config
 from jaxlamina.models import abstract_params, apply, random_params
+from jaxlamina.models.config_files import model_config
 from jaxlamina.run import unsplit
-from jaxlamina.workers import DecodeBatch, UnsplitExecutor, streamed
+from jaxlamina.run.unsplit import UnsplitExecutor
+from jaxlamina.workers import DecodeBatch, streamed
 from jaxlamina.workers.streamed import products, streams_products, with_streamed_products
 from pallas_kernels import compat
 from pallas_kernels.products import (

@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 from jaxlamina.errors import UserError
 from jaxlamina.profiling import spans as s
 from jaxlamina.profiling.collect import Known, Recorder, read
-from jaxlamina.profiling.scopes import (
+from jaxlamina.profiling.spans import Event, Span
+from jaxlamina.profiling.timeline import RankTrace, timeline
+from jaxlamina.ranks.layout import span
+from jaxlamina.transports import SPAN
+from jaxlamina.transports.exchanges import by_instruction
+from jaxlamina.transports.scopes import (
     EXCHANGE,
     KINDS,
     OTHER,
@@ -31,11 +36,6 @@ from jaxlamina.profiling.scopes import (
     scopes_of,
     started_by,
 )
-from jaxlamina.profiling.spans import Event, Span
-from jaxlamina.profiling.timeline import RankTrace, timeline
-from jaxlamina.ranks.layout import span
-from jaxlamina.transports import SPAN
-from jaxlamina.transports.exchanges import by_instruction
 from jaxlamina.transports.xla import XlaTransport
 
 SLICE, ATTENTION = Scope("model", 0, 0), Scope("attention", 2, 1)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_mail import RING, Pair, words
 
-from jaxlamina.job.control.messages import Exchange
 from jaxlamina.job.control.watchdog import Watchdog
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports.exchanges import xla_exchanges
 from jaxlamina.transports.mailbox import n_messages
 from jaxlamina.transports.progress import Launches, messages_of, n_done, place_of

@@ -12,7 +12,7 @@ import json, sys
 from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jaxlamina.bench import step_bench as sb
-from jaxlamina.configs import model_config
+from jaxlamina.models.config_files import model_config
 from jaxlamina.bench.split_bench import with_layers
 from jaxlamina.models import apply
 from jaxlamina.weights.dummy import random_weights

@@ -17,7 +17,7 @@ from jaxlamina.bench.serve_bench import Load, Measured
 from jaxlamina.bench.serve_cli import _show
 from jaxlamina.bench.serve_metrics import TimedAnswer
 from jaxlamina.cli.main import main
-from jaxlamina.tables import print_table
+from jaxlamina.console.tables import print_table
 
 CELLS = st.text("0123456789.,%–ab", min_size=1, max_size=14)
 

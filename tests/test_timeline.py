@@ -10,7 +10,6 @@ import pytest
 
 from jaxlamina.profiling import perfetto
 from jaxlamina.profiling import spans as s
-from jaxlamina.profiling.scopes import EXCHANGE, Scope
 from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import (
     ALL,
@@ -23,6 +22,7 @@ from jaxlamina.profiling.timeline import (
     timeline,
     waits_of,
 )
+from jaxlamina.transports.scopes import EXCHANGE, Scope
 
 SLICE, ATTENTION = Scope("model", 0, 0), Scope("attention", 2, 1)
 MS = 1_000_000

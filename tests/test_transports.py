@@ -22,7 +22,7 @@ import pytest
 
 from jaxlamina.bench.exchange_ranks import RankError, Ranks
 from jaxlamina.errors import UserError
-from jaxlamina.job.control.messages import Exchange
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import open_transport
 from jaxlamina.transports.exchanges import first_difference
 

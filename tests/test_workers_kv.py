@@ -16,7 +16,8 @@ from test_workers import N_SLOTS, ONE_BUCKET, Rows, config_of
 from jaxlamina.errors import UserError
 from jaxlamina.models import apply, random_params
 from jaxlamina.run.local import LocalExecutor
-from jaxlamina.workers import AttentionSpec, ChannelScales, UnsplitExecutor
+from jaxlamina.run.unsplit import UnsplitExecutor
+from jaxlamina.workers import AttentionSpec, ChannelScales
 from jaxlamina.workers.calibration import Calibration, calibration_rows, channel_scales
 from jaxlamina.workers.kv_pools import HostStore, KVPools, pieces
 from pallas_kernels import ChannelQuantizedPool, QuantizedPool

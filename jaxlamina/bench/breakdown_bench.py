@@ -17,9 +17,9 @@ from jaxlamina.bench.step_bench import StepCase, alone, check_cut, shuffled_batc
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.models import ModelConfig, apply
-from jaxlamina.profiling.job import RecordingExecutor
 from jaxlamina.profiling.timeline import POOLS, Timeline
 from jaxlamina.ranks import Group
+from jaxlamina.run.recording import RecordingExecutor
 from jaxlamina.weights.dummy import random_weights
 from jaxlamina.workers.workspace import LargestStep
 

@@ -12,9 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxlamina.configs import model_config
+from jaxlamina.console.tables import print_table
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table
+from jaxlamina.models.config_files import model_config
 
 if TYPE_CHECKING:
     from jaxlamina.bench.breakdown_bench import Breakdown

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxlamina.bench.breakdown_bench import Breakdown
-from jaxlamina.profiling.scopes import KINDS, Kind
 from jaxlamina.profiling.timeline import POOLS
+from jaxlamina.transports.scopes import KINDS, Kind
 
 # Okabe and Ito's, bubbles empty.
 _COLORS: dict[Kind, str] = {

@@ -31,11 +31,11 @@ from jaxlamina.bench.serve_cli import serve_command
 from jaxlamina.bench.start_cli import start_command
 from jaxlamina.bench.step_cli import step_command
 from jaxlamina.bench.throughput_cli import throughput_command
-from jaxlamina.cli.command import HELP, Command, add
 from jaxlamina.cli.model_options import MODEL_HELP, find
-from jaxlamina.configs import model_config
+from jaxlamina.console.command import HELP, Command, add
+from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table, print_where
+from jaxlamina.models.config_files import model_config
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -22,8 +22,8 @@ import numpy as np
 
 from jaxlamina.bench.exchange_ranks import RankError, Ranks, command_of
 from jaxlamina.errors import UserError
-from jaxlamina.job.control.messages import Exchange
 from jaxlamina.process.gpus import n_gpus
+from jaxlamina.steps.exchange import Exchange
 
 SIZES_BYTES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 # What the xla transport aims at on GPUs of one host.

@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table, print_where
 
 
 def exchange_command(

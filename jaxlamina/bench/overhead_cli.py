@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlamina.cli import model_options
+from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
 from jaxlamina.process.gpus import MEMORY_SHARE
-from jaxlamina.tables import print_table, print_where
 
 _SERVER_S = 1800.0  # to compile everything
 # Of a GPU's memory for each of the two processes that have the model.

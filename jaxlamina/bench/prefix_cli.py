@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from jaxlamina.cli.model_options import MODEL_HELP, find
-from jaxlamina.tables import print_where
+from jaxlamina.console.tables import print_where
 
 
 def prefix_command(

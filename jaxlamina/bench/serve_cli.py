@@ -19,8 +19,8 @@ from rich.table import Table
 
 from jaxlamina.bench.server_options import ApiKey, BaseUrl, Host, Port, ServedModel, address
 from jaxlamina.cli import model_options
+from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table, print_where
 
 if TYPE_CHECKING:
     from jaxlamina.bench.loads import Size

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxlamina.bench.server_options import Streams
 from jaxlamina.cli import model_options
-from jaxlamina.tables import print_table, print_where
+from jaxlamina.console.tables import print_table, print_where
 
 if TYPE_CHECKING:
     from jaxlamina.bench.start_bench import Gaps, Start

@@ -23,12 +23,14 @@ from jaxlamina.bench import kernels_bench
 from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
-from jaxlamina.ranks import Group, RanksExecutor
+from jaxlamina.ranks import Group
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.run.ranks import RanksExecutor
+from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights.dummy import random_weights
-from jaxlamina.workers import DecodeBatch, PrefillBatch, UnsplitExecutor
+from jaxlamina.workers import DecodeBatch, PrefillBatch
 from jaxlamina.workers.workspace import LargestStep
 
 _ROUND_S = 0.4

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlamina.cli import model_options
-from jaxlamina.configs import model_config
+from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
-from jaxlamina.tables import print_table, print_where
+from jaxlamina.models.config_files import model_config
 
 if TYPE_CHECKING:
     from jaxlamina.bench.loads import Size

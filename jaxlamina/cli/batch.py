@@ -22,7 +22,7 @@ from jaxlamina.cli import served
 from jaxlamina.cli.batch_input import Requests, names_of, parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
 from jaxlamina.cli.model_options import SERVED_SEQS, ModelOptions, with_options
-from jaxlamina.cli.progress import bar
+from jaxlamina.console.progress import bar
 from jaxlamina.process.cache_folder import cache_dir
 
 _LOOK_EVERY_S = 0.3

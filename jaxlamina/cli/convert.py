@@ -23,7 +23,7 @@ def convert(
     """Convert weights between formats: GGUF, safetensors or orbax in, safetensors or orbax out."""
     from rich.console import Console
 
-    from jaxlamina.cli.progress import bar
+    from jaxlamina.console.progress import bar
 
     path = find(source, revision)
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""`jaxlamina doctor`: what `jaxlamina.process.doctor` found, as a table or JSON. Knows nothing of the checks themselves."""
+"""`jaxlamina doctor`: what `jaxlamina.cli.examine` found, as a table or JSON. Knows nothing of the checks themselves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def doctor(
     from rich.table import Table
     from rich.text import Text
 
-    from jaxlamina.process import doctor as examine
-    from jaxlamina.tables import print_table
+    from jaxlamina.cli import examine
+    from jaxlamina.console.tables import print_table
 
     with Console(stderr=True).status("looking"):
         findings = examine.examine()

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from jaxlamina.cli import model_options
 from jaxlamina.cli.model_options import ModelOptions, with_options
-from jaxlamina.cli.progress import bar
+from jaxlamina.console.progress import bar
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:

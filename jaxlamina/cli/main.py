@@ -17,7 +17,7 @@ import typer
 from jaxlamina import __version__
 from jaxlamina.bench.cli import app as bench_app
 from jaxlamina.cli import batch, chat, convert, doctor, generate, launch, plan, serve, split
-from jaxlamina.cli.command import HELP, add, as_options
+from jaxlamina.console.command import HELP, add, as_options
 from jaxlamina.errors import UserError
 
 app = typer.Typer(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 
-from jaxlamina.cli.progress import bar
+from jaxlamina.console.progress import bar
 from jaxlamina.engine.policies import SERVER_POLICY
 from jaxlamina.errors import UserError
 from jaxlamina.process.gpus import MEMORY_SHARE

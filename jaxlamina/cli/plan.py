@@ -107,7 +107,7 @@ def _show(title: str, schedule: Schedule, waits: Bubbles) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from jaxlamina.tables import print_table
+    from jaxlamina.console.tables import print_table
 
     out: Any = Console()
     table = Table(title=title, box=box.SIMPLE_HEAD)

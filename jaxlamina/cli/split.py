@@ -67,25 +67,26 @@ def split(
 
 def _find(model: str, revision: str | None) -> Path:
     """The file that says the shape, or the folder or GGUF file with it. Before JAX is imported."""
-    from jaxlamina import configs, model_files
+    from jaxlamina import model_files
+    from jaxlamina.models import config_files
 
-    if revision is None and (path := configs.find_model(model)) is not None:
+    if revision is None and (path := config_files.find_model(model)) is not None:
         return path
     try:
         return model_files.find(model, revision, weights=False)
     except UserError as error:
         if not str(error).startswith("unknown model"):
             raise
-        raise UserError(f"{error}; known shapes: {', '.join(configs.model_names())}") from None
+        raise UserError(f"{error}; known shapes: {', '.join(config_files.model_names())}") from None
 
 
 def _shape(path: Path) -> ModelConfig:
-    from jaxlamina import configs
+    from jaxlamina.models import config_files
 
     if path.is_dir():
         path = path / "config.json"
     if path.suffix in (".toml", ".json"):
-        return configs.model_config(path)
+        return config_files.model_config(path)
     from jaxlamina.weights import open_checkpoint
 
     return open_checkpoint(path).config
@@ -108,7 +109,7 @@ def _show(out: Any, report: SplitReport, title: str) -> None:
     from rich import box
     from rich.table import Table
 
-    from jaxlamina.tables import print_table
+    from jaxlamina.console.tables import print_table
 
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for name in ("cuts", "q", "k, v", "attention output", "context"):

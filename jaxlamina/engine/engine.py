@@ -19,6 +19,7 @@ import jax
 from jaxlamina.engine.admission import Admission
 from jaxlamina.engine.in_flight import LaunchedRows, LaunchedStep, StepTimes
 from jaxlamina.engine.live_request import LiveRequest
+from jaxlamina.engine.next_tokens import Drawing
 from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.engine.policies import Policy
 from jaxlamina.engine.postprocess import EngineStats, Postprocess
@@ -28,7 +29,6 @@ from jaxlamina.engine.step_plan import RunTogether, StepPlan
 from jaxlamina.errors import UserError, contained
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.run.executor import Executor
-from jaxlamina.sampling.next_tokens import Drawing
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch

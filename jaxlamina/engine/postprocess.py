@@ -14,11 +14,11 @@ import numpy as np
 
 from jaxlamina.engine.in_flight import LaunchedStep, Scored, StepTimes
 from jaxlamina.engine.live_request import Continuation, LiveRequest
+from jaxlamina.engine.logprobs import LogprobEntries
 from jaxlamina.engine.outputs import PositionLogprobs, RequestOutput, TokenEvent, events_at_end
 from jaxlamina.engine.request import Request, RequestState
 from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import contained
-from jaxlamina.sampling.logprobs import LogprobEntries
 from jaxlamina.sampling.sampler import Sampled
 
 Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities

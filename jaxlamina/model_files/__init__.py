@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxlamina.configs import find_model
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import demo, hub
+from jaxlamina.models.config_files import find_model
 
 _WANTED = (
     "give a Hugging Face folder (config.json beside *.safetensors), a .gguf file, an orbax folder, or a model of the "

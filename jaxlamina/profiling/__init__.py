@@ -3,7 +3,7 @@
 `collect` records on a rank, `scopes` and `spans` make sense of it, `timeline` puts the ranks together, `perfetto` writes.
 """
 
-from jaxlamina.profiling.scopes import KINDS, Kind, Scope
 from jaxlamina.profiling.spans import Event, Span
+from jaxlamina.transports.scopes import KINDS, Kind, Scope
 
 __all__ = ["KINDS", "Event", "Kind", "Scope", "Span"]

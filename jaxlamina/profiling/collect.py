@@ -23,7 +23,11 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
-from jaxlamina.profiling.scopes import (
+from jaxlamina.profiling.spans import Event, spans_of
+from jaxlamina.profiling.timeline import BOTH, PUT, TAKE
+from jaxlamina.transports import Program, Transport
+from jaxlamina.transports.exchanges import by_instruction
+from jaxlamina.transports.scopes import (
     EXCHANGE,
     KINDS,
     Scope,
@@ -35,10 +39,6 @@ from jaxlamina.profiling.scopes import (
     scopes_of,
     started_by,
 )
-from jaxlamina.profiling.spans import Event, spans_of
-from jaxlamina.profiling.timeline import BOTH, PUT, TAKE
-from jaxlamina.transports import Program, Transport
-from jaxlamina.transports.exchanges import by_instruction
 from pallas_kernels.compat import profile_events
 
 _STEP = "jaxlamina.step"

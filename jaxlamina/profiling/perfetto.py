@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxlamina.errors import UserError
-from jaxlamina.profiling.scopes import Kind
 from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Timeline
+from jaxlamina.transports.scopes import Kind
 
 # chrome://tracing's own names of colours.
 _COLORS: dict[Kind, str] = {

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from jaxlamina.profiling.scopes import EXCHANGE, KINDS, OTHER, Kind, Scope
+from jaxlamina.transports.scopes import EXCHANGE, KINDS, OTHER, Kind, Scope
 
 BUBBLE = Scope("bubble")
 # Between two operators, so little is the launch of the second and no idleness.

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from jaxlamina.job.roles import Pool
 from jaxlamina.profiling import spans as s
-from jaxlamina.profiling.scopes import KINDS, Kind
 from jaxlamina.profiling.spans import Span
+from jaxlamina.transports.scopes import KINDS, Kind
 
 POOLS: tuple[Literal["model", "attention"], ...] = ("model", "attention")  # of a decode step
 ALL = -1

@@ -24,8 +24,8 @@ import jax
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
-from jaxlamina.profiling.scopes import EXCHANGE, Scope
 from jaxlamina.profiling.spans import LAUNCH_NS, Span, flat, totals_ns, with_bubbles
+from jaxlamina.transports.scopes import EXCHANGE, Scope
 from pallas_kernels.compat import profile_events
 
 _BEGIN, _END = "jaxlamina.begin", "jaxlamina.end"

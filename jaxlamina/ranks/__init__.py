@@ -6,6 +6,5 @@ until rank 0 is done. Who starts the processes is `launch`'s affair.
 
 from jaxlamina.job.group import Group, current, join
 from jaxlamina.ranks.attention_rank import serve
-from jaxlamina.run.ranks import RanksExecutor
 
-__all__ = ["Group", "RanksExecutor", "current", "join", "serve"]
+__all__ = ["Group", "current", "join", "serve"]

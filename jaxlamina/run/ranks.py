@@ -39,6 +39,7 @@ from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
 from jaxlamina.run.staggering import Choice
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
 from jaxlamina.steps.buckets import Cut
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.plans import plan_of, why_not
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import PromptPart, Step
@@ -62,7 +63,7 @@ class Own(NamedTuple):
     weights: Any
     receive: Program | None
 
-    def exchanges(self) -> tuple[m.Exchange, ...]:
+    def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(e for program in (self.program, self.receive) if program for e in program.exchanges())
 
 
@@ -346,7 +347,7 @@ class RanksExecutor(Executor):
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         self.pool.assume_stored(batch)
 
-    def exchanges(self, shape: StepShape) -> tuple[m.Exchange, ...]:
+    def exchanges(self, shape: StepShape) -> tuple[Exchange, ...]:
         """What this rank's program of a prepared bucket exchanges, in order."""
         return self._programs[shape].exchanges()
 

@@ -1,1 +1,1 @@
-"""From logits to tokens: parameters, adjustments, grammars, the draw, beams and reported log-probabilities."""
+"""From logits to tokens: parameters, adjustments, grammars, the draw and beams. Knows no request and no scheduling."""

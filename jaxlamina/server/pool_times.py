@@ -1,6 +1,6 @@
 """What each pool does in a decode step: now and then one is recorded on all ranks while requests are served.
 
-Knows an executor that records (`jaxlamina.profiling.job`); nothing of requests, nor of how numbers are shown.
+Knows an executor that records (`jaxlamina.run.recording`); nothing of requests, nor of how numbers are shown.
 """
 
 from __future__ import annotations

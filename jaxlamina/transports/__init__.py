@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxlamina.errors import UserError
-from jaxlamina.job.control.messages import Exchange
+from jaxlamina.steps.exchange import Exchange
 
 TRANSPORTS = ("mpi", "xla")
 # The scope that operators of an exchange are traced in, for timelines.

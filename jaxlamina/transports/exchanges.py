@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlamina.job.control.messages import Exchange
-from jaxlamina.profiling.scopes import Scope, scope_in
+from jaxlamina.steps.exchange import Exchange
+from jaxlamina.transports.scopes import Scope, scope_in
 from pallas_kernels.gpu.mail import Ring
 
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxlamina.job.control.messages import Exchange
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import compiler_options
 from jaxlamina.workers.workspace import program_bytes
 from pallas_kernels import compat

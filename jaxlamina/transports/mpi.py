@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxlamina.errors import UserError
-from jaxlamina.job.control.messages import Exchange
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import SPAN, compiler_options
 from jaxlamina.transports.exchanges import mpi_exchanges
 from pallas_kernels.order import tied

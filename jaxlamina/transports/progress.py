@@ -10,9 +10,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from jaxlamina.job.control.messages import Exchange
-from jaxlamina.profiling.scopes import Scope, by_stretch
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports.exchanges import in_order
+from jaxlamina.transports.scopes import Scope, by_stretch
 
 Way = tuple[str, int]
 """(op, peer), as of an `Exchange`: "put" or "take"."""

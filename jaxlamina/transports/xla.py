@@ -23,8 +23,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlamina.errors import UserError
-from jaxlamina.job.control.messages import Exchange
 from jaxlamina.process import kept_programs
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import SPAN, compiler_options
 from jaxlamina.transports.exchanges import xla_exchanges
 from jaxlamina.transports.mailbox import Mailbox

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.configs import model_config
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import find_shape
 from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.models.config_files import model_config
 from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import eos_token_ids_of
 from jaxlamina.weights.streaming import Progress
@@ -24,7 +24,7 @@ from jaxlamina.weights.streaming import Progress
 
 class DummyCheckpoint:
     """``model``: a Hugging Face folder, or ``org/name`` of the Hub, of which config.json is read, and the tokenizer if there
-    is one; or a shape as `jaxlamina.configs.model_config` knows it, which has no tokenizer. ``UserError`` for neither."""
+    is one; or a shape as `jaxlamina.models.config_files.model_config` knows it, which has no tokenizer. ``UserError`` for neither."""
 
     own_dtype: str | None = None  # drawn as one likes
 

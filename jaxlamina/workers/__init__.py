@@ -1,7 +1,6 @@
 """The two pools at work: model workers hold weights and run slices, attention workers hold KV and attend."""
 
 from jaxlamina.process.compile_counts import Programs
-from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.workers.model_worker import ModelWorker
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
@@ -13,5 +12,4 @@ __all__ = [
     "ModelWorker",
     "PrefillBatch",
     "Programs",
-    "UnsplitExecutor",
 ]

@@ -6,12 +6,13 @@ and so has each array in it. Knows nothing of sockets, devices or models, and ne
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes
 import msgspec
 import numpy as np
 
+from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
 PROTOCOL = 6
@@ -64,23 +65,6 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def numpy(self) -> np.ndarray:
         """The array, read-only: it lies in the message's own bytes."""
         return np.ndarray(self.shape, _DTYPES[self.dtype], self.data)
-
-
-class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor that a program sends to or receives from another rank; "all" is a collective of all ranks, peer -1. What is
-    "put" into a peer's memory and there taken ("take") is an exchange for which the sender does not wait."""
-
-    op: Literal["send", "recv", "all", "put", "take"]
-    peer: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        what = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        if self.op == "all":
-            return f"collective of all ranks on {what}"
-        sends = self.op in ("send", "put")
-        return f"{'send' if sends else 'receive'} {what} {'to' if sends else 'from'} rank {self.peer}"
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,13 +15,13 @@ from jaxlamina.errors import UserError
 if TYPE_CHECKING:
     from jaxlamina.models import ModelConfig
 
-_HERE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def configs_dir() -> Path:
     """The folder `configs/`: inside the package where it was installed from a wheel, else of the checkout."""
-    packaged = _HERE / "_configs"
-    return packaged if packaged.is_dir() else _HERE.parent / "configs"
+    packaged = _PACKAGE / "_configs"
+    return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
 
 
 def model_names() -> list[str]:

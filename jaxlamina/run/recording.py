@@ -14,7 +14,6 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.profiling.collect import Recorder
-from jaxlamina.profiling.scopes import KINDS, Scope
 from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Meeting, RankTrace, Timeline, timeline
 from jaxlamina.run.executor import StepLogits
@@ -23,6 +22,7 @@ from jaxlamina.steps.batch import DecodeBatch
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import Step
 from jaxlamina.transports import Program
+from jaxlamina.transports.scopes import KINDS, Scope
 
 
 class RecordingExecutor(RanksExecutor):
