@@ -21,12 +21,12 @@ import numpy as np
 
 from jaxlamina import dtypes
 from jaxlamina.engine.engine import Engine, TokenEvent
-from jaxlamina.engine.headroom import check_headroom
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import load_policy
 from jaxlamina.errors import UserError
 from jaxlamina.kv.placement import chosen_partition, why_chosen
 from jaxlamina.models import ModelConfig, abstract_params, apply
+from jaxlamina.options import check_headroom
 from jaxlamina.process import jax_cache
 from jaxlamina.run.local import LocalExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor

@@ -18,9 +18,14 @@ MAY_IMPORT = {
 COMPAT = ROOT / "pallas_kernels" / "compat.py"
 
 
-def imports(path: Path) -> list[str]:
+def imports(path: Path, types: bool = True) -> list[str]:
+    """``types``: those that only type checkers run, too."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    skipped = set() if types else only_for_types(tree)
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             names += [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -40,6 +45,59 @@ def test_a_room_imports_only_what_it_may(room):
             other = name.split(".")[0]
             if other in ROOMS and other != room:
                 assert other in MAY_IMPORT[room], f"{path.relative_to(ROOT)} imports {name}"
+
+
+# Rooms of `jaxlamina/`, the ground first: each imports only from floors below its own, and from itself. The modules beside
+# the rooms have floors of their own. `cli/main.py` is the way in, which knows the benches as well.
+FLOORS = (
+    "__init__ errors exit_codes dtypes",
+    "options",
+    "process console",
+    "steps",
+    "models text",
+    "model_files kv",
+    "weights",
+    "workers",
+    "transports",
+    "sampling",
+    "job",
+    "profiling",
+    "ranks",
+    "run",
+    "engine",
+    "llm",
+    "server",
+    "cli",
+    "bench",
+    "main __main__",
+)
+
+
+def room_of(module: str) -> str:
+    """Of a module of `jaxlamina`, by its dotted name."""
+    if module == "jaxlamina.cli.main":
+        return "main"
+    name = (module.split(".") + ["__init__"])[1]
+    return name if name in " ".join(FLOORS).split() else "__init__"
+
+
+def only_for_types(tree: ast.Module) -> set[ast.AST]:
+    ifs = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    return {inner for one in ifs for inner in ast.walk(one)}
+
+
+def test_no_import_runs_back_up():
+    floor = {name: n for n, names in enumerate(FLOORS) for name in names.split()}
+    here = ROOT / "jaxlamina"
+    assert {p.stem for p in here.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} <= set(floor)
+    up = []
+    for path in sources("jaxlamina"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for name in imports(path, types=False):
+            own, other = room_of(module), "cli" if name.startswith("jaxlamina.cli") else room_of(name)
+            if name.startswith("jaxlamina.") and own != other and floor[other] >= floor[own]:
+                up.append(f"{module} imports {name}")
+    assert not up, up
 
 
 def test_jax_internals_are_imported_in_one_file():

@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 
 from jaxlamina.console.progress import bar
-from jaxlamina.engine.policies import SERVER_POLICY
 from jaxlamina.errors import UserError
+from jaxlamina.options import SERVER_POLICY
 from jaxlamina.process.gpus import MEMORY_SHARE
 
 if TYPE_CHECKING:

@@ -13,19 +13,13 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jaxlamina.errors import UserError
+from jaxlamina.options import check_headroom
 
 if TYPE_CHECKING:
     from jaxlamina.engine.request import Request
 
 _FIRST, _FIRST_TOKENS = 0.5, 512  # the share before any request has ended, and of how many tokens at most
 _MEMORY = 64  # requests: those longer ago count for less and less
-
-
-def check_headroom(share: float | None) -> None:
-    """``UserError`` for what is no share."""
-    if share is not None and not 0 <= share <= 1:
-        raise UserError(f"kv_headroom={share} must be from 0 to 1, or None")
 
 
 class Headroom:

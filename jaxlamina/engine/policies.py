@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxlamina.errors import UserError
+from jaxlamina.options import POLICY_NAMES, check_policy_name
 
 if TYPE_CHECKING:
     from jaxlamina.engine.request import Request
@@ -108,18 +109,10 @@ class Turns:
             self._last = {caller: last for caller, last in self._last.items() if last > turn}
 
 
-POLICIES: dict[str, type[Policy]] = {
-    "fifo": Fifo,
-    "fcfs": Fifo,  # vLLM's name
-    "priority": Priority,
-    "chat-first": ChatFirst,
-    "shortest-remaining": ShortestRemaining,
-}
-
-
+POLICIES: dict[str, type[Policy]] = dict(
+    zip(POLICY_NAMES, (Fifo, Fifo, Priority, ChatFirst, ShortestRemaining), strict=True)
+)
 BATCH_PRIORITY = 1  # of a batch's line that says none: above 0, which is a chat's
-SERVER_POLICY = "chat-first"
-"""What servers take where nobody chooses: chats and batches meet there, and somebody waits for a chat."""
 
 
 def load_policy(name: str) -> Policy:
@@ -154,15 +147,6 @@ def _current_folder() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
-
-
-def check_policy_name(name: str) -> None:
-    """``UserError`` for what cannot name a policy; whether a class is there is seen by `load_policy`."""
-    module, _, cls = name.partition(":")
-    if name not in POLICIES and not (module and cls):
-        raise UserError(
-            f"scheduling_policy={name!r} must be one of {', '.join(POLICIES)}, or a class: package.module:Class"
-        )
 
 
 def _check(where: str, policy: Any) -> None:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxlamina.engine.headroom import check_headroom
-from jaxlamina.engine.policies import check_policy_name
 from jaxlamina.errors import UserError
 from jaxlamina.job.roles import Pools, Role
+from jaxlamina.options import check_headroom, check_policy_name
 
 Platform = Literal["cpu", "cuda", "tpu"]
 
