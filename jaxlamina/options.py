@@ -1,18 +1,176 @@
-"""Options of models, engines and jobs: what their values may be. Plain Python; knows no JAX, no command line and no file."""
+"""Options, each defined once: name, type, default, range and help.
+
+What `LLM` takes, the command line's flags, the cluster file's keys and the tables of the docs are all made from these
+definitions; so an option is added here, and where it is used. Plain Python: knows no JAX, no command line and no file.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from jaxlamina.errors import UserError
 
 POLICY_NAMES = ("fifo", "fcfs", "priority", "chat-first", "shortest-remaining")  # fcfs: vLLM's name of fifo
 SERVER_POLICY = "chat-first"
 """What servers take where nobody chooses: chats and batches meet there, and somebody waits for a chat."""
+FIRST_COME = "fifo"
+"""Who goes first where nobody else waits for an answer."""
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_SEQS = 32
+"""Sequences decoded at once where nobody says."""
+MODEL_HELP = (
+    "A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf, an orbax folder, or org/name of the Hugging Face Hub "
+    "(org/name:file.gguf for a GGUF)."
+)
 
 
-def check_headroom(share: float | None) -> None:
-    """``UserError`` for what is no share."""
-    if share is not None and not 0 <= share <= 1:
-        raise UserError(f"kv_headroom={share} must be from 0 to 1, or None")
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option beside its name, type and default.
+
+    - ``least``, ``most``: the range of a number; ``above``: ``least`` itself is too little.
+    - ``rule``: what a value must be, in words, where the type and the range do not say it well.
+    - ``choices``: words, of which it must be one where the annotation cannot say them.
+    - ``check``: raises `UserError` for a value that type and range allow and that is none all the same.
+    - ``flag``: the command line's name, where it is another: "--enable-x/--no-enable-x".
+    """
+
+    help: str
+    least: float | None = None
+    most: float | None = None
+    above: bool = False
+    rule: str = ""
+    choices: tuple[str, ...] = ()
+    check: Callable[[Any], None] | None = None
+    flag: str | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is in the range."""
+        if not math.isfinite(value):
+            return False
+        if self.least is not None and (value < self.least or (self.above and value == self.least)):
+            return False
+        return self.most is None or value <= self.most
+
+    @property
+    def range_text(self) -> str:
+        """ "at least 1", "from 0 to 1": what a number must be."""
+        if self.rule or self.least is None:
+            return self.rule
+        least = f"above {self.least:g}" if self.above else f"at least {self.least:g}"
+        return least if self.most is None else f"{least}, and {self.most:g} at most"
+
+
+def option(default: Any, help: str, **how: Any) -> Any:
+    """A dataclass's field that is an option; ``how``: the fields of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, **how)})
+
+
+@dataclass(frozen=True)
+class Definition:
+    """An option with its name, annotation and default."""
+
+    name: str
+    annotation: Any
+    default: Any
+    option: Option
+
+    @property
+    def kind(self) -> type | None:
+        """The plain type of its values; None for words alone."""
+        if self.option.choices:
+            return None
+        return next((k for k in _parts(self.annotation) if k is not type(None) and isinstance(k, type)), None)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words that it may be."""
+        literals = (k for k in _parts(self.annotation) if typing.get_origin(k) is Literal)
+        return self.option.choices + tuple(word for k in literals for word in typing.get_args(k))
+
+    @property
+    def may_be_none(self) -> bool:
+        return type(None) in _parts(self.annotation)
+
+    def checked(self, value: Any) -> Any:
+        """``value``, a whole number as a float where that is the type. `UserError` if it cannot be the option's."""
+        if (value is None and self.may_be_none) or (isinstance(value, str) and value in self.words):
+            return value
+        wrong = f"{self.name}={value!r} must be"
+        if self.kind is None and self.words:
+            raise UserError(f"{wrong} one of {', '.join(self.words)}")
+        if self.kind is not None and not _is_a(value, self.kind):
+            said = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+            raise UserError(f"{wrong} {self.option.rule or said[self.kind]}")
+        if self.kind is float:
+            value = float(value)
+        if self.kind in (int, float) and not self.option.holds(value):
+            raise UserError(f"{self.name}={value!r} must be {self.option.range_text}")
+        if self.option.check is not None:
+            self.option.check(value)
+        return value
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if kind is bool or isinstance(value, bool):
+        return kind is type(value)
+    kinds = {int: numbers.Integral, float: numbers.Real}
+    return isinstance(value, kinds.get(kind, kind))
+
+
+def definitions(kind: type) -> dict[str, Definition]:
+    """Of a dataclass its fields that are options, by name: its own, then those of its bases."""
+    hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+    names = dict.fromkeys(name for base in kind.__mro__ for name in inspect.get_annotations(base))
+    found = (fields[name] for name in names if name in fields and "option" in fields[name].metadata)
+    return {f.name: Definition(f.name, hints[f.name], f.default, f.metadata["option"]) for f in found}
+
+
+class Options:
+    """The base of dataclasses of options: holds them to their definitions. `UserError` names the first that is wrong."""
+
+    def __post_init__(self) -> None:
+        for name, definition in definitions(type(self)).items():
+            object.__setattr__(self, name, definition.checked(getattr(self, name)))
+
+    def only(self, kind: type) -> dict[str, Any]:
+        """The options that ``kind`` has, too."""
+        return {name: getattr(self, name) for name in definitions(type(self)) if name in definitions(kind)}
+
+
+def described(kind: type) -> str:
+    """Lines of a docstring: each option and its help."""
+    return "\n".join(f"    - ``{d.name}``: {d.option.help}" for d in definitions(kind).values())
+
+
+def table(kind: type) -> Iterator[str]:
+    """Lines of a table in Markdown: key, default as TOML has it, and help."""
+    yield "| key | default | |"
+    yield "|---|---|---|"
+    for d in definitions(kind).values():
+        default = "" if d.default is None else f"`{_as_toml(d.default)}`"
+        yield f"| `{d.name}` | {default} | {d.option.help} |"
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
 
 
 def check_policy_name(name: str) -> None:
@@ -22,3 +180,134 @@ def check_policy_name(name: str) -> None:
         raise UserError(
             f"scheduling_policy={name!r} must be one of {', '.join(POLICY_NAMES)}, or a class: package.module:Class"
         )
+
+
+def _check_model(name: str) -> None:
+    if not name:
+        raise UserError("model='' must be a name, a folder or a file")
+
+
+@dataclass(frozen=True)
+class EngineOptions(Options):
+    """How a model is kept and its requests are served: of `LLM`, of commands and of cluster files."""
+
+    revision: str | None = option(None, "A branch, tag or commit, of a model of the Hugging Face Hub.")
+    load_format: Literal["auto", "dummy"] = option(
+        "auto",
+        "auto, or dummy: random weights, of the shape that the model's config.json, or its name in configs/models, says.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Weights and KV: float32, bfloat16, or auto: the model's own, but float32 on CPUs."
+    )
+    max_model_len: int | None = option(
+        None,
+        "Tokens of a request, prompt included. Default: the model's, or less if KV does not fit.",
+        least=2,
+    )
+    max_num_seqs: int | None = option(
+        None,
+        f"Sequences decoded at once. Default: {DEFAULT_SEQS}; of generate, as many as it is to write; of chat, 4.",
+        least=1,
+    )
+    max_num_batched_tokens: int | None = option(
+        2048,
+        "Prompt tokens computed in one step; longer prompts come in chunks, between which running requests get tokens. "
+        "None, in Python alone: prompts are computed whole.",
+        least=1,
+        rule="at least 1, or None",
+    )
+    mixed_steps: bool = option(
+        False,
+        "Compute prompts in the programs of decode steps, which read weights once for both; more programs to compile. "
+        "Prefill workers compute prompts beside decode steps whatever it says.",
+    )
+    async_scheduling: bool = option(
+        True,
+        "Launch each step before the tokens of the one before it are looked at; the same tokens either way. Jobs of several "
+        "model ranks go one step at a time regardless.",
+    )
+    prefix_caching: bool = option(
+        True,
+        "Start prompts from KV that others left; or never.",
+        flag="--enable-prefix-caching/--no-enable-prefix-caching",
+    )
+    kv_slots: int | None = option(
+        None,
+        "Tokens whose KV is kept, of all requests together. Default: as many as could be used, as far as memory goes.",
+        least=1,
+    )
+    kv_dtype: Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"] = option(
+        "auto",
+        "KV: auto (as dtype), int8 (a scale a token and head), int8-channel (fixed scales) or int8-channel-asymmetric (and "
+        "fixed zero points): half the bytes of bfloat16, and not quite the same tokens.",
+    )
+    host_kv_slots: int | Literal["auto"] = option(
+        "auto",
+        "Tokens whose KV may wait in host memory when there is no room. auto: beside accelerators as many as there is "
+        "room for on them, in a quarter of free host memory at most; on CPUs none.",
+        least=0,
+        rule="0 (none) or more, or 'auto'",
+    )
+    scheduling_policy: str | None = option(
+        None,
+        "Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class, a class of yours, "
+        f"also of a module in the current folder. Default: {FIRST_COME}; of servers, {SERVER_POLICY}.",
+        check=check_policy_name,
+    )
+    kv_manager: Literal["token", "padded"] = option(
+        "token", "KV: token, or padded as a contiguous KV cache is, to compare with."
+    )
+    kv_headroom: float | None = option(
+        None,
+        "Share of what running requests may still write that has room when another is let in. Default: as others wrote.",
+        least=0,
+        most=1,
+        rule="from 0 to 1, or None",
+    )
+    seed: int = option(0, "Requests without a seed of their own get theirs from it.", least=0)
+
+
+@dataclass(frozen=True)
+class WorkerOptions(Options):
+    """How the workers of one process are laid out. Over ranks the cluster file says it."""
+
+    split: bool = option(
+        True, "Two workers; or each step one program, to compare with.", flag="--split/--no-split"
+    )
+    attention_workers: int = option(1, "Workers that share the KV.", least=1)
+    partition: Literal["auto", "heads", "requests", "tokens"] = option(
+        "auto",
+        "What several attention workers share out: heads, requests or tokens; auto: heads where they divide evenly, "
+        "else tokens.",
+    )
+    q_first: bool | None = option(
+        None,
+        "Send q before k and v are computed; or all together. Default: q first where the workers' devices differ.",
+    )
+
+
+@dataclass(frozen=True)
+class LLMOptions(EngineOptions, WorkerOptions):
+    """What `LLM` takes beside a model and objects."""
+
+    compilation_cache: bool = option(True, "Keep compiled programs on disk for the next process.")
+    use_tqdm_on_load: bool = option(True, "Show a bar while weights are read, where stderr is a terminal.")
+
+
+@dataclass(frozen=True)
+class ModelOptions(EngineOptions):
+    """Of commands and of cluster files: which model, and what of it is said by files and to JAX."""
+
+    model: str = option(DEFAULT_MODEL, MODEL_HELP, check=_check_model)
+    calibration_file: str | None = option(
+        None,
+        "A text, on rank 0's host, from which int8-channel and int8-channel-asymmetric KV finds its scales. Default: "
+        "random tokens.",
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of a GPU's memory that is taken, for weights, KV and all else. Default: JAX's, 0.75.",
+        least=0,
+        most=1,
+        above=True,
+    )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from jaxlamina.job.cluster import Cluster
-from launch.options import Options
+from launch.options import LaunchOptions
 from launch.processes import LAUNCHED, Child
 
 # Open MPI's defaults made a send of 16 KiB take 5 to 11 ms beside threads that multiply matrices: eager sends up to
@@ -17,7 +17,7 @@ OPEN_MPI = (
 )
 
 
-def rank_argv(options: Options) -> tuple[str, ...]:
+def rank_argv(options: LaunchOptions) -> tuple[str, ...]:
     """One rank, by this interpreter. ``-P``: a folder `launch` where the user is must not be taken for ours."""
     config = () if options.config is None else ("--config", options.config)
     changes = tuple(word for change in options.changes for word in ("--set", change))
@@ -32,7 +32,9 @@ def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:
     return ("mpirun", "-n", str(n_ranks), *as_root, *OPEN_MPI)
 
 
-def mpi_child(mpirun: Sequence[str], options: Options, environment: Mapping[str, str], pipes: str) -> Child:
+def mpi_child(
+    mpirun: Sequence[str], options: LaunchOptions, environment: Mapping[str, str], pipes: str
+) -> Child:
     """The one mpirun that starts all ranks. ``pipes``: the folder where each rank finds a pipe for its lines."""
     return Child(
         (*mpirun, *rank_argv(options)),
@@ -44,7 +46,7 @@ def mpi_child(mpirun: Sequence[str], options: Options, environment: Mapping[str,
 
 
 def plain_children(
-    cluster: Cluster, options: Options, environment: Mapping[str, str], pipes: str
+    cluster: Cluster, options: LaunchOptions, environment: Mapping[str, str], pipes: str
 ) -> list[Child]:
     """A process for each rank."""
     return [

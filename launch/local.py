@@ -22,7 +22,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT
 from jaxlamina.job.cluster import JOB, Cluster
 from launch.commands import mpi_child, mpirun_argv, plain_children
-from launch.options import Options, parse
+from launch.options import LaunchOptions, parse
 from launch.processes import Job
 
 WHAT = "Starts all ranks of a job on this host: rank 0 runs COMMAND, the others work for it."
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
 
 
-def _job(cluster: Cluster, options: Options, folder: str) -> Job:
+def _job(cluster: Cluster, options: LaunchOptions, folder: str) -> Job:
     environment = {**os.environ, JOB: secrets.token_hex(16)}  # by which rank 0 knows its own
     if cluster.transport == "xla":
         children = plain_children(cluster, options, environment, folder)
@@ -77,7 +77,7 @@ def _mpirun_version() -> str:
     return done.stdout
 
 
-def _on_free_ports(options: Options) -> Options:
+def _on_free_ports(options: LaunchOptions) -> LaunchOptions:
     """The options with ports that nobody listens at, where the cluster's file names none: two jobs may run at once."""
     cluster, usual = options.cluster(), Cluster()
     wanted = [name for name in ("control", "coordinator") if getattr(cluster, name) == getattr(usual, name)]

@@ -16,7 +16,7 @@ from jaxlamina.server.settings import CONNECTIONS_END_S, SHUTDOWN_TIMEOUT_S, THR
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """config: the cluster file; changes: "key=value" over it; rank: given by hand; command: what rank 0 runs."""
 
     config: str | None
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see: {self.prog} --help")
 
 
-def parse(prog: str, what: str, arguments: Sequence[str] | None) -> Options:
+def parse(prog: str, what: str, arguments: Sequence[str] | None) -> LaunchOptions:
     """Raises `UserError` for options that are none, and without a command that rank 0 can run."""
     parser = _Parser(prog=prog, description=what, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="the cluster's TOML; without it, the defaults")
@@ -70,7 +70,7 @@ def parse(prog: str, what: str, arguments: Sequence[str] | None) -> Options:
     found = parser.parse_args(arguments)
     command = found.command[1:] if found.command[:1] == ["--"] else found.command
     check_command(command)
-    return Options(found.config, tuple(found.changes), found.rank, tuple(command))
+    return LaunchOptions(found.config, tuple(found.changes), found.rank, tuple(command))
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -18,15 +18,11 @@ from jaxlamina.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.process.gpus import n_gpus
 from launch import devices
-from launch.options import Options, parse
+from launch.options import LaunchOptions, parse
 from launch.processes import FIRST_PID, LAUNCHED, end_with_parent
 from launch.roles import Place, place
 
 WHAT = "One rank of a job: rank 0 runs COMMAND, the others work for it. Started by mpirun, srun or jaxlamina launch."
-
-
-# Options of `generate` and `serve` whose say is the cluster's: dop and partition, and that the model is split at all.
-_OF_THE_CLUSTER = {"--attention-workers", "--partition", "--split", "--no-split", "--gpu-memory-utilization"}
 
 
 def run() -> None:
@@ -74,52 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _work(cluster: Cluster, rank: int, options: Options) -> int:
-    command: list[str] = []
+def _work(cluster: Cluster, rank: int, options: LaunchOptions) -> int:
     if rank == 0:
         from jaxlamina.cli.launch import find_model
 
-        command = with_options(options.command, cluster)
-        find_model(command, cluster)
+        find_model(list(options.command), cluster)
     from jaxlamina import ranks  # loads JAX, which must find its environment as it shall be
 
     if rank != 0:
         return ranks.serve(cluster, rank)
+    from jaxlamina.cli.launch import defaults
     from jaxlamina.cli.main import main as command_line
 
     group = ranks.join(cluster, rank)
-    code = command_line(command, who=cluster.describe(rank))
+    code = command_line(options.command, who=cluster.describe(rank), defaults=defaults(cluster))
     group.close()
     return code
-
-
-def with_options(command: Sequence[str], cluster: Cluster) -> list[str]:
-    """The command with what the cluster's file says of the model, where the command does not say it itself."""
-    name, *arguments = command
-    if name not in ("generate", "serve"):
-        return [name, *arguments]
-    given = {argument.partition("=")[0] for argument in arguments}
-    for option in _OF_THE_CLUSTER & given:
-        raise UserError(f"{name}'s {option} is for one process; over ranks the cluster says it: leave it out")
-    wanted: dict[str, str | float | None] = {
-        "--model": cluster.model,
-        "--revision": None if "--model" in given else cluster.revision,
-        "--dtype": cluster.dtype,
-        "--max-model-len": cluster.max_model_len,
-        "--kv-dtype": cluster.kv_dtype,
-        "--calibration-file": cluster.calibration_file,
-        "--host-kv-slots": cluster.host_kv_slots,
-        "--scheduling-policy": cluster.scheduling_policy,
-        "--kv-manager": cluster.kv_manager,
-        "--kv-headroom": cluster.kv_headroom,
-        "--kv-slots": cluster.kv_slots,
-    }
-    if name == "serve":  # generate takes as many as it has prompts, up to those
-        wanted |= {"--max-num-seqs": cluster.max_num_seqs}
-    added = [
-        f"{option}={value}" for option, value in wanted.items() if value is not None and option not in given
-    ]
-    return [name, *added, *arguments]
 
 
 def _check_starter(cluster: Cluster, here: Place) -> None:

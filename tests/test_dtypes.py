@@ -21,7 +21,6 @@ from jaxlamina.job.cluster import Cluster
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.weights import DummyCheckpoint, convert, open_checkpoint
-from launch.rank import with_options
 
 small = partial(LLM, max_num_seqs=1, max_model_len=16, kv_slots=16, compilation_cache=False)
 
@@ -99,11 +98,7 @@ def test_convert_keeps_the_dtype_unless_asked(bfloat16_folder: Path, tmp_path: P
         assert np.array_equal(x, want.astype(ml_dtypes.bfloat16).astype(np.float32)), name
 
 
-def test_a_cluster_says_auto_and_a_revision_too():
+def test_a_cluster_says_auto():
     assert Cluster().dtype == "auto" and Cluster(dtype="bfloat16").dtype == "bfloat16"
     with pytest.raises(UserError, match="dtype='half' must be one of auto, float32, bfloat16"):
         Cluster(dtype="half")  # type: ignore[arg-type]
-    cluster = Cluster(model="org/name", revision="v2")
-    words = with_options(["serve"], cluster)
-    assert {"--model=org/name", "--revision=v2", "--dtype=auto"} <= set(words)
-    assert not any("--revision" in word for word in with_options(["serve", "--model=a/b"], cluster))

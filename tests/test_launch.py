@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from jaxlamina.cli.launch import _context, find_model
 from jaxlamina.cli.main import main as command_line
+from jaxlamina.cli.model_options import revision_of
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import JOB, Cluster
 from jaxlamina.models.config_files import configs_dir
 from jaxlamina.process.gpus import n_gpus
 from launch import devices, local
 from launch.commands import mpi_child, mpirun_argv, plain_children, rank_argv
-from launch.options import Options, parse
-from launch.rank import with_options
+from launch.options import LaunchOptions, parse
 from launch.roles import Place
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,7 @@ def test_what_follows_the_command_is_its_own():
     ]
     for arguments in (words, [word for word in words if word != "--"]):
         found = parse("launch", "", arguments)
-        assert found == Options("c.toml", ("dop=1,2", "q_first=true"), 1, GENERATE)
+        assert found == LaunchOptions("c.toml", ("dop=1,2", "q_first=true"), 1, GENERATE)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_options_that_are_none(words, message):
 
 
 def test_a_ranks_command_line_is_read_back_as_it_was_meant():
-    options = Options("my jobs/c.toml", ("dop=1,3", 'model="a b"'), None, GENERATE)
+    options = LaunchOptions("my jobs/c.toml", ("dop=1,3", 'model="a b"'), None, GENERATE)
     argv = rank_argv(options)
     assert argv[:4] == (sys.executable, "-P", "-m", "launch")
     assert parse("launch", "", argv[4:]) == options
@@ -78,7 +79,9 @@ def test_open_mpi_gets_its_options_and_another_mpi_none():
 
 
 def test_plain_children_know_their_rank_and_only_rank_0_has_our_stdin_and_stdout():
-    children = plain_children(Cluster(dop=(1, 2)), Options(None, (), None, GENERATE), {"A": "1"}, "/pipes")
+    children = plain_children(
+        Cluster(dop=(1, 2)), LaunchOptions(None, (), None, GENERATE), {"A": "1"}, "/pipes"
+    )
     assert [child.environment["JAXLAMINA_RANK"] for child in children] == ["0", "1", "2"]
     assert all(
         child.environment["JAXLAMINA_N_RANKS"] == "3" and child.environment["A"] == "1" for child in children
@@ -88,7 +91,7 @@ def test_plain_children_know_their_rank_and_only_rank_0_has_our_stdin_and_stdout
 
 def test_each_job_has_a_word_of_its_own_that_all_its_ranks_know():
     def words():
-        options = Options(None, ("dop=1,2", "transport=xla"), None, GENERATE)
+        options = LaunchOptions(None, ("dop=1,2", "transport=xla"), None, GENERATE)
         return [
             child.environment[JOB] for child in local._job(options.cluster(), options, "/pipes")._children
         ]
@@ -98,41 +101,58 @@ def test_each_job_has_a_word_of_its_own_that_all_its_ranks_know():
 
 
 def test_a_server_has_time_to_end_and_no_stdin():
-    serve = Options(None, (), None, ("serve", "--shutdown-timeout=7", "--port", "0"))
-    assert 7 < serve.end_s < 100 < Options(None, (), None, ("serve", "--shutdown-timeout", "99")).end_s
-    assert Options(None, (), None, GENERATE).end_s is None
+    serve = LaunchOptions(None, (), None, ("serve", "--shutdown-timeout=7", "--port", "0"))
+    assert 7 < serve.end_s < 100 < LaunchOptions(None, (), None, ("serve", "--shutdown-timeout", "99")).end_s
+    assert LaunchOptions(None, (), None, GENERATE).end_s is None
     children = plain_children(Cluster(dop=(1, 1)), serve, {}, "/pipes")
     assert [child.stdin for child in children] == [False, False]
 
 
 def test_mpirun_starts_the_same_command():
-    options = Options(None, ("dop=1,2",), None, GENERATE)
+    options = LaunchOptions(None, ("dop=1,2",), None, GENERATE)
     child = mpi_child(("mpirun", "-n", "3"), options, {}, "/pipes")
     assert child.argv == ("mpirun", "-n", "3", *rank_argv(options)) and child.rank is None
 
 
+def told(cluster, *command):
+    """The command's options as it would have them on rank 0."""
+    return _context(list(command), cluster).params
+
+
 def test_the_command_gets_what_the_cluster_file_says_of_the_model_and_it_does_not():
-    cluster = Cluster(model="tiny", dtype="bfloat16", max_model_len=64)
-    found = with_options(["generate", "--dtype=float32", "x"], cluster)
-    assert found[0] == "generate" and found[-2:] == ["--dtype=float32", "x"]
-    assert {"--model=tiny", "--max-model-len=64"} < set(found) and "--dtype=bfloat16" not in found
-    found = with_options(["serve", "--max-num-seqs", "2"], replace(cluster, kv_slots=99))
-    assert {"--model=tiny", "--dtype=bfloat16", "--kv-slots=99"} < set(found)
-    assert not any(word.startswith("--max-num-seqs=") for word in found)
-    assert "--host-kv-slots=auto" in found and not any(word.startswith("--calibration") for word in found)
-    calibrated = replace(cluster, calibration_file="words.txt", host_kv_slots=9)
-    found = with_options(["generate", "x"], calibrated)
-    assert {"--calibration-file=words.txt", "--host-kv-slots=9"} < set(found)
-    policies = replace(cluster, scheduling_policy="chat-first", kv_manager="padded", kv_headroom=0.5)
+    cluster = Cluster(model="tiny", dtype="bfloat16", max_model_len=64, max_num_seqs=7, mixed_steps=True)
+    found = told(cluster, "generate", "--dtype=float32", "x")
+    assert (found["model"], found["dtype"], found["max_model_len"]) == ("tiny", "float32", 64)
+    assert found["max_num_seqs"] is None and found["mixed_steps"] is True  # as many as it has prompts
+    found = told(replace(cluster, kv_slots=99), "serve", "--max-model-len", "32", "--no-mixed-steps")
+    assert (found["kv_slots"], found["max_model_len"], found["max_num_seqs"]) == (99, 32, 7)
+    assert found["mixed_steps"] is False and found["host_kv_slots"] == "auto"
+    changed = replace(cluster, calibration_file="words.txt", host_kv_slots=9, scheduling_policy="chat-first")
     for command in (["serve"], ["generate", "x"]):
-        assert {"--scheduling-policy=chat-first", "--kv-manager=padded", "--kv-headroom=0.5"} < set(
-            with_options(command, policies)
-        )
-    for words in (["--partition", "tokens"], ["--gpu-memory-utilization=0.9"]):
-        option = words[0].partition("=")[0]
-        with pytest.raises(UserError, match=f"serve's {option} is for one process"):
-            with_options(["serve", *words], cluster)
-    assert with_options(["bench", "kernels"], cluster) == ["bench", "kernels"]
+        found = told(replace(changed, kv_manager="padded", kv_headroom=0.5), *command)
+        assert (found["calibration_file"], found["host_kv_slots"]) == ("words.txt", 9)
+        assert (found["scheduling_policy"], found["kv_manager"]) == ("chat-first", "padded")
+        assert found["kv_headroom"] == 0.5
+    assert "model" not in told(cluster, "bench", "kernels")
+
+
+@pytest.mark.parametrize(
+    "words", [["--partition", "tokens"], ["--gpu-memory-utilization=0.9"], ["--no-split"]]
+)
+def test_what_the_cluster_says_alone_is_no_option_over_ranks(words):
+    option = words[0].partition("=")[0]
+    with pytest.raises(UserError, match=f"serve's {option} is for one process"):
+        find_model(["serve", *words], Cluster())
+
+
+def test_a_revision_is_of_the_model_that_it_was_said_with():
+    cluster = Cluster(model="org/name", revision="v2")
+    for command, wanted in (
+        (["serve"], "v2"),
+        (["serve", "--model=a/b"], None),
+        (["serve", "--model=a/b", "--revision=v3"], "v3"),
+    ):
+        assert revision_of(_context(command, cluster)) == wanted
 
 
 # --- platforms and GPUs ---

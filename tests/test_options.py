@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import math
+import os
 import re
-from typing import Any
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import typer
 
 from jaxlamina.cli.main import app, main
-from jaxlamina.cli.model_options import ModelOptions
+from jaxlamina.cli.model_options import CommandOptions
 from jaxlamina.console.command import OLD_NAMES, as_options
+from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.options import EngineOptions, LLMOptions, ModelOptions, Options, option, table
+from jaxlamina.options import definitions as definitions_of
 
+ROOT = Path(__file__).resolve().parents[1]
 WRITERS = ("generate", "serve", "chat", "batch")
 # What differs where the option is the same: (name, part) -> why.
 BY_COMMAND = {
@@ -85,31 +97,26 @@ def test_an_option_of_several_commands_is_one_option(name):
 
 
 def test_whoever_writes_with_a_model_has_all_of_its_options():
-    fields = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(ModelOptions)}
     for command in WRITERS:
-        assert fields <= ALL[command].keys(), command
+        names = {param.name for param in ALL[command].values()}
+        assert names >= definitions_of(CommandOptions).keys(), command
 
 
 def test_what_llm_takes_is_an_option_too():
     from jaxlamina import LLM
 
-    of_llm = set(inspect.signature(LLM.__init__).parameters) - {"self", "model", "revision"}
+    parameters = inspect.signature(LLM.__init__).parameters
     in_python_only = {
-        *(
-            "q_first",
-            "devices",
-            "async_scheduling",
-            "compilation_cache",
-            "calibration_headroom",
-            "use_tqdm_on_load",
-            "on_load",
-        ),  # of objects and of tests
-        *("group", "recording", "seed"),  # said by the command
+        *("devices", "compilation_cache", "calibration_headroom", "use_tqdm_on_load", "on_load"),
+        *("group", "recording"),  # said by the command
     }
-    assert of_llm - in_python_only == ModelOptions().of_llm(default_seqs=1).keys()
-    defaults = {name: p.default for name, p in inspect.signature(LLM.__init__).parameters.items()}
-    for name, value in ModelOptions().of_llm(default_seqs=32).items():
-        assert value == defaults[name], name
+    of_command = CommandOptions().of_llm(default_seqs=32)
+    assert set(parameters) - in_python_only - {"self", "model"} == of_command.keys()
+    for name, value in of_command.items():
+        usual = {"max_num_seqs": 32, "scheduling_policy": "fifo"}.get(name)
+        assert value == parameters[name].default or value == usual, name
+    for name, definition in definitions_of(LLMOptions).items():
+        assert f"``{name}``: {definition.option.help}" in LLM.__doc__
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])
@@ -119,8 +126,8 @@ def test_help_shows_every_name_whole_in_a_pipe(capsys, monkeypatch, name, column
     assert main([*name.split(), "--help"]) == 0
     text = capsys.readouterr().out
     words = set(re.split(r"[\s,]+", text))
-    for option, param in ALL[name].items():
-        shown = {option, *param.secondary_opts}
+    for flag, param in ALL[name].items():
+        shown = {flag, *param.secondary_opts}
         assert param.hidden or shown <= words, shown - words
     assert all(len(line) <= max(80, int(columns)) for line in text.splitlines())
 
@@ -138,7 +145,7 @@ def test_an_old_name_is_taken_and_not_shown(capsys, monkeypatch, old, new):
         given = [old] if ALL[name].get(new) is None or ALL[name][new].is_flag else [f"{old}=7"]
         arguments = ["x"] if name in ("generate", "batch") else []
         values = command.make_context(name, [*arguments, *given]).params
-        field = new.removeprefix("--").removeprefix("no-").replace("-", "_")
+        field = next(p.name for p in command.params if new in (*p.opts, *p.secondary_opts))
         assert values[field] == (7 if "=" in given[0] else not new.startswith("--no-"))
         main([*name.split(), "--help"])
         assert f" {old} " not in capsys.readouterr().out
@@ -186,3 +193,82 @@ def test_errors_name_options(text, wanted):
 )
 def test_errors_name_the_commands_own_options(words, text, wanted):
     assert as_options(text, app, words) == wanted
+
+
+# --- definitions ---
+
+
+@dataclass(frozen=True)
+class Some(Options):
+    size: int | Literal["auto"] = option("auto", "How many.", least=1, most=9)
+    share: float = option(0.5, "Of all.", least=0, most=1, above=True)
+    word: Literal["one", "two"] = option("one", "Which.")
+    name: str | None = option(None, "Whose.", choices=("mine", "yours"))
+    plain: int = 3
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"size": 0}, "size=0 must be at least 1, and 9 at most"),
+        ({"size": "some"}, "size='some' must be a whole number"),
+        ({"size": True}, "size=True must be a whole number"),
+        ({"size": None}, "size=None must be a whole number"),
+        ({"share": 0}, "share=0.0 must be above 0, and 1 at most"),
+        ({"share": math.nan}, "share=nan must be above 0"),
+        ({"word": "three"}, "word='three' must be one of one, two"),
+        ({"name": "ours"}, "name='ours' must be one of mine, yours"),
+    ],
+)
+def test_a_value_is_held_to_its_definition(given, wrong):
+    with pytest.raises(UserError, match=f"^{re.escape(wrong)}"):
+        Some(**given)
+
+
+def test_what_is_allowed_is_taken_as_it_is():
+    found = Some(size=np.int64(4), share=1, name=None)
+    assert (found.size, found.share, type(found.share), found.plain) == (4, 1.0, float, 3)
+    assert list(definitions_of(Some)) == ["size", "share", "word", "name"]
+
+
+def test_the_cluster_file_has_the_options_of_models_and_the_docs_say_all():
+    """Once: in the table that the definitions make."""
+    assert (
+        definitions_of(Cluster).keys()
+        > definitions_of(ModelOptions).keys()
+        > definitions_of(EngineOptions).keys()
+    )
+    lines = (ROOT / "docs" / "launch.md").read_text().splitlines()
+    at = lines.index("| key | default | |")
+    assert lines[at : at + len(list(table(Cluster)))] == list(table(Cluster))
+
+
+def test_a_new_option_is_one_definition(tmp_path):
+    """Added to a copy of the package in one line: of `LLM`, of commands, of the cluster file, and handed on by launch."""
+    for package in ("jaxlamina", "splitter", "pallas_kernels", "launch"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "jaxlamina" / "options.py"
+    anchor = '    kv_manager: Literal["token", "padded"] = option('
+    added = '    patience: int = option(3, "Steps that it waits.", least=1)\n'
+    text = path.read_text()
+    assert text.count(anchor) == 1
+    path.write_text(text.replace(anchor, added + anchor))
+    code = """
+import inspect
+from jaxlamina import LLM
+from jaxlamina.cli.launch import _context
+from jaxlamina.cli.main import main
+from jaxlamina.job.cluster import Cluster
+assert inspect.signature(LLM.__init__).parameters["patience"].default == 3
+assert "``patience``: Steps that it waits." in LLM.__doc__
+cluster = Cluster.load(None, {"patience": 5})
+assert cluster.patience == 5
+for command, wanted in ((["serve"], 5), (["generate", "x", "--patience", "7"], 7)):
+    assert _context(command, cluster).params["patience"] == wanted
+main(["generate", "--help"])
+assert main(["serve", "--patience", "0"]) == 2
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+                         env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "--patience" in run.stdout and "Steps that it waits." in run.stdout

@@ -47,9 +47,9 @@ def breakdown_command(
     shape = model_config(config)
     from jaxlamina import ranks
     from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, split_bench, step_bench
-    from jaxlamina.llm import DTYPES
     from jaxlamina.profiling import perfetto
     from jaxlamina.ranks.layout import partition_of
+    from jaxlamina.run.make import DTYPES
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")

@@ -31,11 +31,12 @@ from jaxlamina.bench.serve_cli import serve_command
 from jaxlamina.bench.start_cli import start_command
 from jaxlamina.bench.step_cli import step_command
 from jaxlamina.bench.throughput_cli import throughput_command
-from jaxlamina.cli.model_options import MODEL_HELP, find
+from jaxlamina.cli.model_options import AsyncScheduling, find
 from jaxlamina.console.command import HELP, Command, add
 from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
+from jaxlamina.options import MODEL_HELP
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -165,13 +166,7 @@ def decode_command(
         str,
         typer.Option(help="auto (all that are installed), or some of split,unsplit,transformers,llama.cpp."),
     ] = "auto",
-    async_scheduling: Annotated[
-        bool,
-        typer.Option(
-            "--async-scheduling/--no-async-scheduling",
-            help="Our engine launches each step before the last one's tokens are looked at; or after.",
-        ),
-    ] = True,
+    async_scheduling: AsyncScheduling = True,
     as_json: JsonOption = False,
 ) -> None:
     """Time greedy float32 decoding: this project split and unsplit, beside transformers and llama.cpp.

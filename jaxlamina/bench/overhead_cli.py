@@ -18,6 +18,7 @@ from rich.table import Table
 from jaxlamina.cli import model_options
 from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
+from jaxlamina.options import DEFAULT_MODEL, DEFAULT_SEQS, FIRST_COME
 from jaxlamina.process.gpus import MEMORY_SHARE
 
 _SERVER_S = 1800.0  # to compile everything
@@ -26,7 +27,7 @@ _GPU_SHARE = "0.4"
 
 
 def overhead_command(
-    model: model_options.Model = model_options.DEFAULT_MODEL,
+    model: model_options.Model = DEFAULT_MODEL,
     dtype: model_options.DType = "float32",
     case: Annotated[
         str, typer.Option(help="Prompt x output tokens, separated by commas, such as 256x128,1024x1024.")
@@ -63,7 +64,7 @@ def overhead_command(
     longest = max(c.size.n_tokens for c in cases) + 16
     sizes = drawn(dataset_name, num_prompts, seed=seed, most_tokens=max_model_len) if rates else []
     length = max_model_len or max([longest, *(size.n_tokens for size in sizes)])
-    max_num_seqs = max_num_seqs or model_options.SERVED_SEQS
+    max_num_seqs = max_num_seqs or DEFAULT_SEQS
     options = ["--model", model, "--dtype", dtype, "--max-num-seqs", str(max_num_seqs)]
     options += ["--max-model-len", str(length), "--no-enable-prefix-caching"]
     where = machine.describe(["aiohttp", "fastapi", "uvicorn"])
@@ -72,13 +73,9 @@ def overhead_command(
         with console.status("starting the server (it compiles first)"):
             more = ["--no-warm-up"] if no_warm_up else []
             url = stack.enter_context(serving([*options, *more], deadline_s=_SERVER_S))
-        kept = model_options.ModelOptions(
-            model,
-            dtype=dtype,
-            max_num_seqs=max_num_seqs,
-            max_model_len=length,
-            enable_prefix_caching=False,
-            scheduling_policy=model_options.FIRST_COME,
+        given: dict[str, Any] = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": length}
+        kept = model_options.CommandOptions(
+            model=model, prefix_caching=False, scheduling_policy=FIRST_COME, **given
         )
         llm = model_options.load(console, path, kept)
         layers = overhead_bench.Layers(llm, url, model)

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jaxlamina.cli.model_options import MODEL_HELP, find
+from jaxlamina.cli.model_options import find
 from jaxlamina.console.tables import print_where
+from jaxlamina.options import MODEL_HELP
 
 
 def prefix_command(

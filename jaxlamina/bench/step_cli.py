@@ -65,8 +65,8 @@ def step_command(
 
     from jaxlamina import ranks
     from jaxlamina.bench import machine, split_bench, step_bench
-    from jaxlamina.llm import DTYPES
     from jaxlamina.ranks.layout import partition_of
+    from jaxlamina.run.make import DTYPES
 
     if dtype not in DTYPES:
         raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")

@@ -19,11 +19,12 @@ from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts as passages
 from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
 from jaxlamina.errors import UserError
-from jaxlamina.llm import DTYPES, LLM, InMemoryModel
+from jaxlamina.llm import LLM, InMemoryModel
 from jaxlamina.models import ModelConfig, abstract_params
 from jaxlamina.process import garbage
 from jaxlamina.profiling.under_load import OneWindow, UnderLoad
 from jaxlamina.ranks import Group
+from jaxlamina.run.make import DTYPES
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.weights.dummy import random_weights
 

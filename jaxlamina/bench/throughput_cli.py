@@ -14,6 +14,7 @@ from jaxlamina.cli import model_options
 from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
+from jaxlamina.options import DEFAULT_SEQS, MODEL_HELP
 
 if TYPE_CHECKING:
     from jaxlamina.bench.loads import Size
@@ -22,9 +23,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 def throughput_command(
-    model: Annotated[
-        str | None, typer.Option(help=f"{model_options.MODEL_HELP} Default: {DEFAULT_MODEL}.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP} Default: {DEFAULT_MODEL}.")] = None,
     config: Annotated[
         str | None,
         typer.Option(help="Instead: a shape of configs/models, or a config.json, with random weights."),
@@ -83,7 +82,7 @@ def throughput_command(
     from jaxlamina.bench import machine, split_bench, throughput_bench
     from jaxlamina.bench.loads import means
     from jaxlamina.bench.prompts import encoder_of
-    from jaxlamina.llm import DTYPES
+    from jaxlamina.run.make import DTYPES
     from jaxlamina.weights import open_checkpoint
 
     if dtype not in DTYPES:
@@ -106,7 +105,7 @@ def throughput_command(
         raise UserError("--padded is for one process: run it without launch")
     most = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     sizes = _sizes(dataset_name, num_prompts, input_len, output_len, most, seed)
-    max_num_seqs = max_num_seqs or model_options.SERVED_SEQS
+    max_num_seqs = max_num_seqs or DEFAULT_SEQS
     where = machine.describe(["torch", "transformers"] if compare else [])
     options = throughput_bench.ThroughputOptions(
         model=None if config is not None else model or DEFAULT_MODEL,

@@ -21,8 +21,9 @@ from rich.console import Console
 from jaxlamina.cli import served
 from jaxlamina.cli.batch_input import Requests, names_of, parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
-from jaxlamina.cli.model_options import SERVED_SEQS, ModelOptions, with_options
+from jaxlamina.cli.model_options import CommandOptions, with_options
 from jaxlamina.console.progress import bar
+from jaxlamina.options import DEFAULT_SEQS
 from jaxlamina.process.cache_folder import cache_dir
 
 _LOOK_EVERY_S = 0.3
@@ -38,7 +39,7 @@ def batch(
             """'["p1", "p2"] [32, 64]': prompts and max tokens.""",
         ),
     ],
-    options: ModelOptions,
+    options: CommandOptions,
     url: served.Url = None,
     api_key: served.ApiKey = None,
     chat: Annotated[
@@ -84,7 +85,7 @@ def batch(
     console = Console(stderr=True)
     files_dir = memory.folder if url is None else None
     with served.server(
-        console, url, api_key, options, default_seqs=SERVED_SEQS, files_dir=files_dir
+        console, url, api_key, options, default_seqs=DEFAULT_SEQS, files_dir=files_dir
     ) as client:
         known = memory.batch_ids()
         jobs = [_job(client, requests, batch_id) for requests, batch_id in zip(batches, known, strict=True)]

@@ -18,7 +18,7 @@ from rich.console import Console
 from jaxlamina.cli import served
 from jaxlamina.cli.batch_input import parse, read
 from jaxlamina.cli.batch_job import BatchJob, grouped
-from jaxlamina.cli.model_options import ModelOptions, with_options
+from jaxlamina.cli.model_options import CommandOptions, with_options
 from jaxlamina.errors import UserError
 from jaxlamina.server.client import Client
 
@@ -40,7 +40,7 @@ Ctrl-C           stops an answer"""
 
 @with_options
 def chat(
-    options: ModelOptions,
+    options: CommandOptions,
     url: served.Url = None,
     api_key: served.ApiKey = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,

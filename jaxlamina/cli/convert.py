@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from jaxlamina.cli.model_options import MODEL_HELP, Revision, find
+from jaxlamina.cli.model_options import Revision, find
+from jaxlamina.options import MODEL_HELP
 
 
 def convert(

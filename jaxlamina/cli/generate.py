@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from jaxlamina.cli import model_options
-from jaxlamina.cli.model_options import ModelOptions, with_options
+from jaxlamina.cli.model_options import CommandOptions, with_options
 from jaxlamina.console.progress import bar
 from jaxlamina.errors import UserError
 
@@ -38,7 +38,7 @@ def generate(
         list[str],
         typer.Argument(metavar="PROMPT", help="Each is a prompt of its own; '-' reads one from stdin."),
     ],
-    options: ModelOptions,
+    options: CommandOptions,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -389,7 +389,7 @@ def _closing_lines(
 
 def _record(
     llm: LLM,
-    options: ModelOptions,
+    options: CommandOptions,
     outputs: list[RequestOutput],
     watch: _Stopwatch,
     tokens_per_s: float | None,

@@ -18,6 +18,7 @@ import typer.core
 import jaxlamina
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import COMMANDS, Cluster, change
+from jaxlamina.options import ModelOptions
 
 
 def launch(
@@ -82,23 +83,24 @@ def launch(
 def find_model(command: list[str], cluster: Cluster) -> None:
     """Finds a bad option of the command, or a wrong model, and fetches what is missing of that model: before ranks are
     started that would wait for it, and before JAX is imported."""
-    from jaxlamina.cli.model_options import find
+    from jaxlamina.cli.model_options import check_over_ranks, find, revision_of
 
-    context = _context(command)
-
-    def is_said(name: str) -> bool:
-        source = context.get_parameter_source(name)
-        return source is not None and source.name != "DEFAULT"
-
-    if "revision" not in context.params:
-        return  # a bench, which has its own ways to say which model
-    own = is_said("model")
-    revision = context.params["revision"] if own or is_said("revision") else cluster.revision
-    model = context.params["model"] if own else cluster.model
-    find(model, revision, context.params.get("load_format", "auto"))
+    context = _context(command, cluster)
+    if "revision" in context.params:  # a bench has its own ways to say which model
+        check_over_ranks(context)
+        find(context.params["model"], revision_of(context), context.params["load_format"])
 
 
-def _context(command: list[str]) -> Any:
+def defaults(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """What the cluster's file says of the model, for commands that do not say it themselves: by command and option."""
+    said = {name: value for name, value in cluster.only(ModelOptions).items() if value is not None}
+    of_generate = {
+        name: value for name, value in said.items() if name != "max_num_seqs"
+    }  # as many as prompts
+    return {"serve": said, "generate": of_generate}
+
+
+def _context(command: list[str], cluster: Cluster) -> Any:
     """The command's options as they are understood; finds a bad one before ranks are started."""
     if not command or command[0] not in COMMANDS:
         given = f"not {command[0]!r}" if command else "and there is none"
@@ -111,9 +113,11 @@ def _context(command: list[str]) -> Any:
     current: Any = typer.main.get_command(app)
     name: Any = "jaxlamina"
     words, context = list(command), None
+    more: dict[str, Any] = {"default_map": defaults(cluster)}
     while isinstance(current, typer.core.TyperGroup):
-        context = current.make_context(name, list(words), parent=context)
+        context = current.make_context(name, list(words), parent=context, **more)
         name, current, words = current.resolve_command(context, words)
+        more = {}
     return current.make_context(name, words, parent=context)
 
 

@@ -9,8 +9,8 @@ import contextlib
 import faulthandler
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -54,15 +54,18 @@ def _options(
     """Options of every command."""
 
 
-def main(arguments: Sequence[str] | None = None, who: str = "") -> int:
+def main(
+    arguments: Sequence[str] | None = None, who: str = "", defaults: Mapping[str, Any] | None = None
+) -> int:
     """Runs one command line (default: the process's own) and returns its exit code. Bad input is one line on stderr.
 
-    ``who``: which of several processes this is; the line begins with it.
+    ``who``: which of several processes this is; the line begins with it. ``defaults``: of commands' options, by command
+    and name, where they are not those of the definitions.
     """
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
         faulthandler.enable()  # what a library dies of is said by where its caller was
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="jaxlamina")
+        app(args=None if arguments is None else list(arguments), prog_name="jaxlamina", default_map=defaults)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from jaxlamina.cli import model_options
-from jaxlamina.cli.model_options import ModelOptions
+from jaxlamina.cli.model_options import CommandOptions
 from jaxlamina.errors import UserError
 from jaxlamina.server.client import Client
 
@@ -31,7 +31,7 @@ def server(
     console: Console,
     url: str | None,
     api_key: str | None,
-    options: ModelOptions,
+    options: CommandOptions,
     *,
     default_seqs: int,
     files_dir: Path | None = None,
@@ -54,9 +54,9 @@ def server(
             (options.model,),
             uds=uds,
             files_dir=files_dir,
-            log_level="error",
+            uvicorn_log_level="error",
             warm_up=False,
-            shutdown_timeout_s=0.0,
+            shutdown_timeout=0.0,
         )
         llm = model_options.load(console, path, options, default_seqs=default_seqs)
         model_options.say_dtype(console, llm)

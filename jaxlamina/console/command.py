@@ -66,7 +66,6 @@ def as_options(text: str, app: typer.Typer, words: Sequence[str]) -> str:
     if isinstance(command, TyperGroup) or command.name == "launch":
         return text
     known = {p.name: p for p in command.params if p.opts[0].startswith("--")}
-    known["prefix_caching"] = known.get("enable_prefix_caching", known.get("prefix_caching"))
     names = "|".join(sorted(filter(known.get, known), key=len, reverse=True))
     value = r"""=('[^']*'|"[^"]*"|\[[^]]*\]|[^\s,;:)'"]+)"""
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jaxlamina.options import check_headroom
+from jaxlamina.options import EngineOptions, definitions
 
 if TYPE_CHECKING:
     from jaxlamina.engine.request import Request
@@ -27,8 +27,7 @@ class Headroom:
     for None as others have ended."""
 
     def __init__(self, fixed: float | None = None) -> None:
-        check_headroom(fixed)
-        self._fixed = fixed
+        self._fixed = definitions(EngineOptions)["kv_headroom"].checked(fixed)
         self._learned, self._n_seen = _FIRST, 0
 
     @property

@@ -7,10 +7,7 @@ of how ranks are started, of MPI or of devices.
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any, Literal
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.roles import Pools, Role
-from jaxlamina.options import check_headroom, check_policy_name
+from jaxlamina.options import ModelOptions, definitions, option
 
 Platform = Literal["cpu", "cuda", "tpu"]
 
@@ -28,116 +25,112 @@ COMMANDS = ("generate", "serve", "bench")
 # In the environment of a job's ranks: a word that no other process has, from whoever starts them.
 JOB = "JAXLAMINA_JOB"
 
-_AT_LEAST = {
-    "token_block": 1,
-    "n_batches": 1,
-    "mini_batches": 1,
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "prefill_workers": 0,
-    "max_num_seqs": 1,
-    "max_model_len": 2,
-    "kv_slots": 1,
-    "host_kv_slots": 0,
-}
-_SECONDS = ("start_deadline_s", "step_deadline_s", "heartbeat_s")
 # How a rank reaches rank 0 may differ from host to host; all else must be the same.
 _OWN = ("control",)
 
 
+def _seconds(default: float, help: str) -> Any:
+    return option(default, help, least=0, above=True, rule="a number of seconds above 0")
+
+
+def _address(default: str, name: str, help: str) -> Any:
+    return option(default, help, check=lambda text: address(name, text))
+
+
+def _check_dop(dop: Any) -> None:
+    if not (isinstance(dop, tuple) and len(dop) == 2):
+        raise UserError(f"{dop=} must be two numbers, model workers and attention workers")
+    Pools(*dop)
+
+
 @dataclass(frozen=True)
-class Cluster:
-    """One job's ranks. Each field is a key of the TOML file; a key left out has the default.
+class Cluster(ModelOptions):
+    """One job's ranks: the options of the model and these. Each is a key of the TOML file; a key left out has the default.
 
-    - ``dop``: (model workers, attention workers); ranks 0 … a - 1, then b more. Every model worker has the whole model,
-      unless ``tensor_parallel`` is a: then each has a share of every large weight; or ``pipeline_parallel`` is a: then
-      each has the weights of some slices in a row and runs those, one stage of a pipeline.
-    - ``transport``: "mpi" (mpi4jax; any host, mixed platforms) or "xla" (jax.distributed; one platform).
-    - ``partition``: what attention workers share out: "heads", "requests" or "tokens"; "auto": heads where the model's
-      divide evenly, else tokens. ``token_block``: tokens in a row that one worker keeps under "tokens".
-    - ``n_batches``: staggered batches of a decode step: while attention is computed for one, the model worker runs
-      slices of the others. 1: none. At least as many as there are copies of the model. "auto": one, or one more than
-      copies (of a pipeline two for each stage), whichever is measured to be faster. None: "auto" where ranks have
-      accelerators; on CPUs alone the greater of the two for several copies and one else, for there measuring costs more than
-      it gains. With ``mini_batches`` one.
-    - ``mini_batches``: parts of a batch's requests whose messages go one by one, so that the next part is on its way, and
-      the last part's answer, while attention is computed for one (Lamina 2024 §5.2.1, "streaming"). 1: none. Of one batch
-      at a time, each of whose tokens is on all attention workers (partition "heads").
-    - ``prefill_workers``: so many ranks more, after the attention workers, that compute prompts and nothing else, each with
-      the whole model. 0: model workers compute them.
-    - ``pipelining``: of several copies of the model: "rotational" (n batches on n - 1 model workers, a batch's slices on
-      each in turn), "fixed" (a batch stays on its model worker), or "auto": rotational where the numbers allow it.
-    - ``peer_memory``: GPUs of one host write messages into each other's memory, where they can ("xla" only); False: all
-      goes by collectives.
-    - ``q_first``: send q before k and v are computed; None lets the executor choose.
-    - ``control``: host:port where rank 0 listens for control messages; ``coordinator``: host:port of jax.distributed,
-      which rank 0 serves too ("xla" only).
-    - ``start_deadline_s``: for all ranks to have come; ``step_deadline_s``: for one step; ``heartbeat_s``: between two
-      signs of life of a connection.
-    - ``model_platform``, ``attention_platform``: "cpu", "cuda" or "tpu"; None leaves the choice to JAX.
-    - ``gpu_memory_utilization``: the share of its GPU's memory that each rank's JAX takes; None: JAX's own, 0.75.
-    - ``calibration_file``: a text on rank 0's host, whose tokens are `jaxlamina.LLM`'s ``calibration_tokens``.
-    - ``scheduling_policy``: None: the command's own, "chat-first" of a server and "fifo" of all else.
-    - ``model`` and the rest: as of `jaxlamina.LLM`.
-
-    Raises `UserError` for a value of another type or out of range, naming the field.
+    Raises `UserError` for a value of another type or out of range, naming the field, and for two that do not go together.
     """
 
-    dop: tuple[int, int] = (1, 1)
-    transport: Literal["mpi", "xla"] = "xla"
-    partition: Literal["auto", "heads", "requests", "tokens"] = "auto"
-    token_block: int = 16
-    n_batches: int | Literal["auto"] | None = None
-    mini_batches: int = 1
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    prefill_workers: int = 0
-    pipelining: Literal["auto", "rotational", "fixed"] = "auto"
-    peer_memory: bool = True
-    q_first: bool | None = None
-    control: str = "127.0.0.1:29400"
-    coordinator: str = "127.0.0.1:29401"
-    start_deadline_s: float = 120.0
-    step_deadline_s: float = 60.0
-    heartbeat_s: float = 5.0
-    model_platform: Platform | None = None
-    attention_platform: Platform | None = None
-    model: str = "smollm2-135m-instruct"
-    revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_num_seqs: int = 32
-    max_model_len: int | None = None
-    kv_slots: int | None = None
-    kv_dtype: Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"] = "auto"
-    calibration_file: str | None = None
-    host_kv_slots: int | Literal["auto"] = "auto"
-    scheduling_policy: str | None = None
-    kv_manager: Literal["token", "padded"] = "token"
-    kv_headroom: float | None = None
-    gpu_memory_utilization: float | None = None
+    dop: tuple[int, int] = option(
+        (1, 1),
+        "Model workers, each with the whole model unless `tensor_parallel` or `pipeline_parallel` says otherwise, and attention "
+        "workers. Ranks 0 … a - 1, then b more.",
+        check=_check_dop,
+    )
+    transport: Literal["mpi", "xla"] = option(
+        "xla",
+        "`xla`: XLA collectives over NCCL, ICI or Gloo (jax.distributed), one platform; `mpi`: mpi4jax, any mixture.",
+    )
+    partition: Literal["auto", "heads", "requests", "tokens"] = option(
+        "auto",
+        "What attention workers share out: `heads`, `requests` or `tokens`; `auto`: heads where the model's KV heads divide "
+        "evenly, else tokens, which a line on stderr says.",
+    )
+    token_block: int = option(16, "Under `tokens`: tokens in a row that one worker keeps.", least=1)
+    n_batches: int | Literal["auto"] | None = option(
+        None,
+        "Staggered batches of a decode step, at least as many as copies of the model: while attention is computed for one, "
+        "model workers run slices of the others. `auto`: tries one batch, and one batch more than there are copies (with a "
+        "pipeline, two for each stage), on the steps that come, and keeps the faster; only where all KV that a step can "
+        "read is at least half of the weights, since each staggered batch reads them again. Left out: `auto` where ranks have "
+        "accelerators; 1 on CPUs alone, or with several copies one more than those; 1 with `mini_batches`.",
+        least=1,
+    )
+    mini_batches: int = option(
+        1,
+        "A batch's messages of each layer in so many parts of its requests, so that one travels while another is attended "
+        "to (Lamina 2024 §5.2.1, streaming); with one batch and partition `heads`.",
+        least=1,
+    )
+    tensor_parallel: int = option(
+        1, "As many as model workers: they share out every large weight, instead of each having all.", least=1
+    )
+    pipeline_parallel: int = option(
+        1,
+        "As many as model workers: each has the weights of some slices in a row and runs those; not together with "
+        "`tensor_parallel`.",
+        least=1,
+    )
+    prefill_workers: int = option(
+        0,
+        "So many ranks more, on `model_platform`, that compute prompts and nothing else; each has the whole model.",
+        least=0,
+    )
+    pipelining: Literal["auto", "rotational", "fixed"] = option(
+        "auto",
+        "Of copies of the model: `rotational`: a batch's slices on each model worker in turn, one batch more than model "
+        "workers; `fixed`: a batch stays on its model worker; `auto`: rotational where the numbers allow it.",
+    )
+    peer_memory: bool = option(
+        True,
+        "With `xla`: GPUs of one host write messages into each other's memory where they can (Hopper and later, in one "
+        "container); false: all goes by NCCL.",
+    )
+    q_first: bool | None = option(
+        None,
+        "True: q leaves before k and v are computed; false: all together; left out: as measured best.",
+    )
+    control: str = _address("127.0.0.1:29400", "control", "Where rank 0 listens for control messages.")
+    coordinator: str = _address(
+        "127.0.0.1:29401", "coordinator", "Where rank 0 serves `jax.distributed`, with `xla`."
+    )
+    start_deadline_s: float = _seconds(
+        120.0, "Until all ranks have come; a rank that has not is named, and the job ends."
+    )
+    step_deadline_s: float = _seconds(
+        60.0,
+        "For one step. The time counts from when the step was begun, or from the end of the step before it if that is later. "
+        "After it every rank reports where it is, and the job ends. Where messages go by GPUs' memory the line names the "
+        "exchange that the rank's device is at, with its layer and staggered batch; calls of MPI and collectives leave no "
+        "mark that a host could read, so there it names the step and its peers alone.",
+    )
+    heartbeat_s: float = _seconds(
+        5.0, "Between signs of life on a control connection: how soon a lost host is noticed."
+    )
+    model_platform: Platform | None = option(None, "`cpu`, `cuda` or `tpu`; left out: JAX's choice.")
+    attention_platform: Platform | None = option(None, "As `model_platform`, of attention workers.")
 
     def __post_init__(self) -> None:
-        for name, kind in typing.get_type_hints(type(self)).items():
-            _check_type(name, getattr(self, name), kind)
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, int) and value < least:
-                raise UserError(f"{name}={value} must be at least {least}")
-        for name in _SECONDS:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise UserError(f"{name}={value} must be a number of seconds above 0")
-        for name in ("control", "coordinator"):
-            address(name, getattr(self, name))
-        if not self.model:
-            raise UserError("model='' must be a name, a folder or a file")
-        check_headroom(self.kv_headroom)
-        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
-            raise UserError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0, and 1 at most"
-            )
-        if self.scheduling_policy is not None:
-            check_policy_name(self.scheduling_policy)
+        super().__post_init__()
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -287,7 +280,7 @@ class Cluster:
 
 def fields() -> tuple[str, ...]:
     """The keys of a cluster file."""
-    return tuple(field.name for field in dataclasses.fields(Cluster))
+    return tuple(definitions(Cluster))
 
 
 def address(name: str, text: str) -> tuple[str, int]:
@@ -325,7 +318,7 @@ def _check_keys(values: Mapping[str, Any], where: str) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML's values as the fields want them: pairs for lists, floats for whole numbers."""
+    """TOML's values as the fields want them: a pair for a list, or for text such as "1,2"."""
     plain = dict(values)
     dop = plain.get("dop")
     if isinstance(dop, str):
@@ -333,28 +326,4 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
         plain["dop"] = (pools.n_model, pools.n_attention)
     elif isinstance(dop, list):
         plain["dop"] = tuple(dop)
-    for name in (*_SECONDS, "kv_headroom", "gpu_memory_utilization"):
-        if type(plain.get(name)) is int:
-            plain[name] = float(plain[name])
     return plain
-
-
-def _check_type(name: str, value: Any, kind: Any) -> None:
-    """Holds a value against the field's annotation: a plain type, a Literal, one of these or None, or the pair."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        kinds = [k for k in typing.get_args(kind) if k is not type(None)]
-        words_of = [word for k in kinds if typing.get_origin(k) is Literal for word in typing.get_args(k)]
-        if value in words_of or (value is None and len(kinds) < len(typing.get_args(kind))):
-            return
-        kind = kinds[0]
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            raise UserError(f"{name}={value!r} must be one of {', '.join(choices)}")
-    elif name == "dop":
-        if not (isinstance(value, tuple) and len(value) == 2):
-            raise UserError(f"{name}={value!r} must be two numbers, model workers and attention workers")
-        Pools(*value)
-    elif type(value) is not kind:
-        words = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-        raise UserError(f"{name}={value!r} must be {words[kind]}")

@@ -92,10 +92,10 @@ class App:
         self._n_done = 0
         self._engine = llm.engine
         pools = None
-        if settings.pool_metrics_interval_s:
-            pools = PoolTimes(llm.executor, settings.pool_metrics_interval_s)
-        if settings.profile_after_s:
-            window = OneWindow(llm.engine, settings.profile_after_s, settings.profile_s, say_under_load)
+        if settings.pool_metrics_interval:
+            pools = PoolTimes(llm.executor, settings.pool_metrics_interval)
+        if settings.profile_after:
+            window = OneWindow(llm.engine, settings.profile_after, settings.profile_s, say_under_load)
             llm.engine.before_step = window.before_step
         metrics = Metrics(settings.served_model_names[0], pools)
         self.engine = AsyncEngine(
@@ -104,7 +104,7 @@ class App:
             prepare=self._prepare,
             max_concurrent=settings.max_concurrent_requests,
             before_step=(lambda: None) if pools is None else pools.before_step,
-            grammar_timeout_s=settings.grammar_timeout_s,
+            grammar_timeout_s=settings.grammar_timeout,
         )
         self._stack = contextlib.ExitStack()
         folder = settings.files_dir or Path(
@@ -141,8 +141,8 @@ class App:
         config = uvicorn.Config(
             make_app(parts, self._lifespan),
             uds=settings.uds,
-            log_level=settings.log_level,
-            http=protocol(settings.max_connections, settings.client_timeout_s),
+            log_level=settings.uvicorn_log_level,
+            http=protocol(settings.max_connections, settings.client_timeout),
             timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
@@ -203,7 +203,7 @@ class App:
     async def _drain(self) -> None:
         try:
             stopping = asyncio.create_task(self._batches.stop())
-            await self.engine.drain(self.settings.shutdown_timeout_s)
+            await self.engine.drain(self.settings.shutdown_timeout)
             await stopping
         finally:
             self._server.should_exit = True
@@ -268,8 +268,8 @@ class App:
 def _info(llm: LLM, settings: Settings) -> dict[str, Any]:
     """What ``/server_info`` says: nothing that is secret, and what does not change."""
     said = (
-        *("served_model_names", "max_concurrent_requests", "max_body_bytes", "max_num_batched_tokens"),
-        *("prefix_caching", "trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+        *("served_model_names", "max_concurrent_requests", "max_body_bytes"),
+        *("trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
     )
     scheduler = llm.engine.scheduler
     model = {
@@ -282,24 +282,24 @@ def _info(llm: LLM, settings: Settings) -> dict[str, Any]:
     }
     return {
         "version": jaxlamina.__version__,
-        "server": {name: getattr(settings, name) for name in said},
+        "server": {name: getattr(settings, name) for name in said}
+        | {name: getattr(llm.options, name) for name in ("max_num_batched_tokens", "prefix_caching")},
         "model": model,
     }
 
 
 def _todo(llm: LLM, settings: Settings) -> list[Shape]:
     """What is to be compiled before requests are taken, as far as it can be known."""
-    in_chunks = (
-        settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < llm.max_model_len
-    )
+    most = llm.options.max_num_batched_tokens
+    in_chunks = most is not None and most < llm.max_model_len
     return shapes(
         llm.buckets,
         max_model_len=llm.max_model_len,
-        max_chunk=settings.max_num_batched_tokens,
-        chunks=settings.prefix_caching or in_chunks,
+        max_chunk=most,
+        chunks=llm.options.prefix_caching or in_chunks,
         mixed=llm.engine.mixed_steps,
         n_prefill_workers=llm.engine.capabilities.n_prefill_workers,
-        scored=settings.warm_up_scored_prompts,
+        scored=settings.warm_up_prompt_logprobs,
     )
 
 
