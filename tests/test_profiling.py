@@ -359,23 +359,25 @@ def test_a_recording_of_this_process():
     bound = transport.bind(arguments())
     recorder = Recorder(transport)
     wanted = recorder.run(program, *bound)
-    recorder.start(2)
+    recorder.start(8)
     with pytest.raises(UserError, match="cannot be recorded"):
         Recorder(transport).start(1)
-    for n_left in (1, 0):
+    for n_left in reversed(range(8)):
         assert not recorder.is_full
         got = recorder.run(program, *bound)
         assert recorder.is_full == (n_left == 0)
     assert jnp.array_equal(jnp.asarray(got.addressable_data(0)), jnp.asarray(wanted.addressable_data(0)))
     found = recorder.take()
-    assert not recorder.is_full and found.steps.shape == (2, 2) and found.meetings.shape == (0, 5)
+    assert not recorder.is_full and found.steps.shape == (8, 2) and found.meetings.shape == (0, 5)
     trace = RankTrace(
         0, "rank 0", "model", found.host, tuple(map(tuple, found.steps.numpy().tolist())),
         {0: [Span(Scope(KINDS[k], i, j), a, b) for _, k, i, j, a, b in found.spans.numpy().tolist()]},
     )  # fmt: skip
     t = timeline([trace], n_dropped=0)
-    wanted_scopes = {Scope(kind, i, 1) for kind in ("model", "attention") for i in range(3)} | {EXCHANGE}
+    computed = {Scope(kind, i, 1) for kind in ("model", "attention") for i in range(3)}
     for line, (begun, done) in zip(t.lines[0], trace.steps, strict=True):
-        assert wanted_scopes <= {x.scope for x in line} <= wanted_scopes | {OTHER, s.BUBBLE}
+        assert computed <= {x.scope for x in line} <= computed | {EXCHANGE, OTHER, s.BUBBLE}
         assert begun <= line[0].start_ns < line[-1].end_ns <= done
+    # One that is over while something is computed is not seen: no device waits for it.
+    assert any(x.scope == EXCHANGE for line in t.lines[0] for x in line)
     assert t.shares([0])["model"] > 0
