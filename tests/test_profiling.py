@@ -376,8 +376,8 @@ def test_a_recording_of_this_process():
     t = timeline([trace], n_dropped=0)
     computed = {Scope(kind, i, 1) for kind in ("model", "attention") for i in range(3)}
     for line, (begun, done) in zip(t.lines[0], trace.steps, strict=True):
-        assert computed <= {x.scope for x in line} <= computed | {EXCHANGE, OTHER, s.BUBBLE}
+        assert {x.scope for x in line} <= computed | {EXCHANGE, OTHER, s.BUBBLE}
         assert begun <= line[0].start_ns < line[-1].end_ns <= done
-    # One that is over while something is computed is not seen: no device waits for it.
-    assert any(x.scope == EXCHANGE for line in t.lines[0] for x in line)
+    # Not all in every step: on busy cores the end of an operator is told late, and hides what is over until then.
+    assert computed | {EXCHANGE} <= {x.scope for line in t.lines[0] for x in line}
     assert t.shares([0])["model"] > 0

@@ -115,7 +115,9 @@ class Recorder:
             raise UserError(f"the profiler's trace has {len(steps)} of the {len(self._programs)} steps")
         spans, meetings = [], []
         for k, ((begun, done), program) in enumerate(zip(steps, self._programs, strict=True)):
-            inside = sorted((e for e in events if begun <= e.start_ns < done), key=lambda e: e.start_ns)
+            # Where a host has too few cores, the thread that says an operator's end may say it too late.
+            own = (e._replace(end_ns=min(e.end_ns, done)) for e in events if begun <= e.start_ns < done)
+            inside = sorted(own, key=lambda e: e.start_ns)
             if not inside:
                 raise UserError(
                     "the profiler's trace has no operator of this rank's program, so nothing can be said of it"
