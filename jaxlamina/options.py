@@ -40,7 +40,8 @@ class Option:
     - ``rule``: what a value must be, in words, where the type and the range do not say it well.
     - ``choices``: words, of which it must be one where the annotation cannot say them.
     - ``check``: raises `UserError` for a value that type and range allow and that is none all the same.
-    - ``flag``: the command line's name, where it is another: "--enable-x/--no-enable-x".
+    - ``flag``: the command line's name, where it is another: "--enable-x/--no-enable-x". ``flag_type``: its type there, where it
+      is another, of which ``read`` makes the value; ``metavar``: how help shows it.
     """
 
     help: str
@@ -51,6 +52,9 @@ class Option:
     choices: tuple[str, ...] = ()
     check: Callable[[Any], None] | None = None
     flag: str | None = None
+    flag_type: Any = None
+    read: Callable[[Any], Any] | None = None
+    metavar: str | None = None
 
     def holds(self, value: float) -> bool:
         """Whether a number is in the range."""

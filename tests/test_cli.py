@@ -120,7 +120,7 @@ def test_generate_offers_every_sampling_parameter(capsys, monkeypatch):
 def test_serve_says_which_parsers_there_are(capsys):
     for option, known in (("--tool-call-parser", "hermes, llama3_json"), ("--reasoning-parser", "qwen3")):
         assert main(["serve", option, "other"]) != 0
-        assert f"{option} 'other' must be one of {known}" in capsys.readouterr().err
+        assert f"{option} other must be one of {known}" in capsys.readouterr().err
 
 
 def test_version(capsys):

@@ -22,14 +22,18 @@ from jaxlamina.cli import model_options
 from jaxlamina.cli.model_options import CommandOptions, with_options
 from jaxlamina.console.progress import bar
 from jaxlamina.errors import UserError
+from jaxlamina.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxlamina.engine.outputs import RequestOutput
     from jaxlamina.llm import LLM
-    from jaxlamina.sampling.structured import StructuredOutputs
 
 # The decode step that --profile records, by when all prompts are being continued, and how many times it is run.
 _PROFILE_AFTER, _PROFILED_STEPS = 2, 8
+
+
+# Greedy, and long enough to be read.
+_USUAL = SamplingParams(max_tokens=128, temperature=0.0)
 
 
 @with_options
@@ -38,6 +42,8 @@ def generate(
         list[str],
         typer.Argument(metavar="PROMPT", help="Each is a prompt of its own; '-' reads one from stdin."),
     ],
+    *,
+    params: SamplingParams = _USUAL,
     options: CommandOptions,
     chat: Annotated[
         bool | None,
@@ -50,92 +56,6 @@ def generate(
     system: Annotated[
         str | None, typer.Option(help="A system message before the prompt, with --chat.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 128,
-    min_tokens: Annotated[int, typer.Option(help="Do not stop before so many tokens.")] = 0,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that add up to this much.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens this likely, relative to the likeliest.")] = 0.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="Taken off the logits of tokens that were written before, -2 to 2.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(help="Taken off as often as a token was written before, -2 to 2.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens of the prompt and those written before are less likely.")
-    ] = 1.0,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TOKEN=BIAS", help="Added to a token id's logit; may be repeated."),
-    ] = None,
-    allowed_token_ids: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--allowed-token-id", help="A token id that may be written, and no other; may be repeated."
-        ),
-    ] = None,
-    bad_words: Annotated[
-        list[str] | None, typer.Option(help="A string that is not to be written; may be repeated.")
-    ] = None,
-    structured_outputs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help='{"json": SCHEMA}, {"regex": …}, {"choice": […]} or {"grammar": …}: what all of a text must be.',
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same prompt, same text.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")
-    ] = None,
-    stop_token_ids: Annotated[
-        list[int] | None,
-        typer.Option("--stop-token-id", help="A token id that ends the text; may be repeated."),
-    ] = None,
-    include_stop_str_in_output: Annotated[
-        bool, typer.Option("--include-stop-str-in-output", help="Do not leave it out of the text.")
-    ] = False,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")
-    ] = False,
-    skip_special_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--skip-special-tokens/--no-skip-special-tokens",
-            help="Leave special tokens' names out of the text.",
-        ),
-    ] = True,
-    spaces_between_special_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--spaces-between-special-tokens/--no-spaces-between-special-tokens",
-            help="Where the tokenizer puts blanks between them.",
-        ),
-    ] = True,
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(help="Take so many tokens of a prompt's end; -1: as many as there is room for."),
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities of each token and so many rivals.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="With --json: the same of each prompt token but the first.")
-    ] = None,
-    n: Annotated[int, typer.Option(help="Write so many continuations of each prompt.")] = 1,
-    best_of: Annotated[
-        int | None, typer.Option(help="Draw so many and show the --n likeliest of them; default: as many.")
-    ] = None,
-    use_beam_search: Annotated[
-        bool, typer.Option("--use-beam-search", help="Search for the likeliest text instead of drawing.")
-    ] = False,
-    beam_width: Annotated[
-        int | None, typer.Option(help="Beam search with so many beams; default: --best-of, or --n.")
-    ] = None,
-    length_penalty: Annotated[
-        float, typer.Option(help="Beam search: above 0 favours longer texts, below 0 shorter ones.")
-    ] = 1.0,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -153,46 +73,14 @@ def generate(
         raise UserError("the prompt is empty: give some text")
     if system is not None and chat is False:
         raise UserError("--system needs the chat template: leave out --raw")
-    for option, asked in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
+    for option, asked in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
         if asked is not None and not as_json:
             raise UserError(f"{option} are shown in the JSON output only: add --json")
     if profile is not None:
-        _check_profile(profile, max_tokens)
+        _check_profile(profile, params.max_tokens or 0)
     path = options.find()
     console = Console(stderr=True)
     with console.status("starting JAX"):
-        from jaxlamina.sampling.params import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            logit_bias=_biases(logit_bias or []),
-            allowed_token_ids=allowed_token_ids or None,
-            bad_words=bad_words,
-            structured_outputs=_structured(structured_outputs),
-            seed=seed,
-            stop=stop or None,
-            stop_token_ids=stop_token_ids or None,
-            include_stop_str_in_output=include_stop_str_in_output,
-            ignore_eos=ignore_eos,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            n=n,
-            best_of=best_of,
-            use_beam_search=use_beam_search or beam_width is not None,
-            beam_width=beam_width,
-            length_penalty=length_penalty,
-        )
         import jaxlamina.llm  # noqa: F401  (the slow import, under the spinner)
     started = time.perf_counter()
     llm = model_options.load(
@@ -207,14 +95,16 @@ def generate(
     ready = _prompts(llm, texts, chat, system)
     with console.status("compiling, or reading compiled programs from disk"):
         # Two tokens go through every program of the first steps, so that the speed below is one of decoding.
-        llm.generate(ready, replace(params, max_tokens=min(2, max_tokens), min_tokens=0), use_tqdm=False)
+        llm.generate(
+            ready, replace(params, max_tokens=min(2, params.max_tokens or 2), min_tokens=0), use_tqdm=False
+        )
         llm.reset_prefix_cache()
     warm_s = time.perf_counter() - started - load_s
     if profile is not None:
         recorder: Any = llm.executor
         recorder.record_later(_PROFILE_AFTER, _PROFILED_STEPS)
     watch = _Stopwatch(streams=not params.chosen_at_end)
-    show = watch.on_token if as_json else _Streamer(watch, n_texts=len(texts) * n).on_token
+    show = watch.on_token if as_json else _Streamer(watch, n_texts=len(texts) * params.n).on_token
     with _prompt_bar(console, len(texts)) as on_output:
 
         def on_token(event: Any) -> None:
@@ -229,7 +119,7 @@ def generate(
         record = _record(llm, options, outputs, watch, watch.tokens_per_s(n_rows), load_s, warm_s)
         print(json.dumps(record, ensure_ascii=False))
         return
-    _write_several(outputs, n)
+    _write_several(outputs, params.n)
     _closing_lines(console, llm, n_rows, watch, load_s, warm_s, options.split)
 
 
@@ -260,29 +150,6 @@ def _write_profile(console: Console, llm: LLM, path: Path) -> None:
         found = timeline.shares(timeline.ranks_of(pool))
         shares = ", ".join(f"{kind} {found[kind]:.0%}" for kind in (pool, "exchange", "other", "bubble"))
         console.print(f"{pool} pool, of {timeline.step_ms:.2f} ms a step: {shares}", highlight=False)
-
-
-def _biases(given: list[str]) -> dict[int, float]:
-    try:
-        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in given)}
-    except ValueError:
-        raise UserError(f"--logit-bias {' '.join(given)} must be TOKEN=BIAS each, as 198=-100") from None
-
-
-def _structured(given: str | None) -> StructuredOutputs | None:
-    from jaxlamina.sampling.structured import StructuredOutputs
-
-    if given is None:
-        return None
-    try:
-        asked = json.loads(given)
-    except ValueError:
-        asked = None
-    if not isinstance(asked, dict):
-        raise UserError(
-            f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
-        )
-    return StructuredOutputs.of(asked)
 
 
 def _write_several(outputs: list[RequestOutput], n: int) -> None:

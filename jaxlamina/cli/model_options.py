@@ -52,7 +52,7 @@ def as_typer(definition: Definition) -> Any:
     if definition.kind is bool and not flags:
         name = definition.name.replace("_", "-")
         flags = (f"--{name}/--no-{name}",)
-    how: dict[str, Any] = {"help": more.help}
+    how: dict[str, Any] = {"help": more.help, "metavar": more.metavar}
     if definition.kind is int and definition.words:
         how |= {"parser": _auto_or_number, "metavar": "N|auto"}
     elif not more.above:
@@ -61,7 +61,7 @@ def as_typer(definition: Definition) -> Any:
 
 
 def _annotation(definition: Definition) -> Any:
-    kind: Any = definition.kind or str
+    kind: Any = definition.option.flag_type or definition.kind or str
     if kind is int and definition.words:
         kind = Any
     elif definition.may_be_none:
@@ -115,22 +115,26 @@ _CONTEXT = "context"  # a parameter by which typer hands on what was said and by
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with a flag for each option of its parameters that are dataclasses of options, after the command's own
-    flags. An option that the command has itself is the command's."""
+    flags. An option that the command has itself is the command's, one of two of them the first's; a parameter's default says
+    other defaults."""
     signature = inspect.signature(command, eval_str=True)
     parameters = signature.parameters
     taken: dict[str, Any] = {
         p.name: p.annotation for p in parameters.values() if dataclasses.is_dataclass(p.annotation)
     }
     own = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters.values() if p.name not in taken]
-    of = {
-        name: [d for d in definitions(kind).values() if d.name not in parameters]
-        for name, kind in taken.items()
-    }
+    of: dict[str, list[Definition]] = {}
+    for name, kind in taken.items():
+        known = {*parameters, *(d.name for found in of.values() for d in found)}
+        of[name] = [d for d in definitions(kind).values() if d.name not in known]
     flags = [
         inspect.Parameter(
-            d.name, inspect.Parameter.KEYWORD_ONLY, default=d.default, annotation=_annotation(d)
+            d.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=getattr(parameters[name].default, d.name, d.default),
+            annotation=_annotation(d),
         )
-        for found in of.values()
+        for name, found in of.items()
         for d in found
     ]
 
@@ -139,7 +143,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         context = given.pop(_CONTEXT)
         if "revision" in given:
             given["revision"] = revision_of(context)
-        made = {name: kind(**{d.name: given.pop(d.name) for d in of[name]}) for name, kind in taken.items()}
+        made = {
+            name: getattr(kind, "of_flags", kind)(**{d.name: _value(d, given.pop(d.name)) for d in of[name]})
+            for name, kind in taken.items()
+        }
         command(**given, **made)
 
     context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -148,6 +155,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
     del run.__wrapped__  # type: ignore[attr-defined]  # else typer reads the command's own
     return run
+
+
+def _value(definition: Definition, given: Any) -> Any:
+    """Of what stands on the command line, which gives an empty list for none."""
+    if given == [] or given is None:
+        return definition.default if given == [] else None
+    return given if definition.option.read is None else definition.option.read(given)
 
 
 def revision_of(context: typer.Context) -> str | None:

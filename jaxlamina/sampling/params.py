@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from jaxlamina.errors import UserError
+from jaxlamina.options import option
 from jaxlamina.sampling.structured import StructuredOutputs
 
 _INT32 = 2**31 - 1  # the largest number that arrays of a step hold
@@ -17,6 +19,25 @@ MAX_LENGTH_PENALTY = 10.0  # tokens to the power of it must be a number
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 300
 MAX_ALLOWED_TOKENS = 2**18  # of a request: as large as vocabularies are
+
+
+def _biases(given: Sequence[str]) -> dict[int, float]:
+    try:
+        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in given)}
+    except ValueError:
+        raise UserError(f"--logit-bias {' '.join(given)} must be TOKEN=BIAS each, as 198=-100") from None
+
+
+def _structured(given: str) -> StructuredOutputs:
+    try:
+        asked = json.loads(given)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict):
+        raise UserError(
+            f"--structured-outputs {given:.80} must be a JSON object with one of json, regex and choice"
+        )
+    return StructuredOutputs.of(asked)
 
 
 @dataclass(frozen=True)
@@ -55,34 +76,71 @@ class SamplingParams:
       ** ``length_penalty``. Takes ``temperature`` 0.
     """
 
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    use_beam_search: bool = False
-    beam_width: int | None = None
-    length_penalty: float = 1.0
+    max_tokens: int | None = option(16, "Write at most so many tokens.")
+    min_tokens: int = option(0, "Do not stop before so many tokens.")
+    temperature: float = option(1.0, "0 takes the likeliest token; 1 samples.")
+    top_p: float = option(1.0, "Keep the likeliest tokens that add up to this much.")
+    top_k: int = option(0, "Keep the k likeliest tokens; 0 keeps all.")
+    min_p: float = option(0.0, "Keep tokens this likely, relative to the likeliest.")
+    presence_penalty: float = option(0.0, "Taken off the logits of tokens that were written before, -2 to 2.")
+    frequency_penalty: float = option(0.0, "Taken off as often as a token was written before, -2 to 2.")
+    repetition_penalty: float = option(
+        1.0, "Above 1: tokens of the prompt and those written before are less likely."
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        "Added to a token id's logit; may be repeated.",
+        flag_type=list[str],
+        read=_biases,
+        metavar="TOKEN=BIAS",
+    )
+    allowed_token_ids: Sequence[int] | None = option(
+        None,
+        "A token id that may be written, and no other; may be repeated.",
+        flag="--allowed-token-id",
+        flag_type=list[int],
+    )
+    bad_words: Sequence[str] | None = option(
+        None, "A string that is not to be written; may be repeated.", flag_type=list[str]
+    )
+    structured_outputs: StructuredOutputs | None = option(
+        None,
+        '{"json": SCHEMA}, {"regex": …}, {"choice": […]} or {"grammar": …}: what all of a text must be.',
+        flag_type=str,
+        read=_structured,
+        metavar="JSON",
+    )
+    seed: int | None = option(None, "Same seed, same prompt, same text.")
+    stop: str | Sequence[str] | None = option(
+        None, "A string that ends the text; may be repeated.", flag_type=list[str]
+    )
+    stop_token_ids: Sequence[int] | None = option(
+        None, "A token id that ends the text; may be repeated.", flag="--stop-token-id", flag_type=list[int]
+    )
+    include_stop_str_in_output: bool = option(
+        False, "Do not leave it out of the text.", flag="--include-stop-str-in-output"
+    )
+    ignore_eos: bool = option(False, "Go on after the end-of-text token.", flag="--ignore-eos")
+    skip_special_tokens: bool = option(True, "Leave special tokens' names out of the text.")
+    spaces_between_special_tokens: bool = option(True, "Where the tokenizer puts blanks between them.")
+    truncate_prompt_tokens: int | None = option(
+        None, "Take so many tokens of a prompt's end; -1: as many as there is room for."
+    )
+    logprobs: int | None = option(None, "With --json: log-probabilities of each token and so many rivals.")
+    prompt_logprobs: int | None = option(None, "With --json: the same of each prompt token but the first.")
+    n: int = option(1, "Write so many continuations of each prompt.")
+    best_of: int | None = option(None, "Draw so many and show the --n likeliest of them; default: as many.")
+    use_beam_search: bool = option(
+        False, "Search for the likeliest text instead of drawing.", flag="--use-beam-search"
+    )
+    beam_width: int | None = option(None, "Beam search with so many beams; default: --best-of, or --n.")
+    length_penalty: float = option(1.0, "Beam search: above 0 favours longer texts, below 0 shorter ones.")
+
+    @classmethod
+    def of_flags(cls, **given: Any) -> SamplingParams:
+        """From a command line, where a beam width asks for beam search."""
+        searches = given["use_beam_search"] or given["beam_width"] is not None
+        return cls(**given | {"use_beam_search": searches})
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -272,7 +330,7 @@ def _range_text(low: float, high: float | None, above_low: bool = False) -> str:
 
 
 def _require_int(value: object, name: str, low: int, high: int | None, more: str = "") -> None:
-    ok = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    ok = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not ok or value < low or (high is not None and value > high):  # type: ignore[operator]
         raise UserError(f"{name}={value!r} must be a whole number {_range_text(low, high)}{more}")
 
@@ -280,7 +338,7 @@ def _require_int(value: object, name: str, low: int, high: int | None, more: str
 def _require_number(
     value: object, name: str, low: float, high: float | None, more: str = "", above_low: bool = False
 ) -> None:
-    ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if ok:
         ok = math.isfinite(value) and value >= low  # type: ignore[arg-type,operator]
         ok = ok and not (above_low and value == low) and (high is None or value <= high)  # type: ignore[operator]
@@ -290,4 +348,6 @@ def _require_number(
 
 def seed_of(seed: int, index: int) -> int:
     """The seed, 0 … 2**64 - 1, of a request's sequence ``index``: the request's own for the first."""
+    import numpy as np  # not for a command line that is only to show its help
+
     return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0]) if index else int(seed)

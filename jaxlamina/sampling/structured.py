@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlamina.errors import UserError, contained
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Between items there is what models write, and nowhere else any blank: a small model may well never stop writing blanks.
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -128,6 +129,8 @@ class Matcher:
         """[ceil(V/32)] uint32: bit t % 32 of word t // 32 says whether token t may come next. An end-of-sequence token
         may where the output is complete. ``UserError`` if that took so long that all others had to wait."""
         began = time.thread_time()
+        import numpy as np
+
         bits = np.frombuffer(self._inner.compute_bitmask(), np.uint32)
         if time.thread_time() - began > _SLOWEST_MASK_S:
             raise UserError("structured_outputs take too long to follow: ask for something simpler")
