@@ -5,6 +5,6 @@ until rank 0 is done. Who starts the processes is `launch`'s affair.
 """
 
 from jaxlamina.job.group import Group, current, join
-from jaxlamina.ranks.attention_rank import serve
+from jaxlamina.ranks.serve import serve
 
 __all__ = ["Group", "current", "join", "serve"]

@@ -6,7 +6,6 @@ else: no weight, no token, no request. Which slots are whose is rank 0's affair.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,22 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlamina.errors import UserError
-from jaxlamina.exit_codes import FAILED
-from jaxlamina.job.cluster import JOB, Cluster
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
-from jaxlamina.job.control.channel import ControlClient, hello_of
-from jaxlamina.job.group import Failing, Watch, first_line, leave, start_jax, versions
-from jaxlamina.process import jax_cache
+from jaxlamina.job.control.channel import ControlClient
+from jaxlamina.job.group import Watch
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
 from jaxlamina.ranks.layout import layout_of
-from jaxlamina.ranks.model_rank import ModelRank
 from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.transports import Program, Transport, open_transport
+from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.capacity import (
     check_host_slots,
     check_slots,
@@ -41,39 +36,6 @@ from jaxlamina.workers.capacity import (
 from jaxlamina.workers.kv_pools import KVPools
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from jaxlamina.workers.workspace import LargestStep, shapes
-
-
-def serve(cluster: Cluster, rank: int) -> int:
-    """A rank that is not rank 0, until that says goodbye. Its exit code; what went wrong is one line on stderr."""
-    failing = Failing(cluster, rank)
-    client: ControlClient | None = None
-    try:
-        jax_cache.keep_programs()
-        device_of = start_jax(cluster, rank)
-        hello = hello_of(rank, cluster.as_config(), versions(), os.environ.get(JOB, ""))
-        client = ControlClient(
-            cluster.control,
-            hello,
-            deadline_s=cluster.start_deadline_s,
-            heartbeat_s=cluster.heartbeat_s,
-            on_fault=failing.because_of,
-            describe=cluster.describe,
-        )
-        failing.tell = lambda line: client.close(fault=line)
-        device = device_of()
-        transport = open_transport(cluster.transport, rank, cluster.n_ranks, device, cluster.peer_memory)
-        watch = Watch(cluster.step_deadline_s, failing.of_own, transport.where)
-        role = AttentionRank if cluster.role(rank).pool == "attention" else ModelRank
-        role(cluster, rank, transport, client, watch).run()
-        failing.over = True
-        client.close()
-        leave(cluster)
-        return 0
-    except UserError as error:
-        failing.of_own(str(error))
-    except Exception as error:  # noqa: BLE001 (whatever it is, the others must know)
-        failing.of_own(first_line(error))
-    return FAILED
 
 
 @dataclass

@@ -30,12 +30,11 @@ from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.layout import layout_of, partition_of
 from jaxlamina.ranks.model_rank import told_replica
-from jaxlamina.ranks.model_side import ModelSide, receiver, send_parameters, shards_of, traces
+from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of
 from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
-from jaxlamina.ranks.shards import shard_axes, shard_of
-from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
+from jaxlamina.run.set_up import SlotsWanted, allocate, setup_of, share_out
 from jaxlamina.run.staggering import Choice
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
 from jaxlamina.steps.buckets import Cut
@@ -115,7 +114,7 @@ class RanksExecutor(Executor):
         cluster = group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         partition = partition_of(cluster, () if config is None else (config.num_key_value_heads,))
-        own, stages = self._share_out(model, params, like, config, kv_dtype, partition)
+        own, stages = share_out(group, model, params, config, kv_dtype, partition)
         self.layout = layout_of(cluster, partition, stages)
         self.model = ModelWorker(model, own, group.device, like)
         one_row = self.model.split(1)
@@ -134,21 +133,11 @@ class RanksExecutor(Executor):
         known = model, params, self.specs, calibration
         with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
             scales = channel_scales(*known, n_positions=largest.context)
-        setup = m.Setup(
-            layers=tuple(
-                _layer(spec, site.q.shape[2]) for spec, site in zip(self.specs, one_row.sites, strict=True)
-            ),
-            partition=partition,
-            token_block=cluster.token_block,
-            kv_slots=kv_slots,
-            most_slots=most_slots,
-            least_slots=least_slots,
-            largest=(largest.batch, largest.context, largest.prompt),
-            n_host_slots=n_host_slots,
-            stages=self.layout.stages,
-            channel_scales=None if scales is None else tuple(tuple(map(_array, layer)) for layer in scales),
-        )
-        self.n_slots, self.n_host_slots = self._allocate(setup)
+        wanted = SlotsWanted(kv_slots, most_slots, least_slots, n_host_slots)
+        heads = [site.q.shape[2] for site in one_row.sites]
+        setup = setup_of(self.specs, heads, self.layout, cluster.token_block, wanted, largest, scales)
+        self.n_slots, self.n_host_slots = allocate(group, setup)
+        self._epoch = group.epoch
         workers = [RemoteWorker(group, rank) for rank in group.workers]
         self._tables = {rank: SlotTables() for rank in group.workers}
         sizes = self.n_slots, self.n_host_slots, cluster.token_block
@@ -436,62 +425,6 @@ class RanksExecutor(Executor):
             receive = self._compiled[sources]
         return Own(program, weights, receive)
 
-    def _share_out(
-        self,
-        model: ModelFn,
-        params: Params,
-        like: dict[str, Any],
-        config: ModelConfig | None,
-        kv_dtype: str,
-        partition: str,
-    ) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
-        """Sends the other model ranks and prefill workers their weights: all, or what each is to hold. Gives this rank's, and
-        each slice's rank if they are stages of a pipeline."""
-        cluster, group, n = self.group.cluster, self.group, self.group.cluster.n_model
-        axes = shard_axes(traces(model, like), like, n) if cluster.tensor_parallel > 1 else {}
-        stages = Stages((), (frozenset(params),) * n)
-        if cluster.pipeline_parallel > 1:
-            stages = stages_of(traces(model, like), like, n)
-
-        def share(rank: int) -> dict[str, jax.Array]:
-            return shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
-
-        others = (*group.replicas, *group.prefill_ranks)
-        if not others:
-            return share(0), stages.ranks
-        if config is None:
-            raise UserError(
-                "several model workers need a model that they can make themselves: give RanksExecutor its config"
-            )
-        ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
-        dtype = str(next(iter(params.values())).dtype)
-        for rank in group.replicas:
-            names = tuple(sorted(stages.params[rank]))
-            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, partition, stages.ranks))
-        for rank in group.prefill_ranks:
-            names = tuple(sorted(params))
-            group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, partition, ()))
-        for rank in others:  # one after another: this device may have no room for all at once
-            own = dict(params) if rank in group.prefill_ranks else share(rank)
-            done = send_parameters(group.transport, jax.device_put(own, self.device), rank)
-            done.block_until_ready()
-        group.watch.until(ticket, done)
-        for rank in others:
-            group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
-        return share(0), stages.ranks
-
-    def _allocate(self, setup: m.Setup) -> tuple[int, int]:
-        """Slots, and host slots, that all attention ranks have room for. What they held for a model before this one is gone."""
-        self.group.epoch += 1
-        self._epoch = self.group.epoch
-        self.group.broadcast(setup)
-        found = [self.group.receive(rank, m.SlotsFound, PREPARE_DEADLINE_S) for rank in self.group.workers]
-        n_slots, n_host_slots = min(x.n_slots for x in found), min(x.n_host_slots for x in found)
-        self.group.broadcast(m.Allocate(n_slots, n_host_slots))
-        for rank in self.group.workers:
-            self.group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
-        return n_slots, n_host_slots
-
 
 def _without_padding(logits: jax.Array, batch: DecodeBatch) -> jax.Array:
     n_rows = len(batch.tokens)
@@ -503,20 +436,3 @@ def pays_q_first(transport: Transport) -> bool:
     accelerators over XLA's collectives it does; by memory that both reach, between ranks on CPUs, and by MPI through hosts'
     memory, it does not."""
     return transport.name == "xla" and transport.device.platform != "cpu" and not transport.by_memory
-
-
-def _layer(spec: AttentionSpec, n_query_heads: int) -> m.Layer:
-    return m.Layer(
-        n_query_heads,
-        spec.n_kv_heads,
-        spec.head_dim,
-        spec.dtype.name,
-        spec.scale,
-        spec.window,
-        spec.softcap,
-        spec.kv,
-    )
-
-
-def _array(x: Any) -> m.Array | None:
-    return None if x is None else m.Array.of(x)

@@ -1,0 +1,51 @@
+"""Where every rank but rank 0 begins: it joins the job, takes up its part, and works until rank 0 says goodbye.
+
+Knows which part a rank has; what is done in it is `model_rank`'s and `attention_rank`'s.
+"""
+
+from __future__ import annotations
+
+import os
+
+from jaxlamina.errors import UserError
+from jaxlamina.exit_codes import FAILED
+from jaxlamina.job.cluster import JOB, Cluster
+from jaxlamina.job.control.channel import ControlClient, hello_of
+from jaxlamina.job.group import Failing, Watch, first_line, leave, start_jax, versions
+from jaxlamina.process import jax_cache
+from jaxlamina.ranks.attention_rank import AttentionRank
+from jaxlamina.ranks.model_rank import ModelRank
+from jaxlamina.transports import open_transport
+
+
+def serve(cluster: Cluster, rank: int) -> int:
+    """A rank that is not rank 0, until that says goodbye. Its exit code; what went wrong is one line on stderr."""
+    failing = Failing(cluster, rank)
+    client: ControlClient | None = None
+    try:
+        jax_cache.keep_programs()
+        device_of = start_jax(cluster, rank)
+        hello = hello_of(rank, cluster.as_config(), versions(), os.environ.get(JOB, ""))
+        client = ControlClient(
+            cluster.control,
+            hello,
+            deadline_s=cluster.start_deadline_s,
+            heartbeat_s=cluster.heartbeat_s,
+            on_fault=failing.because_of,
+            describe=cluster.describe,
+        )
+        failing.tell = lambda line: client.close(fault=line)
+        device = device_of()
+        transport = open_transport(cluster.transport, rank, cluster.n_ranks, device, cluster.peer_memory)
+        watch = Watch(cluster.step_deadline_s, failing.of_own, transport.where)
+        role = AttentionRank if cluster.role(rank).pool == "attention" else ModelRank
+        role(cluster, rank, transport, client, watch).run()
+        failing.over = True
+        client.close()
+        leave(cluster)
+        return 0
+    except UserError as error:
+        failing.of_own(str(error))
+    except Exception as error:  # noqa: BLE001 (whatever it is, the others must know)
+        failing.of_own(first_line(error))
+    return FAILED
