@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.engine.warm_up import first_of, shapes
-from jaxlamina.steps.buckets import Buckets, Compiled, Shape, bucket, steps
+from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes, bucket, steps
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 
 
@@ -124,13 +124,15 @@ def test_a_cpu_has_few_sizes():
     assert len(todo) == 6 * 2 + 7 * 2, "what `jaxlamina serve` compiles with its defaults"
     assert {shape.kind for shape in todo} == {"decode", "chunk"}
     more = [shape for shape in first_of(todo, 8) if shape not in first_of(todo)]
-    assert more == [Shape("chunk", 1, 1024, 8192)], (
+    assert more == [StepSizes("chunk", 1, 1024, 8192)], (
         "half of a step's longest prompt, where many cores compile"
     )
     # A prompt that follows nothing is a chunk; it needs no program of its own.
-    assert sizes.fit(Shape("prefill", 1, 40, 0)) == Shape("chunk", 1, 64, 2048)
+    assert sizes.fit(StepSizes("prefill", 1, 40, 0)) == StepSizes("chunk", 1, 64, 2048)
     alone = shapes(sizes, max_model_len=8192, max_chunk=2048, chunks=False)
-    assert [s for s in alone if s.kind != "decode"] == [Shape("chunk", 1, n, 2048) for n in sizes.prompt[:7]]
+    assert [s for s in alone if s.kind != "decode"] == [
+        StepSizes("chunk", 1, n, 2048) for n in sizes.prompt[:7]
+    ]
 
 
 CUTS = st.sampled_from(["fine", "coarse", "doubling", "few"])
@@ -142,14 +144,14 @@ def test_a_step_is_padded_to_the_smallest_that_is_compiled(data, cut, most_rows,
     todo = shapes(sizes, max_model_len=longest, max_chunk=chunk, mixed=mixed and cut != "fine")
     first = first_of(todo)
     assert len(first) <= 5
-    compiled = Compiled(sizes)
+    compiled = CompiledSizes(sizes)
     compiled.add(first)
     compiled.add(data.draw(st.lists(st.sampled_from(todo), max_size=3)))
     n_rows = data.draw(st.integers(1, most_rows))
-    rows = Shape("decode", n_rows, 1, data.draw(st.integers(1, longest - 1)))
+    rows = StepSizes("decode", n_rows, 1, data.draw(st.integers(1, longest - 1)))
     earlier = data.draw(st.integers(0, max(0, longest - 2)))
     n_tokens = data.draw(st.integers(1, min(chunk, longest - earlier)))
-    prompt = Shape("chunk" if earlier else "prefill", 1, n_tokens, earlier)
+    prompt = StepSizes("chunk" if earlier else "prefill", 1, n_tokens, earlier)
     for wanted in (rows, prompt):
         found = compiled.fit(wanted)
         assert found in compiled.shapes, "nothing is compiled for a request once the first are"
@@ -165,16 +167,18 @@ def test_a_step_is_padded_to_the_smallest_that_is_compiled(data, cut, most_rows,
 
 def test_sizes_that_nothing_compiled_holds_are_compiled_at_once():
     sizes = Buckets(batch=(1, 4), prompt=(8, 32), context=(16, 64))
-    compiled = Compiled(sizes)
-    assert compiled.fit(Shape("decode", 3, 1, 20)) == Shape("decode", 4, 1, 64)
-    compiled.add([Shape("decode", 4, 1, 64), Shape("chunk", 1, 32, 64)])
-    assert compiled.fit(Shape("prefill", 1, 5, 0)) == Shape("chunk", 1, 32, 64)
-    assert compiled.wanted == {Shape("prefill", 1, 8, 0): 25}, "24 rows of padding less, and the step itself"
-    scored = Shape("prefill", 1, 5, 0, of_all=True)
-    assert compiled.fit(scored) == Shape("prefill", 1, 8, 0, of_all=True)
-    both = Shape("decode", 1, 1, 3, alongside=Shape("chunk", 1, 9, 30))
-    assert compiled.fit(both) == Shape("decode", 1, 1, 16, alongside=Shape("chunk", 1, 32, 64))
-    compiled.add([Shape("decode", 4, 1, 64, alongside=Shape("chunk", 1, 32, 64))])
-    assert compiled.fit(both) == Shape("decode", 4, 1, 64, alongside=Shape("chunk", 1, 32, 64))
+    compiled = CompiledSizes(sizes)
+    assert compiled.fit(StepSizes("decode", 3, 1, 20)) == StepSizes("decode", 4, 1, 64)
+    compiled.add([StepSizes("decode", 4, 1, 64), StepSizes("chunk", 1, 32, 64)])
+    assert compiled.fit(StepSizes("prefill", 1, 5, 0)) == StepSizes("chunk", 1, 32, 64)
+    assert compiled.wanted == {StepSizes("prefill", 1, 8, 0): 25}, (
+        "24 rows of padding less, and the step itself"
+    )
+    scored = StepSizes("prefill", 1, 5, 0, of_all=True)
+    assert compiled.fit(scored) == StepSizes("prefill", 1, 8, 0, of_all=True)
+    both = StepSizes("decode", 1, 1, 3, alongside=StepSizes("chunk", 1, 9, 30))
+    assert compiled.fit(both) == StepSizes("decode", 1, 1, 16, alongside=StepSizes("chunk", 1, 32, 64))
+    compiled.add([StepSizes("decode", 4, 1, 64, alongside=StepSizes("chunk", 1, 32, 64))])
+    assert compiled.fit(both) == StepSizes("decode", 4, 1, 64, alongside=StepSizes("chunk", 1, 32, 64))
     with pytest.raises(ValueError, match="n=5 must be within"):
-        compiled.fit(Shape("decode", 5, 1, 3))
+        compiled.fit(StepSizes("decode", 5, 1, 3))

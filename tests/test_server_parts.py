@@ -28,7 +28,7 @@ from jaxlamina.server.parameters import NOT_YET, PASSED, sampling_params
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, Tool
 from jaxlamina.server.tools import call_schema
-from jaxlamina.steps.buckets import Buckets, Shape
+from jaxlamina.steps.buckets import Buckets, StepSizes
 from jaxlamina.text.tokenizer import Tokenizer
 
 # Programs that choose tokens, and say how likely they are.
@@ -159,10 +159,10 @@ def test_a_field_that_is_not_supported_is_one_of_the_api_and_refused(name):
 def test_what_is_to_be_compiled():
     buckets = Buckets(batch=(1, 2), prompt=(16, 24, 32), context=(16, 32))
     found = shapes(buckets, max_model_len=32, max_chunk=20)
-    decodes = [Shape("decode", b, 1, c) for b in (1, 2) for c in (16, 32)]
-    assert found[:4] == decodes and found[4:6] == [Shape("prefill", 1, n, 0) for n in (16, 24)]
+    decodes = [StepSizes("decode", b, 1, c) for b in (1, 2) for c in (16, 32)]
+    assert found[:4] == decodes and found[4:6] == [StepSizes("prefill", 1, n, 0) for n in (16, 24)]
     # 17 tokens after 17 are more than 32
-    assert found[6:] == [Shape("chunk", 1, *pair) for pair in ((16, 16), (16, 32), (24, 16))]
+    assert found[6:] == [StepSizes("chunk", 1, *pair) for pair in ((16, 16), (16, 32), (24, 16))]
     assert len(shapes(buckets, max_model_len=32, max_chunk=None, chunks=False)) == 4 + 3
 
 
@@ -173,9 +173,11 @@ def test_what_is_to_be_compiled_for_scored_prompts():
     assert found[: len(plain)] == plain
     # Chunks of 20, after 20 and after 40 tokens.
     kinds = [("prefill", 0), ("chunk", 32), ("chunk", 64)]
-    assert found[len(plain) :] == [Shape(k, 1, n, c, of_all=True) for k, c in kinds for n in (16, 24)]
+    assert found[len(plain) :] == [StepSizes(k, 1, n, c, of_all=True) for k, c in kinds for n in (16, 24)]
     found = shapes(buckets, max_model_len=30, max_chunk=None, scored=True)
-    assert [s for s in found if s.of_all] == [Shape("prefill", 1, n, 0, of_all=True) for n in (16, 24, 32)]
+    assert [s for s in found if s.of_all] == [
+        StepSizes("prefill", 1, n, 0, of_all=True) for n in (16, 24, 32)
+    ]
 
 
 @pytest.mark.parametrize(

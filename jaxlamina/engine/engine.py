@@ -32,7 +32,7 @@ from jaxlamina.run.executor import Executor
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
-from jaxlamina.steps.buckets import Buckets, Compiled, Shape
+from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes
 from jaxlamina.steps.step import PromptPart, Step
 
 
@@ -74,7 +74,7 @@ class Engine:
         self.executor = executor
         self.capabilities = executor.capabilities
         self.buckets = buckets
-        self.sizes = Compiled(buckets)
+        self.sizes = CompiledSizes(buckets)
         slots = SlotAllocator(executor.n_slots)
         if self.capabilities.places_tokens:
             slots.note_freed()
@@ -264,7 +264,7 @@ class Engine:
             found.append(self._prefilled(*prompt, of_prompt))
         return found
 
-    def _sizes(self, run: RunTogether) -> tuple[Shape | None, list[Shape]]:
+    def _sizes(self, run: RunTogether) -> tuple[StepSizes | None, list[StepSizes]]:
         """What the rows, and each prompt, are padded to."""
         rows = _rows_of(run.decodes) if run.decodes else None
         prompts = [_prompt_of(*prompt) for prompt in run.prompts]
@@ -278,13 +278,13 @@ class Engine:
         assert rows.alongside is not None
         return rows, [rows.alongside]
 
-    def _decode_batch(self, requests: Sequence[Request], size: Shape) -> DecodeBatch:
+    def _decode_batch(self, requests: Sequence[Request], size: StepSizes) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
         slots = [request.slots.view() for request in requests]
         batch = DecodeBatch.build(known, slots, size.buckets, self.executor.n_slots)
         return batch._replace(tokens=self.drawing.newest(requests, batch.tokens))
 
-    def _prefill_batch(self, request: Request, span: tuple[int, int], size: Shape) -> PrefillBatch:
+    def _prefill_batch(self, request: Request, span: tuple[int, int], size: StepSizes) -> PrefillBatch:
         start, stop = span
         tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
         earlier = [slots[:start]] if start else ()
@@ -319,12 +319,12 @@ class Engine:
         return rows
 
 
-def _rows_of(requests: Sequence[Request]) -> Shape:
+def _rows_of(requests: Sequence[Request]) -> StepSizes:
     """The numbers of a decode step of ``requests``, not padded."""
-    return Shape("decode", len(requests), 1, max(len(request.slots) for request in requests) - 1)
+    return StepSizes("decode", len(requests), 1, max(len(request.slots) for request in requests) - 1)
 
 
-def _prompt_of(request: Request, span: tuple[int, int]) -> Shape:
+def _prompt_of(request: Request, span: tuple[int, int]) -> StepSizes:
     """Those of a prompt's ``span``."""
     start, stop = span
-    return Shape("chunk" if start else "prefill", 1, stop - start, start, of_all=request.scores_prompt)
+    return StepSizes("chunk" if start else "prefill", 1, stop - start, start, of_all=request.scores_prompt)

@@ -19,7 +19,7 @@ from jaxlamina.process.compile_ahead import ProgramAhead, only_compiled
 from jaxlamina.sampling.adjustments import LEAST_COUNTED, LEAST_TOKENS, Adjusted, power_of_4
 from jaxlamina.sampling.params import MAX_LOGIT_BIASES, SamplingParams
 from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS, Row, Sampler, SamplingBatch
-from jaxlamina.steps.buckets import Compiled
+from jaxlamina.steps.buckets import CompiledSizes
 
 # One of each of the sampler's ways to choose: the likeliest token, a drawn one, and one drawn of those that a filter leaves.
 _WAYS_TO_CHOOSE = (
@@ -32,7 +32,7 @@ _WAYS_TO_CHOOSE = (
 class Drawing:
     """``begin`` once a step; then for each of its batches ``draw``, after ``score`` where a prompt is to be scored."""
 
-    def __init__(self, max_rows: int, sizes: Compiled, vocab_size: int, n_end_tokens: int) -> None:
+    def __init__(self, max_rows: int, sizes: CompiledSizes, vocab_size: int, n_end_tokens: int) -> None:
         """``max_rows``: sequences of a step. ``n_end_tokens``: that end a sequence of the model's own accord."""
         self.sampler = Sampler()
         self._sizes = sizes

@@ -27,7 +27,7 @@ from jaxlamina.engine.room import SCORED_CHUNK
 from jaxlamina.process.compile_ahead import Ahead, beside_steps, n_compiling, side_by_side
 from jaxlamina.run.executor import StepLogits
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
-from jaxlamina.steps.buckets import Buckets, Shape, bucket
+from jaxlamina.steps.buckets import Buckets, StepSizes, bucket
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.workers.kv_pools import move_sizes
 
@@ -46,7 +46,7 @@ def shapes(
     mixed: bool = False,
     n_prefill_workers: int = 0,
     scored: bool = False,
-) -> list[Shape]:
+) -> list[StepSizes]:
     """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
 
     ``max_chunk``: prompt tokens computed in one step, None: all. ``chunks``: whether a prompt may follow stored tokens.
@@ -54,10 +54,12 @@ def shapes(
     one at once, with a decode step or without. ``scored``: also those of prompts whose log-probabilities are wanted, if no
     prefill worker computes them.
     """
-    decodes = [Shape("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context]
+    decodes = [
+        StepSizes("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context
+    ]
     longest = bucket(min(max_chunk or max_model_len, max_model_len), buckets.prompt)
     prompts = [size for size in buckets.prompt if size <= longest]
-    found = [Shape("prefill", 1, size, 0) for size in prompts if buckets.prefills]
+    found = [StepSizes("prefill", 1, size, 0) for size in prompts if buckets.prefills]
     if chunks or not buckets.prefills:
         for fewest_tokens, size in _with_fewest(prompts):
             for fewest_earlier, context in _with_fewest(buckets.context, 1 if buckets.prefills else 0):
@@ -65,7 +67,7 @@ def shapes(
                     continue
                 # Prefill workers' chunks of one step are padded to the largest, of tokens and of earlier ones.
                 if fewest_tokens + fewest_earlier <= max_model_len or n_prefill_workers > 1:
-                    found.append(Shape("chunk", 1, size, context))
+                    found.append(StepSizes("chunk", 1, size, context))
     if n_prefill_workers:
         sets = [s for n in range(n_prefill_workers) for s in combinations(range(n_prefill_workers), n + 1)]
         found = [replace(prompt, workers=workers) for prompt in found for workers in sets]
@@ -76,15 +78,15 @@ def shapes(
     return decodes + found + both
 
 
-def _scored(buckets: Buckets, max_model_len: int, max_chunk: int | None) -> list[Shape]:
+def _scored(buckets: Buckets, max_model_len: int, max_chunk: int | None) -> list[StepSizes]:
     """Nothing of such a prompt comes from a cache: each chunk follows whole ones."""
     most = min(SCORED_CHUNK, max_chunk or SCORED_CHUNK)
-    found: dict[Shape, None] = {}
+    found: dict[StepSizes, None] = {}
     for start in range(0, max_model_len, most):
         longest = bucket(min(most, max_model_len - start), buckets.prompt)
         for size in buckets.prompt:
             if size <= longest:
-                found[buckets.fit(Shape("chunk", 1, size, start, of_all=True))] = None
+                found[buckets.fit(StepSizes("chunk", 1, size, start, of_all=True))] = None
     return list(found)
 
 
@@ -94,11 +96,11 @@ def _with_fewest(sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, in
     yield from ((below + 1, size) for below, size in pairwise(sizes))
 
 
-def first_of(todo: Sequence[Shape], n_at_once: int = 1) -> list[Shape]:
+def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
     """The few that every step of ``todo`` can be padded to, one of each kind, and those that a first request, alone and short,
     is run by. Where more are compiled ``n_at_once``, also a prompt or chunk of half the longest's tokens: to compute padding is
     what costs most until there are finer ones."""
-    largest: dict[Any, Shape] = {}
+    largest: dict[Any, StepSizes] = {}
     for shape in todo:
         group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all
         largest[group] = largest[group].joined(shape) if group in largest else shape
@@ -117,7 +119,7 @@ def first_of(todo: Sequence[Shape], n_at_once: int = 1) -> list[Shape]:
 
 def warm_up(
     engine: Engine,
-    todo: Sequence[Shape],
+    todo: Sequence[StepSizes],
     on_done: Callable[[int], None],
     stopped: Callable[[], bool],
     *,
@@ -147,7 +149,7 @@ def warm_up(
         for usual in (True, False) if all_of_drawing else (True,):
             _prepare_drawing(engine, sizes, stopped, usual=usual)
 
-    compiled: set[Shape] = set()
+    compiled: set[StepSizes] = set()
     side_by_side([lambda: compiled.update(_compile_ahead(engine, todo, done, stopped)), prepare_drawing])
     for shape in todo:
         if stopped():
@@ -175,7 +177,7 @@ class Behind:
     def __init__(
         self,
         engine: Engine,
-        todo: Sequence[Shape],
+        todo: Sequence[StepSizes],
         on_done: Callable[[int], None],
         between_steps: Callable[[Callable[[], None]], None],
         n_at_once: int = 1,
@@ -223,14 +225,14 @@ class Behind:
                     "a program could not be compiled: steps go on with the larger ones that there are"
                 )
 
-    def _next(self) -> list[Shape]:
+    def _next(self) -> list[StepSizes]:
         """Those that would save steps most padding, or the first."""
         wanted = self._engine.sizes.wanted
         found = sorted(self._todo, key=lambda shape: -wanted[shape])[: self._n_at_once]
         self._todo = [shape for shape in self._todo if shape not in found]
         return found
 
-    def _compile(self, these: list[Shape], drawn: set[int]) -> None:
+    def _compile(self, these: list[StepSizes], drawn: set[int]) -> None:
         """Returns once all of them are compiled, on all ranks: until then nothing new is run (`_load`)."""
         engine = self._engine
         compiles = [_later(engine, shape, behind=True) for shape in these]
@@ -252,7 +254,7 @@ class Behind:
             found.clear()
             self._between(lambda: found.extend(_prepare(engine, shape) for shape in these))
 
-    def _adopt(self, shape: Shape) -> None:
+    def _adopt(self, shape: StepSizes) -> None:
         """Steps are padded to ``shape`` from now on."""
         _load(self._engine, shape)
         self._engine.sizes.add([shape])
@@ -276,23 +278,23 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def _later(engine: Engine, shape: Shape, *, behind: bool = False) -> Callable[[], Any] | None:
+def _later(engine: Engine, shape: StepSizes, *, behind: bool = False) -> Callable[[], Any] | None:
     return engine.executor.compile_later(_step(engine, shape, _empty_batch), behind=behind)
 
 
-def _prepare(engine: Engine, shape: Shape) -> bool:
+def _prepare(engine: Engine, shape: StepSizes) -> bool:
     """What is left to do before a compiled step is run: ranks compare what they will exchange. False: not all have compiled."""
     return engine.executor.prepare(_step(engine, shape, _empty_batch))
 
 
 def _compile_ahead(
-    engine: Engine, todo: Sequence[Shape], done: Callable[[], None], stopped: Callable[[], bool]
-) -> set[Shape]:
+    engine: Engine, todo: Sequence[StepSizes], done: Callable[[], None], stopped: Callable[[], bool]
+) -> set[StepSizes]:
     """Has other threads compile the programs of ``todo``, as many at once as pays, where the executor has ``compile_later`` and
     knows them before they run; which those were. What one failed with is raised."""
     ahead: Ahead[Any] = Ahead()
-    begun: deque[Shape] = deque()
-    compiled: set[Shape] = set()
+    begun: deque[StepSizes] = deque()
+    compiled: set[StepSizes] = set()
 
     def take() -> None:
         shape = begun.popleft()
@@ -337,11 +339,11 @@ def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], boo
         ahead.forget()
 
 
-def _prepare_scores(engine: Engine, shape: Shape) -> None:
+def _prepare_scores(engine: Engine, shape: StepSizes) -> None:
     engine.drawing.compile_scores(engine.executor.device, shape.n_tokens)
 
 
-def _step(engine: Engine, shape: Shape, made: Callable[[Shape, int, int], Any]) -> Step:
+def _step(engine: Engine, shape: StepSizes, made: Callable[[StepSizes, int, int], Any]) -> Step:
     """One of such sizes; its batches are ``made(sizes, n_slots, most)``."""
     most, n_slots = engine.admission.max_model_len, engine.executor.n_slots
     prompt = shape.alongside if shape.kind == "decode" else shape
@@ -352,7 +354,7 @@ def _step(engine: Engine, shape: Shape, made: Callable[[Shape, int, int], Any]) 
     return Step(rows, tuple(PromptPart(batch, prompt.of_all, worker) for worker in prompt.workers or (0,)))
 
 
-def _try(engine: Engine, compiled: Collection[Shape]) -> None:
+def _try(engine: Engine, compiled: Collection[StepSizes]) -> None:
     """Of what was compiled and not run the smallest decode step, since a model that cannot be run is to end a server's start, and
     what is to be run before others compile again."""
     steps = [shape for shape in compiled if shape.kind == "decode" and shape.alongside is None]
@@ -363,7 +365,7 @@ def _try(engine: Engine, compiled: Collection[Shape]) -> None:
         _load(engine, shape)
 
 
-def _load(engine: Engine, shape: Shape) -> None:
+def _load(engine: Engine, shape: StepSizes) -> None:
     """Runs a program once, on padding alone, if its first run must not fall together with another's compilation."""
     if shape.has_prompt and _loads_at_first_run(engine.executor.device):
         jax.block_until_ready(_run(engine, shape))
@@ -388,7 +390,7 @@ def _move(engine: Engine) -> None:
         executor.move_in(slots, slots)
 
 
-def _run(engine: Engine, shape: Shape) -> StepLogits:
+def _run(engine: Engine, shape: StepSizes) -> StepLogits:
     executor, places = engine.executor, engine.capabilities.places_tokens
     step = _step(engine, shape, _stored_batch if places else _empty_batch)
     if places:
@@ -402,7 +404,7 @@ def _run(engine: Engine, shape: Shape) -> StepLogits:
     return logits
 
 
-def _empty_batch(shape: Shape, n_slots: int, _most: int) -> DecodeBatch | PrefillBatch:
+def _empty_batch(shape: StepSizes, n_slots: int, _most: int) -> DecodeBatch | PrefillBatch:
     """Rows of padding alone."""
     b, t = shape.batch, shape.n_tokens
     tokens, table, lengths = _zeros(b, t), _zeros(b, shape.context), _zeros(b)
@@ -411,7 +413,7 @@ def _empty_batch(shape: Shape, n_slots: int, _most: int) -> DecodeBatch | Prefil
     return PrefillBatch(tokens, _zeros(b, t), _zeros(b), _zeros(b, t) + n_slots, table, lengths)
 
 
-def _stored_batch(shape: Shape, n_slots: int, most: int) -> DecodeBatch | PrefillBatch:
+def _stored_batch(shape: StepSizes, n_slots: int, most: int) -> DecodeBatch | PrefillBatch:
     """Rows of as many tokens as go in, of at most ``most`` each; those that find no slots of their own are copies of
     earlier ones, and store nothing."""
     batch = _empty_batch(shape, n_slots, most)

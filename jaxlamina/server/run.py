@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 import jaxlamina
-from jaxlamina.engine.warm_up import Behind, Shape, first_of, shapes, warm_up
+from jaxlamina.engine.warm_up import Behind, first_of, shapes, warm_up
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
 from jaxlamina.process import garbage
@@ -39,6 +39,7 @@ from jaxlamina.server.pool_times import PoolTimes
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
 from jaxlamina.server.settings import COMPILING_END_S, CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
+from jaxlamina.steps.buckets import StepSizes
 
 _READY_S = 60.0  # of one that compiles nothing before
 
@@ -288,7 +289,7 @@ def _info(llm: LLM, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _todo(llm: LLM, settings: Settings) -> list[Shape]:
+def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
     """What is to be compiled before requests are taken, as far as it can be known."""
     most = llm.options.max_num_batched_tokens
     in_chunks = most is not None and most < llm.max_model_len

@@ -78,7 +78,7 @@ class Buckets:
         sizes = _batches(max_num_seqs, cut), _prompts(max_model_len, cut), _contexts(max_model_len, cut)
         return cls(*sizes, prefills=cut != "few")
 
-    def fit(self, wanted: Shape) -> Shape:
+    def fit(self, wanted: StepSizes) -> StepSizes:
         """The sizes that a step of such numbers of rows, tokens and earlier tokens is padded to. ``ValueError`` if there are
         more than buckets hold."""
         alongside = None if wanted.alongside is None else self.fit(wanted.alongside)
@@ -92,7 +92,7 @@ class Buckets:
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepSizes:
     """A step's sizes, padded or not. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens;
     ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers, by their index, of which
     each has such a prompt or chunk at once; ``of_all``: logits of all tokens, for a prompt that is scored."""
@@ -101,7 +101,7 @@ class Shape:
     batch: int
     n_tokens: int
     context: int
-    alongside: Shape | None = None
+    alongside: StepSizes | None = None
     workers: tuple[int, ...] = ()
     of_all: bool = False
 
@@ -130,7 +130,7 @@ class Shape:
         beside = self.alongside.room if self.alongside else (0, 0)
         return self.batch * self.n_tokens + beside[0], self.batch * self.context + beside[1]
 
-    def joined(self, other: Shape) -> Shape:
+    def joined(self, other: StepSizes) -> StepSizes:
         """The smallest that holds both; ``other`` is of this kind, or both are prompts or chunks."""
         alongside = None
         if self.alongside is not None and other.alongside is not None:
@@ -141,7 +141,7 @@ class Shape:
         kind = self.kind if self.kind == other.kind else "chunk"
         return replace(self, kind=kind, alongside=alongside, **sizes)
 
-    def holds(self, other: Shape) -> bool:
+    def holds(self, other: StepSizes) -> bool:
         """Whether a step of ``other`` sizes can be padded to these: a prompt whose first token is its own is a chunk, too."""
         if (self.kind == "decode") != (other.kind == "decode") or self.of_all != other.of_all:
             return False
@@ -155,7 +155,7 @@ class Shape:
         return enough and (self.context >= other.context or self.kind == "prefill")
 
 
-class Compiled:
+class CompiledSizes:
     """Which sizes have programs: while others are being compiled, a step is padded to the smallest of these that holds it.
 
     Any thread may `add`; ``wanted``: of each sizes without a program, the rows of padding that it would have saved steps, and
@@ -164,17 +164,17 @@ class Compiled:
 
     def __init__(self, buckets: Buckets) -> None:
         self.buckets = buckets
-        self.wanted: Counter[Shape] = Counter()
-        self._shapes: tuple[Shape, ...] = ()
+        self.wanted: Counter[StepSizes] = Counter()
+        self._shapes: tuple[StepSizes, ...] = ()
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[StepSizes, ...]:
         return self._shapes
 
-    def add(self, shapes: Iterable[Shape]) -> None:
+    def add(self, shapes: Iterable[StepSizes]) -> None:
         self._shapes = tuple(dict.fromkeys((*self._shapes, *shapes)))
 
-    def fit(self, wanted: Shape) -> Shape:
+    def fit(self, wanted: StepSizes) -> StepSizes:
         """As `Buckets.fit`; sizes that nothing compiled holds are given as they are, to be compiled at once."""
         found = self.buckets.fit(wanted)
         if found in self._shapes:
