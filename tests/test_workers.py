@@ -20,14 +20,10 @@ from test_models import MODELS
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.transports.local import CompiledPieces
-from jaxlamina.workers import (
-    AttentionSpec,
-    DecodeBatch,
-    PrefillBatch,
-    UnsplitExecutor,
-)
+from jaxlamina.workers import AttentionSpec, DecodeBatch, PrefillBatch
 from jaxlamina.workers.capacity import host_free_bytes, slots_that_fit
 
 BUCKETS = Buckets(batch=(1, 2, 4), prompt=(8, 16), context=(16, 32))
