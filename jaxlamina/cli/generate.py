@@ -69,15 +69,9 @@ def generate(
 ) -> None:
     """Write text with a model that is cut at its attention operators: compute pool and memory pool apart."""
     texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
-    if not all(texts):
-        raise UserError("the prompt is empty: give some text")
     if system is not None and chat is False:
         raise UserError("--system needs the chat template: leave out --raw")
-    for option, asked in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
-        if asked is not None and not as_json:
-            raise UserError(f"{option} are shown in the JSON output only: add --json")
-    if profile is not None:
-        _check_profile(profile, params.max_tokens or 0)
+    _check(texts, params, as_json, profile)
     path = options.find()
     console = Console(stderr=True)
     with console.status("starting JAX"):
@@ -121,6 +115,16 @@ def generate(
         return
     _write_several(outputs, params.n)
     _closing_lines(console, llm, n_rows, watch, load_s, warm_s, options.split)
+
+
+def _check(texts: list[str], params: SamplingParams, as_json: bool, profile: Path | None) -> None:
+    if not all(texts):
+        raise UserError("the prompt is empty: give some text")
+    for option, asked in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
+        if asked is not None and not as_json:
+            raise UserError(f"{option} are shown in the JSON output only: add --json")
+    if profile is not None:
+        _check_profile(profile, params.max_tokens or 0)
 
 
 def _check_profile(path: Path, max_tokens: int) -> None:
