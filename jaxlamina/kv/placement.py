@@ -12,13 +12,12 @@ knows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxlamina.errors import UserError
 
-Partition = Literal["heads", "requests", "tokens"]
 PARTITIONS = ("heads", "requests", "tokens")
 AUTO = "auto"
 
@@ -189,14 +188,6 @@ class RowsPlan(NamedTuple):
     q_positions: dict[int, np.ndarray]  # window -> [R, T] int32: see `plan_rows`
     new: np.ndarray  # [M] int32: which of the batch's B * T new tokens; padding repeats token 0
     new_slots: np.ndarray  # [M] int32 local slots; a huge one for padding
-
-    @property
-    def has_rows(self) -> bool:
-        return len(self.rows) > 0
-
-    @property
-    def has_new(self) -> bool:
-        return len(self.new) > 0
 
 
 class PlacedIndices(NamedTuple):
