@@ -95,9 +95,9 @@ def test_the_installed_wheel_finds_its_configs(wheel, tmp_path):
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import jaxlamina, launch, pallas_kernels, splitter\n"
-        "from jaxlamina import configs\n"
+        "from jaxlamina.models import config_files\n"
         "for module in (jaxlamina, launch, pallas_kernels, splitter): print(module.__file__)\n"
-        "print(configs.configs_dir())\n"
+        "print(config_files.configs_dir())\n"
         "assert configs.model_config('llama-2-70b').num_hidden_layers == 80\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "site")]

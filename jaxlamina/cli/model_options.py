@@ -104,6 +104,7 @@ class CommandOptions(ModelOptions, WorkerOptions):
         ``default_policy``: who goes first, where --scheduling-policy is."""
         text = self.calibration_file and text_of(Path(self.calibration_file), "--calibration-file")
         return self.only(LLMOptions) | {
+            "revision": None,  # `find` has looked at it
             "calibration_tokens": text,
             "max_num_seqs": self.max_num_seqs or default_seqs,
             "scheduling_policy": self.scheduling_policy or default_policy,
