@@ -98,7 +98,7 @@ def test_the_installed_wheel_finds_its_configs(wheel, tmp_path):
         "from jaxlamina.models import config_files\n"
         "for module in (jaxlamina, launch, pallas_kernels, splitter): print(module.__file__)\n"
         "print(config_files.configs_dir())\n"
-        "assert configs.model_config('llama-2-70b').num_hidden_layers == 80\n"
+        "assert config_files.model_config('llama-2-70b').num_hidden_layers == 80\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "site")]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
