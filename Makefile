@@ -40,7 +40,7 @@ NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py
   tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
   tests/test_tpu_kernel.py
 
-.PHONY: help demo test test-all test-newest test-kernels test-gpu lint clean mpi
+.PHONY: pictures help demo test test-all test-newest test-kernels test-gpu lint clean mpi
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -128,6 +128,10 @@ $(STAMPS)/mpi: $(STAMPS)/dev
 	else \
 	  echo "mpi4jax could not be built (see $$log): tests marked mpi will be skipped" >&2; \
 	fi
+
+# The pictures of docs/architecture.md.
+pictures: $(STAMPS)/dev
+	@$(BIN)/python docs/pictures.py
 
 demo: $(STAMPS)/model
 	@$(BIN)/jaxlamina generate "$$PROMPT"
