@@ -137,7 +137,7 @@ def test_a_wrong_slot_is_seen_and_what_dies_costs_only_itself(run: gate.Run):
     (broken / "sitecustomize.py").write_text(
         "import os, sys\n"
         "def wrong():\n"
-        "    from jaxlamina.workers import unsplit\n"
+        "    from jaxlamina.run import unsplit\n"
         "    decode = unsplit.UnsplitExecutor.decode\n"
         "    def altered(self, batch):\n"
         "        if self.at_fault == 'die': os._exit(11)\n"
