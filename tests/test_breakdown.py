@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoint_examples import tiny_words_folder
-from rank_jobs import mpi, run_job
+from rank_jobs import run_job
 from typer.testing import CliRunner
 
 from jaxlamina.bench.breakdown_bench import check
@@ -77,7 +77,7 @@ def breakdown(
         ("xla", (1, 1), 2, 1),
         pytest.param("xla", (2, 1), 3, 1, marks=pytest.mark.slow),
         pytest.param("xla", (2, 1), 2, 2, marks=pytest.mark.slow),
-        mpi((1, 1), 2, 1),
+        pytest.param("mpi", (1, 1), 2, 1, marks=[pytest.mark.mpi, pytest.mark.slow]),
         pytest.param("mpi", (2, 1), 3, 1, marks=[pytest.mark.mpi, pytest.mark.slow]),
     ],
 )

@@ -54,7 +54,12 @@ FLOAT_OF_A_FEW = 73.0851
 
 
 @pytest.mark.parametrize(
-    "kv_dtype", ["int8", "int8-channel", pytest.param("int8-channel-asymmetric", marks=pytest.mark.slow)]
+    "kv_dtype",
+    [
+        pytest.param("int8", marks=pytest.mark.slow),
+        "int8-channel",
+        pytest.param("int8-channel-asymmetric", marks=pytest.mark.slow),
+    ],
 )
 def test_int8_kv_of_a_few_windows(kv_dtype: str):
     """Within 1 % of float KV. Scales by channel were chosen on other text."""
