@@ -281,9 +281,10 @@ def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
     from jaxlamina.bench import step_bench
 
     found, _ = step_bench.measure(
-        source(model).config, [step_bench.StepCase(2, 8)], group=group, dtype=jnp.float32, n_rounds=1, unsplit=True,
-        local=False, prefill=prefill, staggered=[2], device=group.device,
-    )  # fmt: skip
+        source(model).config,
+        step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2]),
+        group=group,
+    )
     prompts = {r.way: [r.n_prompt_tokens, r.ratio_to_decode, r.prompt_tokens_per_s] for r in found}
     return {"difference": max(r.max_difference for r in found), "ways": prompts}
 

@@ -444,7 +444,8 @@ def test_prefix_command_ends_with_json(tiny_folder: Path) -> None:
 
 
 def test_prompt_tokens_go_beside_steps_of_whole_batches() -> None:
-    names = [way.name for way in step_bench._ways("unsplit", [], [], 4, n_devices=2)]
+    options = step_bench.StepOptions([], jnp.float32, 1, prefill=4, n_devices=2)
+    names = [way.name for way in step_bench._ways("unsplit", options)]
     two = "unsplit, 2 devices by requests"
     assert names == ["unsplit", two, "unsplit, with 4 alongside", "unsplit, then 4"]
 
@@ -463,10 +464,8 @@ def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(step_bench, "_run", failing)
     failed: list[str] = []
-    found, _ = step_bench.measure(
-        ModelConfig.from_hf(TINY), [step_bench.StepCase(2, 8)], group=None, dtype=jnp.float32, n_rounds=2, unsplit=True,
-        local=True, prefill=4, device=jax.devices()[0], on_failure=failed.append,
-    )  # fmt: skip
+    options = step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 2, local=True, prefill=4)
+    found, _ = step_bench.measure(ModelConfig.from_hf(TINY), options, on_failure=failed.append)
     assert [r.way for r in found] == ["unsplit", "unsplit, then 4"]
     assert all(len(r.ahead_ms) == 2 for r in found)
     assert failed == [
@@ -476,11 +475,8 @@ def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.Monk
 
 
 def test_step_bench_with_prompt_tokens() -> None:
-    config, case = ModelConfig.from_hf(TINY), step_bench.StepCase(2, 8)
-    found, _ = step_bench.measure(
-        config, [case], group=None, dtype=jnp.float32, n_rounds=2, unsplit=True, local=True, prefill=4,
-        device=jax.devices()[0],
-    )  # fmt: skip
+    options = step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 2, local=True, prefill=4)
+    found, _ = step_bench.measure(ModelConfig.from_hf(TINY), options)
     ways = {r.way: r for r in found}
     assert list(ways) == ["unsplit", "unsplit, with 4 alongside", "unsplit, then 4", "slice by slice"]
     for way in ("unsplit, with 4 alongside", "unsplit, then 4"):

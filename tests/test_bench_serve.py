@@ -22,11 +22,11 @@ from jaxlamina.bench.serve_client import RefusedByServer, Stream, Target, prompt
 from jaxlamina.bench.serve_metrics import (
     TITLES,
     TimedAnswer,
+    Wanted,
     errors,
     keeps,
     most_at_once,
     parse_goodput,
-    parse_names,
     parse_percentiles,
     samples_ms,
     summary,
@@ -118,8 +118,8 @@ def test_errors_are_counted_the_most_frequent_first() -> None:
 
 
 def test_options_are_read_as_vllm_writes_them() -> None:
-    assert parse_names("--percentile-metrics", "ttft, itl,ttft") == ["ttft", "itl"]
-    assert parse_percentiles("--metric-percentiles", "50,99.9") == [50.0, 99.9]
+    wanted = Wanted.parse("ttft, itl,ttft", "50,99.9", [])
+    assert (wanted.names, wanted.percentiles, wanted.limits_ms) == (["ttft", "itl"], [50.0, 99.9], {})
     assert parse_goodput(["ttft:200", "tpot:50"]) == {"ttft": 200.0, "tpot": 50.0}
     assert parse_goodput(["ttft:200,tpot:50 e2el:1e4"]) == {"ttft": 200.0, "tpot": 50.0, "e2el": 1e4}
     for wrong in (["ttft"], ["itl:3"], ["ttft:-1"], ["ttft:x"], ["ttft:nan"]):
@@ -127,9 +127,9 @@ def test_options_are_read_as_vllm_writes_them() -> None:
             parse_goodput(wrong)
     for wrong_text in ("", "0", "101", "x", "nan"):
         with pytest.raises(UserError, match="must be numbers"):
-            parse_percentiles("--metric-percentiles", wrong_text)
+            parse_percentiles(wrong_text)
     with pytest.raises(UserError, match="'tftt' is not one of"):
-        parse_names("--percentile-metrics", "tftt")
+        Wanted.parse("tftt", "50", [])
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from jaxlamina.bench import exchange_bench
 from jaxlamina.bench.cli import app
 from jaxlamina.bench.exchange_bench import ExchangePeer, ExchangeReport, Point
-from jaxlamina.bench.exchange_cli import _aims, _show, _title
+from jaxlamina.bench.exchange_cli import _parts, _title
 from jaxlamina.bench.exchange_ranks import RankError
 from jaxlamina.bench.machine import Machine
+from jaxlamina.bench.report import show
 from jaxlamina.errors import UserError
 
 TRANSPORTS = (pytest.param("mpi", marks=pytest.mark.mpi), "xla")
@@ -150,15 +151,15 @@ def test_the_limit_is_that_of_the_gpus():
 def test_aims_are_those_of_xla_between_gpus(capsys):
     from rich.console import Console
 
-    assert _aims(report("cpu", 10, 4096)) == []
-    (small,) = _aims(report("NVIDIA H200", 19.5, 4096))
+    assert report("cpu", 10, 4096).aims() == []
+    (small,) = report("NVIDIA H200", 19.5, 4096).aims()
     assert small["met"] and small["value"] == 19.5
-    (large,) = _aims(report("NVIDIA H200", 2e6 * 64 * 2**20 / 300e9, 64 * 2**20))
+    (large,) = report("NVIDIA H200", 2e6 * 64 * 2**20 / 300e9, 64 * 2**20).aims()
     assert not large["met"] and large["value"] == pytest.approx(300 / 450)
     where = Machine("some processor", 2, 1.0, 0.0, "2026-01-01T00:00:00", {"jax": "0.11.2"})
     assert "NVIDIA H200, JAX 0.11.2, 2026-01-01" in _title(report("NVIDIA H200", 1, 4096), where)
     assert "some processor" in _title(report("cpu", 1, 4096), where)
-    _show(Console(width=100), report("NVIDIA H200", 19.5, 4096), where)
+    show(Console(width=100), where, _parts(report("NVIDIA H200", 19.5, 4096)))
     shown = capsys.readouterr().out
     assert "round trip of at most 20 µs: 19.5, met" in shown and "left out: mpi: no mpirun" in shown
     assert "19.5–58.5" in shown

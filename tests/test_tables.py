@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxlamina.bench import loads, serve_metrics
+from jaxlamina.bench.machine import Machine
+from jaxlamina.bench.report import show
 from jaxlamina.bench.serve_bench import Load, Measured
-from jaxlamina.bench.serve_cli import _show
-from jaxlamina.bench.serve_metrics import TimedAnswer
+from jaxlamina.bench.serve_cli import parts
+from jaxlamina.bench.serve_metrics import TimedAnswer, Wanted
 from jaxlamina.cli.main import main
 from jaxlamina.console.tables import print_table
 
@@ -45,18 +47,13 @@ def test_no_cell_is_cut_at_any_width(width: int, n_columns: int, data) -> None:
 def test_the_latencies_of_bench_serve_fit_80_columns() -> None:
     times = (120.0, 190.0, 200.0)
     answers = [TimedAnswer(1024, 3, 0.0, times, times[-1]) for _ in range(4)]
-    names, percentiles = list(serve_metrics.TITLES), [50.0, 90.0, 99.0]
-    found = serve_metrics.summary(answers, 2000.0, names=names, percentiles=percentiles, limits_ms={})
+    wanted = Wanted(list(serve_metrics.TITLES), [50.0, 90.0, 99.0], {})
     measured = Measured(answers, 2000.0, 0.0)
     load = Load([loads.Size(1024, 10)] * 4, ["x"] * 4, [0.0] * 4, None)
     record = {"model": "m", "base_url": "u", "endpoint": "e", "num_prompts": 4, "dataset_name": "random"}
-    record |= {**found, "num_too_long": 0, "latest_ms": 0.0}
-
-    class Where:
-        line = staticmethod(lambda: "a machine")
-        busy = staticmethod(lambda: "")
-
-    text = printed(80, lambda out: _show(out, record, measured, load, names, percentiles, Where()))
+    record |= {**wanted.of(answers, 2000.0), "num_too_long": 0, "latest_ms": 0.0}
+    where = Machine("a machine", 1, 1.0, 0.0, "2026-01-01", {})
+    text = printed(80, lambda out: show(out, where, parts(record, measured, load, wanted)))
     assert "…" not in text
     [line] = [line for line in text.splitlines() if line.lstrip().startswith("TTFT ")]
     assert len(line) <= 80 and len(re.findall(r"\d+\.\d\d\b", line)) == 6, line

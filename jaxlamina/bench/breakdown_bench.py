@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxlamina.bench.step_bench import StepCase, alone, check_cut, shuffled_batch
+from jaxlamina.bench.step_bench import StepCase, alone, check_cut, largest_of, over_ranks, shuffled_batch
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.models import ModelConfig, apply
+from jaxlamina.models import ModelConfig
 from jaxlamina.profiling.timeline import POOLS, Timeline
 from jaxlamina.ranks import Group
 from jaxlamina.run.recording import RecordingExecutor
 from jaxlamina.weights.dummy import random_weights
-from jaxlamina.workers.workspace import LargestStep
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,8 @@ def measure(
     check(group.cluster, cases, staggered)
     on_progress("weights")
     n_slots = max(case.batch * (case.context + 1) for case in cases)
-    largest = LargestStep(max(case.batch for case in cases), max(case.context for case in cases), 2)
-    executor = RecordingExecutor(
-        partial(apply, config), random_weights(config, dtype), group=group, kv_slots=n_slots, most_slots=n_slots,
-        least_slots=2, largest=largest, kv_dtype=group.cluster.kv_dtype, config=config,
-    )  # fmt: skip
+    known = config, random_weights(config, dtype), group, n_slots, largest_of(cases)
+    executor = over_ranks(RecordingExecutor, *known)
     found = []
     for case in cases:
         batch = shuffled_batch(case, n_slots, config.vocab_size)

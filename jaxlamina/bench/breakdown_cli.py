@@ -1,139 +1,108 @@
-"""`jaxlamina bench breakdown`: options in; a table, a timeline, a figure and one last line of JSON out."""
+"""`jaxlamina bench breakdown`: its options, and how its results look."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from jaxlamina.console.tables import print_table
+from jaxlamina.bench.bench_options import (
+    AsJson,
+    Case,
+    Config,
+    DType,
+    Figure,
+    Layers,
+    Staggered,
+    dtype_of,
+    shape_of,
+)
+from jaxlamina.bench.report import Columns, Part, check_figure, dim, progress, table, tell, warning
 from jaxlamina.errors import UserError
-from jaxlamina.models.config_files import model_config
 
 if TYPE_CHECKING:
     from jaxlamina.bench.breakdown_bench import Breakdown
+    from jaxlamina.job.roles import Pool
+    from jaxlamina.transports.scopes import Kind
 
 
 def breakdown_command(
-    config: Annotated[
-        str, typer.Option(help="A model shape: a name in configs/models, or a config.json.")
-    ] = "llama-3-8b",
-    case: Annotated[
-        str, typer.Option(help="Requests x stored tokens, separated by commas, such as 64x4096.")
-    ] = "16x4096,64x4096,160x4096",
-    dtype: Annotated[str, typer.Option(help="Weights and KV: bfloat16 or float32.")] = "bfloat16",
-    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has.")] = None,
-    staggered: Annotated[
-        str, typer.Option(help="Also as so many staggered batches: numbers, separated by commas.")
-    ] = "",
+    config: Config = "llama-3-8b",
+    case: Case = "16x4096,64x4096,160x4096",
+    dtype: DType = "bfloat16",
+    layers: Layers = None,
+    staggered: Staggered = "",
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps recorded of each case and way.")] = 8,
     timeline: Annotated[
         Path | None, typer.Option(help="Write all ranks' spans for Perfetto: a .json or .json.gz.")
     ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(help="Draw the table as stacked bars: a .svg, .png or .pdf.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Only the line of JSON on stdout, no table.")
-    ] = False,
+    figure: Figure = None,
+    as_json: AsJson = False,
 ) -> None:
     """Record where a step's time goes on each rank: `jaxlamina launch --dop 1,1 -- bench breakdown --staggered 2`."""
-    shape = model_config(config)
+    shape = shape_of(config, layers)
     from jaxlamina import ranks
-    from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, split_bench, step_bench
+    from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, step_bench
     from jaxlamina.profiling import perfetto
-    from jaxlamina.ranks.layout import partition_of
-    from jaxlamina.run.make import DTYPES
 
-    if dtype not in DTYPES:
-        raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-    cases, n_batches = step_bench.cases_of(case), step_bench.numbers_of(staggered)
-    _check_files(timeline, figure)
-    if layers is not None:
-        shape = split_bench.with_layers(shape, layers)
+    weights, cases = dtype_of(dtype), step_bench.cases_of(case)
+    n_batches = step_bench.numbers_of(staggered)
+    check_figure(figure)
+    if timeline is not None:
+        perfetto.check(timeline, "--timeline")
     group = ranks.current()
     if group is None:
         raise UserError(
             "there are no ranks to record: start them with `jaxlamina launch … -- bench breakdown`"
         )
-    here = machine.describe(["mpi4jax", "mpi4py"])
-    with Console(stderr=True).status("starting") as status:
-        options = {"group": group, "dtype": DTYPES[dtype], "n_steps": steps, "staggered": n_batches}
-        found = breakdown_bench.measure(shape, cases, **options, on_progress=status.update)
-    job = f"{group.description}, {partition_of(group.cluster, [shape.num_key_value_heads])}"
-    accelerator = group.device.device_kind
-    title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {job}; {accelerator}"
+    where = machine.describe(["mpi4jax", "mpi4py"])
+    with progress() as on_progress:
+        found = breakdown_bench.measure(
+            shape, cases, group=group, dtype=weights, n_steps=steps, staggered=n_batches, on_progress=on_progress
+        )  # fmt: skip
+    record = step_bench.job_of(config, shape, dtype, group) | {"results": [x.to_dict() for x in found]}
+    title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {record['job']}; {record['accelerator']}"
     if timeline is not None:
         perfetto.write({str(x): x.timeline for x in found}, timeline)
     if figure is not None:
-        breakdown_figure.draw(found, f"{title}, {here.line()}", figure)
-    if not as_json:
-        out = Console(highlight=False)
-        out.print(here.line(), soft_wrap=True)
-        out.print(title, soft_wrap=True)
-        _show(out, found)
-    what = {"model": config, "n_layers": shape.num_hidden_layers, "dtype": dtype, "job": job}
-    results = [x.to_dict() for x in found]
-    print(
-        json.dumps(
-            {"bench": "breakdown", **what, "accelerator": accelerator, "results": results, **asdict(here)}
-        )
-    )
+        breakdown_figure.draw(found, f"{title}, {where.line()}", figure)
+    tell("breakdown", record, where, [title, *_parts(found)], as_json=as_json)
 
 
-def _show(out: Console, found: list[Breakdown]) -> None:
+def _parts(found: Sequence[Breakdown]) -> Iterator[Part]:
     from jaxlamina.profiling.timeline import POOLS
 
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for name in (
-        "case",
-        "way",
-        "pool",
-        "ms a step",
-        "its work",
-        "exchange",
-        "other",
-        "bubble",
-        "untraced ms",
-    ):
-        table.add_column(name, justify="left" if name in ("case", "way", "pool") else "right", no_wrap=True)
-    for i, x in enumerate(found):
-        if i and found[i - 1].case != x.case:
-            table.add_section()
-        for pool in POOLS:
-            ranks = x.timeline.ranks_of(pool)
-            ms, shares = x.timeline.ms(ranks), x.timeline.shares(ranks)
-            cells = [f"{ms[kind]:.2f} {shares[kind]:4.0%}" for kind in (pool, "exchange", "other", "bubble")]
-            first = pool == POOLS[0]
-            table.add_row(
-                str(x.case) if first else "", x.way if first else "", f"{pool} × {len(ranks)}",
-                f"{x.timeline.step_ms:.2f}" if first else "", *cells, f"{x.untraced_ms:.2f}" if first else "",
-            )  # fmt: skip
-    print_table(out, table)
-    out.print(
+    yield table(
+        [(x, pool) for x in found for pool in POOLS], _columns(POOLS[0]), section=lambda row: row[0].case
+    )
+    yield dim(
         "ms a step and share of it, a pool's ranks' mean. bubble: its devices idle, or in an exchange whose other end has "
         "not come. other: operators of no slice, layer or exchange. untraced: without the profiler, with the time "
-        "between steps.",
-        style="dim",
+        "between steps."
     )
     alone = sum(x.timeline.n_unmatched for x in found)
     if alone:
-        out.print(
-            f"{alone} exchanges were found on one end only: their waiting counts as exchange", style="yellow"
-        )
+        yield warning(f"{alone} exchanges were found on one end only: their waiting counts as exchange")
 
 
-def _check_files(timeline: Path | None, figure: Path | None) -> None:
-    from jaxlamina.bench import exchange_figure
-    from jaxlamina.profiling import perfetto
+def _columns(first: Pool) -> Columns:
+    """Of rows of a `Breakdown` and a pool; what both pools have is shown with the ``first``."""
 
-    if figure is not None:
-        exchange_figure.check(figure)
-    if timeline is not None:
-        perfetto.check(timeline, "--timeline")
+    def share(row: tuple[Breakdown, Pool], kind: Kind) -> str:
+        timeline = row[0].timeline
+        ranks = timeline.ranks_of(row[1])
+        return f"{timeline.ms(ranks)[kind]:.2f} {timeline.shares(ranks)[kind]:4.0%}"
+
+    return (
+        ("case", lambda row: str(row[0].case), "<"),
+        ("way", lambda row: row[0].way if row[1] == first else "", "<"),
+        ("pool", lambda row: f"{row[1]} × {len(row[0].timeline.ranks_of(row[1]))}", "<"),
+        ("ms a step", lambda row: f"{row[0].timeline.step_ms:.2f}" if row[1] == first else "", ""),
+        ("its work", lambda row: share(row, row[1]), ""),
+        ("exchange", lambda row: share(row, "exchange"), ""),
+        ("other", lambda row: share(row, "other"), ""),
+        ("bubble", lambda row: share(row, "bubble"), ""),
+        ("untraced ms", lambda row: f"{row[0].untraced_ms:.2f}" if row[1] == first else "", ""),
+    )

@@ -12,26 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from jaxlamina.bench.breakdown_bench import Breakdown
+from jaxlamina.bench.report import BLUE, INK, ORANGE, YELLOW, figure, plain
 from jaxlamina.profiling.timeline import POOLS
 from jaxlamina.transports.scopes import KINDS, Kind
 
-# Okabe and Ito's, bubbles empty.
-_COLORS: dict[Kind, str] = {
-    "model": "#0072B2",
-    "attention": "#D55E00",
-    "exchange": "#E69F00",
+_COLOURS: dict[Kind, str] = {
+    "model": BLUE,
+    "attention": ORANGE,
+    "exchange": YELLOW,
     "other": "#999999",
     "bubble": "#ffffff",
 }
-_INK, _FAINT = "#333333", "#dddddd"
 _BAR = 0.8  # of a bar's place
 _TITLE_PER_INCH = 15  # characters of 8 points
 
 
 def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
     """Writes the figure: a panel a case, a pair of bars a way."""
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     by_case: dict[str, list[Breakdown]] = {}
@@ -39,10 +36,9 @@ def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
         by_case.setdefault(str(x.case), []).append(x)
     n_bars = max(len(of_case) for of_case in by_case.values()) * len(POOLS)
     width = max(5.0, 1.6 + len(by_case) * (0.5 + 0.55 * n_bars))
-    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "jaxlamina", "text.color": _INK}):
-        figure = Figure(figsize=(width, 4.0), layout="constrained")
-        figure.suptitle(textwrap.fill(title, int(_TITLE_PER_INCH * width)), fontsize=8)
-        panels = figure.subplots(1, len(by_case), squeeze=False)[0]
+    with figure(path, width, 4.0) as drawn:
+        drawn.suptitle(textwrap.fill(title, int(_TITLE_PER_INCH * width)), fontsize=8)
+        panels = drawn.subplots(1, len(by_case), squeeze=False)[0]
         for axes, (case, of_case) in zip(panels, by_case.items(), strict=True):
             _panel(axes, of_case)
             axes.set_title(case, loc="left", fontsize=9)
@@ -52,16 +48,15 @@ def draw(found: Sequence[Breakdown], title: str, path: Path) -> None:
             for kind in KINDS
             if any(x.timeline.ms(x.timeline.ranks_of(pool))[kind] for x in found for pool in POOLS)
         ]
-        handles = [Patch(facecolor=_COLORS[kind], edgecolor=_INK, lw=0.5, label=kind) for kind in kinds]
-        _legend(figure, handles)
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        handles = [Patch(facecolor=_COLOURS[kind], edgecolor=INK, lw=0.5, label=kind) for kind in kinds]
+        _legend(drawn, handles)
 
 
-def _legend(figure: Any, handles: Sequence[Any]) -> None:
+def _legend(drawn: Any, handles: Sequence[Any]) -> None:
     """Below the panels, in as few rows as the figure is wide enough for."""
     for ncols in range(len(handles), 0, -1):
-        legend = figure.legend(handles=handles, loc="outside lower center", ncols=ncols, frameon=False)
-        if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
+        legend = drawn.legend(handles=handles, loc="outside lower center", ncols=ncols, frameon=False)
+        if ncols == 1 or legend.get_window_extent().width <= drawn.bbox.width:
             return
         legend.remove()
 
@@ -73,14 +68,11 @@ def _panel(axes: Any, of_case: Sequence[Breakdown]) -> None:
             at, bottom = i * (len(POOLS) + 0.4) + j, 0.0
             ms = x.timeline.ms(x.timeline.ranks_of(pool))
             for kind in KINDS:
-                axes.bar(at, ms[kind], _BAR, bottom, color=_COLORS[kind], edgecolor=_INK, linewidth=0.5)
+                axes.bar(at, ms[kind], _BAR, bottom, color=_COLOURS[kind], edgecolor=INK, linewidth=0.5)
                 bottom += ms[kind]
             names.append((at, pool))
         axes.annotate(x.way, (i * (len(POOLS) + 0.4) + 0.5, x.timeline.step_ms), xytext=(0, 3), ha="center",
                       textcoords="offset points", fontsize=8)  # fmt: skip
     axes.set_xticks([at for at, _ in names], [pool for _, pool in names])
     axes.set_ylim(0, 1.1 * max(x.timeline.step_ms for x in of_case))
-    axes.grid(True, axis="y", color=_FAINT, lw=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    plain(axes, "y", ("top", "right", "left"))

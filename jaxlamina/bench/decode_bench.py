@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from jaxlamina.bench.machine import MatmulRate, ReadBandwidth
-from jaxlamina.bench.peers import OURS, Decoded, PeerJob, load
+from jaxlamina.bench.peers import OURS, Decoded, PeerJob, load, title
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
@@ -38,6 +38,10 @@ class PeerResult:
     prefill_s: float
     of_roofline: float
     same_tokens: int | None
+
+    @property
+    def title(self) -> str:
+        return title(self.peer)
 
 
 @dataclass(frozen=True)

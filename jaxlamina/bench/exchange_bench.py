@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from jaxlamina.bench.exchange_ranks import RankError, Ranks, command_of
+from jaxlamina.bench.lists import listed
 from jaxlamina.errors import UserError
 from jaxlamina.process.gpus import n_gpus
 from jaxlamina.steps.exchange import Exchange
@@ -92,22 +93,37 @@ class ExchangeReport:
     def on_gpus(self) -> bool:
         return all(kind != "cpu" for kinds in self.devices.values() for kind in kinds)
 
+    def aims(self) -> list[dict[str, Any]]:
+        """What `xla` aims at between GPUs of one host, and what it did; none on other platforms."""
+        found = []
+        for p in self.points if self.on_gpus else ():
+            us, of_limit = p.round_trip_us, p.bytes_per_s / self.limit_bytes_per_s
+            aims = {
+                4096: (f"round trip of at most {ROUND_TRIP_AIM_US:g} µs", us, us <= ROUND_TRIP_AIM_US),
+                64 * 2**20: (f"at least {LINK_AIM:.0%} of the limit", of_limit, of_limit >= LINK_AIM),
+            }
+            if p.peer.partition(":")[0] == "xla" and p.size_bytes in aims:
+                aim, value, met = aims[p.size_bytes]
+                found.append(
+                    {"peer": p.peer, "size_bytes": p.size_bytes, "aim": aim, "value": value, "met": met}
+                )
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         points = [
             asdict(p) | {"round_trip_us": p.round_trip_us, "bytes_per_s": p.bytes_per_s} for p in self.points
         ]
-        return asdict(self) | {"points": points}
+        return asdict(self) | {"points": points, "aims": self.aims()}
 
 
-def installed() -> tuple[list[ExchangePeer], dict[str, str]]:
-    """The transports that can run here, and why others cannot."""
-    why = None
+def installed(one_platform: bool = True) -> tuple[list[ExchangePeer], dict[str, str]]:
+    """The transports that can run here, and why others cannot. ``one_platform``: both ranks have the same."""
+    why = {} if one_platform else {"xla": "has one platform for all ranks"}
     if shutil.which("mpirun") is None:
-        why = "no mpirun: apt-get install openmpi-bin libopenmpi-dev"
+        why["mpi"] = "no mpirun: apt-get install openmpi-bin libopenmpi-dev"
     elif importlib.util.find_spec("mpi4jax") is None:
-        why = "mpi4jax is not installed: make mpi"
-    names = ["xla"] if why else ["mpi", "xla"]
-    return [ExchangePeer.parse(name) for name in names], {"mpi": why} if why else {}
+        why["mpi"] = "mpi4jax is not installed: make mpi"
+    return [ExchangePeer(name, name) for name in ("mpi", "xla") if name not in why], why
 
 
 def platforms(text: str) -> tuple[str, str]:
@@ -263,13 +279,13 @@ def size_text(n_bytes: int) -> str:
 
 def parse_sizes(text: str) -> list[int]:
     """From "4K,1M,64M" or bytes. Raises `UserError`."""
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*([KkMm]?)(?:i?B)?\s*", part)
-        n = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0
-        if n < 4 or n % 4:
-            raise UserError(
-                f"--sizes {text!r} must be multiples of 4 bytes separated by commas, e.g. 4K,1M,64M"
-            )
-        found.append(n)
-    return list(dict.fromkeys(found))
+    what = "multiples of 4 bytes separated by commas, e.g. 4K,1M,64M"
+    return listed("--sizes", text, _size, what)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+)\s*([KkMm]?)(?:i?B)?\s*", text)
+    n = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0
+    if n < 4 or n % 4:
+        raise ValueError(text)
+    return n

@@ -36,6 +36,11 @@ class KernelCase:
     K: int
     H: int
 
+    def __str__(self) -> str:
+        low, high = min(self.lengths), max(self.lengths)
+        context = f"{low}" if low == high else f"{low}–{high}, {self.n_tokens} in all"
+        return f"{self.name}: B {len(self.lengths)}, N {self.N}, K {self.K}, H {self.H}, tokens {context}"
+
     @property
     def n_tokens(self) -> int:
         return sum(self.lengths)

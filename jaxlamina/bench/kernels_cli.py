@@ -1,19 +1,20 @@
-"""`jaxlamina bench kernels`: options in, a table and one last line of JSON out. Knows how results look."""
+"""`jaxlamina bench kernels`: its options, and how its results look."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from jaxlamina.console.tables import print_table, print_where
+from jaxlamina.bench.bench_options import AsJson, Rounds
+from jaxlamina.bench.report import Columns, Part, left_out, progress, table, tell
 from jaxlamina.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxlamina.bench.kernels_bench import KernelCase, Result
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
@@ -25,7 +26,7 @@ def kernels_command(
     peers: Annotated[
         str, typer.Option(help="Peers, separated by commas; auto: all there are, plain XLA on a CPU alone.")
     ] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, in which peers take turns.")] = 5,
+    rounds: Rounds = 5,
     seed: Annotated[
         int | None, typer.Option(help="Of inputs and shuffled slots; default: another every run.")
     ] = None,
@@ -33,9 +34,7 @@ def kernels_command(
         bool,
         typer.Option("--tune", help="Try every tuning of the Hopper kernel and write the best to its table."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Only the line of JSON on stdout, no tables.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time partial attention over shuffled token slots, beside other kernels; check it against float64 first."""
     os.environ.setdefault(_PREALLOCATE, "false")  # another library needs memory of the same GPU
@@ -53,34 +52,24 @@ def kernels_command(
     auto = [name for name in kernel_peers.PEERS if small == name.startswith("xla")]
     names = _chosen("--peers", peers, "auto", auto, list(kernel_peers.PEERS))
     where = machine.describe(("flashinfer-python", "torch", "numpy"))
-    device = jax.devices()[0].device_kind
-    console = Console(stderr=True)
-    with console.status("starting") as status:
+    dtype = jnp.float32 if small else jnp.bfloat16
+    with progress() as on_progress:
         if tune:
-            _tune(chosen, jnp.bfloat16, seed, status.update)
-        results, left_out, limit = kernels_bench.measure(
-            chosen,
-            names,
-            n_rounds=rounds,
-            seed=seed,
-            dtype=jnp.float32 if small else jnp.bfloat16,
-            on_progress=status.update,
+            _tune(chosen, jnp.bfloat16, seed, on_progress)
+        results, missing, limit = kernels_bench.measure(
+            chosen, names, n_rounds=rounds, seed=seed, dtype=dtype, on_progress=on_progress
         )
-        status.update("KV manager")
+        on_progress("KV manager")
         kv = measure_kv()
     record = {
-        "bench": "kernels",
-        "accelerator": device,
+        "accelerator": jax.devices()[0].device_kind,
         "seed": seed,
         "read_bytes_per_s": limit,
         "results": [r.to_dict() for r in results],
-        "left_out": left_out,
+        "left_out": missing,
         "kv": asdict(kv),
-        **where.to_dict(),
     }
-    if not as_json:
-        _show(Console(), record, known, results, where)
-    print(json.dumps(record))
+    tell("kernels", record, where, _parts(record, chosen, results), as_json=as_json)
 
 
 def _chosen(option: str, text: str, everything: str, default: list[str], known: list[str]) -> list[str]:
@@ -98,7 +87,7 @@ def _chosen(option: str, text: str, everything: str, default: list[str], known: 
     return list(dict.fromkeys(names))
 
 
-def _tune(chosen: list[Any], dtype: Any, seed: int, on_progress: Any) -> None:
+def _tune(chosen: list[KernelCase], dtype: Any, seed: int, on_progress: Callable[[str], object]) -> None:
     from jaxlamina.bench import kernels_tune
     from pallas_kernels.gpu import tunings
 
@@ -109,44 +98,27 @@ def _tune(chosen: list[Any], dtype: Any, seed: int, on_progress: Any) -> None:
     tunings.table.cache_clear()
 
 
-def _show(
-    out: Console, record: dict[str, Any], known: dict[str, Any], results: list[Any], where: Any
-) -> None:
-    print_where(out, where, f"{record['accelerator']}; ")
-    for name in dict.fromkeys(r.case for r in results):
-        case, mine = known[name], [r for r in results if r.case == name]
-        lengths = case.lengths
-        context = (
-            f"{lengths[0]}"
-            if len(set(lengths)) == 1
-            else f"{min(lengths)}–{max(lengths)}, {sum(lengths)} in all"
-        )
-        table = Table(
-            title=f"{name}: B {len(lengths)}, N {case.N}, K {case.K}, H {case.H}, tokens {context}",
-            box=box.SIMPLE_HEAD,
-            collapse_padding=True,
-            pad_edge=False,
-        )
-        table.add_column("kernel", no_wrap=True)
-        for title in ("µs", "TB/s", "% of read", "time / ours", "error"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for r in mine:
-            table.add_row(
-                r.peer,
-                f"{r.time_us:.1f}",
-                f"{r.bytes_per_s / 1e12:.3f}",
-                f"{r.of_limit:.1%}",
-                "–" if r is mine[0] else f"{1 / mine[0].ratio[r.peer]:.3f}",
-                "–" if r.error is None else f"{r.error:.1e}",
-            )
-        print_table(out, table)
-    out.print(f"one long array is read at {record['read_bytes_per_s'] / 1e12:.3f} TB/s in this run")
-    for what, why in record["left_out"].items():
-        out.print(f"left out: {what}: {why}", style="yellow", soft_wrap=True)
+def _parts(record: dict[str, Any], cases: Sequence[KernelCase], results: Sequence[Result]) -> Iterator[Part]:
+    yield record["accelerator"]
+    for case in cases:
+        mine = [r for r in results if r.case == case.name]
+        if mine:
+            yield table(mine, _columns(mine[0]), str(case))
+    yield f"one long array is read at {record['read_bytes_per_s'] / 1e12:.3f} TB/s in this run"
+    yield from left_out(record["left_out"])
     kv = record["kv"]
-    out.print(
-        f"KV manager, {kv['n_slots']:,} slots: {kv['slot_operations_per_s'] / 1e6:.0f} M slot operations/s; a decode "
-        f"step of 256 requests {kv['decode_step_us']:.0f} µs; prefix of 1,000 tokens found in "
-        f"{kv['prefix_match_us']:.0f} µs",
-        soft_wrap=True,
+    yield (
+        f"KV manager, {kv['n_slots']:,} slots: {kv['slot_operations_per_s'] / 1e6:.0f} M slot operations/s; a decode step of "
+        f"256 requests {kv['decode_step_us']:.0f} µs; prefix of 1,000 tokens found in {kv['prefix_match_us']:.0f} µs"
+    )
+
+
+def _columns(ours: Result) -> Columns:
+    return (
+        ("kernel", lambda r: r.peer, "<"),
+        ("µs", lambda r: r.time_us, ".1f"),
+        ("TB/s", lambda r: r.bytes_per_s / 1e12, ".3f"),
+        ("% of read", lambda r: r.of_limit, ".1%"),
+        ("time / ours", lambda r: None if r is ours else 1 / ours.ratio[r.peer], ".3f"),
+        ("error", lambda r: r.error, ".1e"),
     )

@@ -47,6 +47,11 @@ def drawn(name: str, n: int, *, seed: int, most_tokens: int | None = None) -> li
     return _short_enough(draw, n, np.random.default_rng(seed), most_tokens)
 
 
+def sizes_of(name: str, n: int, size: Size, *, seed: int, most_tokens: int | None = None) -> list[Size]:
+    """As `drawn`; of "random" all are ``size``, whatever their length."""
+    return [size] * n if name == "random" else drawn(name, n, seed=seed, most_tokens=most_tokens)
+
+
 def azure_conversation() -> list[Size]:
     """The 1,024 requests of the Azure conversation trace that come with the package."""
     text = resources.files("jaxlamina.bench").joinpath("data/azure_conversation_tokens.txt").read_text()
@@ -88,8 +93,8 @@ def _short_enough(
     )
 
 
-def read_trace(path: str | Path) -> tuple[list[Size], list[float]]:
-    """(sizes, seconds of arrival after the first) of a trace in the form of the Azure LLM inference traces: CSV with
+def read_trace(path: str | Path, speedup: float = 1.0) -> tuple[list[Size], list[float]]:
+    """(sizes, seconds of arrival after the first, over ``speedup``) of a trace in the form of the Azure LLM inference traces: CSV with
     TIMESTAMP, ContextTokens and GeneratedTokens. Requests without a prompt or an output are left out. ``UserError`` that names the
     line that is wrong."""
     try:
@@ -114,7 +119,8 @@ def read_trace(path: str | Path) -> tuple[list[Size], list[float]]:
     if not sizes:
         raise UserError(f"{path} has no request")
     order = sorted(range(len(times)), key=times.__getitem__)
-    return [sizes[i] for i in order], [(times[i] - times[order[0]]).total_seconds() for i in order]
+    first = times[order[0]]
+    return [sizes[i] for i in order], [(times[i] - first).total_seconds() / speedup for i in order]
 
 
 def arrivals(n: int, rate: float, burstiness: float = 1.0, *, seed: int = 0) -> list[float]:

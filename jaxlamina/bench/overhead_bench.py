@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from jaxlamina.bench import serve_bench, serve_client
+from jaxlamina.bench.lists import listed, pair
 from jaxlamina.bench.loads import Size, arrivals
 from jaxlamina.bench.prompts import prompts as passages
 from jaxlamina.bench.serve_metrics import summary
@@ -44,24 +45,14 @@ class OverheadCase:
     size: Size
     copies: int
 
-    @classmethod
-    def parse(cls, text: str, copies: int) -> OverheadCase:
-        """From "256x128", prompt x output tokens; ``ValueError`` for other text."""
-        size = Size(*(int(part) for part in text.lower().split("x", 1)))
-        if min(size) < 1:
-            raise ValueError(text)
-        return cls(size, copies)
-
     def __str__(self) -> str:
         return f"{self.copies} × ({self.size.n_prompt}, {self.size.n_output})"
 
 
 def cases_of(text: str, copies: int) -> list[OverheadCase]:
     """From "256x128,1024x1024", as ``--case`` has it; ``UserError`` for other text."""
-    try:
-        return [OverheadCase.parse(part, copies) for part in text.split(",")]
-    except (ValueError, TypeError):
-        raise UserError(f"--case {text!r} must be like 256x128,1024x1024: prompt x output tokens") from None
+    what = "like 256x128,1024x1024: prompt x output tokens"
+    return [OverheadCase(Size(*found), copies) for found in listed("--case", text, pair, what)]
 
 
 @dataclass

@@ -1,22 +1,21 @@
-"""`jaxlamina bench overhead`: options in, tables and one last line of JSON out. Knows how results look, and how the server
-that it measures is started.
-"""
+"""`jaxlamina bench overhead`: its options, how the server that it measures is started, and how its results look."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from jaxlamina.bench.bench_options import AsJson, Seed
+from jaxlamina.bench.lists import listed, number
+from jaxlamina.bench.report import Columns, Part, progress, table, tell
 from jaxlamina.cli import model_options
-from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
 from jaxlamina.options import DEFAULT_MODEL, DEFAULT_SEQS, FIRST_COME
 from jaxlamina.process.gpus import MEMORY_SHARE
@@ -24,6 +23,25 @@ from jaxlamina.process.gpus import MEMORY_SHARE
 _SERVER_S = 1800.0  # to compile everything
 # Of a GPU's memory for each of the two processes that have the model.
 _GPU_SHARE = "0.4"
+COMPONENTS = {
+    "forward": "forward passes alone",
+    "engine": "engine (LLM.generate, text)",
+    "server": "engine + server",
+    "command": "engine + server + command line",
+}
+LOADS: Columns = (
+    ("requests/s", lambda load: load["rate"], "g"),
+    ("requests", lambda load: load["n_requests"], ""),
+    ("failed", lambda load: load["n_failed"], ""),
+    (
+        "normalised latency, ms a token",
+        lambda load: load["normalised_s"] and 1e3 * load["normalised_s"],
+        ".1f",
+    ),
+    ("latency, s", lambda load: load["client_s"], ".2f"),
+    ("of it engine, s", lambda load: load["engine_s"], ".2f"),
+    ("batch", lambda load: load["batch"], ".2f"),
+)
 
 
 def overhead_command(
@@ -46,8 +64,8 @@ def overhead_command(
     no_warm_up: Annotated[
         bool, typer.Option("--no-warm-up", help="The server compiles each program when it first needs it.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths and arrivals.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout.")] = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """What engine, server and command line add to the forward passes of a batch; latency by request rate."""
     path = model_options.find(model)
@@ -57,7 +75,9 @@ def overhead_command(
     from jaxlamina.bench.loads import drawn
     from jaxlamina.bench.server_process import serving
 
-    cases, rates = overhead_bench.cases_of(case, copies), _rates(request_rate)
+    cases, what = overhead_bench.cases_of(case, copies), "numbers above 0, such as 0.5,1,2"
+    above = number(float, lambda rate: 0 < rate < math.inf)
+    rates = listed("--request-rate", request_rate, above, what) if request_rate else []
     if ranks.current() is not None:
         raise UserError("bench overhead starts a server of its own, in one process: run it without launch")
     # A prompt cut to the token may be some tokens longer once it was text.
@@ -68,114 +88,55 @@ def overhead_command(
     options = ["--model", model, "--dtype", dtype, "--max-num-seqs", str(max_num_seqs)]
     options += ["--max-model-len", str(length), "--no-enable-prefix-caching"]
     where = machine.describe(["aiohttp", "fastapi", "uvicorn"])
-    console = Console(stderr=True)
     with ExitStack() as stack:
-        with console.status("starting the server (it compiles first)"):
+        with progress("starting the server (it compiles first)"):
             more = ["--no-warm-up"] if no_warm_up else []
             url = stack.enter_context(serving([*options, *more], deadline_s=_SERVER_S))
         given: dict[str, Any] = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": length}
         kept = model_options.CommandOptions(
             model=model, prefix_caching=False, scheduling_policy=FIRST_COME, **given
         )
-        llm = model_options.load(console, path, kept)
+        llm = model_options.load(Console(stderr=True), path, kept)
         layers = overhead_bench.Layers(llm, url, model)
-        with console.status("starting") as status:
-            found = [layers.measure_case(c, attempts, status.update) for c in cases]
+        with progress() as on_progress:
+            found = [layers.measure_case(c, attempts, on_progress) for c in cases]
             loads = []
             for rate in rates:
-                status.update(f"{num_prompts} requests at {rate:g} a second")
+                on_progress(f"{num_prompts} requests at {rate:g} a second")
                 loads.append(layers.measure_load(rate, sizes, seed=seed))
-    record = {
-        "bench": "overhead",
-        "model": model,
-        "dtype": dtype,
-        "accelerator": llm.model_device.device_kind,
-        "max_num_seqs": max_num_seqs,
-        "max_model_len": length,
-        "cases": [times.to_dict() for times in found],
-        "dataset_name": dataset_name if rates else None,
-        "seed": seed,
-        "loads": [asdict(load) for load in loads],
-        **where.to_dict(),
-    }
-    if not as_json:
-        _show(Console(highlight=False), record, where)
-    print(json.dumps(record))
+    record = {"model": model, "dtype": dtype, "accelerator": llm.model_device.device_kind}
+    record |= {"max_num_seqs": max_num_seqs, "max_model_len": length, "seed": seed}
+    record |= {"cases": [times.to_dict() for times in found], "loads": [asdict(load) for load in loads]}
+    record |= {"dataset_name": dataset_name if rates else None}
+    tell("overhead", record, where, _parts(record), as_json=as_json)
 
 
-def _rates(text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = [0.0]
-    if not all(0 < rate < float("inf") for rate in found):
-        raise UserError(f"--request-rate {text!r} must be numbers above 0, such as 0.5,1,2")
-    return found
-
-
-def _show(out: Console, record: dict[str, Any], where: Any) -> None:
-    print_where(out, where)
-    out.print(f"{record['model']}, {record['dtype']}, {record['accelerator']}", soft_wrap=True)
+def _parts(record: dict[str, Any]) -> Iterator[Part]:
+    yield f"{record['model']}, {record['dtype']}, {record['accelerator']}"
     for case in record["cases"]:
-        title = f"{case['case']} tokens, {case['n_attempts']} attempts"
-        print_table(out, _components(title, case))
-        print_table(out, _layers(case))
+        components, whole_s = case["components"], case["components"]["command"]["median_s"]
+        rows = [(name, components[key]) for key, name in COMPONENTS.items()]
+        columns = _component_columns(components["forward"]["median_s"], case["n_output"])
+        yield table(rows, columns, f"{case['case']} tokens, {case['n_attempts']} attempts")
+        yield table(case["layers_s"].items(), _layer_columns(whole_s))
     if record["loads"]:
-        print_table(out, _loads(record))
+        yield table(record["loads"], LOADS, f"{record['dataset_name']}, Poisson arrivals")
 
 
-def _components(title: str, case: dict[str, Any]) -> Table:
-    names = {
-        "forward": "forward passes alone",
-        "engine": "engine (LLM.generate, text)",
-        "server": "engine + server",
-        "command": "engine + server + command line",
-    }
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("a batch takes", no_wrap=True)
-    for name in ("median ms", "quartiles", "more than forward, ms", "more", "ms a token"):
-        table.add_column(name, justify="right", no_wrap=True)
-    forward_s = case["components"]["forward"]["median_s"]
-    for key, name in names.items():
-        q1, median, q3 = (case["components"][key][k] for k in ("q1_s", "median_s", "q3_s"))
-        table.add_row(
-            name,
-            f"{1e3 * median:.1f}",
-            f"{1e3 * q1:.1f}–{1e3 * q3:.1f}",
-            f"{1e3 * (median - forward_s):.1f}",
-            f"{(median - forward_s) / forward_s:.1%}",
-            f"{1e3 * median / case['n_output']:.2f}",
-        )
-    return table
-
-
-def _layers(case: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("where the time goes", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("of all", justify="right", no_wrap=True)
-    whole_s = case["components"]["command"]["median_s"]
-    for name, seconds in case["layers_s"].items():
-        table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / whole_s:.1%}")
-    return table
-
-
-def _loads(record: dict[str, Any]) -> Table:
-    table = Table(title=f"{record['dataset_name']}, Poisson arrivals", box=box.SIMPLE_HEAD, pad_edge=False)
-    names = (
-        "requests/s",
-        "requests",
-        "failed",
-        "normalised latency, ms a token",
-        "latency, s",
-        "of it engine, s",
+def _component_columns(forward_s: float, n_output: int) -> Columns:
+    return (
+        ("a batch takes", lambda row: row[0], "<"),
+        ("median ms", lambda row: 1e3 * row[1]["median_s"], ".1f"),
+        ("quartiles", lambda row: f"{1e3 * row[1]['q1_s']:.1f}–{1e3 * row[1]['q3_s']:.1f}", ""),
+        ("more than forward, ms", lambda row: 1e3 * (row[1]["median_s"] - forward_s), ".1f"),
+        ("more", lambda row: row[1]["median_s"] / forward_s - 1, ".1%"),
+        ("ms a token", lambda row: 1e3 * row[1]["median_s"] / n_output, ".2f"),
     )
-    for name in (*names, "batch"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for load in record["loads"]:
-        values = [load["client_s"], load["engine_s"], load["batch"]]
-        shown = ["–" if value is None else f"{value:.2f}" for value in values]
-        normalised_s = load["normalised_s"]
-        normalised = "–" if normalised_s is None else f"{1e3 * normalised_s:.1f}"
-        table.add_row(f"{load['rate']:g}", f"{load['n_requests']}", f"{load['n_failed']}", normalised, *shown)
-    return table
+
+
+def _layer_columns(whole_s: float) -> Columns:
+    return (
+        ("where the time goes", lambda row: row[0], "<"),
+        ("ms", lambda row: 1e3 * row[1], ".2f"),
+        ("of all", lambda row: row[1] / whole_s, ".1%"),
+    )

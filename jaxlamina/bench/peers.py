@@ -284,13 +284,17 @@ LOADERS: dict[str, Callable[[PeerJob], Peer]] = {
     "llama.cpp": LlamaCpp,
 }
 OURS = ("split", "unsplit")
-TITLES = {"split": "ours, split", "unsplit": "ours, unsplit"}
 # What must be importable, and how to get it.
 _NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "transformers": (("torch", "torch"), ("transformers", "transformers")),
     "llama.cpp": (("llama_cpp", "llama-cpp-python"), ("gguf", "gguf")),
 }
 PACKAGES = ("torch", "transformers", "llama-cpp-python")
+
+
+def title(name: str) -> str:
+    """What results call a peer."""
+    return f"ours, {name}" if name in OURS else name
 
 
 def load(name: str, job: PeerJob) -> Peer:

@@ -1,34 +1,42 @@
-"""`jaxlamina bench serve`: options in, a report and one last line of JSON out. Knows how results look.
-
-Options and results have vLLM's names.
-"""
+"""`jaxlamina bench serve`: its options, and how its results look. Options and results have vLLM's names."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from jaxlamina.bench.server_options import ApiKey, BaseUrl, Host, Port, ServedModel, address
+from jaxlamina.bench.bench_options import ApiKey, AsJson, BaseUrl, Host, Port, Seed, ServedModel, address
+from jaxlamina.bench.report import (
+    Column,
+    Columns,
+    Part,
+    counted_progress,
+    dim,
+    failure,
+    save,
+    table,
+    tell,
+    warning,
+    whole,
+)
 from jaxlamina.cli import model_options
-from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
     from jaxlamina.bench.loads import Size
     from jaxlamina.bench.serve_bench import Load, Measured
     from jaxlamina.bench.serve_client import Served, Target
+    from jaxlamina.bench.serve_metrics import TimedAnswer, Wanted
 
 DATASETS = ("random", "sharegpt-like", "alpaca-like", "azure-conversation", "trace")
 _SHOWN_ERRORS = 5
+PAIRS: Columns = (("", lambda row: row[0], "<"), ("", lambda row: row[1], "<"))
 
 
 def serve_command(
@@ -61,7 +69,7 @@ def serve_command(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Have outputs as long as asked for (vLLM, JaxLamina).")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Seed = 0,
     percentile_metrics: Annotated[
         str, typer.Option(help="Metrics shown: some of ttft,tpot,itl,e2el.")
     ] = "ttft,tpot,itl,e2el",
@@ -79,66 +87,50 @@ def serve_command(
     save_result: Annotated[
         Path | None, typer.Option(help="A JSON file for the results, with every request's.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Load an OpenAI-compatible server and time its streamed answers: TTFT, TPOT, ITL, throughput, goodput."""
     from jaxlamina.bench import loads, machine, serve_client, serve_metrics
 
-    names = serve_metrics.parse_names("--percentile-metrics", percentile_metrics)
-    percentiles = serve_metrics.parse_percentiles("--metric-percentiles", metric_percentiles)
     if more_goodput and not goodput:
         raise UserError(f"what is {more_goodput[0]!r}? this command takes options alone")
-    limits_ms = serve_metrics.parse_goodput([*(goodput or []), *(more_goodput or [])])
-    if endpoint not in serve_client.PATHS:
-        raise UserError(f"--endpoint {endpoint!r} must be {' or '.join(serve_client.PATHS)}")
-    _check_dataset(dataset_name, dataset_path, speedup, request_rate)
+    limits = [*(goodput or []), *(more_goodput or [])]
+    wanted = serve_metrics.Wanted.parse(percentile_metrics, metric_percentiles, limits)
+    _check(endpoint, dataset_name, dataset_path, speedup, request_rate)
     url = address(base_url, host, port)
     served = asyncio.run(serve_client.look(url, model, api_key))
     target = serve_client.Target(url, endpoint, served.model, api_key, ignore_eos, timeout)
     if dataset_path is not None:
-        sizes, arrive_s = loads.read_trace(dataset_path)
-        arrive_s = [at_s / speedup for at_s in arrive_s]
+        sizes, arrive_s = loads.read_trace(dataset_path, speedup)
     else:
-        if dataset_name == "random":
-            sizes = [loads.Size(input_len, output_len)] * num_prompts
-        else:
-            sizes = loads.drawn(dataset_name, num_prompts, seed=seed, most_tokens=served.max_model_len)
+        size = loads.Size(input_len, output_len)
+        sizes = loads.sizes_of(dataset_name, num_prompts, size, seed=seed, most_tokens=served.max_model_len)
         arrive_s = loads.arrivals(num_prompts, request_rate, burstiness, seed=seed)
     load, n_too_long = _load(served, target, sizes, arrive_s, num_prompts, max_concurrency, seed)
     where = machine.describe(["aiohttp"])
     measured = _run(target, load)
-    result = serve_metrics.summary(
-        measured.answers, measured.duration_s, names=names, percentiles=percentiles, limits_ms=limits_ms
-    )
-    record = {
-        "bench": "serve",
+    record: dict[str, Any] = {
         "base_url": url,
         "endpoint": endpoint,
         "model": served.model,
         "dataset_name": dataset_name,
-        "num_prompts": len(load.sizes),
-        "num_too_long": n_too_long,
-        "request_rate": None if dataset_path is not None or math.isinf(request_rate) else request_rate,
-        "burstiness": burstiness,
-        "speedup": speedup if dataset_path is not None else None,
-        "max_concurrency": max_concurrency,
-        "goodput_limits_ms": limits_ms or None,
-        "seed": seed,
-        "latest_ms": 1e3 * measured.latest_s,
-        **result,
-        "errors": dict(serve_metrics.errors(measured.answers)),
-        **where.to_dict(),
     }
+    record |= {"num_prompts": len(load.sizes), "num_too_long": n_too_long, "burstiness": burstiness}
+    record |= {"request_rate": None if dataset_path or math.isinf(request_rate) else request_rate}
+    record |= {"speedup": speedup if dataset_path else None, "max_concurrency": max_concurrency, "seed": seed}
+    record |= wanted.of(measured.answers, measured.duration_s) | {"latest_ms": 1e3 * measured.latest_s}
     if save_result is not None:
-        _save(save_result, record | _each(measured, load))
-    if not as_json:
-        _show(Console(highlight=False), record, measured, load, names, percentiles, where)
-    print(json.dumps(record))
-    if not result["completed"]:
-        raise UserError(f"no request was answered: {serve_metrics.errors(measured.answers)[0][0]}")
+        save(save_result, whole("serve", record | _each(measured, load), where), "--save-result")
+    tell("serve", record, where, parts(record, measured, load, wanted), as_json=as_json)
+    if not record["completed"]:
+        raise UserError(f"no request was answered: {next(iter(record['errors']))}")
 
 
-def _check_dataset(name: str, path: Path | None, speedup: float, rate: float) -> None:
+def _check(endpoint: str, name: str, path: Path | None, speedup: float, rate: float) -> None:
+    from jaxlamina.bench.serve_client import PATHS
+
+    if endpoint not in PATHS:
+        raise UserError(f"--endpoint {endpoint!r} must be {' or '.join(PATHS)}")
     if name not in DATASETS:
         raise UserError(f"--dataset-name {name!r} must be one of {', '.join(DATASETS)}")
     if (name == "trace") != (path is not None):
@@ -184,29 +176,23 @@ def _load(
 def _run(target: Target, load: Load) -> Measured:
     from jaxlamina.bench import serve_bench, serve_client
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("trying one request", total=None)
-        n_failed = 0
+    first = load.prompts[0]
+    [trial] = serve_client.prompts(load.sizes[:1], None if isinstance(first, str) else first, seed=2**31)
+    n_done = n_failed = 0
 
-        def on_answer(answer: Any) -> None:
-            nonlocal n_failed
-            n_failed += answer.error is not None
+    with counted_progress("trying one request") as on_progress:
+
+        def on_answer(answer: TimedAnswer) -> None:
+            nonlocal n_done, n_failed
+            n_done, n_failed = n_done + 1, n_failed + (answer.error is not None)
             what = f"requests, {n_failed} failed" if n_failed else "requests"
-            progress.update(task, description=what, advance=1)
+            on_progress(what, n_done, len(load.sizes))
 
         async def both() -> Measured:
-            [prompt] = serve_client.prompts(load.sizes[:1], _ids(load), seed=2**31)
-            await serve_bench.try_out(target, prompt, load.sizes[0])
-            progress.update(task, description="requests", total=len(load.sizes))
+            await serve_bench.try_out(target, trial, load.sizes[0])
             return await serve_bench.run(target, load, on_answer)
 
         return asyncio.run(both())
-
-
-def _ids(load: Load) -> list[int] | None:
-    first = load.prompts[0]
-    return None if isinstance(first, str) else first
 
 
 def _each(measured: Measured, load: Load) -> dict[str, Any]:
@@ -223,31 +209,20 @@ def _each(measured: Measured, load: Load) -> dict[str, Any]:
     }
 
 
-def _save(path: Path, record: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write --save-result {path}: {error}") from None
+def _value(key: str, row: tuple[str, dict[str, Any]]) -> Any:
+    return row[1][key]
 
 
-def _show(
-    out: Console,
-    record: dict[str, Any],
-    measured: Measured,
-    load: Load,
-    names: list[str],
-    percentiles: list[float],
-    where: Any,
-) -> None:
+def parts(record: dict[str, Any], measured: Measured, load: Load, wanted: Wanted) -> Iterator[Part]:
+    """What is shown of a result."""
     from jaxlamina.bench import loads, serve_metrics
 
     n_in, n_out = loads.means(load.sizes)
-    print_where(out, where)
-    out.print(
+    yield (
         f"{record['model']} at {record['base_url']}, {record['endpoint']}: {record['num_prompts']} requests "
-        f"({record['dataset_name']}), asked for {n_in:.0f} prompt and {n_out:.0f} output tokens each on average",
-        soft_wrap=True,
+        f"({record['dataset_name']}), asked for {n_in:.0f} prompt and {n_out:.0f} output tokens each on average"
     )
+    normalised_ms = record["mean_normalized_latency_ms"]
     rows = [
         ("completed / failed", f"{record['completed']} / {record['failed']}"),
         ("duration", f"{record['duration']:.2f} s"),
@@ -256,40 +231,21 @@ def _show(
         ("output tokens", f"{record['output_throughput']:.1f} /s"),
         ("all tokens", f"{record['total_token_throughput']:.1f} /s"),
         ("most requests at once", f"{record['max_concurrent_requests']}"),
-        ("normalised latency", f"{_ms(record['mean_normalized_latency_ms'])} ms a token"),
+        ("normalised latency", "–" if normalised_ms is None else f"{normalised_ms:.2f} ms a token"),
     ]
     if "request_goodput" in record:
-        limits = ", ".join(f"{name} ≤ {ms:g} ms" for name, ms in record["goodput_limits_ms"].items())
+        limits = ", ".join(f"{name} ≤ {ms:g} ms" for name, ms in wanted.limits_ms.items())
         rows.append((f"goodput ({limits})", f"{record['request_goodput']:.3f} requests/s"))
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    print_table(out, table)
-    table = Table(title="ms", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    keys = ["mean", "median", "std", *(f"p{p:g}" for p in percentiles)]
-    for key in keys:
-        table.add_column(key, justify="right", no_wrap=True)
-    for name in names:
-        values = [_ms(record[f"{key}_{name}_ms"]) for key in keys]
-        table.add_row(name.upper(), *values)
-    print_table(out, table)
-    titles = "; ".join(f"{name.upper()}: {serve_metrics.TITLES[name]}" for name in names)
-    out.print(titles, style="dim", soft_wrap=True)
-    _show_notes(out, record, measured)
-
-
-def _show_notes(out: Console, record: dict[str, Any], measured: Measured) -> None:
-    from jaxlamina.bench import serve_metrics
-
+    yield table(rows, PAIRS)
+    keys = ("mean", "median", "std", *(f"p{p:g}" for p in wanted.percentiles))
+    rows_ms = [(name.upper(), {key: record[f"{key}_{name}_ms"] for key in keys}) for name in wanted.names]
+    columns: list[Column] = [(key, partial(_value, key), ".2f") for key in keys]
+    yield table(rows_ms, (PAIRS[0], *columns), "ms")
+    yield dim("; ".join(f"{name.upper()}: {serve_metrics.TITLES[name]}" for name in wanted.names))
     if record["num_too_long"]:
-        out.print(f"left out: {record['num_too_long']} requests longer than the server takes", style="yellow")
+        yield warning(f"left out: {record['num_too_long']} requests longer than the server takes")
     if any(a.error is None and not a.usage for a in measured.answers):
-        out.print("the server does not say how many tokens there were: pieces were counted", style="yellow")
-    out.print(f"requests were begun at most {record['latest_ms']:.1f} ms late by this client", style="dim")
+        yield warning("the server does not say how many tokens there were: pieces were counted")
+    yield dim(f"requests were begun at most {record['latest_ms']:.1f} ms late by this client")
     for text, n in serve_metrics.errors(measured.answers)[:_SHOWN_ERRORS]:
-        out.print(f"{n} failed: {text}", style="red", markup=False, soft_wrap=True)
-
-
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+        yield failure(f"{n} failed: {text}")

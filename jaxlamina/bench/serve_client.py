@@ -22,23 +22,8 @@ from jaxlamina.errors import UserError
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # Where a server does not say what its tokens are: words that are a token each in most vocabularies.
 WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "was",
-    "for",
-    "that",
-    "on",
-    "as",
-    "with",
-    "be",
-    "by",
-    "at",
-    "from",
-    "it",
+    *("the", "of", "and", "to", "in", "is", "was", "for", "that"),
+    *("on", "as", "with", "be", "by", "at", "from", "it"),
 )
 _CONNECT_S = 30.0
 # A connection is not used again after so long: one that the server is about to close would fail its next request.

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlamina.bench.lists import listed, named, number
 from jaxlamina.errors import UserError
 
 TITLES = {
@@ -132,24 +133,30 @@ def errors(answers: Sequence[TimedAnswer]) -> list[tuple[str, int]]:
     return Counter(answer.error for answer in answers if answer.error is not None).most_common()
 
 
-def parse_names(option: str, text: str) -> list[str]:
-    """From "ttft,tpot"; ``UserError`` for other names than those of `TITLES`."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in TITLES:
-            raise UserError(f"{option}: {name!r} is not one of {', '.join(TITLES)}")
-    return list(dict.fromkeys(names))
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for: metrics (keys of `TITLES`), their percentiles, and the limits in ms of goodput."""
+
+    names: Sequence[str]
+    percentiles: Sequence[float]
+    limits_ms: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, names: str, percentiles: str, goodput: Sequence[str]) -> Wanted:
+        """From the options of these names."""
+        found = named("--percentile-metrics", names, TITLES), parse_percentiles(percentiles)
+        return cls(*found, parse_goodput(goodput))
+
+    def of(self, answers: Sequence[TimedAnswer], duration_s: float) -> dict[str, Any]:
+        """The `summary`, with the limits and with how often each error was met."""
+        found = summary(answers, duration_s, **vars(self))
+        return found | {"goodput_limits_ms": self.limits_ms or None, "errors": dict(errors(answers))}
 
 
-def parse_percentiles(option: str, text: str) -> list[float]:
+def parse_percentiles(text: str) -> list[float]:
     """From "50,99.9"; ``UserError`` for what is not above 0 and at most 100."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = [0.0]
-    if not all(0 < p <= 100 for p in found):
-        raise UserError(f"{option} {text!r} must be numbers above 0, at most 100, such as 50,90,99")
-    return list(dict.fromkeys(found))
+    what = "numbers above 0, at most 100, such as 50,90,99"
+    return listed("--metric-percentiles", text, number(float, lambda p: 0 < p <= 100), what)
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:

@@ -1,22 +1,32 @@
-"""`jaxlamina bench start`: options in, a table and one last line of JSON out. Knows how results look."""
+"""`jaxlamina bench start`: its options, and how its results look."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from jaxlamina.bench.server_options import Streams
+from jaxlamina.bench.bench_options import AsJson, Streams
+from jaxlamina.bench.report import Columns, dim, progress, table, tell
 from jaxlamina.cli import model_options
-from jaxlamina.console.tables import print_table, print_where
 
 if TYPE_CHECKING:
-    from jaxlamina.bench.start_bench import Gaps, Start
+    from jaxlamina.bench.start_bench import Gaps
+
+
+def _told(gaps: Gaps | None) -> str | None:
+    return f"{gaps.p50_ms:.1f} / {gaps.p99_ms:.1f}" if gaps else None
+
+
+COLUMNS: Columns = (
+    ("programs\non disk", lambda s: {"empty": "none", "full": "those of the start before"}[s.cache], "<"),
+    ("first\nanswer s", lambda s: s.first_answer_s, ".1f"),
+    ("all\ncompiled s", lambda s: "not by then" if s.all_s is None else f"{s.all_s:.1f}", ""),
+    ("programs", lambda s: s.n_programs, ""),
+    ("ITL p50 / p99\nms, meanwhile", lambda s: _told(s.behind), ""),
+    ("after", lambda s: _told(s.after), ""),
+)
 
 
 def start_command(
@@ -35,7 +45,7 @@ def start_command(
         int, typer.Option(min=1, help="Starts without programs on disk, each with one after it.")
     ] = 1,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds for a first answer.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time a server's start: from its command to its first answer, without compiled programs on disk and with them.
 
@@ -48,46 +58,13 @@ def start_command(
     load = start_bench.StartLoad(streams, Size(input_len, output_len), behind, after)
     line = start_bench.command_of(words)
     where = machine.describe(["aiohttp"])
-    with Console(stderr=True).status("starting") as status:
+    with progress() as on_progress:
         starts = start_bench.measure(
-            line, load, n_rounds=rounds, deadline_s=deadline, on_progress=status.update
+            line, load, n_rounds=rounds, deadline_s=deadline, on_progress=on_progress
         )
-    if not as_json:
-        out = Console()
-        print_where(out, where)
-        print_table(out, _table(starts))
-        out.print(
-            f"Seconds from the command. ITL: time between pieces of text, {streams} at once of {output_len} tokens each, while "
-            "other programs were compiled, and after.",
-            style="dim",
-            soft_wrap=True,
-        )
-    record = {
-        "bench": "start",
-        "command": words,
-        "load": asdict(load),
-        "starts": [asdict(start) for start in starts],
-        **where.to_dict(),
-    }
-    print(json.dumps(record))
-
-
-def _table(starts: list[Start]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("programs on disk", no_wrap=True)
-    for name in ("first answer s", "all compiled s", "programs", "ITL p50 / p99 ms, meanwhile", "after"):
-        table.add_column(name, justify="right")
-    for start in starts:
-        table.add_row(
-            {"empty": "none", "full": "those of the start before"}[start.cache],
-            f"{start.first_answer_s:.1f}",
-            "not by then" if start.all_s is None else f"{start.all_s:.1f}",
-            "" if start.n_programs is None else str(start.n_programs),
-            _told(start.behind),
-            _told(start.after),
-        )
-    return table
-
-
-def _told(gaps: Gaps | None) -> str:
-    return "" if gaps is None else f"{gaps.p50_ms:.1f} / {gaps.p99_ms:.1f}"
+    record = {"command": words, "load": asdict(load), "starts": [asdict(start) for start in starts]}
+    note = (
+        f"Seconds from the command. ITL: time between pieces of text, {streams} at once of {output_len} tokens each, while "
+        "other programs were compiled, and after."
+    )
+    tell("start", record, where, [table(starts, COLUMNS), dim(note)], as_json=as_json)

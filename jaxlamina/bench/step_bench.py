@@ -11,19 +11,22 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxlamina.bench import kernels_bench
+from jaxlamina.bench.lists import listed, number, pair
 from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.ranks import Group
+from jaxlamina.ranks.layout import partition_of
 from jaxlamina.run.local import LocalExecutor
 from jaxlamina.run.ranks import RanksExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
@@ -32,6 +35,8 @@ from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights.dummy import random_weights
 from jaxlamina.workers import DecodeBatch, PrefillBatch
 from jaxlamina.workers.workspace import LargestStep
+
+E = TypeVar("E", bound=RanksExecutor)
 
 _ROUND_S = 0.4
 # What a device cannot do, such as for want of memory, and arrays that are gone since. An executor's own errors end the bench.
@@ -45,35 +50,41 @@ class StepCase:
     batch: int
     context: int
 
-    @classmethod
-    def parse(cls, text: str) -> StepCase:
-        """From "64x4096"; ``ValueError`` for other text."""
-        batch, context = (int(x) for x in text.lower().split("x"))
-        if batch < 1 or context < 1:
-            raise ValueError(text)
-        return cls(batch, context)
-
     def __str__(self) -> str:
         return f"B {self.batch}, {self.context} tokens"
 
 
 def cases_of(text: str) -> list[StepCase]:
     """From "16x2048,64x4096", as ``--case`` has it; ``UserError`` for other text."""
-    try:
-        return [StepCase.parse(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--case {text!r} must be like 16x2048,64x4096: requests x stored tokens") from None
+    what = "like 16x2048,64x4096: requests x stored tokens"
+    return [StepCase(*found) for found in listed("--case", text, pair, what)]
 
 
 def numbers_of(text: str, option: str = "--staggered") -> list[int]:
     """Numbers of at least 2 from "2,4", as ``--staggered`` has them; ``UserError``, naming the option, for other text."""
-    try:
-        numbers = [int(part) for part in text.split(",") if part]
-    except ValueError:
-        numbers = [0]
-    if any(n < 2 for n in numbers):
-        raise UserError(f"{option} {text!r} must be numbers of at least 2, such as 2,4")
-    return numbers
+    if not text:
+        return []
+    return listed(option, text, number(int, lambda n: n >= 2), "numbers of at least 2, such as 2,4")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """``unsplit``: also one program on one device. ``local``: also the slices called one by one from Python in this process.
+    ``staggered``: also split into so many staggered batches; ``mini_batches``: also with each layer's messages in so many
+    parts. ``prefill``: also with so many tokens of another prompt, of as many tokens as the case's requests have, at its
+    middle. ``n_devices``: also unsplit over so many devices of this process, each with its share of the requests, and each
+    with its share of every weight; then executors come one after another, each with all of the memory, and ways do not take
+    turns."""
+
+    cases: Sequence[StepCase]
+    dtype: Any
+    n_rounds: int
+    unsplit: bool = True
+    local: bool = False
+    staggered: Sequence[int] = ()
+    mini_batches: Sequence[int] = ()
+    prefill: int = 0
+    n_devices: int = 1
 
 
 def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
@@ -121,11 +132,17 @@ class StepResult:
         return statistics.median(self.ahead_ms)
 
     @property
+    def blocked_ms(self) -> float:
+        return statistics.median(self.alone_ms)
+
+    def ratio_to(self, other_ms: Sequence[float]) -> float:
+        """The median of the rounds' own ratios, to times of the same rounds."""
+        return statistics.median(a / b for a, b in zip(self.ahead_ms, other_ms, strict=True))
+
+    @property
     def ratio_to_decode(self) -> float | None:
         """Of a step with prompt tokens to the decode step by itself, in the same rounds."""
-        if not self.decode_ms:
-            return None
-        return statistics.median(a / b for a, b in zip(self.ahead_ms, self.decode_ms, strict=True))
+        return self.ratio_to(self.decode_ms) if self.decode_ms else None
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
@@ -134,91 +151,55 @@ class StepResult:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {
             "ms": self.ms,
-            "blocked_ms": statistics.median(self.alone_ms),
+            "blocked_ms": self.blocked_ms,
             "ratio_to_decode": self.ratio_to_decode,
             "prompt_tokens_per_s": self.prompt_tokens_per_s,
         }
 
 
+def job_of(model: str, shape: ModelConfig, dtype: str, group: Group | None) -> dict[str, Any]:
+    """What a record says of the model, and of what runs it."""
+    heads = [shape.num_key_value_heads]
+    return {
+        "model": model,
+        "n_layers": shape.num_hidden_layers,
+        "dtype": dtype,
+        "job": f"{group.description}, {partition_of(group.cluster, heads)}" if group else "one device",
+        "accelerator": _device_of(group).device_kind,
+    }
+
+
+def _device_of(group: Group | None) -> jax.Device:
+    return jax.local_devices()[0] if group is None else group.device
+
+
 def measure(
     config: ModelConfig,
-    cases: Sequence[StepCase],
+    options: StepOptions,
     *,
-    group: Group | None,
-    dtype: Any,
-    n_rounds: int,
-    unsplit: bool,
-    local: bool,
-    staggered: Sequence[int] = (),
-    mini_batches: Sequence[int] = (),
-    prefill: int = 0,
-    n_devices: int = 1,
-    device: jax.Device,
+    group: Group | None = None,
     on_progress: Callable[[str], object] = lambda _: None,
     on_failure: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[StepResult], float]:
-    """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
-    ``local``: also the slices called one by one from Python in this process. ``staggered``: also split into so many
-    staggered batches; ``mini_batches``: also with each layer's messages in so many parts. ``prefill``: also with so many tokens of another prompt, of as many tokens as the case's requests
-    have, at its middle. ``n_devices``: also unsplit over so many devices of this process, each with its share of the requests,
-    and each with its share of every weight; then executors come one after another, each with all of the memory, and ways do
-    not take turns. ``on_failure``: told of each way that a device could not run, which is left out. ``UserError`` for a number
-    that no case can be cut into."""
-    check_cut(cases, [*staggered, *mini_batches, n_devices])
+    """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks. ``on_failure``: told
+    of each way that a device could not run, which is left out. ``UserError`` for a number that no case can be cut into."""
+    check_cut(options.cases, [*options.staggered, *options.mini_batches, options.n_devices])
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
     on_progress("weights")
-    params = random_weights(config, dtype)
-    n_slots = max(case.batch * (case.context + 1) + _before(case) + prefill for case in cases)
-    most = max(case.batch for case in cases), max(case.context for case in cases)
-    fn = partial(apply, config)
-    makers: dict[str, Callable[[], Any]] = {}
-    if unsplit:
-        makers["unsplit"] = partial(UnsplitExecutor, fn, params, n_slots=n_slots, device=device)
-        if n_devices > 1:
-            devices = jax.local_devices()[:n_devices]
-            by_weights = partial(ShardedExecutor, fn, params, n_slots=n_slots, devices=devices)
-            makers[f"unsplit, {n_devices} devices by weights"] = by_weights
-    if local:
-        makers["slice by slice"] = partial(
-            LocalExecutor, fn, params, n_slots=n_slots, model_device=device, attention_device=device
-        )
-    if group is not None:
-        makers["split"] = partial(
-            RanksExecutor,
-            fn, params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
-            largest=LargestStep(*most, max(2, prefill)), kv_dtype=group.cluster.kv_dtype, config=config,
-        )  # fmt: skip
-    at_once = [[name] for name in makers] if n_devices > 1 else [list(makers)]
+    params = random_weights(config, options.dtype)
+    bench = _Bench(config, options, group, params, limit, on_progress, on_failure)
+    makers = bench.makers()
     found: list[StepResult] = []
-    firsts: dict[StepCase, list[np.ndarray]] = {case: [] for case in cases}
-    for names in at_once:
+    for names in [[name] for name in makers] if options.n_devices > 1 else [list(makers)]:
         executors: dict[str, Any] = {}
         for name in names:
             try:
                 executors[name] = makers[name]()
             except _FAILURES as error:
                 on_failure(f"{name}: {_reason(error)}")
-        for case in cases:
-            batch = shuffled_batch(case, n_slots, config.vocab_size)
-            chunk = shuffled_chunk(case, prefill, n_slots, config.vocab_size) if prefill else None
-            found += _case(
-                config,
-                case,
-                executors,
-                staggered,
-                mini_batches,
-                batch,
-                chunk,
-                params,
-                limit,
-                n_rounds,
-                on_progress,
-                on_failure,
-                firsts[case],
-                n_slots,
-                n_devices,
-            )
+        for case in options.cases:
+            found += _CaseRun(bench, case).run(executors)
         executors.clear()
         gc.collect()  # an executor's programs and the executor name each other
     return found, limit
@@ -228,89 +209,142 @@ def _reason(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200]
 
 
-def _case(
+@dataclass
+class _Bench:
+    """What all cases have in common. ``first``: logits of each case's first way, empty before there are any."""
+
+    config: ModelConfig
+    options: StepOptions
+    group: Group | None
+    params: dict[str, jax.Array]
+    limit: float
+    on_progress: Callable[[str], object]
+    on_failure: Callable[[str], object]
+    first: defaultdict[StepCase, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def n_slots(self) -> int:
+        prefill = self.options.prefill
+        return max(case.batch * (case.context + 1) + _before(case) + prefill for case in self.options.cases)
+
+    def makers(self) -> dict[str, Callable[[], Any]]:
+        """Of executors, by the name of their ways."""
+        options, device, n_slots = self.options, _device_of(self.group), self.n_slots
+        fn = partial(apply, self.config)
+        found: dict[str, Callable[[], Any]] = {}
+        if options.unsplit:
+            found["unsplit"] = partial(UnsplitExecutor, fn, self.params, n_slots=n_slots, device=device)
+            if options.n_devices > 1:
+                devices = jax.local_devices()[: options.n_devices]
+                by_weights = partial(ShardedExecutor, fn, self.params, n_slots=n_slots, devices=devices)
+                found[f"unsplit, {options.n_devices} devices by weights"] = by_weights
+        if options.local:
+            workers = {"model_device": device, "attention_device": device}
+            found["slice by slice"] = partial(LocalExecutor, fn, self.params, n_slots=n_slots, **workers)
+        if self.group is not None:
+            largest = largest_of(options.cases, options.prefill)
+            known = self.config, self.params, self.group, n_slots, largest
+            found["split"] = partial(over_ranks, RanksExecutor, *known)
+        return found
+
+
+class _CaseRun:
+    """One case in all ways of some executors."""
+
+    def __init__(self, bench: _Bench, case: StepCase) -> None:
+        self._bench, self._case = bench, case
+        self._steps: dict[str, Callable[[], Any]] = {}
+        self._results: dict[str, StepResult] = {}
+        options, known = bench.options, (bench.n_slots, bench.config.vocab_size)
+        self._batch = shuffled_batch(case, *known)
+        self._part = shuffled_batch(StepCase(case.batch // options.n_devices, case.context), *known)
+        self._chunk = shuffled_chunk(case, options.prefill, *known) if options.prefill else None
+
+    def run(self, executors: dict[str, Any]) -> list[StepResult]:
+        for name, executor in executors.items():
+            has_workers = False
+            if isinstance(executor, RanksExecutor):
+                has_workers = bool(executor.group.prefill_ranks)
+                for stored in (self._batch, self._chunk):
+                    if stored is not None:
+                        executor.pool.assume_stored(stored)
+            for way in _ways(name, self._bench.options, has_workers):
+                self._prepare(executor, way)
+        turns: dict[str, int] = {}
+        n_rounds = self._bench.options.n_rounds
+        for i in range(n_rounds):
+            self._bench.on_progress(f"{self._case}: round {i + 1} of {n_rounds}")
+            for name, step in [*self._steps.items()]:
+                try:
+                    if name not in turns:
+                        turns[name] = max(3, int(_ROUND_S / kernels_bench.timed(step, 3)))
+                    self._results[name].ahead_ms.append(kernels_bench.timed(step, turns[name]) * 1e3)
+                    self._results[name].alone_ms.append(alone(step, max(3, turns[name] // 2)) * 1e3)
+                except _FAILURES as error:
+                    self._fail(name, error)
+        return list(self._results.values())
+
+    def _prepare(self, executor: Any, way: Way) -> None:
+        """Compiles a way's step, and compares its logits with those of the first way."""
+        bench, limit = self._bench, self._bench.limit
+        bench.on_progress(f"{self._case}: compiling {way.name}")
+        rows = self._batch if way.share == 1 else self._part
+        step = self._steps[way.name] = partial(_run, executor, way, rows, self._chunk)
+        began = time.perf_counter()
+        try:
+            logits = [np.asarray(x, np.float32) for x in step()]
+        except _FAILURES as error:
+            self._fail(way.name, error)
+            return
+        took = time.perf_counter() - began
+        weights, kv = weight_bytes(bench.params), kv_bytes(bench.config, self._case, bench.params)
+        floor = (weights + kv / way.share) / limit * 1e3
+        result = StepResult(str(self._case), way.name, floor_ms=floor, prepare_s=took)
+        n = way.options.get("n_batches", 1)
+        if n > 1:
+            result.pools_floor_ms = max(n * weights, kv / len(executor.group.workers)) / limit * 1e3
+        chunk = self._chunk
+        if way.decode in self._results and chunk is not None:
+            result.n_prompt_tokens, result.n_stored_tokens = chunk.tokens.shape[1], int(chunk.lengths[0])
+            stored = kv_bytes(bench.config, StepCase(1, result.n_stored_tokens), bench.params)
+            result.floor_ms += stored / limit * 1e3
+            result.decode_ms = self._results[way.decode].ahead_ms
+        self._results[way.name] = result
+        if way.share > 1:
+            result.max_difference = None
+            return
+        first = bench.first[self._case]
+        first += logits[len(first) :]
+        result.max_difference = max(map(_difference, logits, first))
+
+    def _fail(self, way: str, error: Exception) -> None:
+        self._bench.on_failure(f"{self._case}, {way}: {_reason(error)}")
+        self._steps.pop(way), self._results.pop(way, None)
+
+
+def over_ranks(
+    kind: type[E],
     config: ModelConfig,
-    case: StepCase,
-    executors: dict[str, Any],
-    staggered: Sequence[int],
-    mini_batches: Sequence[int],
-    batch: DecodeBatch,
-    chunk: PrefillBatch | None,
-    params: Any,
-    limit: float,
-    n_rounds: int,
-    on_progress: Callable[[str], object],
-    on_failure: Callable[[str], object],
-    first: list[np.ndarray],
+    params: dict[str, jax.Array],
+    group: Group,
     n_slots: int,
-    n_devices: int,
-) -> list[StepResult]:
-    """``first``: logits of the first way of this case, empty before there are any."""
-    part = StepCase(case.batch // n_devices, case.context)
-    weights, kv = weight_bytes(params), kv_bytes(config, case, params)
-    steps: dict[str, Callable[[], Any]] = {}
-    results: dict[str, StepResult] = {}
-
-    def fail(way: str, error: Exception) -> None:
-        on_failure(f"{case}, {way}: {_reason(error)}")
-        steps.pop(way), results.pop(way, None)
-
-    for name, executor in executors.items():
-        if isinstance(executor, RanksExecutor):
-            executor.pool.assume_stored(batch)
-            if chunk is not None:
-                executor.pool.assume_stored(chunk)
-        has_workers = isinstance(executor, RanksExecutor) and bool(executor.group.prefill_ranks)
-        n_prompt = 0 if chunk is None else chunk.tokens.shape[1]
-        for way in _ways(name, staggered, mini_batches, n_prompt, n_devices, has_workers):
-            on_progress(f"{case}: compiling {way.name}")
-            rows = batch if way.share == 1 else shuffled_batch(part, n_slots, config.vocab_size)
-            steps[way.name] = partial(_run, executor, way, rows, chunk)
-            began = time.perf_counter()
-            try:
-                logits = [np.asarray(x, np.float32) for x in steps[way.name]()]
-            except _FAILURES as error:
-                fail(way.name, error)
-                continue
-            took, floor = time.perf_counter() - began, (weights + kv / way.share) / limit * 1e3
-            result = results[way.name] = StepResult(str(case), way.name, floor_ms=floor, prepare_s=took)
-            n = way.options.get("n_batches", 1)
-            if n > 1:
-                result.pools_floor_ms = max(n * weights, kv / len(executor.group.workers)) / limit * 1e3
-            if way.decode in results and chunk is not None:
-                result.n_prompt_tokens, result.n_stored_tokens = chunk.tokens.shape[1], int(chunk.lengths[0])
-                stored = kv_bytes(config, StepCase(1, result.n_stored_tokens), params)
-                result.floor_ms += stored / limit * 1e3
-                result.decode_ms = results[way.decode].ahead_ms
-            if way.share > 1:
-                result.max_difference = None
-                continue
-            first += logits[len(first) :]
-            result.max_difference = max(map(_difference, logits, first))
-    turns: dict[str, int] = {}
-    for i in range(n_rounds):
-        on_progress(f"{case}: round {i + 1} of {n_rounds}")
-        for name, step in [*steps.items()]:
-            try:
-                if name not in turns:
-                    turns[name] = max(3, int(_ROUND_S / timed(step, 3)))
-                results[name].ahead_ms.append(timed(step, turns[name]) * 1e3)
-                results[name].alone_ms.append(alone(step, max(3, turns[name] // 2)) * 1e3)
-            except _FAILURES as error:
-                fail(name, error)
-    return list(results.values())
+    largest: LargestStep,
+) -> E:
+    """An executor over ranks, with KV slots for so many tokens."""
+    return kind(
+        partial(apply, config), params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
+        largest=largest, kv_dtype=group.cluster.kv_dtype, config=config,
+    )  # fmt: skip
 
 
-def _ways(
-    name: str,
-    staggered: Sequence[int],
-    mini_batches: Sequence[int],
-    prefill: int,
-    n_devices: int,
-    has_prefill_workers: bool = False,
-) -> list[Way]:
+def largest_of(cases: Sequence[StepCase], prefill: int = 0) -> LargestStep:
+    most = max(case.batch for case in cases), max(case.context for case in cases)
+    return LargestStep(*most, max(2, prefill))
+
+
+def _ways(name: str, options: StepOptions, has_prefill_workers: bool = False) -> list[Way]:
     """How an executor is asked to run a step."""
-    whole = [Way(name, {})]
+    whole, prefill, n_devices = [Way(name, {})], options.prefill, options.n_devices
     cut: list[Way] = []  # with a prompt's chunk only on workers of its own
     if name == "unsplit" and n_devices > 1:  # devices do not meet: one shows what all take
         cut.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
@@ -319,8 +353,9 @@ def _ways(
             Way("split, q first", {"q_first": True, "n_batches": 1, "mini_batches": 1}),
             Way("split, q with k, v", {"q_first": False, "n_batches": 1, "mini_batches": 1}),
         ]
-        cut += [Way(f"split, {n} staggered", {"n_batches": n}) for n in staggered]
-        cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in mini_batches]
+        cut += [Way(f"split, {n} staggered", {"n_batches": n}) for n in options.staggered]
+        parts = options.mini_batches
+        cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in parts]
     chunks: list[Way] = []
     here = {"prefill_workers": 0} if has_prefill_workers else {}
     for way in whole if prefill and name in ("unsplit", "split") else []:  # others have no step for both
@@ -350,16 +385,6 @@ def _run(
 
 def _difference(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
-
-
-def timed(step: Callable[[], Any], n: int) -> float:
-    """Seconds a step, over n steps launched one after another and waited for once."""
-    began = time.perf_counter()
-    out = None
-    for _ in range(n):
-        out = step()
-    jax.block_until_ready(out)
-    return (time.perf_counter() - began) / n
 
 
 def alone(step: Callable[[], Any], n: int) -> float:

@@ -60,6 +60,11 @@ class ThroughputOptions:
         n_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return n_values * int(DTYPES[self.dtype].dtype.itemsize)
 
+    def to_dict(self) -> dict[str, Any]:
+        names = ("dtype", "split", "max_num_seqs", "max_num_batched_tokens", "kv_headroom")
+        said = {name: getattr(self, name) for name in names}
+        return said | {"n_layers": self.config.num_hidden_layers}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -122,6 +127,19 @@ class ThroughputReport:
             theirs = [statistics.median(theirs)] * len(ours)
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         return statistics.median(ratios), min(ratios), max(ratios)
+
+    def ratios(self) -> dict[str, tuple[float, float, float]]:
+        return {way: self.ratio(way) for way in (ALONE, PADDED, TRANSFORMERS) if way in self.runs}
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("kv_slots", "warm_up_s", "in_turns", "same_tokens", "notes", "headings", "left_out")
+        return {name: getattr(self, name) for name in names} | {
+            "accelerator": self.device,
+            "results": {way: [run.to_dict() for run in runs] for way, runs in self.runs.items()},
+            "ratios": self.ratios(),
+            "ratio_limit": RATIO_LIMIT,
+            "under_load": self.under_load and self.under_load.to_dict(),
+        }
 
 
 def measure(

@@ -1,25 +1,34 @@
-"""`jaxlamina bench throughput`: options in, a table and one last line of JSON out. Knows how results look."""
+"""`jaxlamina bench throughput`: its options, and how its results look."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from jaxlamina.bench.bench_options import AsJson, Layers, Rounds, Seed, dtype_of, shape_of
+from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell, verdict, warning
 from jaxlamina.cli import model_options
-from jaxlamina.console.tables import print_table, print_where
 from jaxlamina.errors import UserError
-from jaxlamina.models.config_files import model_config
 from jaxlamina.options import DEFAULT_SEQS, MODEL_HELP
 
 if TYPE_CHECKING:
-    from jaxlamina.bench.loads import Size
+    from jaxlamina.bench.throughput_bench import ThroughputReport
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+# Of a way's heading and one of its runs.
+COLUMNS: Columns = (
+    ("way", lambda row: row[0], "<"),
+    ("requests", lambda row: row[1].n_requests, ""),
+    ("s", lambda row: row[1].seconds, ".2f"),
+    ("requests/s", lambda row: row[1].requests_per_s, ".3f"),
+    ("output tok/s", lambda row: row[1].output_per_s, ".1f"),
+    ("all tok/s", lambda row: row[1].tokens_per_s, ".1f"),
+    ("batch", lambda row: row[1].batch, ".1f"),
+    ("preempted", lambda row: row[1].n_preemptions, ""),
+    ("host waits", lambda row: None if row[1].wait_s is None else row[1].wait_s / row[1].seconds, ".0%"),
+)
 
 
 def throughput_command(
@@ -28,7 +37,7 @@ def throughput_command(
         str | None,
         typer.Option(help="Instead: a shape of configs/models, or a config.json, with random weights."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than --config's shape has.")] = None,
+    layers: Layers = None,
     dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "float32",
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,
     dataset_name: Annotated[
@@ -59,113 +68,70 @@ def throughput_command(
     compare: Annotated[
         str | None, typer.Option(help="transformers: its continuous batching, on the same requests.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, in which the ways take turns.")] = 1,
+    rounds: Rounds = 1,
     profile_s: Annotated[
         float,
         typer.Option(
             min=0, help="Record so many seconds of one more run: what each rank's device does. 0: none."
         ),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the drawn lengths.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON on stdout.")] = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Serve a full queue of requests in this process, greedily: requests and tokens a second. Over ranks, too:
     `jaxlamina launch --dop 1,1 -- bench throughput`."""
-    if model is not None and config is not None:
-        raise UserError("--model and --config are two ways to say which model: give one")
-    path = shape = None
-    if config is None:
-        path = model_options.find(model or DEFAULT_MODEL)
-    else:
-        shape = model_config(config)
+    model, shape, encode = _model(model, config, layers)
     from jaxlamina import ranks
-    from jaxlamina.bench import machine, split_bench, throughput_bench
-    from jaxlamina.bench.loads import means
-    from jaxlamina.bench.prompts import encoder_of
-    from jaxlamina.run.make import DTYPES
-    from jaxlamina.weights import open_checkpoint
+    from jaxlamina.bench import machine, throughput_bench
+    from jaxlamina.bench.loads import Size, means, sizes_of
 
-    if dtype not in DTYPES:
-        raise UserError(f"{dtype=} must be one of {', '.join(DTYPES)}")
+    dtype_of(dtype)
     if compare not in (None, "transformers"):
         raise UserError(f"--compare {compare!r} must be transformers")
     if one_at_a_time > num_prompts:
         raise UserError(f"--one-at-a-time {one_at_a_time} must be at most --num-prompts {num_prompts}")
-    encode = None
-    if path is not None:
-        checkpoint = open_checkpoint(path)
-        shape, encode = checkpoint.config, encoder_of(checkpoint)
-    assert shape is not None
-    if layers is not None:
-        if config is None:
-            raise UserError("--layers is for --config: a model of trained weights has all of its layers")
-        shape = split_bench.with_layers(shape, layers)
     group = ranks.current()
     if padded and group is not None:
         raise UserError("--padded is for one process: run it without launch")
     most = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
-    sizes = _sizes(dataset_name, num_prompts, input_len, output_len, most, seed)
-    max_num_seqs = max_num_seqs or DEFAULT_SEQS
+    sizes = sizes_of(dataset_name, num_prompts, Size(input_len, output_len), seed=seed, most_tokens=most)
     where = machine.describe(["torch", "transformers"] if compare else [])
     options = throughput_bench.ThroughputOptions(
-        model=None if config is not None else model or DEFAULT_MODEL,
-        config=shape,
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        split=split,
-        n_rounds=rounds,
-        n_alone=one_at_a_time,
-        compare=compare is not None,
-        kv_slots=kv_slots,
-        padded=padded,
-        kv_headroom=kv_headroom,
-        profile_s=profile_s,
-    )
-    with Console(stderr=True).status("starting") as status:
-        report = throughput_bench.measure(
-            options, sizes, encode=encode, group=group, on_progress=status.update
-        )
-    record = {
-        "bench": "throughput",
-        "model": config or options.model,
-        "n_layers": shape.num_hidden_layers,
-        "dtype": dtype,
-        "split": options.split,
-        "job": "one process" if group is None else str(group.cluster.pools),
-        "accelerator": report.device,
+        model, shape, dtype, max_num_seqs or DEFAULT_SEQS, max_num_batched_tokens,
+        split, rounds, one_at_a_time, compare is not None, kv_slots, padded, kv_headroom, profile_s,
+    )  # fmt: skip
+    with progress() as on_progress:
+        found = throughput_bench.measure(options, sizes, encode=encode, group=group, on_progress=on_progress)
+    job = "one process" if group is None else str(group.cluster.pools)
+    record: dict[str, Any] = {
+        "model": config or model,
+        "job": job,
         "dataset_name": dataset_name,
-        "num_prompts": num_prompts,
-        "mean_lengths": means(sizes),
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "kv_slots": report.kv_slots,
-        "kv_headroom": kv_headroom,
-        "kv_bytes": report.kv_slots * options.kv_token_bytes,
         "seed": seed,
-        "warm_up_s": report.warm_up_s,
-        "results": {way: [run.to_dict() for run in runs] for way, runs in report.runs.items()},
-        "ratios": {way: report.ratio(way) for way in report.runs if way != throughput_bench.OURS},
-        "ratio_limit": throughput_bench.RATIO_LIMIT,
-        "in_turns": report.in_turns,
-        "same_tokens": report.same_tokens,
-        "notes": report.notes,
-        "headings": report.headings,
-        "left_out": report.left_out,
-        "under_load": report.under_load and report.under_load.to_dict(),
-        **where.to_dict(),
     }
-    if not as_json:
-        _show(Console(highlight=False), record, report, where)
-    print(json.dumps(record))
+    record |= options.to_dict() | found.to_dict()
+    record |= {"num_prompts": num_prompts, "mean_lengths": means(sizes)}
+    record |= {"kv_bytes": found.kv_slots * options.kv_token_bytes}
+    tell("throughput", record, where, _parts(record, found), as_json=as_json)
 
 
-def _sizes(name: str, n: int, n_in: int, n_out: int, most: int, seed: int) -> list[Size]:
-    from jaxlamina.bench.loads import Size, drawn
+def _model(
+    model: str | None, config: str | None, layers: int | None
+) -> tuple[str | None, Any, Callable[[str], Sequence[int]] | None]:
+    """The model's name, None for random weights; its `ModelConfig`; and its tokenizer's function, if it has one."""
+    if model is not None and config is not None:
+        raise UserError("--model and --config are two ways to say which model: give one")
+    if config is not None:
+        return None, shape_of(config, layers), None
+    if layers is not None:
+        raise UserError("--layers is for --config: a model of trained weights has all of its layers")
+    model = model or DEFAULT_MODEL
+    path = model_options.find(model)
+    from jaxlamina.bench.prompts import encoder_of
+    from jaxlamina.weights import open_checkpoint
 
-    if name == "random":
-        return [Size(n_in, n_out)] * n
-    return drawn(name, n, seed=seed, most_tokens=most)
+    checkpoint = open_checkpoint(path)
+    return model, checkpoint.config, encoder_of(checkpoint)
 
 
 def _limit(record: dict[str, Any], ratio: float) -> str:
@@ -176,65 +142,31 @@ def _limit(record: dict[str, Any], ratio: float) -> str:
     load = record["accelerator"], record["dataset_name"], record["num_prompts"], n_alone
     if load != ("cpu", "sharegpt-like", 32, 32):
         return ""
-    return f"; limit {RATIO_LIMIT:g}: {'met' if ratio >= RATIO_LIMIT else 'missed'}"
+    return f"; limit {RATIO_LIMIT:g}: {verdict(ratio >= RATIO_LIMIT)}"
 
 
-def _show(out: Console, record: dict[str, Any], report: Any, where: Any) -> None:
-    from jaxlamina.bench.throughput_bench import ALONE, OURS, PADDED, TRANSFORMERS
+def _parts(record: dict[str, Any], found: ThroughputReport) -> Iterator[Part]:
+    from jaxlamina.bench.throughput_bench import ALONE, OURS
 
-    print_where(out, where)
     n_in, n_out = record["mean_lengths"]
-    out.print(
-        f"{record['model']}, {record['n_layers']} layers, {record['dtype']}, {record['accelerator']}, "
-        f"{record['job']}: {record['num_prompts']} requests ({record['dataset_name']}, on average {n_in:.0f} prompt and "
-        f"{n_out:.0f} output tokens), {record['max_num_seqs']} at once at most, KV of {record['kv_slots']:,} "
-        f"tokens ({record['kv_bytes'] / 2**20:.0f} MiB); compiled in {report.warm_up_s:.1f} s",
-        soft_wrap=True,
+    yield (
+        f"{record['model']}, {record['n_layers']} layers, {record['dtype']}, {record['accelerator']}, {record['job']}: "
+        f"{record['num_prompts']} requests ({record['dataset_name']}, on average {n_in:.0f} prompt and {n_out:.0f} output "
+        f"tokens), {record['max_num_seqs']} at once at most, KV of {record['kv_slots']:,} tokens "
+        f"({record['kv_bytes'] / 2**20:.0f} MiB); compiled in {found.warm_up_s:.1f} s"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("way", no_wrap=True)
-    for name in (
-        *("requests", "s", "requests/s", "output tok/s", "all tok/s"),
-        *("batch", "preempted", "host waits"),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for way, runs in report.runs.items():
-        for run in runs:
-            host = None if run.wait_s is None else f"{run.wait_s / run.seconds:.0%}"
-            table.add_row(
-                report.heading(way),
-                f"{run.n_requests}",
-                f"{run.seconds:.2f}",
-                f"{run.requests_per_s:.3f}",
-                f"{run.output_per_s:.1f}",
-                f"{run.tokens_per_s:.1f}",
-                "–" if run.batch is None else f"{run.batch:.1f}",
-                "–" if run.n_preemptions is None else f"{run.n_preemptions}",
-                host or "–",
-            )
-    print_table(out, table)
-    out.print(
+    yield table([(found.heading(way), run) for way, runs in found.runs.items() for run in runs], COLUMNS)
+    yield dim(
         "batch: sequences that got a token, mean over steps; host waits: for results, of the time. What the device waits is "
-        "seen with --profile-s",
-        style="dim",
-        soft_wrap=True,
+        "seen with --profile-s"
     )
-    for line in report.under_load.lines() if report.under_load else ():
-        out.print(line, soft_wrap=True, markup=False)
-    for way in (ALONE, PADDED, TRANSFORMERS):
-        if way in report.runs:
-            ratio, low, high = report.ratio(way)
-            limit = _limit(record, ratio) if way == ALONE else ""
-            out.print(
-                f"{OURS} is {ratio:.2f} × {report.heading(way)} in output tokens/s ({low:.2f}–{high:.2f}){limit}"
-            )
-    if report.same_tokens is not None:
-        out.print(
-            f"the same tokens as transformers: {report.same_tokens} of {record['num_prompts']} requests"
-        )
-    for way, note in report.notes.items():
-        out.print(f"{way}: {note}", style="dim", soft_wrap=True)
-    if not report.in_turns:
-        out.print("transformers ran first and ours after it: memory is too little for both", style="yellow")
-    for way, why in report.left_out.items():
-        out.print(f"left out: {way}, {why}", style="yellow", markup=False, soft_wrap=True)
+    yield from found.under_load.lines() if found.under_load else ()
+    for way, (ratio, low, high) in found.ratios().items():
+        limit = _limit(record, ratio) if way == ALONE else ""
+        yield f"{OURS} is {ratio:.2f} × {found.heading(way)} in output tokens/s ({low:.2f}–{high:.2f}){limit}"
+    if found.same_tokens is not None:
+        yield f"the same tokens as transformers: {found.same_tokens} of {record['num_prompts']} requests"
+    yield from (dim(f"{way}: {note}") for way, note in found.notes.items())
+    if not found.in_turns:
+        yield warning("transformers ran first and ours after it: memory is too little for both")
+    yield from left_out(found.left_out)

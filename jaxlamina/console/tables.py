@@ -1,12 +1,9 @@
-"""How tables and the machine of a measurement are printed. Numbers and names are never cut: in a narrow terminal a line wraps
-instead.
+"""How tables are printed. Numbers and names are never cut: in a narrow terminal a line wraps instead.
 
 Knows rich; nothing of what is shown.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -27,10 +24,3 @@ def print_table(out: Console, table: Table) -> None:
         out.print(table)
     finally:
         out.width = width
-
-
-def print_where(out: Console, where: Any, before: str = "") -> None:
-    """What a bench ran on (`jaxlamina.bench.machine.Machine`), after ``before``, and a warning where others were busy there."""
-    out.print(before + where.line(), style="dim", soft_wrap=True)
-    if where.busy():
-        out.print(where.busy(), style="yellow", soft_wrap=True)

@@ -1,0 +1,98 @@
+"""`jaxlamina bench decode`: its options, and how its results look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxlamina.bench.bench_options import AsJson
+from jaxlamina.bench.lists import listed, number
+from jaxlamina.bench.report import Columns, Part, counted_progress, dim, left_out, table, tell
+from jaxlamina.cli.model_options import AsyncScheduling, find
+from jaxlamina.options import MODEL_HELP
+
+if TYPE_CHECKING:
+    from jaxlamina.bench.decode_bench import DecodeReport
+
+COLUMNS: Columns = (
+    ("batch", lambda r: r.batch, ""),
+    ("peer", lambda r: r.title, "<"),
+    ("tokens/s", lambda r: r.tokens_per_s, ".1f"),
+    ("range", lambda r: f"{min(r.rounds_tokens_per_s):.1f}–{max(r.rounds_tokens_per_s):.1f}", ""),
+    ("ms/step", lambda r: r.ms_per_step, ".2f"),
+    ("% roof", lambda r: r.of_roofline, ".0%"),
+    ("same", lambda r: None if r.same_tokens is None else f"{r.same_tokens}/{r.batch}", ""),
+    ("prefill", lambda r: f"{r.prefill_s:.2f} s", ""),
+)
+
+
+def decode_command(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m-instruct",
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 224,
+    tokens: Annotated[int, typer.Option(min=1, help="Decode steps after the prompts' own pass.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; one more warms up.")] = 5,
+    peers: Annotated[
+        str,
+        typer.Option(help="auto (all that are installed), or some of split,unsplit,transformers,llama.cpp."),
+    ] = "auto",
+    async_scheduling: AsyncScheduling = True,
+    as_json: AsJson = False,
+) -> None:
+    """Time greedy float32 decoding: this project split and unsplit, beside transformers and llama.cpp.
+
+    Only decode steps are timed; the prompts' own pass and turning tokens into text are not. Peers take turns in one
+    run, each in a process of its own.
+    """
+    path = find(model)
+    from jaxlamina.bench import decode_bench, machine
+    from jaxlamina.bench import peers as peers_
+    from jaxlamina.bench.prompts import encoder_of
+    from jaxlamina.weights import open_checkpoint
+
+    what = "whole numbers of at least 1 separated by commas, e.g. 1,8,32"
+    batches = listed("--batch", batch, number(int, lambda n: n >= 1), what)
+    names, missing = peers_.chosen(peers)
+    where = machine.describe(peers_.PACKAGES)
+    checkpoint = open_checkpoint(path)
+    with counted_progress("starting") as on_progress:
+        found = decode_bench.measure(
+            model, checkpoint.config, names, batches=batches, n_prompt=prompt, n_steps=tokens, n_rounds=rounds,
+            encode=encoder_of(checkpoint), left_out=missing, async_scheduling=async_scheduling, on_progress=on_progress,
+        )  # fmt: skip
+    tell("decode", {"dtype": "float32", **found.to_dict()}, where, _parts(found), as_json=as_json)
+
+
+def _parts(found: DecodeReport) -> Iterator[Part]:
+    from jaxlamina.bench.peers import title
+
+    yield table(
+        found.results,
+        COLUMNS,
+        f"{found.model}, float32, greedy: prompt {found.n_prompt_tokens} ({found.prompt_kind}), {found.n_steps} decode "
+        f"steps, median of {found.n_rounds} interleaved rounds",
+        section=lambda r: r.batch,
+    )
+    yield dim(
+        "% roof: of the roofline below; same: rows with the first peer's tokens exactly; prefill: the prompts' own pass, "
+        "not in tokens/s"
+    )
+    yield (
+        f"measured here: memory reads {found.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s, float32 matrix products "
+        f"{found.matmul_flop_per_s / 1e9:.0f} GFLOP/s"
+    )
+    for batch, n_bytes in found.step_bytes.items():
+        yield (
+            f"roofline at batch {batch}: {found.roofline(batch):.1f} tokens/s, the lower of {n_bytes / 1e6:,.0f} MB a "
+            f"step to read ({found.read_limit(batch):.1f}) and {found.step_flop[batch] / 1e9:.2f} GFLOP "
+            f"({found.matmul_limit(batch):.1f})"
+        )
+    for x in found.ratios:
+        yield (
+            f"batch {x.batch}: {title(x.ours)} is {x.ratio:.2f} × {title(x.peer)} ({x.lowest:.2f}–{x.highest:.2f} over "
+            "the rounds)"
+        )
+    yield from (dim(f"{title(peer)}: {note}") for peer, note in found.notes.items())
+    yield from left_out({title(peer): why for peer, why in found.left_out.items()})
