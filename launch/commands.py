@@ -21,7 +21,8 @@ def rank_argv(options: LaunchOptions) -> tuple[str, ...]:
     """One rank, by this interpreter. ``-P``: a folder `launch` where the user is must not be taken for ours."""
     config = () if options.config is None else ("--config", options.config)
     changes = tuple(word for change in options.changes for word in ("--set", change))
-    return (sys.executable, "-P", "-m", "launch", *config, *changes, "--", *options.command)
+    what = ("--", *options.command) if options.module is None else ("--module", options.module)
+    return (sys.executable, "-P", "-m", "launch", *config, *changes, *what)
 
 
 def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:

@@ -17,21 +17,23 @@ from jaxlamina.server.settings import CONNECTIONS_END_S, SHUTDOWN_TIMEOUT_S, THR
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """config: the cluster file; changes: "key=value" over it; rank: given by hand; command: what rank 0 runs."""
+    """config: the cluster file; changes: "key=value" over it; rank: given by hand; command: what rank 0 runs. module: whose
+    ``main(cluster, rank)`` every rank runs instead."""
 
     config: str | None
     changes: tuple[str, ...]
     rank: int | None
     command: tuple[str, ...]
+    module: str | None = None
 
     @property
     def reads_stdin(self) -> bool:
-        return self.command[0] != "serve"
+        return self.module is None and self.command[0] != "serve"
 
     @property
     def end_s(self) -> float | None:
         """How long rank 0 may take to end once it is asked to; None: it has nothing to bring to an end."""
-        if self.command[0] != "serve":
+        if self.command[:1] != ("serve",):
             return None
         parser = _Parser(allow_abbrev=False, add_help=False)
         parser.add_argument("--shutdown-timeout", type=float, default=SHUTDOWN_TIMEOUT_S)
@@ -60,6 +62,9 @@ def parse(prog: str, what: str, arguments: Sequence[str] | None) -> LaunchOption
         dest="changes",
         help="a key of the cluster file, over what the file says; may be repeated",
     )
+    parser.add_argument(
+        "--module", metavar="NAME", help="every rank runs this module's main(cluster, rank), and not COMMAND"
+    )
     parser.add_argument("--rank", type=int, help="this rank, where no starter says it")
     parser.add_argument(
         "command",
@@ -69,8 +74,11 @@ def parse(prog: str, what: str, arguments: Sequence[str] | None) -> LaunchOption
     )
     found = parser.parse_args(arguments)
     command = found.command[1:] if found.command[:1] == ["--"] else found.command
-    check_command(command)
-    return LaunchOptions(found.config, tuple(found.changes), found.rank, tuple(command))
+    if found.module is None:
+        check_command(command)
+    elif command:
+        raise UserError(f"--module {found.module} is run in place of a command: leave out {command[0]!r}")
+    return LaunchOptions(found.config, tuple(found.changes), found.rank, tuple(command), found.module)
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ Knows its place, its platform and how it ends; what it does meanwhile is `jaxlam
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import sys
 import traceback
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _work(cluster: Cluster, rank: int, options: LaunchOptions) -> int:
+    if options.module is not None:
+        return int(importlib.import_module(options.module).main(cluster, rank))
     if rank == 0:
         from jaxlamina.cli.launch import find_model
 

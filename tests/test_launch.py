@@ -56,6 +56,7 @@ def test_what_follows_the_command_is_its_own():
         (["--rank", "one", "generate", "x"], "invalid int value: 'one'"),
         (["split"], "must be one of generate, serve, bench, not 'split'"),
         ([], "must be one of generate, serve, bench, and there is none"),
+        (["--module", "some.module", "generate", "x"], "leave out 'generate'"),
     ],
 )
 def test_options_that_are_none(words, message):
@@ -64,8 +65,9 @@ def test_options_that_are_none(words, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_ranks_command_line_is_read_back_as_it_was_meant():
-    options = LaunchOptions("my jobs/c.toml", ("dop=1,3", 'model="a b"'), None, GENERATE)
+@pytest.mark.parametrize("what", [(GENERATE, None), ((), "some.module")])
+def test_a_ranks_command_line_is_read_back_as_it_was_meant(what):
+    options = LaunchOptions("my jobs/c.toml", ("dop=1,3", 'model="a b"'), None, *what)
     argv = rank_argv(options)
     assert argv[:4] == (sys.executable, "-P", "-m", "launch")
     assert parse("launch", "", argv[4:]) == options

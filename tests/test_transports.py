@@ -7,6 +7,7 @@ their own (`transport_rank`) and looks at what they saw.
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -26,7 +27,9 @@ from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import open_transport
 from jaxlamina.transports.exchanges import first_difference
 
-RANK = (sys.executable, str(Path(__file__).with_name("transport_rank.py")))
+HERE = Path(__file__).parent
+PATHS = {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE)))}
+RANK = "transport_rank"
 TRANSPORTS = (pytest.param("mpi", marks=pytest.mark.mpi), "xla")
 
 
@@ -39,7 +42,7 @@ class Kept:
 
     def ask(self, scenario: str, **request: Any) -> list[Any]:
         if self._ranks is None:
-            self._ranks = Ranks(self.transport, self.n_ranks, RANK)
+            self._ranks = Ranks(self.transport, self.n_ranks, RANK, environment=PATHS)
         ranks, self._ranks = self._ranks, None
         answers = ranks.ask({"do": scenario, **request})
         self._ranks = ranks
@@ -210,7 +213,7 @@ def test_a_float32_message_whose_tie_is_used_in_bfloat16_travels_as_float32(rank
 
 @pytest.mark.multi_gpu
 def test_a_float32_message_travels_in_four_bytes_between_gpus_too():
-    with Ranks("xla", 2, RANK, platforms=("cuda", "cuda")) as gpus:
+    with Ranks("xla", 2, RANK, platforms=("cuda", "cuda"), environment=PATHS) as gpus:
         answers = gpus.ask({"do": "narrow"})
     assert all(a["right"] for a in answers) and fit(answers)
     assert {np.dtype(e.dtype).itemsize for a in answers for e in exchanges(a["exchanges"])} == {4}
@@ -220,7 +223,7 @@ def test_a_float32_message_travels_in_four_bytes_between_gpus_too():
 @pytest.mark.parametrize("peer_memory", ["1", "0"])
 def test_messages_between_gpus_by_memory_and_by_collectives(peer_memory):
     """In straight programs and in loops, called again, of sizes that fit and of others that go by collectives."""
-    variables = {"JAXLAMINA_PEER_MEMORY": peer_memory}
+    variables = PATHS | {"JAXLAMINA_PEER_MEMORY": peer_memory}
     with Ranks("xla", 2, RANK, platforms=("cuda", "cuda"), environment=variables) as gpus:
         answers = {name: gpus.ask({"do": name}) for name in ("dtypes", "order")}
         looped = [gpus.ask({"do": "each", "turns": turns}) for turns in (1, 4, 4)]
@@ -255,7 +258,7 @@ def test_q_arrives_long_before_the_work_on_k_and_v_is_done(ranks):
 
 
 def test_ranks_that_wait_for_ever_are_ended(transport):
-    ranks = Ranks(transport, 2, RANK)
+    ranks = Ranks(transport, 2, RANK, environment=PATHS)
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 0 did not answer in time"):
         ranks.ask({"do": "hang"}, deadline_s=3)
@@ -263,14 +266,18 @@ def test_ranks_that_wait_for_ever_are_ended(transport):
 
 
 def test_a_rank_that_fails_says_so(transport):
-    ranks = Ranks(transport, 2, RANK)
+    ranks = Ranks(transport, 2, RANK, environment=PATHS)
     with pytest.raises(RankError, match="rank 0: KeyError: 'no such scenario'"):
         ranks.ask({"do": "no such scenario"})
 
 
-def test_ranks_that_cannot_start():
-    with pytest.raises(RankError, match="(?s)rank 0, 1 ended with exit code 7.*this is why"):
-        Ranks("xla", 2, (sys.executable, "-c", "print('this is why'); raise SystemExit(7)"))
+def test_ranks_that_cannot_start(tmp_path):
+    (tmp_path / "never.py").write_text("print('this is why'); raise SystemExit(7)")
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, tmp_path)))}
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0, 1 ended.*this is why.*rank \d .*ended with exit code 7"
+    ):
+        Ranks("xla", 2, "never", environment=paths)
 
 
 def test_another_transport_is_an_error():

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxlamina.bench.exchange_ranks import serve
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.transports import Transport
 from pallas_kernels.order import tied
 
@@ -298,5 +299,6 @@ def hang(t: Transport, request: dict[str, Any]) -> Any:
     return "idle"
 
 
-if __name__ == "__main__":
-    serve({f.__name__: f for f in (dtypes, order, each, again, after, lists, narrow, q_first, hang)})
+def main(cluster: Cluster, rank: int) -> int:
+    scenarios = (dtypes, order, each, again, after, lists, narrow, q_first, hang)
+    return serve({f.__name__: f for f in scenarios}, cluster, rank)

@@ -20,12 +20,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxlamina.bench.exchange_ranks import RankError, Ranks, command_of
+from jaxlamina.bench.exchange_ranks import RankError, Ranks
 from jaxlamina.bench.lists import listed
 from jaxlamina.errors import UserError
 from jaxlamina.process.gpus import n_gpus
 from jaxlamina.steps.exchange import Exchange
 
+RANK = "jaxlamina.bench.exchange_rank"
 SIZES_BYTES = tuple(4096 * 4**i for i in range(8))  # 4 KiB to 64 MiB
 # What the xla transport aims at on GPUs of one host.
 ROUND_TRIP_AIM_US = 20.0  # at 4 KiB
@@ -164,9 +165,8 @@ def measure(
         for peer in peers:
             on_progress(f"{peer.label}: starting two ranks")
             try:
-                running[peer] = _Running(
-                    peer, stack.enter_context(_start(peer, platform)), sizes_bytes, on_progress
-                )
+                ranks = Ranks(peer.transport, 2, RANK, platforms=platform, environment=dict(peer.environment))
+                running[peer] = _Running(peer, stack.enter_context(ranks), sizes_bytes, on_progress)
             except RankError as error:
                 out[peer.label] = _brief(error)
         limit, rate = _limit(link_bytes_per_s, [kind for r in running.values() for kind in r.ranks.devices])
@@ -230,16 +230,6 @@ class _Running:
         if not all(f["right"] for f in found):
             raise RankError(f"what came back was not what was sent, at {size_text(size)}")
         return found[0]["seconds"]
-
-
-def _start(peer: ExchangePeer, platform: tuple[str, str]) -> Ranks:
-    return Ranks(
-        peer.transport,
-        2,
-        command_of("jaxlamina.bench.exchange_rank"),
-        platforms=platform,
-        environment=dict(peer.environment),
-    )
 
 
 def _brief(error: RankError) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxlamina.bench.exchange_ranks import serve
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.transports import Program, Transport
 
 # Run right before what is timed, so that both ranks begin that together.
@@ -70,6 +71,6 @@ class Bench:
         return {"seconds": seconds, "right": bool((got == np.arange(len(got), dtype=np.float32)).all())}
 
 
-if __name__ == "__main__":
+def main(cluster: Cluster, rank: int) -> int:
     bench = Bench()
-    serve({"prepare": bench.prepare, "time": bench.time})
+    return serve({"prepare": bench.prepare, "time": bench.time}, cluster, rank)

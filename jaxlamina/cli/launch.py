@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,11 +74,8 @@ def launch(
     arguments += [part for word in words for part in ("--set", word)]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(
-        sys.executable,
-        [sys.executable, "-P", "-m", "launch.local", *arguments, "--", *(command or [])],
-        _environment(),
-    )
+    argv = starter([*arguments, "--", *(command or [])])
+    os.execve(argv[0], argv, environment())
 
 
 def find_model(command: list[str], cluster: Cluster) -> None:
@@ -121,7 +119,12 @@ def _context(command: list[str], cluster: Cluster) -> Any:
     return current.make_context(name, words, parent=context)
 
 
-def _environment() -> dict[str, str]:
+def starter(arguments: Sequence[str]) -> list[str]:
+    """The command line that starts all ranks of a job on this host."""
+    return [sys.executable, "-P", "-m", "launch.local", *arguments]
+
+
+def environment() -> dict[str, str]:
     """Ours, with the folder that this package was imported from where Python would not find it by itself."""
     root = str(Path(jaxlamina.__file__).resolve().parents[1])
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
