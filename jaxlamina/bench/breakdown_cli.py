@@ -6,19 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from jaxlamina.bench.bench_options import (
-    AsJson,
-    Case,
-    Config,
-    DType,
-    Figure,
-    Layers,
-    Staggered,
-    dtype_of,
-    shape_of,
-)
+from jaxlamina.bench.flags import AsJson, Case, Config, DType, Figure, Layers, Staggered, option, shape_of
 from jaxlamina.bench.report import Columns, Part, check_figure, dim, progress, table, tell, warning
 from jaxlamina.errors import UserError
 
@@ -34,9 +22,9 @@ def breakdown_command(
     dtype: DType = "bfloat16",
     layers: Layers = None,
     staggered: Staggered = "",
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps recorded of each case and way.")] = 8,
+    steps: Annotated[int, option("Steps recorded of each case and way.", min=1, max=1000)] = 8,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write all ranks' spans for Perfetto: a .json or .json.gz.")
+        Path | None, option("Write all ranks' spans for Perfetto: a .json or .json.gz.")
     ] = None,
     figure: Figure = None,
     as_json: AsJson = False,
@@ -47,7 +35,7 @@ def breakdown_command(
     from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, step_bench
     from jaxlamina.profiling import perfetto
 
-    weights, cases = dtype_of(dtype), step_bench.cases_of(case)
+    weights, cases = step_bench.dtype_of(dtype), step_bench.cases_of(case)
     n_batches = step_bench.numbers_of(staggered)
     check_figure(figure)
     if timeline is not None:

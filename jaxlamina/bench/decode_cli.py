@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from jaxlamina.bench.bench_options import AsJson
+from jaxlamina.bench.flags import AsJson, option
 from jaxlamina.bench.lists import listed, number
 from jaxlamina.bench.report import Columns, Part, counted_progress, dim, left_out, table, tell
 from jaxlamina.cli.model_options import AsyncScheduling, find
@@ -29,14 +27,13 @@ COLUMNS: Columns = (
 
 
 def decode_command(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m-instruct",
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 224,
-    tokens: Annotated[int, typer.Option(min=1, help="Decode steps after the prompts' own pass.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; one more warms up.")] = 5,
+    model: Annotated[str, option(MODEL_HELP)] = "smollm2-135m-instruct",
+    batch: Annotated[str, option("Batch sizes, separated by commas.")] = "1,8,32",
+    prompt: Annotated[int, option("Tokens of each prompt.", min=1)] = 224,
+    tokens: Annotated[int, option("Decode steps after the prompts' own pass.", min=1)] = 64,
+    rounds: Annotated[int, option("Timed rounds; one more warms up.", min=1)] = 5,
     peers: Annotated[
-        str,
-        typer.Option(help="auto (all that are installed), or some of split,unsplit,transformers,llama.cpp."),
+        str, option("auto (all that are installed), or some of split,unsplit,transformers,llama.cpp.")
     ] = "auto",
     async_scheduling: AsyncScheduling = True,
     as_json: AsJson = False,

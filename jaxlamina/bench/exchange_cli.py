@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from jaxlamina.bench.bench_options import AsJson, Figure, Rounds
+from jaxlamina.bench.flags import AsJson, Figure, Rounds, option
 from jaxlamina.bench.report import Columns, Part, check_figure, dim, left_out, progress, table, tell, verdict
 from jaxlamina.errors import UserError
 
@@ -19,21 +17,20 @@ if TYPE_CHECKING:
 def exchange_command(
     transport: Annotated[
         list[str] | None,
-        typer.Option(
-            help="mpi or xla; may be repeated; with environment variables of its own: 'xla:NCCL_PROTO=LL;VAR=VALUE', "
+        option(
+            "mpi or xla; may be repeated; with environment variables of its own: 'xla:NCCL_PROTO=LL;VAR=VALUE', "
             "of which JAXLAMINA_PEER_MEMORY=0 leaves all to collectives. Default: all that are installed."
         ),
     ] = None,
     sizes: Annotated[
-        str | None, typer.Option(help="Sizes separated by commas: 4K,1M. Default: 4 KiB to 64 MiB by fours.")
+        str | None, option("Sizes separated by commas: 4K,1M. Default: 4 KiB to 64 MiB by fours.")
     ] = None,
     rounds: Rounds = 7,
     platform: Annotated[
-        str,
-        typer.Option(help="auto (GPUs where there are two), cpu, cuda, or rank 0's and rank 1's: cuda,cpu."),
+        str, option("auto (GPUs where there are two), cpu, cuda, or rank 0's and rank 1's: cuda,cpu.")
     ] = "auto",
     link: Annotated[
-        float | None, typer.Option(min=0.001, help="What the link can do one way, in GB/s, to compare with.")
+        float | None, option("What the link can do one way, in GB/s, to compare with.", min=0.001)
     ] = None,
     figure: Figure = None,
     as_json: AsJson = False,

@@ -6,9 +6,7 @@ import asyncio
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
-from jaxlamina.bench.bench_options import ApiKey, AsJson, BaseUrl, Host, Port, ServedModel, Streams, address
+from jaxlamina.bench.flags import ApiKey, AsJson, BaseUrl, Host, Port, ServedModel, Streams, address, option
 from jaxlamina.bench.lists import named
 from jaxlamina.bench.report import Columns, dim, progress, table, tell, verdict
 from jaxlamina.cli import model_options
@@ -33,15 +31,13 @@ def heavy_command(
     port: Port = 8000,
     model: ServedModel = None,
     api_key: ApiKey = None,
-    only: Annotated[
-        str, typer.Option(help="Names of heavy requests, separated by commas. Default: all.")
-    ] = "",
+    only: Annotated[str, option("Names of heavy requests, separated by commas. Default: all.")] = "",
     streams: Streams = 2,
     output_len: model_options.OutputLen = 128,
     window: Annotated[
-        float, typer.Option(min=0.1, help="Seconds without the heavy request, and as many with it.")
+        float, option("Seconds without the heavy request, and as many with it.", min=0.1)
     ] = 5.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each heavy request has its turn.")] = 3,
+    rounds: Annotated[int, option("Times that each heavy request has its turn.", min=1)] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Send a server single requests that are made to keep it busy, and time what others notice.

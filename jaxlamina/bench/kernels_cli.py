@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from jaxlamina.bench.bench_options import AsJson, Rounds
+from jaxlamina.bench.flags import AsJson, Rounds, option
 from jaxlamina.bench.report import Columns, Part, left_out, progress, table, tell
 from jaxlamina.errors import UserError
 
@@ -21,18 +19,15 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 def kernels_command(
     case: Annotated[
-        str, typer.Option(help="Cases, separated by commas: mha, gqa, long, ragged; demo, ragged on a CPU.")
+        str, option("Cases, separated by commas: mha, gqa, long, ragged; demo, ragged on a CPU.")
     ] = "all",
     peers: Annotated[
-        str, typer.Option(help="Peers, separated by commas; auto: all there are, plain XLA on a CPU alone.")
+        str, option("Peers, separated by commas; auto: all there are, plain XLA on a CPU alone.")
     ] = "auto",
     rounds: Rounds = 5,
-    seed: Annotated[
-        int | None, typer.Option(help="Of inputs and shuffled slots; default: another every run.")
-    ] = None,
+    seed: Annotated[int | None, option("Of inputs and shuffled slots; default: another every run.")] = None,
     tune: Annotated[
-        bool,
-        typer.Option("--tune", help="Try every tuning of the Hopper kernel and write the best to its table."),
+        bool, option("Try every tuning of the Hopper kernel and write the best to its table.", "--tune")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

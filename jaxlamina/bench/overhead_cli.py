@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
-from jaxlamina.bench.bench_options import AsJson, Seed
+from jaxlamina.bench.flags import AsJson, Seed, option
 from jaxlamina.bench.lists import listed, number
 from jaxlamina.bench.report import Columns, Part, progress, table, tell
 from jaxlamina.cli import model_options
@@ -48,21 +47,21 @@ def overhead_command(
     model: model_options.Model = DEFAULT_MODEL,
     dtype: model_options.DType = "float32",
     case: Annotated[
-        str, typer.Option(help="Prompt x output tokens, separated by commas, such as 256x128,1024x1024.")
+        str, option("Prompt x output tokens, separated by commas, such as 256x128,1024x1024.")
     ] = "256x128",
-    copies: Annotated[int, typer.Option(min=1, help="Equal requests in the batch that is timed.")] = 3,
-    attempts: Annotated[int, typer.Option(min=1, help="Timed batches of each way; one more warms up.")] = 10,
+    copies: Annotated[int, option("Equal requests in the batch that is timed.", min=1)] = 3,
+    attempts: Annotated[int, option("Timed batches of each way; one more warms up.", min=1)] = 10,
     request_rate: Annotated[
-        str, typer.Option(help="Also the server under Poisson arrivals: rates a second, such as 0.5,1,2.")
+        str, option("Also the server under Poisson arrivals: rates a second, such as 0.5,1,2.")
     ] = "",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 32,
+    num_prompts: Annotated[int, option("Requests at each rate.", min=1)] = 32,
     dataset_name: Annotated[
-        str, typer.Option(help="Their lengths: sharegpt-like, alpaca-like or azure-conversation.")
+        str, option("Their lengths: sharegpt-like, alpaca-like or azure-conversation.")
     ] = "alpaca-like",
     max_num_seqs: model_options.MaxNumSeqs = None,
     max_model_len: model_options.MaxModelLen = None,
     no_warm_up: Annotated[
-        bool, typer.Option("--no-warm-up", help="The server compiles each program when it first needs it.")
+        bool, option("The server compiles each program when it first needs it.", "--no-warm-up")
     ] = False,
     seed: Seed = 0,
     as_json: AsJson = False,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from jaxlamina.bench.bench_options import AsJson
+from jaxlamina.bench.flags import AsJson, option
 from jaxlamina.bench.report import progress, tell, verdict
 from jaxlamina.cli.model_options import find
 from jaxlamina.options import MODEL_HELP
 
 
 def prefix_command(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m-instruct",
-    shared: Annotated[int, typer.Option(min=1, help="Tokens that both prompts begin with.")] = 1000,
-    own: Annotated[int, typer.Option(min=1, help="Tokens of each prompt after them.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of requests; one more compiles.")] = 5,
-    no_split: Annotated[bool, typer.Option("--no-split", help="One program a step.")] = False,
+    model: Annotated[str, option(MODEL_HELP)] = "smollm2-135m-instruct",
+    shared: Annotated[int, option("Tokens that both prompts begin with.", min=1)] = 1000,
+    own: Annotated[int, option("Tokens of each prompt after them.", min=1)] = 16,
+    rounds: Annotated[int, option("Timed pairs of requests; one more compiles.", min=1)] = 5,
+    no_split: Annotated[bool, option("One program a step.", "--no-split")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time to the first token of two float32 requests that share most of their prompt."""

@@ -11,20 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxlamina.bench.bench_options import ApiKey, AsJson, BaseUrl, Host, Port, Seed, ServedModel, address
-from jaxlamina.bench.report import (
-    Column,
-    Columns,
-    Part,
-    counted_progress,
-    dim,
-    failure,
-    save,
-    table,
-    tell,
-    warning,
-    whole,
-)
+from jaxlamina.bench import report
+from jaxlamina.bench.flags import ApiKey, AsJson, BaseUrl, Host, Port, Seed, ServedModel, address, option
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 
@@ -36,57 +24,49 @@ if TYPE_CHECKING:
 
 DATASETS = ("random", "sharegpt-like", "alpaca-like", "azure-conversation", "trace")
 _SHOWN_ERRORS = 5
-PAIRS: Columns = (("", lambda row: row[0], "<"), ("", lambda row: row[1], "<"))
+PAIRS: report.Columns = (("", lambda row: row[0], "<"), ("", lambda row: row[1], "<"))
 
 
 def serve_command(
     base_url: BaseUrl = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    endpoint: Annotated[str, option("completions or chat.")] = "completions",
     model: ServedModel = None,
     api_key: ApiKey = None,
-    dataset_name: Annotated[str, typer.Option(help=", ".join(DATASETS) + ".")] = "random",
+    dataset_name: Annotated[str, option(", ".join(DATASETS) + ".")] = "random",
     dataset_path: Annotated[
-        Path | None, typer.Option(help="The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens.")
+        Path | None, option("The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens.")
     ] = None,
-    speedup: Annotated[float, typer.Option(help="The trace's arrivals come so much faster.")] = 1.0,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests; of a trace the first ones.")] = 1000,
+    speedup: Annotated[float, option("The trace's arrivals come so much faster.")] = 1.0,
+    num_prompts: Annotated[int, option("Requests; of a trace the first ones.", min=1)] = 1000,
     input_len: model_options.InputLen = 1024,
     output_len: model_options.OutputLen = 128,
     request_rate: Annotated[
-        float, typer.Option(help="Requests a second; inf: all at once. A trace has its own arrivals.")
+        float, option("Requests a second; inf: all at once. A trace has its own arrivals.")
     ] = math.inf,
     burstiness: Annotated[
-        float,
-        typer.Option(
-            help="Shape of the gamma distribution between arrivals: 1 Poisson, less comes in bursts."
-        ),
+        float, option("Shape of the gamma distribution between arrivals: 1 Poisson, less comes in bursts.")
     ] = 1.0,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests at the server at most; others wait here, untimed.")
+        int | None, option("Requests at the server at most; others wait here, untimed.", min=1)
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Have outputs as long as asked for (vLLM, JaxLamina).")
+        bool, option("Have outputs as long as asked for (vLLM, JaxLamina).", "--ignore-eos")
     ] = False,
     seed: Seed = 0,
     percentile_metrics: Annotated[
-        str, typer.Option(help="Metrics shown: some of ttft,tpot,itl,e2el.")
+        str, option("Metrics shown: some of ttft,tpot,itl,e2el.")
     ] = "ttft,tpot,itl,e2el",
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles of them.")] = "50,90,99",
+    metric_percentiles: Annotated[str, option("Percentiles of them.")] = "50,90,99",
     goodput: Annotated[
-        list[str] | None,
-        typer.Option(help="Also requests a second within limits in ms: --goodput ttft:200 tpot:50."),
+        list[str] | None, option("Also requests a second within limits in ms: --goodput ttft:200 tpot:50.")
     ] = None,
     more_goodput: Annotated[
         list[str] | None, typer.Argument(metavar="NAME:MS", help="More limits, after --goodput's first.")
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that the server may say nothing in an answer.")
-    ] = 600.0,
-    save_result: Annotated[
-        Path | None, typer.Option(help="A JSON file for the results, with every request's.")
-    ] = None,
+    timeout: Annotated[float, option("Seconds that the server may say nothing in an answer.", min=1)] = 600.0,
+    save_result: Annotated[Path | None, option("A JSON file for the results, with every request's.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Load an OpenAI-compatible server and time its streamed answers: TTFT, TPOT, ITL, throughput, goodput."""
@@ -120,8 +100,10 @@ def serve_command(
     record |= {"speedup": speedup if dataset_path else None, "max_concurrency": max_concurrency, "seed": seed}
     record |= wanted.of(measured.answers, measured.duration_s) | {"latest_ms": 1e3 * measured.latest_s}
     if save_result is not None:
-        save(save_result, whole("serve", record | _each(measured, load), where), "--save-result")
-    tell("serve", record, where, parts(record, measured, load, wanted), as_json=as_json)
+        report.save(
+            save_result, report.whole("serve", record | _each(measured, load), where), "--save-result"
+        )
+    report.tell("serve", record, where, parts(record, measured, load, wanted), as_json=as_json)
     if not record["completed"]:
         raise UserError(f"no request was answered: {next(iter(record['errors']))}")
 
@@ -180,7 +162,7 @@ def _run(target: Target, load: Load) -> Measured:
     [trial] = serve_client.prompts(load.sizes[:1], None if isinstance(first, str) else first, seed=2**31)
     n_done = n_failed = 0
 
-    with counted_progress("trying one request") as on_progress:
+    with report.counted_progress("trying one request") as on_progress:
 
         def on_answer(answer: TimedAnswer) -> None:
             nonlocal n_done, n_failed
@@ -213,7 +195,7 @@ def _value(key: str, row: tuple[str, dict[str, Any]]) -> Any:
     return row[1][key]
 
 
-def parts(record: dict[str, Any], measured: Measured, load: Load, wanted: Wanted) -> Iterator[Part]:
+def parts(record: dict[str, Any], measured: Measured, load: Load, wanted: Wanted) -> Iterator[report.Part]:
     """What is shown of a result."""
     from jaxlamina.bench import loads, serve_metrics
 
@@ -236,16 +218,16 @@ def parts(record: dict[str, Any], measured: Measured, load: Load, wanted: Wanted
     if "request_goodput" in record:
         limits = ", ".join(f"{name} ≤ {ms:g} ms" for name, ms in wanted.limits_ms.items())
         rows.append((f"goodput ({limits})", f"{record['request_goodput']:.3f} requests/s"))
-    yield table(rows, PAIRS)
+    yield report.table(rows, PAIRS)
     keys = ("mean", "median", "std", *(f"p{p:g}" for p in wanted.percentiles))
     rows_ms = [(name.upper(), {key: record[f"{key}_{name}_ms"] for key in keys}) for name in wanted.names]
-    columns: list[Column] = [(key, partial(_value, key), ".2f") for key in keys]
-    yield table(rows_ms, (PAIRS[0], *columns), "ms")
-    yield dim("; ".join(f"{name.upper()}: {serve_metrics.TITLES[name]}" for name in wanted.names))
+    columns: list[report.Column] = [(key, partial(_value, key), ".2f") for key in keys]
+    yield report.table(rows_ms, (PAIRS[0], *columns), "ms")
+    yield report.dim("; ".join(f"{name.upper()}: {serve_metrics.TITLES[name]}" for name in wanted.names))
     if record["num_too_long"]:
-        yield warning(f"left out: {record['num_too_long']} requests longer than the server takes")
+        yield report.warning(f"left out: {record['num_too_long']} requests longer than the server takes")
     if any(a.error is None and not a.usage for a in measured.answers):
-        yield warning("the server does not say how many tokens there were: pieces were counted")
-    yield dim(f"requests were begun at most {record['latest_ms']:.1f} ms late by this client")
+        yield report.warning("the server does not say how many tokens there were: pieces were counted")
+    yield report.dim(f"requests were begun at most {record['latest_ms']:.1f} ms late by this client")
     for text, n in serve_metrics.errors(measured.answers)[:_SHOWN_ERRORS]:
-        yield failure(f"{n} failed: {text}")
+        yield report.failure(f"{n} failed: {text}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from jaxlamina.bench.bench_options import AsJson, Config
+from jaxlamina.bench.flags import AsJson, Config, option
 from jaxlamina.bench.lists import listed, number
 from jaxlamina.bench.report import Columns, Part, dim, progress, table, tell, verdict
 from jaxlamina.errors import UserError
@@ -31,12 +29,11 @@ EACH: Columns = (("each s", lambda t: t.every_slice_s, ".1f"),)
 
 def split_command(
     config: Config = "llama-2-70b",
-    layers: Annotated[str, typer.Option(help="Layer counts, separated by commas.")] = "8,32,80",
-    batch: Annotated[int, typer.Option(min=1, help="Requests in the decode step that is split.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Weights: bfloat16 or float32.")] = "bfloat16",
+    layers: Annotated[str, option("Layer counts, separated by commas.")] = "8,32,80",
+    batch: Annotated[int, option("Requests in the decode step that is split.", min=1)] = 8,
+    dtype: Annotated[str, option("Weights: bfloat16 or float32.")] = "bfloat16",
     every_slice: Annotated[
-        bool,
-        typer.Option("--every-slice", help="Also compile every slice on its own: what sharing saves. Slow."),
+        bool, option("Also compile every slice on its own: what sharing saves. Slow.", "--every-slice")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

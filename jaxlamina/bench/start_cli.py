@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxlamina.bench.bench_options import AsJson, Streams
+from jaxlamina.bench.flags import AsJson, Streams, option
 from jaxlamina.bench.report import Columns, dim, progress, table, tell
 from jaxlamina.cli import model_options
 
@@ -38,13 +38,11 @@ def start_command(
     input_len: model_options.InputLen = 16,
     output_len: model_options.OutputLen = 128,
     behind: Annotated[
-        float, typer.Option(min=0.1, help="Seconds at most of streams while programs are compiled.")
+        float, option("Seconds at most of streams while programs are compiled.", min=0.1)
     ] = 120.0,
-    after: Annotated[float, typer.Option(min=0.1, help="Seconds of streams after that.")] = 10.0,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Starts without programs on disk, each with one after it.")
-    ] = 1,
-    deadline: Annotated[float, typer.Option(min=1, help="Seconds for a first answer.")] = 600.0,
+    after: Annotated[float, option("Seconds of streams after that.", min=0.1)] = 10.0,
+    rounds: Annotated[int, option("Starts without programs on disk, each with one after it.", min=1)] = 1,
+    deadline: Annotated[float, option("Seconds for a first answer.", min=1)] = 600.0,
     as_json: AsJson = False,
 ) -> None:
     """Time a server's start: from its command to its first answer, without compiled programs on disk and with them.

@@ -28,6 +28,7 @@ from jaxlamina.models import ModelConfig, apply
 from jaxlamina.ranks import Group
 from jaxlamina.ranks.layout import partition_of
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.run.make import DTYPES
 from jaxlamina.run.ranks import RanksExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import Buckets
@@ -155,6 +156,13 @@ class StepResult:
             "ratio_to_decode": self.ratio_to_decode,
             "prompt_tokens_per_s": self.prompt_tokens_per_s,
         }
+
+
+def dtype_of(name: str) -> Any:
+    """JAX's type, as ``--dtype`` has it; ``UserError`` for another name."""
+    if name not in DTYPES:
+        raise UserError(f"dtype={name!r} must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def job_of(model: str, shape: ModelConfig, dtype: str, group: Group | None) -> dict[str, Any]:

@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxlamina.bench.bench_options import (
-    AsJson,
-    Case,
-    Config,
-    DType,
-    Layers,
-    Rounds,
-    Staggered,
-    dtype_of,
-    shape_of,
-)
+from jaxlamina.bench.flags import AsJson, Case, Config, DType, Layers, Rounds, Staggered, option, shape_of
 from jaxlamina.bench.report import Columns, Part, progress, table, tell, warning
 from jaxlamina.errors import UserError
 
@@ -42,29 +32,28 @@ def step_command(
     layers: Layers = None,
     rounds: Rounds = 5,
     unsplit: Annotated[
-        bool, typer.Option("--unsplit/--no-unsplit", help="Also one program on one device, to compare with.")
+        bool, option("Also one program on one device, to compare with.", "--unsplit/--no-unsplit")
     ] = True,
     local: Annotated[
-        bool, typer.Option("--local", help="Also slice by slice from Python, on the same one device.")
+        bool, option("Also slice by slice from Python, on the same one device.", "--local")
     ] = False,
     staggered: Staggered = "",
     mini_batches: Annotated[
-        str,
-        typer.Option(help="Also with each layer's messages in so many parts: numbers, separated by commas."),
+        str, option("Also with each layer's messages in so many parts: numbers, separated by commas.")
     ] = "",
     prefill: Annotated[
         int | None,
-        typer.Option(
-            min=2,
-            help="Also with so many tokens of another prompt, in the decode step, in a step after it, or on a prefill worker "
+        option(
+            "Also with so many tokens of another prompt, in the decode step, in a step after it, or on a prefill worker "
             "meanwhile where the job has one.",
+            min=2,
         ),
     ] = None,
     devices: Annotated[
         int,
-        typer.Option(
+        option(
+            "Also unsplit over so many devices of this process, by requests and by weights; without ranks.",
             min=1,
-            help="Also unsplit over so many devices of this process, by requests and by weights; without ranks.",
         ),
     ] = 1,
     as_json: AsJson = False,
@@ -76,7 +65,7 @@ def step_command(
     from jaxlamina import ranks
     from jaxlamina.bench import machine, step_bench
 
-    weights = dtype_of(dtype)
+    weights = step_bench.dtype_of(dtype)
     options = step_bench.StepOptions(
         step_bench.cases_of(case), weights, rounds, unsplit, local, step_bench.numbers_of(staggered),
         step_bench.numbers_of(mini_batches, "--mini-batches"), prefill or 0, devices,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from jaxlamina.bench.bench_options import AsJson, Layers, Rounds, Seed, dtype_of, shape_of
+from jaxlamina.bench.flags import AsJson, Layers, Rounds, Seed, option, shape_of
 from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell, verdict, warning
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
@@ -32,48 +30,36 @@ COLUMNS: Columns = (
 
 
 def throughput_command(
-    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP} Default: {DEFAULT_MODEL}.")] = None,
+    model: Annotated[str | None, option(f"{MODEL_HELP} Default: {DEFAULT_MODEL}.")] = None,
     config: Annotated[
-        str | None,
-        typer.Option(help="Instead: a shape of configs/models, or a config.json, with random weights."),
+        str | None, option("Instead: a shape of configs/models, or a config.json, with random weights.")
     ] = None,
     layers: Layers = None,
-    dtype: Annotated[str, typer.Option(help="Weights and KV: float32 or bfloat16.")] = "float32",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,
+    dtype: Annotated[str, option("Weights and KV: float32 or bfloat16.")] = "float32",
+    num_prompts: Annotated[int, option("Requests.", min=1)] = 32,
     dataset_name: Annotated[
-        str,
-        typer.Option(
-            help="Lengths: sharegpt-like, alpaca-like, azure-conversation or random (all the same)."
-        ),
+        str, option("Lengths: sharegpt-like, alpaca-like, azure-conversation or random (all the same).")
     ] = "sharegpt-like",
     input_len: model_options.InputLen = 256,
     output_len: model_options.OutputLen = 128,
     max_num_seqs: model_options.MaxNumSeqs = None,
     max_num_batched_tokens: model_options.MaxNumBatchedTokens = 2048,
     max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Draw no longer requests. Default: the model's length.")
+        int | None, option("Draw no longer requests. Default: the model's length.", min=2)
     ] = None,
     kv_slots: model_options.KvSlots = None,
     padded: Annotated[
-        bool,
-        typer.Option(
-            "--padded", help="Also with a padded KV cache of as many bytes, as --kv-manager padded."
-        ),
+        bool, option("Also with a padded KV cache of as many bytes, as --kv-manager padded.", "--padded")
     ] = False,
     kv_headroom: model_options.KvHeadroom = None,
     split: model_options.Split = True,
-    one_at_a_time: Annotated[
-        int, typer.Option(min=0, help="Also serve so many of the requests one after another.")
-    ] = 0,
+    one_at_a_time: Annotated[int, option("Also serve so many of the requests one after another.", min=0)] = 0,
     compare: Annotated[
-        str | None, typer.Option(help="transformers: its continuous batching, on the same requests.")
+        str | None, option("transformers: its continuous batching, on the same requests.")
     ] = None,
     rounds: Rounds = 1,
     profile_s: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Record so many seconds of one more run: what each rank's device does. 0: none."
-        ),
+        float, option("Record so many seconds of one more run: what each rank's device does. 0: none.", min=0)
     ] = 0.0,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -82,10 +68,10 @@ def throughput_command(
     `jaxlamina launch --dop 1,1 -- bench throughput`."""
     model, shape, encode = _model(model, config, layers)
     from jaxlamina import ranks
-    from jaxlamina.bench import machine, throughput_bench
+    from jaxlamina.bench import machine, step_bench, throughput_bench
     from jaxlamina.bench.loads import Size, means, sizes_of
 
-    dtype_of(dtype)
+    step_bench.dtype_of(dtype)
     if compare not in (None, "transformers"):
         raise UserError(f"--compare {compare!r} must be transformers")
     if one_at_a_time > num_prompts:

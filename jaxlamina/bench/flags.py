@@ -1,0 +1,53 @@
+"""Options that several benches have, each defined once, and what is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxlamina.models.config_files import model_config
+
+
+def option(help: str, *flags: str, **how: Any) -> Any:
+    """An option of a command; ``how``: as of `typer.Option`."""
+    return typer.Option(*flags, help=help, **how)
+
+
+AsJson = Annotated[bool, option("Only the line of JSON on stdout, no tables.", "--json")]
+Rounds = Annotated[int, option("Timed rounds, in which what is compared takes turns.", min=1)]
+Seed = Annotated[int, option("Of drawn lengths and arrivals.", min=0)]
+Figure = Annotated[Path | None, option("Draw what was measured: a .svg, .png or .pdf.")]
+
+# Of model shapes with random weights.
+Config = Annotated[str, option("A model shape: a name in configs/models, or a config.json.")]
+Layers = Annotated[int | None, option("Fewer layers than --config's shape has.", min=1)]
+DType = Annotated[str, option("Weights and KV: bfloat16 or float32.")]
+Case = Annotated[str, option("Requests x stored tokens, separated by commas, such as 64x4096.")]
+Staggered = Annotated[str, option("Also split into so many staggered batches: numbers, separated by commas.")]
+
+# Of a server.
+BaseUrl = Annotated[
+    str | None, option("The server, such as https://example.org/v1. Default: --host and --port.")
+]
+Host = Annotated[str, typer.Option()]
+Port = Annotated[int, typer.Option(min=1, max=65535)]
+ServedModel = Annotated[str | None, option("Default: the first that the server has.")]
+ApiKey = Annotated[str | None, option("The server's key.", envvar=["JAXLAMINA_API_KEY", "OPENAI_API_KEY"])]
+Streams = Annotated[int, option("Requests of others that are answered meanwhile.", min=1)]
+
+
+def address(base_url: str | None, host: str, port: int) -> str:
+    """The server's, without "/v1"."""
+    return (base_url or f"http://{host}:{port}").rstrip("/").removesuffix("/v1")
+
+
+def shape_of(config: str, layers: int | None) -> Any:
+    """The `ModelConfig` of ``--config`` and ``--layers``."""
+    shape = model_config(config)
+    if layers is None:
+        return shape
+    from jaxlamina.bench.split_bench import with_layers
+
+    return with_layers(shape, layers)
