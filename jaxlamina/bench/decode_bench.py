@@ -5,6 +5,7 @@ Knows prompts, rounds and numbers; how a peer runs is `peers`' business, how it 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -153,13 +154,18 @@ def measure(
         )
     texts = prompts(max(batches), n_prompt, vocab_size=config.vocab_size, encode=encode)
     bandwidth, matmul = ReadBandwidth(weight_bytes(config)), MatmulRate()
-    progress = _Progress(on_progress, len(peers) * (1 + len(batches) * (1 + n_rounds)))
+    n_begun, n_all = itertools.count(), len(peers) * (1 + len(batches) * (1 + n_rounds))
     missing = dict(left_out or {})
     runs: dict[tuple[str, int], list[Decoded]] = {}
     with ExitStack() as stack:
-        processes = _load(
-            stack, peers, PeerJob(model, max(batches), length, async_scheduling), missing, progress
-        )
+        processes: dict[str, PeerProcess] = {}
+        job = PeerJob(model, max(batches), length, async_scheduling)
+        for name in peers:
+            on_progress(f"loading {name}", next(n_begun), n_all)
+            try:
+                processes[name] = stack.enter_context(PeerProcess(name, partial(load, name, job)))
+            except PeerError as e:
+                missing[name] = str(e)
         notes = {name: p.note for name, p in processes.items()}
         for batch in batches:
             # Round 0 warms up: compilation, page faults, threads.
@@ -167,7 +173,8 @@ def measure(
                 bandwidth.measure()
                 matmul.measure()
                 for name in list(processes):
-                    progress.next(f"batch {batch}, {'warm-up' if not round_ else f'round {round_}'}: {name}")
+                    what = f"round {round_}" if round_ else "warm-up"
+                    on_progress(f"batch {batch}, {what}: {name}", next(n_begun), n_all)
                     try:
                         run = processes[name].ask("decode", texts[:batch], n_steps)
                     except PeerError as e:
@@ -199,28 +206,6 @@ def measure(
     )
     rooflines = {batch: report.roofline(batch) for batch in batches}
     return replace(report, results=tuple(_results(complete, names, n_steps, rooflines)))
-
-
-class _Progress:
-    def __init__(self, report: Callable[[str, int, int], None], total: int) -> None:
-        self._report, self._done, self._total = report, 0, total
-
-    def next(self, what: str) -> None:
-        self._report(what, self._done, self._total)
-        self._done += 1
-
-
-def _load(
-    stack: ExitStack, peers: Sequence[str], job: PeerJob, missing: dict[str, str], progress: _Progress
-) -> dict[str, PeerProcess]:
-    loaded = {}
-    for name in peers:
-        progress.next(f"loading {name}")
-        try:
-            loaded[name] = stack.enter_context(PeerProcess(name, partial(load, name, job)))
-        except PeerError as e:
-            missing[name] = str(e)
-    return loaded
 
 
 def _results(
