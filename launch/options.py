@@ -1,6 +1,7 @@
 """The command line that one rank and the starter of all ranks share: `[options] COMMAND ARGS…`.
 
-Knows nothing of processes. Argparse and not typer: what follows COMMAND is not ours, and a rank starts faster.
+Knows nothing of processes. Argparse and not typer: what follows COMMAND is not ours, and a rank starts
+faster.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from jaxlamina.server.settings import CONNECTIONS_END_S, SHUTDOWN_TIMEOUT_S, THR
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """config: the cluster file; changes: "key=value" over it; rank: given by hand; command: what rank 0 runs. module: whose
-    ``main(cluster, rank)`` every rank runs instead."""
+    """config: the cluster file; changes: "key=value" over it; rank: given by hand; command: what rank 0 runs.
+    module: whose ``main(cluster, rank)`` every rank runs instead."""
 
     config: str | None
     changes: tuple[str, ...]

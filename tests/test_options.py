@@ -51,10 +51,8 @@ BY_COMMAND = {
     "--request-rate": "one, or several to go through",
     "--input-len": "as long as the bench needs",
     "--profile-s": "of a server in between, or of a bench that runs as long",
-    "--figure": "what is drawn is the bench's",
     "--ignore-eos": "bench serve asks a server for it",
     "--peers": "peers of the bench",
-    "--staggered": "beside the split step, or instead",
     "--steps": "of a figure, or of a recording",
 }
 

@@ -29,7 +29,8 @@ def breakdown_command(
     figure: Figure = None,
     as_json: AsJson = False,
 ) -> None:
-    """Record where a step's time goes on each rank: `jaxlamina launch --dop 1,1 -- bench breakdown --staggered 2`."""
+    """Record where a step's time goes on each rank: `jaxlamina launch --dop 1,1 -- bench breakdown
+    --staggered 2`."""
     shape = shape_of(config, layers)
     from jaxlamina import ranks
     from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, step_bench
@@ -48,7 +49,8 @@ def breakdown_command(
     where = machine.describe(["mpi4jax", "mpi4py"])
     with progress() as on_progress:
         found = breakdown_bench.measure(
-            shape, cases, group=group, dtype=weights, n_steps=steps, staggered=n_batches, on_progress=on_progress
+            shape, cases, group=group, dtype=weights, n_steps=steps, staggered=n_batches,
+            on_progress=on_progress,
         )  # fmt: skip
     record = step_bench.job_of(config, shape, dtype, group) | {"results": [x.to_dict() for x in found]}
     title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {record['job']}; {record['accelerator']}"
@@ -66,9 +68,9 @@ def _parts(found: Sequence[Breakdown]) -> Iterator[Part]:
         [(x, pool) for x in found for pool in POOLS], _columns(POOLS[0]), section=lambda row: row[0].case
     )
     yield dim(
-        "ms a step and share of it, a pool's ranks' mean. bubble: its devices idle, or in an exchange whose other end has "
-        "not come. other: operators of no slice, layer or exchange. untraced: without the profiler, with the time "
-        "between steps."
+        "ms a step and share of it, a pool's ranks' mean. bubble: its devices idle, or in an exchange whose "
+        "other end has not come. other: operators of no slice, layer or exchange. untraced: without the "
+        "profiler, with the time between steps."
     )
     alone = sum(x.timeline.n_unmatched for x in found)
     if alone:

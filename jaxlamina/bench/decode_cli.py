@@ -40,8 +40,8 @@ def decode_command(
 ) -> None:
     """Time greedy float32 decoding: this project split and unsplit, beside transformers and llama.cpp.
 
-    Only decode steps are timed; the prompts' own pass and turning tokens into text are not. Peers take turns in one
-    run, each in a process of its own.
+    Only decode steps are timed; the prompts' own pass and turning tokens into text are not. Peers take turns
+    in one run, each in a process of its own.
     """
     path = find(model)
     from jaxlamina.bench import decode_bench, machine
@@ -56,8 +56,9 @@ def decode_command(
     checkpoint = open_checkpoint(path)
     with counted_progress("starting") as on_progress:
         found = decode_bench.measure(
-            model, checkpoint.config, names, batches=batches, n_prompt=prompt, n_steps=tokens, n_rounds=rounds,
-            encode=encoder_of(checkpoint), left_out=missing, async_scheduling=async_scheduling, on_progress=on_progress,
+            model, checkpoint.config, names, batches=batches, n_prompt=prompt, n_steps=tokens,
+            n_rounds=rounds, encode=encoder_of(checkpoint), left_out=missing,
+            async_scheduling=async_scheduling, on_progress=on_progress,
         )  # fmt: skip
     tell("decode", {"dtype": "float32", **found.to_dict()}, where, _parts(found), as_json=as_json)
 
@@ -68,28 +69,28 @@ def _parts(found: DecodeReport) -> Iterator[Part]:
     yield table(
         found.results,
         COLUMNS,
-        f"{found.model}, float32, greedy: prompt {found.n_prompt_tokens} ({found.prompt_kind}), {found.n_steps} decode "
-        f"steps, median of {found.n_rounds} interleaved rounds",
+        f"{found.model}, float32, greedy: prompt {found.n_prompt_tokens} ({found.prompt_kind}), "
+        f"{found.n_steps} decode steps, median of {found.n_rounds} interleaved rounds",
         section=lambda r: r.batch,
     )
     yield dim(
-        "% roof: of the roofline below; same: rows with the first peer's tokens exactly; prefill: the prompts' own pass, "
-        "not in tokens/s"
+        "% roof: of the roofline below; same: rows with the first peer's tokens exactly; prefill: the "
+        "prompts' own pass, not in tokens/s"
     )
     yield (
-        f"measured here: memory reads {found.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s, float32 matrix products "
-        f"{found.matmul_flop_per_s / 1e9:.0f} GFLOP/s"
+        f"measured here: memory reads {found.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s, float32 matrix "
+        f"products {found.matmul_flop_per_s / 1e9:.0f} GFLOP/s"
     )
     for batch, n_bytes in found.step_bytes.items():
         yield (
-            f"roofline at batch {batch}: {found.roofline(batch):.1f} tokens/s, the lower of {n_bytes / 1e6:,.0f} MB a "
-            f"step to read ({found.read_limit(batch):.1f}) and {found.step_flop[batch] / 1e9:.2f} GFLOP "
-            f"({found.matmul_limit(batch):.1f})"
+            f"roofline at batch {batch}: {found.roofline(batch):.1f} tokens/s, the lower of "
+            f"{n_bytes / 1e6:,.0f} MB a step to read ({found.read_limit(batch):.1f}) and "
+            f"{found.step_flop[batch] / 1e9:.2f} GFLOP ({found.matmul_limit(batch):.1f})"
         )
     for x in found.ratios:
         yield (
-            f"batch {x.batch}: {title(x.ours)} is {x.ratio:.2f} × {title(x.peer)} ({x.lowest:.2f}–{x.highest:.2f} over "
-            "the rounds)"
+            f"batch {x.batch}: {title(x.ours)} is {x.ratio:.2f} × {title(x.peer)} "
+            f"({x.lowest:.2f}–{x.highest:.2f} over the rounds)"
         )
     yield from (dim(f"{title(peer)}: {note}") for peer, note in found.notes.items())
     yield from left_out({title(peer): why for peer, why in found.left_out.items()})

@@ -18,8 +18,9 @@ def exchange_command(
     transport: Annotated[
         list[str] | None,
         option(
-            "mpi or xla; may be repeated; with environment variables of its own: 'xla:NCCL_PROTO=LL;VAR=VALUE', "
-            "of which JAXLAMINA_PEER_MEMORY=0 leaves all to collectives. Default: all that are installed."
+            "mpi or xla; may be repeated; with environment variables of its own: "
+            "'xla:NCCL_PROTO=LL;VAR=VALUE', of which JAXLAMINA_PEER_MEMORY=0 leaves all to collectives. "
+            "Default: all that are installed."
         ),
     ] = None,
     sizes: Annotated[
@@ -37,7 +38,8 @@ def exchange_command(
 ) -> None:
     """Time a tensor's way to another rank and back inside a program, by size and transport, on this host.
 
-    Starts its own ranks. All round trips of a run are in one loop of one program, so that Python is in none of them.
+    Starts its own ranks. All round trips of a run are in one loop of one program, so that Python is in none
+    of them.
     """
     from jaxlamina.bench import exchange_bench, exchange_figure, machine
     from jaxlamina.bench.exchange_ranks import RankError
@@ -52,8 +54,8 @@ def exchange_command(
     with progress() as on_progress:
         try:
             found = exchange_bench.measure(
-                peers, sizes_bytes, n_rounds=rounds, platform=chosen, link_bytes_per_s=None if link is None else 1e9 * link,
-                left_out=missing, on_progress=on_progress,
+                peers, sizes_bytes, n_rounds=rounds, platform=chosen, left_out=missing,
+                link_bytes_per_s=None if link is None else 1e9 * link, on_progress=on_progress,
             )  # fmt: skip
         except RankError as error:
             raise UserError(f"no transport could be measured: {error}") from error

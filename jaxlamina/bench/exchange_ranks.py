@@ -1,8 +1,9 @@
-"""Ranks of one transport on this host, each a process that answers requests: what `bench exchange` measures on.
+"""Ranks of one transport on this host, each a process that answers requests: what `bench exchange` measures
+on.
 
-The starting process has `Ranks`; each rank runs `serve`. Requests and answers are lines of JSON over a TCP connection of
-their own, so that a rank that waits for one takes no processor time. Knows how ranks are asked; how they are started is
-`launch`'s business, and what they measure the module's that they run.
+The starting process has `Ranks`; each rank runs `serve`. Requests and answers are lines of JSON over a TCP
+connection of their own, so that a rank that waits for one takes no processor time. Knows how ranks are asked;
+how they are started is `launch`'s business, and what they measure the module's that they run.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """``n_ranks`` processes over one transport that run ``module``, whose ``main(cluster, rank)`` calls `serve`. A context
-    manager.
+    """``n_ranks`` processes over one transport that run ``module``, whose ``main(cluster, rank)`` calls
+    `serve`. A context manager.
 
-    platforms: rank 0's and the others' JAX platform; None is JAX's choice. environment: set for all ranks over this
-    process's own. ``devices``: what each rank's is called. Raises `RankError` if a rank does not come within ``deadline_s``.
+    platforms: rank 0's and the others' JAX platform; None is JAX's choice. environment: set for all ranks
+    over this process's own. ``devices``: what each rank's is called. Raises `RankError` if a rank does not
+    come within ``deadline_s``.
     """
 
     def __init__(
@@ -167,7 +169,8 @@ class _Lines:
         self._socket.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, until: float | None = None) -> Any:
-        """The next value. `TimeoutError` at ``until``, by the monotonic clock; `EOFError` if the other side is gone."""
+        """The next value. `TimeoutError` at ``until``, by the monotonic clock; `EOFError` if the other side
+        is gone."""
         while b"\n" not in self._buffer:
             self._socket.settimeout(None if until is None else max(until - time.monotonic(), 0.001))
             try:
@@ -185,9 +188,11 @@ class _Lines:
 
 
 def serve(handlers: Mapping[str, Handler], cluster: Cluster, rank: int) -> int:
-    """A rank's life: answers each request with ``handlers[request["do"]](transport, request)``, until told to end.
+    """A rank's life: answers each request with ``handlers[request["do"]](transport, request)``, until told to
+    end.
 
-    A handler that raises answers with its error. The process ends at once if the starting one is gone. Gives 0, for `main`.
+    A handler that raises answers with its error. The process ends at once if the starting one is gone. Gives
+    0, for `main`.
     """
     host, _, port = os.environ[_ADDRESS].rpartition(":")
     lines = _Lines(socket.create_connection((host, int(port)), timeout=30))

@@ -58,7 +58,8 @@ def heavy_command(
     where = machine.describe(["aiohttp"])
     with progress("others alone") as on_progress:
         measured = heavy_bench.measure(
-            target, prompt, size, chosen, n_streams=streams, window_s=window, n_rounds=rounds, on_progress=on_progress
+            target, prompt, size, chosen, n_streams=streams, window_s=window, n_rounds=rounds,
+            on_progress=on_progress,
         )  # fmt: skip
         effects = asyncio.run(measured)
     health_ms, ratio = heavy_bench.HEALTH_LIMIT_MS, heavy_bench.RATIO_LIMIT
@@ -72,7 +73,7 @@ def heavy_command(
     record["limits"] = {"health_ms": health_ms, "ratio": ratio}
     record["effects"] = [asdict(effect) | {"is_met": effect.is_met} for effect in effects]
     note = (
-        f"ITL: p99 of the time between others' pieces of text, {streams} streams; its ratio is the median of {rounds} rounds "
-        f"(limit {ratio:g}). /health: the longest (limit {health_ms:g} ms)."
+        f"ITL: p99 of the time between others' pieces of text, {streams} streams; its ratio is the median of "
+        f"{rounds} rounds (limit {ratio:g}). /health: the longest (limit {health_ms:g} ms)."
     )
     tell("heavy", record, where, [table(effects, COLUMNS), dim(note)], as_json=as_json)

@@ -31,7 +31,8 @@ def kernels_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time partial attention over shuffled token slots, beside other kernels; check it against float64 first."""
+    """Time partial attention over shuffled token slots, beside other kernels; check it against float64
+    first."""
     os.environ.setdefault(_PREALLOCATE, "false")  # another library needs memory of the same GPU
     import jax
     import jax.numpy as jnp
@@ -103,8 +104,9 @@ def _parts(record: dict[str, Any], cases: Sequence[KernelCase], results: Sequenc
     yield from left_out(record["left_out"])
     kv = record["kv"]
     yield (
-        f"KV manager, {kv['n_slots']:,} slots: {kv['slot_operations_per_s'] / 1e6:.0f} M slot operations/s; a decode step of "
-        f"256 requests {kv['decode_step_us']:.0f} µs; prefix of 1,000 tokens found in {kv['prefix_match_us']:.0f} µs"
+        f"KV manager, {kv['n_slots']:,} slots: {kv['slot_operations_per_s'] / 1e6:.0f} M slot operations/s; "
+        f"a decode step of 256 requests {kv['decode_step_us']:.0f} µs; prefix of 1,000 tokens found in "
+        f"{kv['prefix_match_us']:.0f} µs"
     )
 
 

@@ -12,8 +12,8 @@ N = TypeVar("N", int, float)
 
 
 def listed(option: str, text: str, parse: Callable[[str], T], what: str) -> list[T]:
-    """Each part as ``parse`` makes it, each once, in the order given. ``UserError`` that parts must be ``what``, where
-    ``parse`` raises ``ValueError``."""
+    """Each part as ``parse`` makes it, each once, in the order given. ``UserError`` that parts must be
+    ``what``, where ``parse`` raises ``ValueError``."""
     try:
         return list(dict.fromkeys(parse(part) for part in text.split(",")))
     except ValueError:

@@ -1,4 +1,5 @@
-"""What a load is made of: how long its requests are, and when they arrive. Pure: knows no model, server or clock."""
+"""What a load is made of: how long its requests are, and when they arrive. Pure: knows no model, server or
+clock."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class Size(NamedTuple):
         return self.n_prompt + self.n_output
 
 
-# Medians of log-normal lengths (prompt, output) with `_SIGMA`, rounded and cut to `_CUT`, whose means after the cut are
-# those of ShareGPT (161.31, 337.99) and Alpaca (19.31, 58.45) in the PagedAttention paper; FineInfer, section 4.1.
+# Medians of log-normal lengths (prompt, output) with `_SIGMA`, rounded and cut to `_CUT`, whose means after
+# the cut are those of ShareGPT (161.31, 337.99) and Alpaca (19.31, 58.45) in the PagedAttention paper;
+# FineInfer, section 4.1.
 _MEDIANS = {"sharegpt-like": (107.94, 316.69), "alpaca-like": (10.247, 35.383)}
 _SIGMA = 1.0
 _CUT = (4, 1024)
@@ -38,8 +40,9 @@ DRAWN = ("sharegpt-like", "alpaca-like", "azure-conversation")
 def drawn(name: str, n: int, *, seed: int, most_tokens: int | None = None) -> list[Size]:
     """``n`` sizes of one of `DRAWN`, of which none has more than ``most_tokens`` together.
 
-    "azure-conversation" are real requests of the trace whose sizes come with the package; for the other two only the means
-    are published, and the shape is ours. ``UserError`` for another name, and where hardly any is short enough.
+    "azure-conversation" are real requests of the trace whose sizes come with the package; for the other two
+    only the means are published, and the shape is ours. ``UserError`` for another name, and where hardly any
+    is short enough.
     """
     if name not in DRAWN:
         raise UserError(f"--dataset-name {name!r} must be one of {', '.join(DRAWN)}")
@@ -94,9 +97,9 @@ def _short_enough(
 
 
 def read_trace(path: str | Path, speedup: float = 1.0) -> tuple[list[Size], list[float]]:
-    """(sizes, seconds of arrival after the first, over ``speedup``) of a trace in the form of the Azure LLM inference traces: CSV with
-    TIMESTAMP, ContextTokens and GeneratedTokens. Requests without a prompt or an output are left out. ``UserError`` that names the
-    line that is wrong."""
+    """(sizes, seconds of arrival after the first, over ``speedup``) of a trace in the form of the Azure LLM
+    inference traces: CSV with TIMESTAMP, ContextTokens and GeneratedTokens. Requests without a prompt or an
+    output are left out. ``UserError`` that names the line that is wrong."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -111,7 +114,8 @@ def read_trace(path: str | Path, speedup: float = 1.0) -> tuple[list[Size], list
             time = datetime.fromisoformat(row["TIMESTAMP"][:26])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}, line {number}: {error!r}; a trace is CSV with TIMESTAMP,ContextTokens,GeneratedTokens"
+                f"{path}, line {number}: {error!r}; a trace is CSV with "
+                f"TIMESTAMP,ContextTokens,GeneratedTokens"
             ) from None
         if min(size) > 0:
             sizes.append(size)
@@ -124,10 +128,11 @@ def read_trace(path: str | Path, speedup: float = 1.0) -> tuple[list[Size], list
 
 
 def arrivals(n: int, rate: float, burstiness: float = 1.0, *, seed: int = 0) -> list[float]:
-    """Seconds at which ``n`` requests arrive, the first at 0; all of them at 0 where ``rate`` (a second) is infinite.
+    """Seconds at which ``n`` requests arrive, the first at 0; all of them at 0 where ``rate`` (a second) is
+    infinite.
 
-    Times between two are of a gamma distribution with mean 1 / rate and shape ``burstiness``: 1 is a Poisson process,
-    less comes in bursts, more is more even. ``UserError`` unless both are above 0.
+    Times between two are of a gamma distribution with mean 1 / rate and shape ``burstiness``: 1 is a Poisson
+    process, less comes in bursts, more is more even. ``UserError`` unless both are above 0.
     """
     if not rate > 0 or not (burstiness > 0 and math.isfinite(burstiness)):
         raise UserError(f"request rate {rate:g} and burstiness {burstiness:g} must be above 0")

@@ -1,4 +1,5 @@
-"""`jaxlamina bench overhead`: its options, how the server that it measures is started, and how its results look."""
+"""`jaxlamina bench overhead`: its options, how the server that it measures is started, and how its results
+look."""
 
 from __future__ import annotations
 

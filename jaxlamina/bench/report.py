@@ -22,7 +22,8 @@ from jaxlamina.bench.machine import Machine
 from jaxlamina.console.tables import print_table
 from jaxlamina.errors import UserError
 
-# Heading, a row's value (None is shown as "–"), and how it is formatted; a format that begins with "<" is of words.
+# Heading, a row's value (None is shown as "–"), and how it is formatted; a format that begins with "<" is of
+# words.
 Column = tuple[str, Callable[[Any], Any], str]
 Columns = Sequence[Column]
 Part = Table | Text | str
@@ -84,7 +85,8 @@ def show(out: Console, where: Machine, parts: Iterable[Part]) -> None:
 def tell(
     bench: str, record: Mapping[str, Any], where: Machine, parts: Iterable[Part], *, as_json: bool
 ) -> None:
-    """Prints the parts, unless ``as_json``, and the record with the bench's name and the machine as one line of JSON."""
+    """Prints the parts, unless ``as_json``, and the record with the bench's name and the machine as one line
+    of JSON."""
     if not as_json:
         show(Console(highlight=False), where, parts)
     print(json.dumps(whole(bench, record, where)))

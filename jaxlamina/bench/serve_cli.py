@@ -69,7 +69,8 @@ def serve_command(
     save_result: Annotated[Path | None, option("A JSON file for the results, with every request's.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load an OpenAI-compatible server and time its streamed answers: TTFT, TPOT, ITL, throughput, goodput."""
+    """Load an OpenAI-compatible server and time its streamed answers: TTFT, TPOT, ITL, throughput,
+    goodput."""
     from jaxlamina.bench import loads, machine, serve_client, serve_metrics
 
     if more_goodput and not goodput:
@@ -202,7 +203,8 @@ def parts(record: dict[str, Any], measured: Measured, load: Load, wanted: Wanted
     n_in, n_out = loads.means(load.sizes)
     yield (
         f"{record['model']} at {record['base_url']}, {record['endpoint']}: {record['num_prompts']} requests "
-        f"({record['dataset_name']}), asked for {n_in:.0f} prompt and {n_out:.0f} output tokens each on average"
+        f"({record['dataset_name']}), asked for {n_in:.0f} prompt and {n_out:.0f} output tokens each on "
+        "average"
     )
     normalised_ms = record["mean_normalized_latency_ms"]
     rows = [

@@ -30,8 +30,9 @@ IN_GOODPUT = ("ttft", "tpot", "e2el")
 class TimedAnswer:
     """One request as its client saw it. Seconds of one clock.
 
-    ``text_s``: when each piece of text came; of an answer without any, when it ended. ``usage``: whether the server said
-    how many tokens there were; otherwise pieces were counted. ``error``: why there is no (whole) answer.
+    ``text_s``: when each piece of text came; of an answer without any, when it ended. ``usage``: whether the
+    server said how many tokens there were; otherwise pieces were counted. ``error``: why there is no (whole)
+    answer.
     """
 
     n_prompt: int
@@ -84,8 +85,8 @@ def summary(
     percentiles: Sequence[float] = (50, 90, 99),
     limits_ms: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """vLLM's results: of ``names``' metrics mean, median, deviation and percentiles (None where there is no sample), and
-    rates over ``duration_s``. ``limits_ms``: what a request must keep to count for goodput."""
+    """vLLM's results: of ``names``' metrics mean, median, deviation and percentiles (None where there is no
+    sample), and rates over ``duration_s``. ``limits_ms``: what a request must keep to count for goodput."""
     good = [answer for answer in answers if answer.error is None]
     n_in, n_out = (sum(getattr(a, key) for a in good) for key in ("n_prompt", "n_output"))
     found: dict[str, Any] = {
@@ -113,7 +114,8 @@ def summary(
 
 
 def keeps(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
-    """Whether an answer without an error is within every limit. One of a single token has no TPOT to exceed."""
+    """Whether an answer without an error is within every limit. One of a single token has no TPOT to
+    exceed."""
     values = ((getattr(answer, f"{name}_s"), limit) for name, limit in limits_ms.items())
     return all(value is None or 1e3 * value <= limit for value, limit in values)
 

@@ -37,7 +37,8 @@ def split_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time tracing, splitting and compiling of a model shape, by number of layers. No weights are allocated."""
+    """Time tracing, splitting and compiling of a model shape, by number of layers. No weights are
+    allocated."""
     shape = model_config(config)
     from jaxlamina.bench import machine, split_bench
 
@@ -65,13 +66,13 @@ def _parts(title: str, found: Sequence[SplitTimes], limits: dict[str, float]) ->
         yield dim(f"compiled at {t.n_layers} layers: {programs}")
     first, last = (of(found, key=lambda t: t.n_layers) for of in (min, max))
     yield (
-        f"context at a cut: {'–'.join(f'{n:,}' for n in dict.fromkeys(last.context_bytes))} B; exchanged with the memory "
-        f"pool: {last.exchanged_bytes_per_token:,.0f} B a token at {last.n_layers} layers"
+        f"context at a cut: {'–'.join(f'{n:,}' for n in dict.fromkeys(last.context_bytes))} B; exchanged "
+        f"with the memory pool: {last.exchanged_bytes_per_token:,.0f} B a token at {last.n_layers} layers"
     )
     yield (
         f"at {last.n_layers} layers: split in {last.split_s:.2f} s (limit {limits['split_s']:g} s: "
-        f"{verdict(last.split_s <= limits['split_s'])}), {last.n_programs} programs (limit {limits['n_programs']}: "
-        f"{verdict(last.n_programs <= limits['n_programs'])})"
+        f"{verdict(last.split_s <= limits['split_s'])}), {last.n_programs} programs (limit "
+        f"{limits['n_programs']}: {verdict(last.n_programs <= limits['n_programs'])})"
     )
     if first is not last:
         ratio = last.compile_s / first.compile_s

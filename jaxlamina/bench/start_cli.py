@@ -45,7 +45,8 @@ def start_command(
     deadline: Annotated[float, option("Seconds for a first answer.", min=1)] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Time a server's start: from its command to its first answer, without compiled programs on disk and with them.
+    """Time a server's start: from its command to its first answer, without compiled programs on disk and with
+    them.
 
     Streams go on while the other programs are compiled behind, and after that.
     """
@@ -62,7 +63,7 @@ def start_command(
         )
     record = {"command": words, "load": asdict(load), "starts": [asdict(start) for start in starts]}
     note = (
-        f"Seconds from the command. ITL: time between pieces of text, {streams} at once of {output_len} tokens each, while "
-        "other programs were compiled, and after."
+        f"Seconds from the command. ITL: time between pieces of text, {streams} at once of {output_len} "
+        "tokens each, while other programs were compiled, and after."
     )
     tell("start", record, where, [table(starts, COLUMNS), dim(note)], as_json=as_json)

@@ -1,9 +1,10 @@
-"""A decode step of a model shape with random weights: unsplit on one device, and split over this job's ranks, in one run.
+"""A decode step of a model shape with random weights: unsplit on one device, and split over this job's ranks,
+in one run.
 
-Ways of running take turns on the same batches. Two times each: many steps launched ahead and waited for once, which is
-what the devices need, and steps waited for one by one, which a lone request feels. If asked for, also with a chunk of a
-prompt: in the decode step, as a step after it, or on a prefill worker meanwhile where the job has one. Knows executors and
-clocks; nothing of tables, nor of how ranks were started.
+Ways of running take turns on the same batches. Two times each: many steps launched ahead and waited for once,
+which is what the devices need, and steps waited for one by one, which a lone request feels. If asked for,
+also with a chunk of a prompt: in the decode step, as a step after it, or on a prefill worker meanwhile where
+the job has one. Knows executors and clocks; nothing of tables, nor of how ranks were started.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from jaxlamina.workers.workspace import LargestStep
 E = TypeVar("E", bound=RanksExecutor)
 
 _ROUND_S = 0.4
-# What a device cannot do, such as for want of memory, and arrays that are gone since. An executor's own errors end the bench.
+# What a device cannot do, such as for want of memory, and arrays that are gone since. An executor's own
+# errors end the bench.
 _FAILURES = (RuntimeError,)
 
 
@@ -62,7 +64,8 @@ def cases_of(text: str) -> list[StepCase]:
 
 
 def numbers_of(text: str, option: str = "--staggered") -> list[int]:
-    """Numbers of at least 2 from "2,4", as ``--staggered`` has them; ``UserError``, naming the option, for other text."""
+    """Numbers of at least 2 from "2,4", as ``--staggered`` has them; ``UserError``, naming the option, for
+    other text."""
     if not text:
         return []
     return listed(option, text, number(int, lambda n: n >= 2), "numbers of at least 2, such as 2,4")
@@ -70,12 +73,12 @@ def numbers_of(text: str, option: str = "--staggered") -> list[int]:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """``unsplit``: also one program on one device. ``local``: also the slices called one by one from Python in this process.
-    ``staggered``: also split into so many staggered batches; ``mini_batches``: also with each layer's messages in so many
-    parts. ``prefill``: also with so many tokens of another prompt, of as many tokens as the case's requests have, at its
-    middle. ``n_devices``: also unsplit over so many devices of this process, each with its share of the requests, and each
-    with its share of every weight; then executors come one after another, each with all of the memory, and ways do not take
-    turns."""
+    """``unsplit``: also one program on one device. ``local``: also the slices called one by one from Python
+    in this process. ``staggered``: also split into so many staggered batches; ``mini_batches``: also with
+    each layer's messages in so many parts. ``prefill``: also with so many tokens of another prompt, of as
+    many tokens as the case's requests have, at its middle. ``n_devices``: also unsplit over so many devices
+    of this process, each with its share of the requests, and each with its share of every weight; then
+    executors come one after another, each with all of the memory, and ways do not take turns."""
 
     cases: Sequence[StepCase]
     dtype: Any
@@ -98,8 +101,8 @@ def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How an executor is asked to run a step: with which of its attributes, and whether a chunk of a prompt is computed
-    alongside, or in a step after it."""
+    """How an executor is asked to run a step: with which of its attributes, and whether a chunk of a prompt
+    is computed alongside, or in a step after it."""
 
     name: str
     options: dict[str, Any]
@@ -189,8 +192,9 @@ def measure(
     on_progress: Callable[[str], object] = lambda _: None,
     on_failure: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[StepResult], float]:
-    """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks. ``on_failure``: told
-    of each way that a device could not run, which is left out. ``UserError`` for a number that no case can be cut into."""
+    """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
+    ``on_failure``: told of each way that a device could not run, which is left out. ``UserError`` for a
+    number that no case can be cut into."""
     check_cut(options.cases, [*options.staggered, *options.mini_batches, options.n_devices])
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
@@ -219,7 +223,8 @@ def _reason(error: Exception) -> str:
 
 @dataclass
 class _Bench:
-    """What all cases have in common. ``first``: logits of each case's first way, empty before there are any."""
+    """What all cases have in common. ``first``: logits of each case's first way, empty before there are
+    any."""
 
     config: ModelConfig
     options: StepOptions
@@ -414,8 +419,8 @@ def shuffled_batch(case: StepCase, n_slots: int, vocab_size: int) -> DecodeBatch
 
 
 def shuffled_chunk(case: StepCase, n_tokens: int, n_slots: int, vocab_size: int) -> PrefillBatch:
-    """So many tokens of another request, of whose prompt half a case's context is stored; its slots are those that
-    `shuffled_batch` leaves, and the bucket one that fits exactly."""
+    """So many tokens of another request, of whose prompt half a case's context is stored; its slots are those
+    that `shuffled_batch` leaves, and the bucket one that fits exactly."""
     rng, before = np.random.default_rng(0), _before(case)
     slots = rng.permutation(n_slots)[case.batch * (case.context + 1) :][: before + n_tokens]
     buckets = Buckets(batch=(1,), prompt=(n_tokens,), context=(max(1, before),))

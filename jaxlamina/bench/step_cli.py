@@ -44,8 +44,8 @@ def step_command(
     prefill: Annotated[
         int | None,
         option(
-            "Also with so many tokens of another prompt, in the decode step, in a step after it, or on a prefill worker "
-            "meanwhile where the job has one.",
+            "Also with so many tokens of another prompt, in the decode step, in a step after it, or on a "
+            "prefill worker meanwhile where the job has one.",
             min=2,
         ),
     ] = None,
@@ -75,8 +75,8 @@ def step_command(
         raise UserError("nothing is left to be timed: start ranks with `jaxlamina launch … -- bench step`")
     if devices > 1 and (group is not None or not unsplit or devices > len(jax.local_devices())):
         raise UserError(
-            f"--devices {devices} is of one process with so many devices ({len(jax.local_devices())} here), unsplit and "
-            "without ranks"
+            f"--devices {devices} is of one process with so many devices ({len(jax.local_devices())} here), "
+            "unsplit and without ranks"
         )
     where = machine.describe(["mpi4jax", "mpi4py"])
     failed: list[str] = []

@@ -64,8 +64,8 @@ def throughput_command(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a full queue of requests in this process, greedily: requests and tokens a second. Over ranks, too:
-    `jaxlamina launch --dop 1,1 -- bench throughput`."""
+    """Serve a full queue of requests in this process, greedily: requests and tokens a second. Over ranks,
+    too: `jaxlamina launch --dop 1,1 -- bench throughput`."""
     model, shape, encode = _model(model, config, layers)
     from jaxlamina import ranks
     from jaxlamina.bench import machine, step_bench, throughput_bench
@@ -104,7 +104,8 @@ def throughput_command(
 def _model(
     model: str | None, config: str | None, layers: int | None
 ) -> tuple[str | None, Any, Callable[[str], Sequence[int]] | None]:
-    """The model's name, None for random weights; its `ModelConfig`; and its tokenizer's function, if it has one."""
+    """The model's name, None for random weights; its `ModelConfig`; and its tokenizer's function, if it has
+    one."""
     if model is not None and config is not None:
         raise UserError("--model and --config are two ways to say which model: give one")
     if config is not None:
@@ -136,15 +137,16 @@ def _parts(record: dict[str, Any], found: ThroughputReport) -> Iterator[Part]:
 
     n_in, n_out = record["mean_lengths"]
     yield (
-        f"{record['model']}, {record['n_layers']} layers, {record['dtype']}, {record['accelerator']}, {record['job']}: "
-        f"{record['num_prompts']} requests ({record['dataset_name']}, on average {n_in:.0f} prompt and {n_out:.0f} output "
-        f"tokens), {record['max_num_seqs']} at once at most, KV of {record['kv_slots']:,} tokens "
-        f"({record['kv_bytes'] / 2**20:.0f} MiB); compiled in {found.warm_up_s:.1f} s"
+        f"{record['model']}, {record['n_layers']} layers, {record['dtype']}, {record['accelerator']}, "
+        f"{record['job']}: {record['num_prompts']} requests ({record['dataset_name']}, on average {n_in:.0f} "
+        f"prompt and {n_out:.0f} output tokens), {record['max_num_seqs']} at once at most, KV of "
+        f"{record['kv_slots']:,} tokens ({record['kv_bytes'] / 2**20:.0f} MiB); compiled in "
+        f"{found.warm_up_s:.1f} s"
     )
     yield table([(found.heading(way), run) for way, runs in found.runs.items() for run in runs], COLUMNS)
     yield dim(
-        "batch: sequences that got a token, mean over steps; host waits: for results, of the time. What the device waits is "
-        "seen with --profile-s"
+        "batch: sequences that got a token, mean over steps; host waits: for results, of the time. What the "
+        "device waits is seen with --profile-s"
     )
     yield from found.under_load.lines() if found.under_load else ()
     for way, (ratio, low, high) in found.ratios().items():
