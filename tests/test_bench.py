@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from typer.testing import CliRunner
+from benches import bench, refused
 
 from jaxlamina.bench import (
     decode_bench,
@@ -25,7 +25,6 @@ from jaxlamina.bench import (
     split_bench,
     step_bench,
 )
-from jaxlamina.bench.cli import app
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply, random_params
@@ -178,18 +177,14 @@ def test_peers_by_name_and_unknown_ones(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- decode bench
 
 
+def decoded(model: Any, peers: list[str], **changes: Any) -> decode_bench.DecodeReport:
+    """What `decode_bench` measures of a few steps of the tiny model."""
+    given: dict[str, Any] = {"batches": [1], "n_prompt": 4, "n_steps": 2, "n_rounds": 1, "encode": None}
+    return decode_bench.measure(str(model), ModelConfig.from_hf(TINY), peers, **(given | changes))
+
+
 def test_decode_bench_end_to_end(tiny_folder: Path) -> None:
-    config = ModelConfig.from_hf(TINY)
-    report = decode_bench.measure(
-        str(tiny_folder),
-        config,
-        ["split", "unsplit"],
-        batches=[1, 3],
-        n_prompt=9,
-        n_steps=4,
-        n_rounds=2,
-        encode=None,
-    )
+    report = decoded(tiny_folder, ["split", "unsplit"], batches=[1, 3], n_prompt=9, n_steps=4, n_rounds=2)
     assert [(r.batch, r.peer) for r in report.results] == [
         (batch, peer) for batch in (1, 3) for peer in ("split", "unsplit")
     ]
@@ -227,17 +222,8 @@ def test_peers_write_the_greedy_tokens(tiny_folder: Path, name: str) -> None:
 
 
 def test_a_failing_peer_is_left_out_with_its_reason(tiny_folder: Path) -> None:
-    report = decode_bench.measure(
-        str(tiny_folder),
-        ModelConfig.from_hf(TINY),
-        ["llama.cpp", "unsplit"],
-        batches=[1],
-        n_prompt=4,
-        n_steps=2,
-        n_rounds=1,
-        encode=None,
-        left_out={"transformers": "not installed"},
-    )
+    missing = {"transformers": "not installed"}
+    report = decoded(tiny_folder, ["llama.cpp", "unsplit"], left_out=missing)
     assert [r.peer for r in report.results] == ["unsplit"]
     assert report.results[0].same_tokens is None
     assert report.left_out.keys() == {"transformers", "llama.cpp"}
@@ -246,30 +232,12 @@ def test_a_failing_peer_is_left_out_with_its_reason(tiny_folder: Path) -> None:
 
 def test_no_peer_left_is_an_error(tiny_folder: Path) -> None:
     with pytest.raises(UserError, match="no peer could be measured: .*no-such-folder"):
-        decode_bench.measure(
-            "no-such-folder",
-            ModelConfig.from_hf(TINY),
-            ["unsplit"],
-            batches=[1],
-            n_prompt=4,
-            n_steps=2,
-            n_rounds=1,
-            encode=None,
-        )
+        decoded("no-such-folder", ["unsplit"])
 
 
 def test_a_sequence_past_the_models_length_is_an_error() -> None:
     with pytest.raises(UserError, match="--prompt 60 and --tokens 10 make 71 tokens"):
-        decode_bench.measure(
-            "unused",
-            ModelConfig.from_hf(TINY),
-            ["unsplit"],
-            batches=[1],
-            n_prompt=60,
-            n_steps=10,
-            n_rounds=1,
-            encode=None,
-        )
+        decoded("unused", ["unsplit"], n_prompt=60, n_steps=10)
 
 
 # ---- the F32 copy
@@ -337,39 +305,28 @@ def test_measured_limits_keep_their_best(make: Callable[[], Any]) -> None:
 def test_split_command_ends_with_json(tmp_path: Path, only_json: bool) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(TINY))
-    result = CliRunner().invoke(
-        app, ["split", "--config", str(file), "--layers", "2,3", *(["--json"] if only_json else [])]
-    )
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    record = json.loads(lines[-1])
+    options = ["--config", str(file), "--layers", "2,3", *(["--json"] if only_json else [])]
+    record, shown = bench("split", *options)
     assert record["bench"] == "split" and [r["n_layers"] for r in record["results"]] == [2, 3]
     assert {"device", "versions", "date"} <= record.keys()
-    assert (len(lines) == 1) == only_json
+    assert (len(shown.splitlines()) == 1) == only_json
     if not only_json:
-        assert "limit 2 s" in result.stdout and "(1 is flat)" in result.stdout
+        assert "limit 2 s" in shown and "(1 is flat)" in shown
 
 
 def test_decode_command_ends_with_json(tiny_folder: Path) -> None:
-    result = CliRunner().invoke(
-        app,
-        ["decode", "--model", str(tiny_folder), "--batch", "2", "--prompt", "5", "--tokens", "3"]
-        + ["--rounds", "1", "--peers", "split,unsplit"],
-    )
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    options = ["--model", str(tiny_folder), "--batch", "2", "--prompt", "5", "--tokens", "3"]
+    record, shown = bench("decode", *options, "--rounds", "1", "--peers", "split,unsplit")
     assert record["bench"] == "decode" and record["prompt_kind"] == "random token ids"
     assert [r["peer"] for r in record["results"]] == ["split", "unsplit"]
     assert record["roofline_tokens_per_s"].keys() == {"2"}
     assert {"device", "versions", "date"} <= record.keys()
-    assert "roofline at batch 2" in result.stdout
+    assert "roofline at batch 2" in shown
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,x", "-3", "1,,2"])
 def test_bad_counts_are_named(text: str) -> None:
-    result = CliRunner().invoke(app, ["split", "--layers", text])
-    assert isinstance(result.exception, UserError)
-    assert "--layers" in str(result.exception)
+    assert "--layers" in refused("split", "--layers", text)
 
 
 # ---- kernels bench
@@ -401,11 +358,8 @@ def test_the_check_notices_a_wrong_output() -> None:
 
 
 def test_kernels_command_ends_with_json() -> None:
-    result = CliRunner().invoke(
-        app, ["kernels", "--case", "demo", "--rounds", "1", "--seed", "5", "--peers", "xla,xla int8"]
-    )
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    options = ["--case", "demo", "--rounds", "1", "--seed", "5", "--peers", "xla,xla int8"]
+    record, _ = bench("kernels", *options)
     assert record["seed"] == 5
     assert [r["peer"] for r in record["results"]] == ["xla", "xla int8"]
     for r in record["results"]:
@@ -418,23 +372,17 @@ def test_kernels_command_ends_with_json() -> None:
 
 def test_unknown_kernels_and_cases_are_named() -> None:
     for options in (["--peers", "xla,wrong"], ["--case", "wrong"]):
-        result = CliRunner().invoke(app, ["kernels", *options])
-        assert isinstance(result.exception, UserError)
-        assert "wrong" in str(result.exception)
+        assert "wrong" in refused("kernels", *options)
 
 
 def test_tuning_needs_a_gpu() -> None:
-    result = CliRunner().invoke(app, ["kernels", "--tune", "--case", "demo"])
-    assert isinstance(result.exception, UserError)
-    assert "GPU" in str(result.exception)
+    assert "GPU" in refused("kernels", "--tune", "--case", "demo")
 
 
 # ---- prefix bench
 def test_prefix_command_ends_with_json(tiny_folder: Path) -> None:
     options = ["--model", str(tiny_folder), "--shared", "24", "--own", "4", "--rounds", "1", "--json"]
-    result = CliRunner().invoke(app, ["prefix", *options])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    record, _ = bench("prefix", *options)
     assert (record["n_computed_first"], record["n_computed_second"]) == (28, 4)
     assert record["same_tokens"]
     assert record["ratio"] == pytest.approx(record["second_s"][0] / record["first_s"][0])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from benches import bench, refused
 from checkpoint_examples import tiny_words_folder
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from jaxlamina.bench.cli import app
 from jaxlamina.bench.heavy import Heavy, heavy_requests
 from jaxlamina.bench.heavy_bench import Span, _Round, effect
 from jaxlamina.bench.server_process import serving
@@ -67,39 +64,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def bench(server: str, *options: str) -> Any:
-    words = [
-        "heavy",
-        "--base-url",
-        server,
-        "--window",
-        "1.5",
-        "--rounds",
-        "1",
-        "--output-len",
-        "30",
-        *options,
-    ]
-    return CliRunner().invoke(app, words)
+def words(server: str, only: str) -> list[str]:
+    options = ["--base-url", server, "--window", "1.5", "--rounds", "1", "--output-len", "30", "--only", only]
+    return ["heavy", *options]
 
 
 def test_heavy_requests_take_their_turns(server: str) -> None:
-    result = bench(server, "--only", "empty messages, floats")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    record, shown = bench(*words(server, "empty messages, floats"))
     assert [x["name"] for x in record["effects"]] == ["empty messages", "floats"]
     for x, status in zip(record["effects"], ("400", "413"), strict=True):
         assert x["statuses"].keys() <= {status, "closed"} and sum(x["statuses"].values()) >= 1
         figures = [x[k] for k in ("answer_s", "beside_itl_ms", "alone_itl_ms", "beside_health_ms", "ratio")]
         assert all(math.isfinite(f) and f > 0 for f in figures)
         assert x["is_met"] == (x["ratio"] <= 2 and x["beside_health_ms"] <= 250)
-    assert {"device", "versions", "date"} <= record.keys() and "…" not in result.stdout
-    assert "empty messages" in result.stdout and "/health ms" in result.stdout
+    assert {"device", "versions", "date"} <= record.keys() and "…" not in shown
+    assert "empty messages" in shown and "/health ms" in shown
 
 
 def test_a_wrong_name_is_one_line(server: str) -> None:
-    result = bench(server, "--only", "nothing")
-    assert isinstance(result.exception, UserError) and "not one of floats, " in str(result.exception)
+    assert "not one of floats, " in refused(*words(server, "nothing"))
 
 
 def test_names_are_each_ones_own() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from benches import bench, refused
 from checkpoint_examples import tiny_words_folder
-from typer.testing import CliRunner
 
-from jaxlamina.bench.cli import app
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.overhead_bench import CaseTimes, Numbers, OverheadCase, cases_of, quartiles
 from jaxlamina.bench.server_process import serving
@@ -67,9 +65,7 @@ def test_cases_are_prompt_and_output_tokens() -> None:
     ],
 )
 def test_what_cannot_be_done_is_one_line(options: list[str], what: str) -> None:
-    result = CliRunner().invoke(app, ["overhead", *options])
-    assert isinstance(result.exception, UserError)
-    assert what in str(result.exception)
+    assert what in refused("overhead", *options)
 
 
 def test_a_server_that_does_not_start_says_why() -> None:
@@ -84,9 +80,7 @@ def test_every_layer_is_timed(tmp_path: Path) -> None:
     folder = tiny_words_folder(tmp_path, max_position_embeddings=64)
     options = ["--model", str(folder), "--case", "6x4", "--attempts", "1", "--copies", "2", "--no-warm-up"]
     options += ["--max-num-seqs", "2", "--max-model-len", "48", "--request-rate", "50", "--num-prompts", "3"]
-    result = CliRunner().invoke(app, ["overhead", *options])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    record, shown = bench("overhead", *options)
     [case] = record["cases"]
     assert (case["n_prompt"], case["n_output"], case["copies"], case["n_attempts"]) == (6, 4, 2, 1)
     components = {name: found["median_s"] for name, found in case["components"].items()}
@@ -97,4 +91,4 @@ def test_every_layer_is_timed(tmp_path: Path) -> None:
     [load] = record["loads"]
     assert (load["n_requests"], load["n_failed"]) == (3, 0) and 1 <= load["batch"] <= 2
     assert 0 < load["engine_s"] < load["client_s"] and load["normalised_s"] > 0
-    assert "where the time goes" in result.stdout and "normalised latency" in result.stdout
+    assert "where the time goes" in shown and "normalised latency" in shown

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from benches import bench, refused
 from checkpoint_examples import tiny_words_folder
-from typer.testing import CliRunner
 
-from jaxlamina.bench.cli import app
 from jaxlamina.bench.start_bench import Gaps, cache_without_programs, command_of
 from jaxlamina.errors import UserError
 
@@ -50,20 +48,16 @@ def command(tmp_path: Path) -> list[str]:
 
 def test_two_starts(command: list[str]) -> None:
     options = ["--output-len", "20", "--input-len", "4", "--behind", "60", "--after", "0.5"]
-    done = CliRunner().invoke(app, ["start", *options, *command], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    *_, line = done.stdout.splitlines()
-    record = json.loads(line)
+    record, shown = bench("start", *options, *command)
     empty, full = record["starts"]
     assert (empty["cache"], full["cache"]) == ("empty", "full")
     for start in (empty, full):
         assert 0 < start["first_answer_s"] <= start["all_s"]
         assert start["n_programs"] == empty["n_programs"] > 1
         assert start["after"]["n"] >= 19 and 0 < start["after"]["p50_ms"] <= start["after"]["p99_ms"]
-    assert "those of the start before" in done.stdout and "not by then" not in done.stdout
+    assert "those of the start before" in shown and "not by then" not in shown
 
 
 def test_a_server_that_ends_is_said(command: list[str]) -> None:
-    done = CliRunner().invoke(app, ["start", *command, "--kv-slots", "999999999"])
-    assert isinstance(done.exception, UserError)
-    assert "the server ended: error: " in str(done.exception) and "--kv-slots" in str(done.exception)
+    said = refused("start", *command, "--kv-slots", "999999999")
+    assert "the server ended: error: " in said and "--kv-slots" in said

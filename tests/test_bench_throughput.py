@@ -6,21 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from benches import bench, refused
 from checkpoint_examples import tiny_words_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_jobs import ROOT, TRANSPORTS
-from typer.testing import CliRunner
 
-from jaxlamina.bench.cli import app
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.peers import flash_attention
 from jaxlamina.bench.throughput_bench import ALONE, OURS, PADDED, TRANSFORMERS, Run, ThroughputReport
 from jaxlamina.bench.throughput_peers import heading, needed_blocks
-from jaxlamina.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=64)
 
 
-def bench(*options: str) -> Any:
-    return CliRunner().invoke(app, ["throughput", *options])
-
-
 def test_all_requests_are_served_to_their_full_length(folder: Path) -> None:
     options = ["--model", str(folder), "--dataset-name", "alpaca-like", "--max-model-len", "40"]
     options += ["--num-prompts", "6", "--max-num-seqs", "4", "--rounds", "2", "--one-at-a-time", "3"]
-    result = bench(*options, "--max-num-batched-tokens", "8")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    record, shown = bench("throughput", *options, "--max-num-batched-tokens", "8")
     assert record["bench"] == "throughput" and record["results"].keys() == {OURS, ALONE}
     n_in, n_out = record["mean_lengths"]
     for run in record["results"][OURS]:
@@ -47,29 +38,26 @@ def test_all_requests_are_served_to_their_full_length(folder: Path) -> None:
     assert [run["n_requests"] for run in record["results"][ALONE]] == [3, 3]
     median, low, high = record["ratios"][ALONE]
     assert low <= median <= high
-    assert "ours is" in result.stdout and "limit 3" not in result.stdout, "the limit is of another load"
+    assert "ours is" in shown and "limit 3" not in shown, "the limit is of another load"
     assert {"device", "versions", "date", "load"} <= record.keys()
 
 
 def test_a_padded_kv_cache_of_the_same_bytes_has_smaller_batches(folder: Path) -> None:
     options = ["--model", str(folder), "--dataset-name", "alpaca-like", "--max-model-len", "40"]
-    result = bench(*options, "--num-prompts", "12", "--max-num-seqs", "8", "--kv-slots", "120", "--padded")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    options += ["--num-prompts", "12", "--max-num-seqs", "8", "--kv-slots", "120", "--padded"]
+    record, shown = bench("throughput", *options)
     [token], [padded] = record["results"][OURS], record["results"][PADDED]
     assert record["kv_slots"] == 120 and token["n_output"] == padded["n_output"]
     assert padded["batch"] < token["batch"] and padded["n_preemptions"] == 0
-    assert record["ratios"].keys() == {PADDED} and "KV of 120 tokens" in result.stdout
+    assert record["ratios"].keys() == {PADDED} and "KV of 120 tokens" in shown
 
 
 def test_a_shape_with_random_weights_is_served_unsplit(folder: Path) -> None:
     options = ["--config", str(folder / "config.json"), "--layers", "1", "--no-split", "--json"]
     options += ["--max-num-seqs", "2"]
     options += ["--dataset-name", "random", "--input-len", "5", "--output-len", "3", "--num-prompts", "2"]
-    result = bench(*options)
-    assert result.exit_code == 0, result.output
-    [line] = result.stdout.splitlines()
-    record = json.loads(line)
+    record, shown = bench("throughput", *options)
+    assert len(shown.splitlines()) == 1
     assert record["n_layers"] == 1 and not record["split"] and record["mean_lengths"] == [5, 3]
 
 
@@ -85,9 +73,7 @@ def test_a_shape_with_random_weights_is_served_unsplit(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_one_line(options: list[str], what: str) -> None:
-    result = bench(*options)
-    assert isinstance(result.exception, UserError)
-    assert what in str(result.exception)
+    assert what in refused("throughput", *options)
 
 
 def run(seconds: float) -> Run:
@@ -134,14 +120,13 @@ def test_flash_attention_is_asked_for_where_it_is_there(monkeypatch: pytest.Monk
 
 def test_what_the_device_does_is_recorded_of_one_more_run(folder: Path) -> None:
     options = ["--model", str(folder), "--dataset-name", "random", "--input-len", "6", "--output-len", "40"]
-    result = bench(*options, "--num-prompts", "4", "--max-num-seqs", "2", "--profile-s", "5", "--no-split")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    options += ["--num-prompts", "4", "--max-num-seqs", "2", "--profile-s", "5", "--no-split"]
+    record, shown = bench("throughput", *options)
     found = record["under_load"]
     [rank] = found["ranks"]
     assert rank["rank"] == "this process" and 0 < rank["idle"] < 1 and found["n_decode_steps"] > 3
     assert rank["compute"] + rank["exchange"] + rank["idle"] == pytest.approx(1)
-    assert "s under load: " in result.stdout and "this process: compute " in result.stdout
+    assert "s under load: " in shown and "this process: compute " in shown
     [run] = record["results"][OURS]
     assert 0 < run["wait_s"] < run["seconds"] and "exposed_s" not in run
 
@@ -151,13 +136,12 @@ def test_transformers_serves_the_same_requests(folder: Path) -> None:
     for package in ("torch", "transformers"):
         pytest.importorskip(package)
     options = ["--model", str(folder), "--dataset-name", "random", "--input-len", "6", "--output-len", "4"]
-    result = bench(*options, "--num-prompts", "3", "--max-num-seqs", "2", "--compare", "transformers")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    options += ["--num-prompts", "3", "--max-num-seqs", "2", "--compare", "transformers"]
+    record, shown = bench("throughput", *options)
     assert record["left_out"] == {} and record["in_turns"] and record["same_tokens"] == 3
     [theirs] = record["results"][TRANSFORMERS]
     assert theirs["n_output"] == 12 and theirs["seconds"] > 0 and record["ratios"][TRANSFORMERS][0] > 0
-    assert "the same tokens as transformers: 3 of 3" in result.stdout
+    assert "the same tokens as transformers: 3 of 3" in shown
 
 
 @pytest.mark.slow
@@ -165,9 +149,8 @@ def test_the_demo_model_beside_transformers() -> None:
     for package in ("torch", "transformers"):
         pytest.importorskip(package)
     options = ["--dataset-name", "alpaca-like", "--num-prompts", "4", "--max-num-seqs", "4"]
-    result = bench(*options, "--max-model-len", "128", "--compare", "transformers", "--one-at-a-time", "4")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout.splitlines()[-1])
+    options += ["--max-model-len", "128", "--compare", "transformers", "--one-at-a-time", "4"]
+    record, _ = bench("throughput", *options)
     assert record["results"].keys() == {OURS, ALONE, TRANSFORMERS} and record["same_tokens"] == 4
 
 

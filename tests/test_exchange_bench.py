@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from benches import bench, refused
 
 from jaxlamina.bench import exchange_bench
-from jaxlamina.bench.cli import app
 from jaxlamina.bench.exchange_bench import ExchangePeer, ExchangeReport, Point
 from jaxlamina.bench.exchange_cli import _parts, _title
 from jaxlamina.bench.exchange_ranks import RankError
@@ -67,29 +65,24 @@ def test_a_peer_that_cannot_start_is_left_out_with_its_reason():
     found = exchange_bench.measure([bad, ExchangePeer.parse("xla")], [4096], n_rounds=1)
     assert [p.peer for p in found.points] == ["xla"]
     assert "rank 0, 1 ended with exit code 1" in found.left_out[bad.label]
-    done = CliRunner().invoke(app, ["exchange", "--transport", bad.label, "--platform", "cpu"])
-    assert isinstance(done.exception, UserError) and "\n" not in str(done.exception)
-    assert str(done.exception).startswith(f"no transport could be measured: {bad.label}: rank")
+    said = refused("exchange", "--transport", bad.label, "--platform", "cpu")
+    assert said.startswith(f"no transport could be measured: {bad.label}: rank")
 
 
 def test_the_command_prints_a_table_draws_and_ends_in_json(tmp_path):
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
     svg = tmp_path / "exchange.svg"
     arguments = ["exchange", "--transport", "xla", "--sizes", "4K,64K", "--rounds", "2", "--platform", "cpu"]
-    done = CliRunner().invoke(app, [*arguments, "--figure", str(svg)])
-    assert done.exit_code == 0, done.output
-    *table, line = done.stdout.strip().splitlines()
-    record = json.loads(line)
+    record, shown = bench(*arguments, "--figure", str(svg))
     assert record["bench"] == "exchange" and record["aims"] == [] and record["n_rounds"] == 2
     assert [p["size_bytes"] for p in record["points"]] == [4096, 65536]
     assert record["limit"] == "one core's memory copies" and record["limit_bytes_per_s"] > 1e8
-    assert any("4 KiB" in text and "xla" in text for text in table)
+    assert any("4 KiB" in text and "xla" in text for text in shown.splitlines()[:-1])
     assert "jax" in record["versions"]
     assert xml.etree.ElementTree.parse(svg).getroot().tag.endswith("svg")
     for drawn in ("xla", "round trip, µs", "one way, GB/s"):
         assert f"<!-- {drawn} -->" in svg.read_text()
-    quiet = CliRunner().invoke(app, [*arguments, "--json"])
-    assert len(quiet.stdout.strip().splitlines()) == 1
+    assert len(bench(*arguments, "--json")[1].splitlines()) == 1
 
 
 def test_variables_of_a_peer():
@@ -138,8 +131,7 @@ def test_platforms(monkeypatch):
     ],
 )
 def test_bad_options_are_found_before_anything_starts(options, message):
-    done = CliRunner().invoke(app, ["exchange", *options])
-    assert isinstance(done.exception, UserError) and message in str(done.exception)
+    assert message in refused("exchange", *options)
 
 
 def test_the_limit_is_that_of_the_gpus():
