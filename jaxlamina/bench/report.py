@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -18,9 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from jaxlamina.bench.machine import Machine
 from jaxlamina.console.tables import print_table
 from jaxlamina.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxlamina.bench.machine import Machine
 
 # Heading, a row's value (None is shown as "–"), and how it is formatted; a format that begins with "<" is of
 # words.
