@@ -8,7 +8,8 @@ pool holds the KV and runs attention (the Lamina papers, 2024 and 2025).
     llm = LLM("smollm2-135m-instruct")
     print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
 
-- `LLM`: a model ready to write. `generate`, `chat` and `stream` take prompts; `help(jaxlamina.LLM)` lists its options.
+- `LLM`: a model ready to write. `generate`, `chat` and `stream` take prompts; `help(jaxlamina.LLM)` lists its
+  options.
 - `SamplingParams`: how a text is chosen: temperature, max_tokens, stop, n, logprobs, beam search and more.
 - `StructuredOutputs`: what all of a text must be: a JSON schema, a regex, a choice.
 - `RequestOutput`, `CompletionOutput`, `Logprob`: what comes back.

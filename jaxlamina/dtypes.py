@@ -20,8 +20,8 @@ class Chosen(NamedTuple):
 def chosen(asked: str, own: str | None, on_cpu: bool) -> Chosen:
     """The dtype for ``asked`` (of `CHOICES`) where weights are stored as ``own``, None for a quantised form.
 
-    "auto" is float32 on a CPU, which computes in it anyway, and the model's own elsewhere: float32 or bfloat16, and bfloat16 in
-    place of float16 (whose bytes it has) and of quantised weights.
+    "auto" is float32 on a CPU, which computes in it anyway, and the model's own elsewhere: float32 or
+    bfloat16, and bfloat16 in place of float16 (whose bytes it has) and of quantised weights.
     """
     if asked != AUTO:
         return Chosen(asked, "")

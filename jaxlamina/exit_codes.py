@@ -1,4 +1,5 @@
-"""Exit codes of ranks, of the jobs they are in and of commands. Plain numbers; the table for users is in docs/launch.md."""
+"""Exit codes of ranks, of the jobs they are in and of commands. Plain numbers; the table for users is in
+docs/launch.md."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ _log = logging.getLogger(__name__)
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}
 Prompt = str | Sequence[int] | Mapping[str, Any]
-# Whether there is a bar, or what makes one: called with ``total``, it has ``update(n)`` and ``close()``, as tqdm has.
+# Whether there is a bar, or what makes one: called with ``total``, it has ``update(n)`` and ``close()``, as
+# tqdm has.
 UseTqdm = bool | Callable[..., Any]
 Messages = Sequence[Mapping[str, Any]]  # one conversation
 
@@ -90,13 +91,16 @@ class InMemoryModel:
 class LLM:
     """A model ready to write.
 
-        - ``model``: a name ("smollm2-135m-instruct"), a Hugging Face folder, a ``.gguf`` file, an orbax folder, a model of the
-          Hugging Face Hub ("org/name", or "org/name:file.gguf"; a folder of that name goes first), or a ``ModelSource``.
-        - ``devices``: one device for all workers; (model worker's, attention workers'); or (model worker's, one each).
-        - ``calibration_tokens``: what fixed scales are found from: text, token ids, or lists of either. None: tokens drawn at
-          random from the vocabulary. ``calibration_headroom``: how much more they hold than the largest values met; None: 2.
-        - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its other ranks. What
-          ``devices`` and the options of workers say elsewhere, its cluster says.
+        - ``model``: a name ("smollm2-135m-instruct"), a Hugging Face folder, a ``.gguf`` file, an orbax
+          folder, a model of the Hugging Face Hub ("org/name", or "org/name:file.gguf"; a folder of that name
+          goes first), or a ``ModelSource``.
+        - ``devices``: one device for all workers; (model worker's, attention workers'); or (model worker's,
+          one each).
+        - ``calibration_tokens``: what fixed scales are found from: text, token ids, or lists of either. None:
+          tokens drawn at random from the vocabulary. ``calibration_headroom``: how much more they hold than
+          the largest values met; None: 2.
+        - ``group``: this process's job over real ranks (`jaxlamina.ranks.join`): attention workers are its
+          other ranks. What ``devices`` and the options of workers say elsewhere, its cluster says.
         - ``recording``: with a ``group``, decode steps can be recorded on all ranks: ``executor`` is a
           `jaxlamina.run.recording.RecordingExecutor`.
         - ``on_load(done_bytes, total_bytes)``: progress of loading, in place of the bar.
@@ -105,8 +109,8 @@ class LLM:
 
     {options}
 
-        ``UserError`` for a model that is not there or not supported, for options out of range, and, before anything is allocated,
-        for weights, KV or steps that memory does not hold.
+        ``UserError`` for a model that is not there or not supported, for options out of range, and, before
+        anything is allocated, for weights, KV or steps that memory does not hold.
     """
 
     def __init__(
@@ -173,15 +177,17 @@ class LLM:
         priority: Sequence[int] | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continues each prompt; outputs in the prompts' order, ``n`` continuations in each one's ``outputs``.
+        """Continues each prompt; outputs in the prompts' order, ``n`` continuations in each one's
+        ``outputs``.
 
-        A prompt is a string, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``; a flat list of token
-        ids is one prompt. ``sampling_params``: one for all (default ``SamplingParams()``) or one each; ``priority``: one each
-        (default 0; lower goes first, where the scheduling policy looks at it). ``on_token`` is called for every token as it
-        comes.
+        A prompt is a string, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [int]}``; a
+        flat list of token ids is one prompt. ``sampling_params``: one for all (default ``SamplingParams()``)
+        or one each; ``priority``: one each (default 0; lower goes first, where the scheduling policy looks at
+        it). ``on_token`` is called for every token as it comes.
 
-        ``use_tqdm``: True shows a bar of finished prompts where stderr is a terminal and there is no ``on_token``; a callable
-        makes one, as ``tqdm.tqdm`` does; False shows none. ``UserError`` for a prompt that cannot be served; then none is.
+        ``use_tqdm``: True shows a bar of finished prompts where stderr is a terminal and there is no
+        ``on_token``; a callable makes one, as ``tqdm.tqdm`` does; False shows none. ``UserError`` for a
+        prompt that cannot be served; then none is.
         """
         prompts = _list_of(prompts)
         params = _one_each(sampling_params, len(prompts))
@@ -213,9 +219,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, put into words by the model's chat template.
 
-        A conversation is a list of ``{"role": …, "content": …}``; ``template`` goes to the template as it is, but
-        ``chat_template`` (one in place of the model's) and ``continue_final_message`` (go on with the last message). The rest
-        is as of `generate`.
+        A conversation is a list of ``{"role": …, "content": …}``; ``template`` goes to the template as it is,
+        but ``chat_template`` (one in place of the model's) and ``continue_final_message`` (go on with the
+        last message). The rest is as of `generate`.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
@@ -229,7 +235,8 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str]:
-        """Continues one prompt and yields its text piece by piece as tokens come (bad input: ``UserError`` at once).
+        """Continues one prompt and yields its text piece by piece as tokens come (bad input: ``UserError`` at
+        once).
 
         ``best_of`` and beam search choose at the end, so their text comes then.
         """
@@ -260,17 +267,19 @@ class LLM:
         return self.place.model_device
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, with ``encode``, ``decode`` and ``apply_chat_template``. ``UserError`` if it has none."""
+        """The model's tokenizer, with ``encode``, ``decode`` and ``apply_chat_template``. ``UserError`` if it
+        has none."""
         tokenizer: Tokenizer = self._tokenizer_for("get_tokenizer()")
         return tokenizer
 
     def split_report(self) -> SplitReport:
-        """Slices, what each cut keeps and what crosses between the pools, for a decode step of one request."""
+        """Slices, what each cut keeps and what crosses between the pools, for a decode step of one
+        request."""
         return self.executor.report
 
     def stats(self) -> dict[str, Any]:
-        """Counts and seconds so far; buckets; slots; programs compiled, by what they were compiled for; and over ranks how
-        decode steps are staggered (`RanksExecutor.staggering`)."""
+        """Counts and seconds so far; buckets; slots; programs compiled, by what they were compiled for; and
+        over ranks how decode steps are staggered (`RanksExecutor.staggering`)."""
         staggering = self.executor.staggering()
         return dataclasses.asdict(self.engine.stats) | {
             "mean_batch_size": self.engine.stats.mean_batch_size,
@@ -314,7 +323,8 @@ class LLM:
             return None, prompt  # the engine looks at each token id
         if not isinstance(prompt, Mapping) or not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise UserError(
-                'a prompt must be a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": […]}, not '
+                'a prompt must be a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": '
+                "[…]}, not "
                 f"{prompt!r:.80}"
             )
         unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
@@ -334,7 +344,8 @@ class LLM:
         names = [name for name, value in given.items() if value is not None]
         if names and kv_dtype not in CALIBRATED_KV_DTYPES:
             raise UserError(
-                f"{names[0]} finds fixed scales, which {kv_dtype=} has not: take {' or '.join(CALIBRATED_KV_DTYPES)}"
+                f"{names[0]} finds fixed scales, which {kv_dtype=} has not: take "
+                f"{' or '.join(CALIBRATED_KV_DTYPES)}"
             )
         rows = None
         if tokens is not None:

@@ -1,7 +1,8 @@
 """Options, each defined once: name, type, default, range and help.
 
-What `LLM` takes, the command line's flags, the cluster file's keys and the tables of the docs are all made from these
-definitions; so an option is added here, and where it is used. Plain Python: knows no JAX, no command line and no file.
+What `LLM` takes, the command line's flags, the cluster file's keys and the tables of the docs are all made
+from these definitions; so an option is added here, and where it is used. Plain Python: knows no JAX, no
+command line and no file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SEQS = 32
 """Sequences decoded at once where nobody says."""
 MODEL_HELP = (
-    "A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf, an orbax folder, or org/name of the Hugging Face Hub "
+    "A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf, an orbax folder, or org/name of the "
+    "Hugging Face Hub "
     "(org/name:file.gguf for a GGUF)."
 )
 
@@ -40,8 +42,8 @@ class Option:
     - ``rule``: what a value must be, in words, where the type and the range do not say it well.
     - ``choices``: words, of which it must be one where the annotation cannot say them.
     - ``check``: raises `UserError` for a value that type and range allow and that is none all the same.
-    - ``flag``: the command line's name, where it is another: "--enable-x/--no-enable-x". ``flag_type``: its type there, where it
-      is another, of which ``read`` makes the value; ``metavar``: how help shows it.
+    - ``flag``: the command line's name, where it is another: "--enable-x/--no-enable-x". ``flag_type``: its
+      type there, where it is another, of which ``read`` makes the value; ``metavar``: how help shows it.
     """
 
     help: str
@@ -105,7 +107,8 @@ class Definition:
         return type(None) in _parts(self.annotation)
 
     def checked(self, value: Any) -> Any:
-        """``value``, a whole number as a float where that is the type. `UserError` if it cannot be the option's."""
+        """``value``, a whole number as a float where that is the type. `UserError` if it cannot be the
+        option's."""
         if (value is None and self.may_be_none) or (isinstance(value, str) and value in self.words):
             return value
         wrong = f"{self.name}={value!r} must be"
@@ -144,7 +147,8 @@ def definitions(kind: type) -> dict[str, Definition]:
 
 
 class Options:
-    """The base of dataclasses of options: holds them to their definitions. `UserError` names the first that is wrong."""
+    """The base of dataclasses of options: holds them to their definitions. `UserError` names the first that
+    is wrong."""
 
     def __post_init__(self) -> None:
         for name, definition in definitions(type(self)).items():
@@ -182,7 +186,8 @@ def check_policy_name(name: str) -> None:
     module, _, cls = name.partition(":")
     if name not in POLICY_NAMES and not (module and cls):
         raise UserError(
-            f"scheduling_policy={name!r} must be one of {', '.join(POLICY_NAMES)}, or a class: package.module:Class"
+            f"scheduling_policy={name!r} must be one of {', '.join(POLICY_NAMES)}, or a class: "
+            f"package.module:Class"
         )
 
 
@@ -198,7 +203,8 @@ class EngineOptions(Options):
     revision: str | None = option(None, "A branch, tag or commit, of a model of the Hugging Face Hub.")
     load_format: Literal["auto", "dummy"] = option(
         "auto",
-        "auto, or dummy: random weights, of the shape that the model's config.json, or its name in configs/models, says.",
+        "auto, or dummy: random weights, of the shape that the model's config.json, or its name in "
+        "configs/models, says.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "Weights and KV: float32, bfloat16, or auto: the model's own, but float32 on CPUs."
@@ -210,24 +216,28 @@ class EngineOptions(Options):
     )
     max_num_seqs: int | None = option(
         None,
-        f"Sequences decoded at once. Default: {DEFAULT_SEQS}; of generate, as many as it is to write; of chat, 4.",
+        f"Sequences decoded at once. Default: {DEFAULT_SEQS}; of generate, as many as it is to write; of "
+        f"chat, 4.",
         least=1,
     )
     max_num_batched_tokens: int | None = option(
         2048,
-        "Prompt tokens computed in one step; longer prompts come in chunks, between which running requests get tokens. "
+        "Prompt tokens computed in one step; longer prompts come in chunks, between which running requests "
+        "get tokens. "
         "None, in Python alone: prompts are computed whole.",
         least=1,
         rule="at least 1, or None",
     )
     mixed_steps: bool = option(
         False,
-        "Compute prompts in the programs of decode steps, which read weights once for both; more programs to compile. "
+        "Compute prompts in the programs of decode steps, which read weights once for both; more programs "
+        "to compile. "
         "Prefill workers compute prompts beside decode steps whatever it says.",
     )
     async_scheduling: bool = option(
         True,
-        "Launch each step before the tokens of the one before it are looked at; the same tokens either way. Jobs of several "
+        "Launch each step before the tokens of the one before it are looked at; the same tokens either way. "
+        "Jobs of several "
         "model ranks go one step at a time regardless.",
     )
     prefix_caching: bool = option(
@@ -237,24 +247,28 @@ class EngineOptions(Options):
     )
     kv_slots: int | None = option(
         None,
-        "Tokens whose KV is kept, of all requests together. Default: as many as could be used, as far as memory goes.",
+        "Tokens whose KV is kept, of all requests together. Default: as many as could be used, as far as "
+        "memory goes.",
         least=1,
     )
     kv_dtype: Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"] = option(
         "auto",
-        "KV: auto (as dtype), int8 (a scale a token and head), int8-channel (fixed scales) or int8-channel-asymmetric (and "
+        "KV: auto (as dtype), int8 (a scale a token and head), int8-channel (fixed scales) or "
+        "int8-channel-asymmetric (and "
         "fixed zero points): half the bytes of bfloat16, and not quite the same tokens.",
     )
     host_kv_slots: int | Literal["auto"] = option(
         "auto",
-        "Tokens whose KV may wait in host memory when there is no room. auto: beside accelerators as many as there is "
+        "Tokens whose KV may wait in host memory when there is no room. auto: beside accelerators as many "
+        "as there is "
         "room for on them, in a quarter of free host memory at most; on CPUs none.",
         least=0,
         rule="0 (none) or more, or 'auto'",
     )
     scheduling_policy: str | None = option(
         None,
-        "Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class, a class of yours, "
+        "Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class, a class "
+        "of yours, "
         f"also of a module in the current folder. Default: {FIRST_COME}; of servers, {SERVER_POLICY}.",
         check=check_policy_name,
     )
@@ -263,7 +277,8 @@ class EngineOptions(Options):
     )
     kv_headroom: float | None = option(
         None,
-        "Share of what running requests may still write that has room when another is let in. Default: as others wrote.",
+        "Share of what running requests may still write that has room when another is let in. Default: as "
+        "others wrote.",
         least=0,
         most=1,
         rule="from 0 to 1, or None",
@@ -281,12 +296,14 @@ class WorkerOptions(Options):
     attention_workers: int = option(1, "Workers that share the KV.", least=1)
     partition: Literal["auto", "heads", "requests", "tokens"] = option(
         "auto",
-        "What several attention workers share out: heads, requests or tokens; auto: heads where they divide evenly, "
+        "What several attention workers share out: heads, requests or tokens; auto: heads where they divide "
+        "evenly, "
         "else tokens.",
     )
     q_first: bool | None = option(
         None,
-        "Send q before k and v are computed; or all together. Default: q first where the workers' devices differ.",
+        "Send q before k and v are computed; or all together. Default: q first where the workers' devices "
+        "differ.",
     )
 
 
@@ -305,7 +322,8 @@ class ModelOptions(EngineOptions):
     model: str = option(DEFAULT_MODEL, MODEL_HELP, check=_check_model)
     calibration_file: str | None = option(
         None,
-        "A text, on rank 0's host, from which int8-channel and int8-channel-asymmetric KV finds its scales. Default: "
+        "A text, on rank 0's host, from which int8-channel and int8-channel-asymmetric KV finds its scales. "
+        "Default: "
         "random tokens.",
     )
     gpu_memory_utilization: float | None = option(

@@ -1,4 +1,5 @@
-"""How ranks get started: `python -m launch` is one rank, `python -m launch.local` starts all of them on this host.
+"""How ranks get started: `python -m launch` is one rank, `python -m launch.local` starts all of them on this
+host.
 
 Knows how processes are started and ended and which rank does what; what a rank does is `jaxlamina.ranks`'.
 """

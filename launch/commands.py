@@ -1,4 +1,5 @@
-"""Command lines and environments that start a job's ranks on this host. Pure Python on plain data; starts nothing."""
+"""Command lines and environments that start a job's ranks on this host. Pure Python on plain data; starts
+nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from jaxlamina.job.cluster import Cluster
 from launch.options import LaunchOptions
 from launch.processes import LAUNCHED, Child
 
-# Open MPI's defaults made a send of 16 KiB take 5 to 11 ms beside threads that multiply matrices: eager sends up to
-# 1 MiB, and waiting ranks that yield, brought a layer from 4.7-8.7 ms to 0.45-0.95. Each rank uses several cores.
+# Open MPI's defaults made a send of 16 KiB take 5 to 11 ms beside threads that multiply matrices: eager sends
+# up to 1 MiB, and waiting ranks that yield, brought a layer from 4.7-8.7 ms to 0.45-0.95. Each rank uses
+# several cores.
 OPEN_MPI = (
     *("--oversubscribe", "--bind-to", "none"),
     *("--mca", "btl_vader_eager_limit", "1048576", "--mca", "mpi_yield_when_idle", "1"),
@@ -18,7 +20,8 @@ OPEN_MPI = (
 
 
 def rank_argv(options: LaunchOptions) -> tuple[str, ...]:
-    """One rank, by this interpreter. ``-P``: a folder `launch` where the user is must not be taken for ours."""
+    """One rank, by this interpreter. ``-P``: a folder `launch` where the user is must not be taken for
+    ours."""
     config = () if options.config is None else ("--config", options.config)
     changes = tuple(word for change in options.changes for word in ("--set", change))
     what = ("--", *options.command) if options.module is None else ("--module", options.module)
@@ -26,7 +29,8 @@ def rank_argv(options: LaunchOptions) -> tuple[str, ...]:
 
 
 def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:
-    """``version``: what `mpirun --version` says; another MPI than Open MPI gets no options that it may not know."""
+    """``version``: what `mpirun --version` says; another MPI than Open MPI gets no options that it may not
+    know."""
     if "open mpi" not in version.lower() and "open-mpi" not in version.lower():
         return ("mpirun", "-n", str(n_ranks))
     as_root = ("--allow-run-as-root",) if root else ()
@@ -36,7 +40,8 @@ def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:
 def mpi_child(
     mpirun: Sequence[str], options: LaunchOptions, environment: Mapping[str, str], pipes: str
 ) -> Child:
-    """The one mpirun that starts all ranks. ``pipes``: the folder where each rank finds a pipe for its lines."""
+    """The one mpirun that starts all ranks. ``pipes``: the folder where each rank finds a pipe for its
+    lines."""
     return Child(
         (*mpirun, *rank_argv(options)),
         None,

@@ -1,4 +1,5 @@
-"""The environment by which a rank gets its pool's platform and a GPU of its own. To be set before JAX is imported.
+"""The environment by which a rank gets its pool's platform and a GPU of its own. To be set before JAX is
+imported.
 
 Pure Python on plain data. Knows nothing of JAX beyond JAX_PLATFORMS.
 """
@@ -12,12 +13,12 @@ from launch.roles import Place
 
 
 def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
-    """What to set for one rank: JAX_PLATFORMS of its pool, JAXLAMINA_DEVICE, which of ``n_gpus`` it takes, and how
-    much of its memory.
+    """What to set for one rank: JAX_PLATFORMS of its pool, JAXLAMINA_DEVICE, which of ``n_gpus`` it takes,
+    and how much of its memory.
 
-    GPUs go round the ranks of a host in their order; ranks of a pool on another platform take none. Hosts are taken
-    to have consecutive ranks, as mpirun and srun place them unless told otherwise. Raises `UserError` where a rank of a
-    pool on "cuda" finds no GPU left.
+    GPUs go round the ranks of a host in their order; ranks of a pool on another platform take none. Hosts are
+    taken to have consecutive ranks, as mpirun and srun place them unless told otherwise. Raises `UserError`
+    where a rank of a pool on "cuda" finds no GPU left.
     """
     platform = cluster.platform(place.rank)
     found: dict[str, str] = {}
@@ -36,7 +37,8 @@ def variables(cluster: Cluster, place: Place, n_gpus: int) -> dict[str, str]:
         found["JAXLAMINA_DEVICE"] = str(taken)
     elif platform == "cuda":
         raise UserError(
-            f"no GPU is left for this rank: {n_gpus} here, for {taken + 1} ranks or more. Start fewer ranks on this "
+            f"no GPU is left for this rank: {n_gpus} here, for {taken + 1} ranks or more. Start fewer ranks "
+            f"on this "
             'host, or give one of the pools the platform "cpu"'
         )
     return found

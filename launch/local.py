@@ -1,4 +1,5 @@
-"""`python -m launch.local`: starts all ranks of a job on this host, and ends them all. What `jaxlamina launch` runs.
+"""`python -m launch.local`: starts all ranks of a job on this host, and ends them all. What `jaxlamina
+launch` runs.
 
 Knows transports as far as to know who starts their ranks: mpirun for "mpi", itself for "xla".
 """
@@ -63,7 +64,8 @@ def _pipe(path: Path) -> int:
 def _mpirun_version() -> str:
     if shutil.which("mpirun") is None:
         raise UserError(
-            "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, or take "
+            "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, "
+            "or take "
             "--transport xla"
         )
     done = subprocess.run(
@@ -78,7 +80,8 @@ def _mpirun_version() -> str:
 
 
 def _on_free_ports(options: LaunchOptions) -> LaunchOptions:
-    """The options with ports that nobody listens at, where the cluster's file names none: two jobs may run at once."""
+    """The options with ports that nobody listens at, where the cluster's file names none: two jobs may run at
+    once."""
     cluster, usual = options.cluster(), Cluster()
     wanted = [name for name in ("control", "coordinator") if getattr(cluster, name) == getattr(usual, name)]
     changes = [
@@ -90,8 +93,8 @@ def _on_free_ports(options: LaunchOptions) -> LaunchOptions:
 def free_ports(n: int) -> list[int]:
     """Ports of this host at which nobody listens now.
 
-    Drawn from below the range (32768 on, usually) out of which the kernel serves whoever asks for any port: until rank
-    0 listens, one of those might be given away.
+    Drawn from below the range (32768 on, usually) out of which the kernel serves whoever asks for any port:
+    until rank 0 listens, one of those might be given away.
     """
     found: list[int] = []
     for port in random.sample(range(20000, 32000), 1000):

@@ -1,7 +1,8 @@
 """Child processes of one job: their lines, prefixed; their end, all together; and the one line that says why.
 
-A job is over within seconds once one of its processes has failed. Single-threaded: one loop reads all pipes and looks
-at all children. Knows ranks by number; nothing of what they do or of MPI beyond how mpirun words its reports.
+A job is over within seconds once one of its processes has failed. Single-threaded: one loop reads all pipes
+and looks at all children. Knows ranks by number; nothing of what they do or of MPI beyond how mpirun words
+its reports.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _EXITED = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)"
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when the one that started it is gone, however that ended. Linux only.
+    """Has the kernel send this process a signal when the one that started it is gone, however that ended.
+    Linux only.
 
     SIGKILL for a rank: jax.distributed handles SIGTERM, and goes on.
     """
@@ -47,7 +49,8 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 @dataclass(frozen=True)
 class Child:
-    """A process to start. rank: whose it is, None for mpirun. stdout: whether it may write to ours as it is."""
+    """A process to start. rank: whose it is, None for mpirun. stdout: whether it may write to ours as it
+    is."""
 
     argv: tuple[str, ...]
     rank: int | None
@@ -71,7 +74,8 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Report:
-    """An error line: who wrote it, and which rank it is about. killed: it is our word on one that was killed."""
+    """An error line: who wrote it, and which rank it is about. killed: it is our word on one that was
+    killed."""
 
     by: int
     about: int
@@ -124,9 +128,10 @@ class Job:
 
     - ``describe(rank)``: how messages name a rank.
     - ``pipes``: rank → a pipe's reading end that brings its lines, beside the children's own.
-    - ``grace_s``: how long the others may take to end by themselves once one has failed, or once rank 0 is done.
-    - ``end_s``, ``folder``: rank 0 brings its work to an end by itself when it is told to stop, in so many seconds; the
-      folder is that of `LAUNCHED`. None: a signal ends all at once.
+    - ``grace_s``: how long the others may take to end by themselves once one has failed, or once rank 0 is
+      done.
+    - ``end_s``, ``folder``: rank 0 brings its work to an end by itself when it is told to stop, in so many
+      seconds; the folder is that of `LAUNCHED`. None: a signal ends all at once.
     """
 
     def __init__(
@@ -158,11 +163,11 @@ class Job:
         self._kill_at: float | None = None
 
     def run(self) -> int:
-        """Until all have ended. 0 where all did well, `WRONG` or `BAD_INPUT` where ranks ended with these alone, 128 + the number
-        of a signal that this process got, and `FAILED` for all else.
+        """Until all have ended. 0 where all did well, `WRONG` or `BAD_INPUT` where ranks ended with these
+        alone, 128 + the number of a signal that this process got, and `FAILED` for all else.
 
-        SIGINT and SIGTERM end the job at once; with ``end_s`` the second one does, and after the first all may do well.
-        The last line on stderr is that of the rank that began the end.
+        SIGINT and SIGTERM end the job at once; with ``end_s`` the second one does, and after the first all
+        may do well. The last line on stderr is that of the rank that began the end.
         """
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -227,7 +232,8 @@ class Job:
         return some
 
     def _pump_rest(self) -> None:
-        """What is left in the pipes. A process that a rank left behind may hold one open: it is not waited for."""
+        """What is left in the pipes. A process that a rank left behind may hold one open: it is not waited
+        for."""
         until = time.monotonic() + 1
         while self._pump(0) and time.monotonic() < until:
             pass
@@ -248,7 +254,8 @@ class Job:
         _say(_shown(rank, line))
 
     def _is_report(self, line: str) -> bool:
-        """Whether a line of mpirun's own is in one of its blocks between rules; a rank's own line is better."""
+        """Whether a line of mpirun's own is in one of its blocks between rules; a rank's own line is
+        better."""
         if _RULE.fullmatch(line.strip()):
             self._in_report = not self._in_report
             return True

@@ -1,7 +1,8 @@
-"""`python -m launch --config C.toml COMMAND …`: one rank. Rank 0 runs the command, the others serve it until it is done.
+"""`python -m launch --config C.toml COMMAND …`: one rank. Rank 0 runs the command, the others serve it until
+it is done.
 
-Whatever ends a rank early is one line on stderr, `error: rank 2 (attention worker 1): …`, and a non-zero exit code.
-Knows its place, its platform and how it ends; what it does meanwhile is `jaxlamina.ranks`'.
+Whatever ends a rank early is one line on stderr, `error: rank 2 (attention worker 1): …`, and a non-zero exit
+code. Knows its place, its platform and how it ends; what it does meanwhile is `jaxlamina.ranks`'.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def _check_starter(cluster: Cluster, here: Place) -> None:
 
 
 def _place_first(arguments: Sequence[str] | None) -> Place | None:
-    """This process's place as far as the environment says it, so that also a bad option is said by its rank."""
+    """This process's place as far as the environment says it, so that also a bad option is said by its
+    rank."""
     try:
         return place(os.environ)
     except UserError:
@@ -107,7 +109,8 @@ def _place_first(arguments: Sequence[str] | None) -> Place | None:
 
 
 def _keep_stdout_clean() -> None:
-    """What libraries print without asking Python (Gloo does) goes to stderr: stdout is for the command's own words."""
+    """What libraries print without asking Python (Gloo does) goes to stderr: stdout is for the command's own
+    words."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)
@@ -115,7 +118,8 @@ def _keep_stdout_clean() -> None:
 
 
 def _redirect(rank: int) -> None:
-    """Under `launch.local`: ends with its starter, and gives it this rank's own lines where MPI would mix them."""
+    """Under `launch.local`: ends with its starter, and gives it this rank's own lines where MPI would mix
+    them."""
     folder = os.environ.get(LAUNCHED)
     if folder is None:
         return

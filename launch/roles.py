@@ -1,7 +1,7 @@
 """Which rank this process is, from what its starter put into the environment; and the map from rank to pool.
 
-Open MPI, PMI (MPICH, Intel MPI), Slurm's srun, or ``JAXLAMINA_RANK``. Pure Python on plain data: the environment is
-passed in. Knows nothing of MPI's library, devices or how processes are started.
+Open MPI, PMI (MPICH, Intel MPI), Slurm's srun, or ``JAXLAMINA_RANK``. Pure Python on plain data: the
+environment is passed in. Knows nothing of MPI's library, devices or how processes are started.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["Place", "Pool", "Pools", "Role", "place"]
 
 Starter = Literal["jaxlamina", "mpirun", "srun"]
 
-# Starter, then the variables of rank, number of ranks and rank on this host. mpirun inside a Slurm batch job finds the
-# job's own SLURM_PROCID=0 in its environment, so what MPI says comes before what Slurm says.
+# Starter, then the variables of rank, number of ranks and rank on this host. mpirun inside a Slurm batch job
+# finds the job's own SLURM_PROCID=0 in its environment, so what MPI says comes before what Slurm says.
 _STARTERS: tuple[tuple[Starter, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     ("jaxlamina", ("JAXLAMINA_RANK",), ("JAXLAMINA_N_RANKS",), ("JAXLAMINA_LOCAL_RANK",)),
     ("mpirun", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
@@ -31,7 +31,8 @@ _STARTERS: tuple[tuple[Starter, tuple[str, ...], tuple[str, ...], tuple[str, ...
 class Place:
     """A process among those of its job: its rank, and its place among those on its host, from 0.
 
-    n_ranks: of the job; None where its starter does not say. starter: "mpirun", "srun" or "jaxlamina" (no MPI there).
+    n_ranks: of the job; None where its starter does not say. starter: "mpirun", "srun" or "jaxlamina" (no MPI
+    there).
     """
 
     rank: int
@@ -41,7 +42,8 @@ class Place:
 
 
 def place(environment: Mapping[str, str], rank: int | None = None) -> Place:
-    """This process's place. ``rank``: one given by hand (`--rank`), which then must agree with the environment.
+    """This process's place. ``rank``: one given by hand (`--rank`), which then must agree with the
+    environment.
 
     Raises `UserError` where nothing says which rank this is.
     """

@@ -45,7 +45,8 @@ def why_no_gpus(wanted: int) -> str | None:
     return None if n >= wanted else f"JAX sees {n} GPU(s), this test needs {wanted}"
 
 
-# Files of minutes, the longest first: begun last, one of them would keep one process at work while the others are done.
+# Files of minutes, the longest first: begun last, one of them would keep one process at work while the others
+# are done.
 LONG_FILES = (
     "test_ranks",
     "test_perplexity",
@@ -75,9 +76,11 @@ LONG_FILES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Folders of this run, whose processes share them: what jobs of ranks are compared with, and every compiled program.
+    """Folders of this run, whose processes share them: what jobs of ranks are compared with, and every
+    compiled program.
 
-    Most of what tests wait for is compiling; the same tiny models are compiled by many files, servers and ranks.
+    Most of what tests wait for is compiling; the same tiny models are compiled by many files, servers and
+    ranks.
     """
     if "JAXLAMINA_TEST_REFERENCES" in os.environ:
         return

@@ -1,4 +1,5 @@
-"""A group for tests of the control channel: rank 0 in the test's process, the others in threads, processes or as sockets."""
+"""A group for tests of the control channel: rank 0 in the test's process, the others in threads, processes or
+as sockets."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Faults(queue.Queue):
 
 
 class Group:
-    """Rank 0 in this process, the others in threads, in processes, or as bare sockets; all are ended at the end."""
+    """Rank 0 in this process, the others in threads, in processes, or as bare sockets; all are ended at the
+    end."""
 
     def __init__(self) -> None:
         self.faults = Faults()

@@ -3,8 +3,8 @@
     control_rank.py client ADDRESS RANK [JSON]     config, deadline_s, heartbeat_s
     control_rank.py server ADDRESS N_RANKS [JSON]
 
-Prints a line for each thing that happens. A client answers Prepare, TakeRows and PutRows, and leaves at a Bye. A server
-asks rank 1 again and again for a bucket, and ends when its standard input does.
+Prints a line for each thing that happens. A client answers Prepare, TakeRows and PutRows, and leaves at a
+Bye. A server asks rank 1 again and again for a bucket, and ends when its standard input does.
 """
 
 from __future__ import annotations

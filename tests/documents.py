@@ -2,10 +2,11 @@
 
     python documents.py README.md FOLDER
 
-runs a page's commands (```sh, ```console) and Python (```python) in FOLDER: one shell, one interpreter, and one server at a
-time, which a line of a block starts, is waited for, and is ended when the next one comes or no later block has its port. Output of a block
-that fails is printed, and the exit code is 1. Of a ```console block the line after `$` is run, and what follows `> ` is
-typed. A block after `<!-- not run: why -->` or `<!-- needs: what -->` is not run. Knows nothing of what the blocks do.
+runs a page's commands (```sh, ```console) and Python (```python) in FOLDER: one shell, one interpreter, and
+one server at a time, which a line of a block starts, is waited for, and is ended when the next one comes or
+no later block has its port. Output of a block that fails is printed, and the exit code is 1. Of a ```console
+block the line after `$` is run, and what follows `> ` is typed. A block after `<!-- not run: why -->` or
+`<!-- needs: what -->` is not run. Knows nothing of what the blocks do.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""The exactness gate: real KV through every way to run a model on this machine's GPUs, against numbers of a CPU.
+"""The exactness gate: real KV through every way to run a model on this machine's GPUs, against numbers of a
+CPU.
 
-    python tests/gpu_gate.py [--platform cpu --scale small] [--groups unsplit,ranks] [--record docs/gpu-gate.md]
+    python tests/gpu_gate.py [--platform cpu --scale small] [--groups unsplit,ranks] [--record
+    docs/gpu-gate.md]
 
-Runs the groups of `gpu_gate_cases` that this machine has the GPUs for, each in processes of its own with a deadline. A case
-that dies or says nothing more costs its process, and the cases after it get another one. What each gave is compared with
-the reference: the demo model's by transformers (`gpu_gate_reference`), random models' by a whole sequence at once. Ends with a
-line of JSON and with 1 if any case failed or did not run. Knows processes, files and numbers; no JAX.
+Runs the groups of `gpu_gate_cases` that this machine has the GPUs for, each in processes of its own with a
+deadline. A case that dies or says nothing more costs its process, and the cases after it get another one.
+What each gave is compared with the reference: the demo model's by transformers (`gpu_gate_reference`), random
+models' by a whole sequence at once. Ends with a line of JSON and with 1 if any case failed or did not run.
+Knows processes, files and numbers; no JAX.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class Result:
         return not self.error and bool(within) and all(within)
 
 
-# -- judging: plain numbers ---------------------------------------------------------------------------------------
+# -- judging: plain numbers
+# ---------------------------------------------------------------------------------------
 
 
 def judged(
@@ -102,7 +106,8 @@ def _mean(logprobs: np.ndarray, scored: np.ndarray) -> float:
 def _of_tokens(
     case: Case, found: Mapping[str, Any], reference: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Where a row first differs from the reference, that token must have been hardly likelier there than the next one."""
+    """Where a row first differs from the reference, that token must have been hardly likelier there than the
+    next one."""
     tokens, wanted = np.asarray(found["tokens"]), np.asarray(reference["tokens"])
     wanted = wanted[: len(tokens), : tokens.shape[1]]
     n_same, margin = 0, 0.0
@@ -117,7 +122,8 @@ def _of_tokens(
     return figures, {"margin": cases.margin_of(case)}
 
 
-# -- running: processes and files ---------------------------------------------------------------------------------
+# -- running: processes and files
+# ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -170,7 +176,8 @@ class Run:
         return np.load(DATA if model == "demo" else self.folder / f"reference {model}.npz")
 
     def _turn(self, group: Group, left: Sequence[Case], turn: int) -> str:
-        """Runs a group's processes until they end or are ended; why the first case without a file has none."""
+        """Runs a group's processes until they end or are ended; why the first case without a file has
+        none."""
         log = self.folder / f"{group.name} {turn}.log"
         for case in left:
             self.file(group.name, case.name, ".error").unlink(missing_ok=True)  # of a run before this one
@@ -220,7 +227,8 @@ class Run:
         more: dict[str, Any] = {"step_deadline_s": 30.0}  # a step that never ends is one failure of many
         if self.platform == "cpu":
             more = {"step_deadline_s": 240.0, "model_platform": "cpu", "attention_platform": "cpu"}
-        # One batch unless a case says more: by default both are tried, and a case would not be what it is named after.
+        # One batch unless a case says more: by default both are tried, and a case would not be what it is
+        # named after.
         job["cluster"] = {
             "control": control, "coordinator": coordinator, "n_batches": 1, **more, **group.cluster
         }  # fmt: skip
@@ -234,7 +242,8 @@ class Run:
         ]
 
     def _gpus(self, group: Group) -> dict[str, str]:
-        """Every group sees all GPUs, and every other one in another order: the first one has the most to do."""
+        """Every group sees all GPUs, and every other one in another order: the first one has the most to
+        do."""
         if self.n_gpus < 2 or group.alone or "CUDA_VISIBLE_DEVICES" in os.environ:
             return {}
         first = len(group.name) % self.n_gpus
@@ -275,8 +284,8 @@ def _last_line(log: Path) -> str:
 
 
 def run(run: Run, groups: Sequence[Group], n_side_by_side: int) -> list[Result]:
-    """Every group: those whose ranks' kernels wait for one another first, one by one, then the others side by side. Random
-    models' references are made meanwhile."""
+    """Every group: those whose ranks' kernels wait for one another first, one by one, then the others side by
+    side. Random models' references are made meanwhile."""
     results: list[Result] = []
     with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(n_side_by_side) as pool:
         references = beside.submit(run.make_references, groups)
@@ -311,13 +320,15 @@ def _beside_unsplit(run: Run, results: Sequence[Result]) -> None:
             r.figures, r.limits = again.figures, again.limits
 
 
-# -- the record ---------------------------------------------------------------------------------------------------
+# -- the record
+# ---------------------------------------------------------------------------------------------------
 
 
 def described(n_gpus: int) -> dict[str, Any]:
     """What it ran on."""
     ask = (
-        "import json, platform, jax, jaxlib; d = jax.devices(); print(json.dumps({'device': d[0].device_kind, 'platform': "
+        "import json, platform, jax, jaxlib; d = jax.devices(); print(json.dumps({'device': "
+        "d[0].device_kind, 'platform': "
         "d[0].platform, 'n_devices': len(d), 'jax': jax.__version__, 'jaxlib': jaxlib.__version__, 'python': "
         "platform.python_version(), 'runtime': d[0].client.platform_version.splitlines()[-1]}))"
     )
@@ -335,16 +346,31 @@ def as_markdown(results: Sequence[Result], where: Mapping[str, Any], command: st
     lines = [
         "# The GPU gate's record",
         "",
-        "Real KV through every way to run a model, token by token, against transformers on a CPU in float32 (the demo model)",
-        "or a whole sequence at once in float32 (random models). Made by `make test-gpu`; what a case is and where its limits",
+        (
+            "Real KV through every way to run a model, token by token, against transformers on a CPU in float32 "
+            "(the demo model)"
+        ),
+        (
+            "or a whole sequence at once in float32 (random models). Made by `make test-gpu`; what a case is "
+            "and where its limits"
+        ),
         "come from: `tests/gpu_gate_cases.py`.",
         "",
-        f"- {today}, {where.get('n_devices')} × {where.get('device')}, {', '.join(f'{k} {v}' for k, v in versions.items())}",
+        (
+            f"- {today}, {where.get('n_devices')} × {where.get('device')}, "
+            f"{', '.join(f'{k} {v}' for k, v in versions.items())}"
+        ),
         f"- `{command}`: {seconds:.0f} s",
         f"- **{n_passed} of {len(results)} cases passed**",
         "",
-        "Relative: the perplexity's difference from float32's. Rms, token: the root mean square and the largest of tokens'",
-        "log-probabilities' differences. Unsplit: the perplexity's difference from the same case unsplit. Each with its limit.",
+        (
+            "Relative: the perplexity's difference from float32's. Rms, token: the root mean square and the "
+            "largest of tokens'"
+        ),
+        (
+            "log-probabilities' differences. Unsplit: the perplexity's difference from the same case unsplit. "
+            "Each with its limit."
+        ),
         "",
         "| group | case | covers | tokens | perplexity | relative | rms | token | unsplit | s | |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -395,8 +421,8 @@ def as_json(
 
 
 def chosen(names: str, n_gpus: int, only: str = "") -> list[Group]:
-    """Groups whose names contain one of ``names``, that so many GPUs can run; ``only``: those of their cases whose names
-    contain one of these."""
+    """Groups whose names contain one of ``names``, that so many GPUs can run; ``only``: those of their cases
+    whose names contain one of these."""
     wanted = [name.strip() for name in names.split(";") if name.strip()]
     groups = [
         g for g in cases.GROUPS if g.n_gpus <= n_gpus and (not wanted or any(w in g.name for w in wanted))

@@ -1,13 +1,14 @@
-"""What the GPU gate runs, as data: models, groups of cases that share processes, and how far figures may be off.
+"""What the GPU gate runs, as data: models, groups of cases that share processes, and how far figures may be
+off.
 
-A case is a way to run a model (one process or ranks, dtypes, what a step is made of) and what is done with it (`HOWS`).
-Every token is given, not drawn, so that cases are held to the same numbers: the log-probabilities of a whole sequence at
-once in float32. Knows no device and runs nothing.
+A case is a way to run a model (one process or ranks, dtypes, what a step is made of) and what is done with it
+(`HOWS`). Every token is given, not drawn, so that cases are held to the same numbers: the log-probabilities
+of a whole sequence at once in float32. Knows no device and runs nothing.
 
-How far off is derived from what rounding alone does (`NOISE`), as measured on a CPU before any GPU was asked: the model in
-bfloat16, a whole sequence at once, and float32 with int8 KV, step by step. A token may be off by twice the largest that was
-seen there, all tokens' root mean square by twice that one, and a mean over n tokens by four times that one by sqrt(n). Int8
-is granted 1 % of perplexity.
+How far off is derived from what rounding alone does (`NOISE`), as measured on a CPU before any GPU was asked:
+the model in bfloat16, a whole sequence at once, and float32 with int8 KV, step by step. A token may be off by
+twice the largest that was seen there, all tokens' root mean square by twice that one, and a mean over n
+tokens by four times that one by sqrt(n). Int8 is granted 1 % of perplexity.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
 KvDtype = Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"]
-# decode: every token by a decode step, from an empty context. long: the same of windows of 1,024 tokens. chunks: prompts in
-# chunks, then decode steps. mixed: each prompt's chunks in the steps in which earlier rows are decoded. moves: as chunks, and
-# midway KV is copied, moved to the host, and back into other slots. tokens: the engine, greedy, from a pool too small for all.
+# decode: every token by a decode step, from an empty context. long: the same of windows of 1,024 tokens.
+# chunks: prompts in chunks, then decode steps. mixed: each prompt's chunks in the steps in which earlier rows
+# are decoded. moves: as chunks, and midway KV is copied, moved to the host, and back into other slots.
+# tokens: the engine, greedy, from a pool too small for all.
 HOWS = ("decode", "long", "chunks", "mixed", "moves", "tokens")
 DEMO = "smollm2-135m-instruct"
 
@@ -60,7 +62,8 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """Rows and tokens of windows; of the first ``few`` rows ``prompt`` tokens come in chunks where a case has prompts."""
+    """Rows and tokens of windows; of the first ``few`` rows ``prompt`` tokens come in chunks where a case has
+    prompts."""
 
     rows: int
     tokens: int
@@ -81,8 +84,8 @@ LONG_PERPLEXITY: Mapping[tuple[int, int], float] = {(20, 1024): 23.2289, (1, 12)
 
 @dataclass(frozen=True)
 class Case:
-    """``at``: attributes of the executor for this case; ``llm``: options of `LLM`, by which an executor is made. ``covers``: of
-    `WANTED`."""
+    """``at``: attributes of the executor for this case; ``llm``: options of `LLM`, by which an executor is
+    made. ``covers``: of `WANTED`."""
 
     name: str
     how: str
@@ -110,8 +113,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases one after another in one job. ``cluster``: of ranks; None: one process. ``n_gpus``: that it needs. ``alone``: its
-    ranks' kernels wait for one another, so no other group is to have the GPUs meanwhile."""
+    """Cases one after another in one job. ``cluster``: of ranks; None: one process. ``n_gpus``: that it
+    needs. ``alone``: its ranks' kernels wait for one another, so no other group is to have the GPUs
+    meanwhile."""
 
     name: str
     cases: tuple[Case, ...]
@@ -318,8 +322,9 @@ WANTED = (
 
 @dataclass(frozen=True)
 class Limits:
-    """``relative``: of the perplexity's difference from float32's, by that one; ``rms``, ``token``: of tokens'
-    log-probabilities, root mean square and largest; ``unsplit``: as ``relative``, from the same run unsplit."""
+    """``relative``: of the perplexity's difference from float32's, by that one; ``rms``, ``token``: of
+    tokens' log-probabilities, root mean square and largest; ``unsplit``: as ``relative``, from the same run
+    unsplit."""
 
     relative: float
     rms: float
@@ -327,8 +332,8 @@ class Limits:
     unsplit: float
 
 
-# Of a token's log-probability, by rounding alone: root mean square and largest. The demo model's over 2,040 tokens in
-# bfloat16, over 380 with int8 KV; of four random models the largest.
+# Of a token's log-probability, by rounding alone: root mean square and largest. The demo model's over 2,040
+# tokens in bfloat16, over 380 with int8 KV; of four random models the largest.
 NOISE: Mapping[tuple[str, str], tuple[float, float]] = {
     ("demo", "bfloat16"): (0.062, 1.8),
     ("demo", "int8"): (0.057, 0.75),
@@ -358,5 +363,6 @@ def limits_of(case: Case, n_tokens: int) -> Limits:
 
 
 def margin_of(case: Case) -> float:
-    """By how much a token that is written may have been likelier, in the reference, than the one that is written here."""
+    """By how much a token that is written may have been likelier, in the reference, than the one that is
+    written here."""
     return 10 * noise_of(case)[0]

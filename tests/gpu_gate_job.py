@@ -1,11 +1,12 @@
 """One process of one group of `gpu_gate`: runs cases, and leaves what each gave as a file in a folder.
 
-    python gpu_gate_job.py '{"group": …, "cases": […], "scale": …, "platform": …, "folder": …, "n_gpus": …, "cluster": …}'
+    python gpu_gate_job.py '{"group": …, "cases": […], "scale": …, "platform": …, "folder": …, "n_gpus": …,
+    "cluster": …}'
 
-With a cluster it is one of the ranks: rank 0 runs the cases, the others serve. For each case, by its name: a file of
-``logprobs`` of given tokens and which of them were ``scored``, or of ``tokens`` that were written; or one that says why there
-are none, and this process ends, since an error of a GPU spoils all that comes after it. Without a group it makes the references
-of random models: the whole sequence at once, in float32.
+With a cluster it is one of the ranks: rank 0 runs the cases, the others serve. For each case, by its name: a
+file of ``logprobs`` of given tokens and which of them were ``scored``, or of ``tokens`` that were written; or
+one that says why there are none, and this process ends, since an error of a GPU spoils all that comes after
+it. Without a group it makes the references of random models: the whole sequence at once, in float32.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ def make_reference(model: str, size: Size, path: Path) -> None:
 
 
 class Forced:
-    """Windows ``[B, T]`` whose tokens are given, run by an executor in slots at random over its pool. ``logprobs`` and
-    ``scored`` ``[B, T - 1]``: of each token after a window's first, and whether it was asked about."""
+    """Windows ``[B, T]`` whose tokens are given, run by an executor in slots at random over its pool.
+    ``logprobs`` and ``scored`` ``[B, T - 1]``: of each token after a window's first, and whether it was asked
+    about."""
 
     def __init__(self, executor: Any, windows: np.ndarray, chunk: int) -> None:
         self._executor, self._windows = executor, windows
@@ -123,7 +125,8 @@ class Forced:
             self._score(rows, self._executor.decode(self._batch(rows)))
 
     def prompts(self, n_tokens: int, beside_decodes: bool) -> None:
-        """The first tokens of each row, in chunks; with ``beside_decodes``, each in a decode step of the rows before it."""
+        """The first tokens of each row, in chunks; with ``beside_decodes``, each in a decode step of the rows
+        before it."""
         for row in range(len(self._windows)):
             for start in range(0, n_tokens, self._chunk):
                 earlier = [r for r in self._unfinished() if r < row] if beside_decodes else []
@@ -137,7 +140,8 @@ class Forced:
                 self._score([row], of_chunk)
 
     def move(self) -> None:
-        """All that is stored goes to the host and comes back into other slots, the first row's from a copy of it."""
+        """All that is stored goes to the host and comes back into other slots, the first row's from a copy of
+        it."""
         executor, n_rows = self._executor, len(self._windows)
         held = [self._slots[row, : self._stored[row]].copy() for row in range(n_rows)]
         used = np.concatenate(held)

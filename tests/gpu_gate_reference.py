@@ -1,10 +1,12 @@
-"""Makes `data/gpu_gate.npz`: what transformers on a CPU, in float32, says of the demo model, for the GPU gate to be held to.
+"""Makes `data/gpu_gate.npz`: what transformers on a CPU, in float32, says of the demo model, for the GPU gate
+to be held to.
 
     python tests/gpu_gate_reference.py
 
-``logprobs [20, 255]`` float32: of the tokens of 20 windows of 256 tokens of the text in `data`, each after those before it,
-no BOS; their perplexity is that of `test_perplexity`. ``prompts``, ``tokens [n, 32]``: what it writes after some prompts,
-the likeliest token each time, and ``margins``: by how much that one's log-probability is above the next one's.
+``logprobs [20, 255]`` float32: of the tokens of 20 windows of 256 tokens of the text in `data`, each after
+those before it, no BOS; their perplexity is that of `test_perplexity`. ``prompts``, ``tokens [n, 32]``: what
+it writes after some prompts, the likeliest token each time, and ``margins``: by how much that one's
+log-probability is above the next one's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A server of the Hugging Face Hub's protocol on 127.0.0.1, as far as `huggingface_hub` needs it to fetch models.
+"""A server of the Hugging Face Hub's protocol on 127.0.0.1, as far as `huggingface_hub` needs it to fetch
+models.
 
-Listing, tree, HEAD and GET with ETag, X-Repo-Commit and X-Linked-*, large files by redirection and with ranges, gated and
-private repositories, and the Hub's error codes.
+Listing, tree, HEAD and GET with ETag, X-Repo-Commit and X-Linked-*, large files by redirection and with
+ranges, gated and private repositories, and the Hub's error codes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Repository:
 
 @dataclass
 class Hub:
-    """``requests``: (method, path, Range header) of each. ``cut_after``: bytes after which the next large file is cut off."""
+    """``requests``: (method, path, Range header) of each. ``cut_after``: bytes after which the next large
+    file is cut off."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""A batch for partial attention with random arrays, and how a backend's results compare with the float64 reference.
+"""A batch for partial attention with random arrays, and how a backend's results compare with the float64
+reference.
 
 Knows no backend.
 """

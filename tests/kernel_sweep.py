@@ -1,11 +1,13 @@
-"""Attention kernels against the float64 reference over a covering design of shapes; for a GPU, rehearsed on a CPU.
+"""Attention kernels against the float64 reference over a covering design of shapes; for a GPU, rehearsed on a
+CPU.
 
     python tests/kernel_sweep.py --cases 300 --seconds 540
     python tests/kernel_sweep.py --first 17 --cases 1 --seed 3    # one case again
 
-Cases are drawn so that every pair of two factors' levels comes early. A case has fresh random arrays with poison in all
-that must not be read, and is computed by the public function without a backend and by each backend that says it can. It
-is named before it runs, with its number, so that a case that ends the process, hangs or spoils the device is known.
+Cases are drawn so that every pair of two factors' levels comes early. A case has fresh random arrays with
+poison in all that must not be read, and is computed by the public function without a backend and by each
+backend that says it can. It is named before it runs, with its number, so that a case that ends the process,
+hangs or spoils the device is known.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ EMULATION = Limits(2**15, 2**8, 300)
 
 
 def design(seed: int) -> Iterator[dict[str, Any]]:
-    """Cases without end: each has as many new pairs of levels as one of a few dozen draws; after all pairs, again."""
+    """Cases without end: each has as many new pairs of levels as one of a few dozen draws; after all pairs,
+    again."""
     rng = np.random.default_rng(seed)
     names = list(FACTORS)
     every = [
@@ -145,7 +148,8 @@ class Trial:
         case, b = self.case, len(shape.lengths)
         token = (b, 1, shape.k, shape.h)
         self.k, self.v = (jnp.asarray(rng.normal(size=token), shape.dtype) for _ in "kv")
-        # The last request of several is padding: its token is stored nowhere. Others' go to slots that nobody has.
+        # The last request of several is padding: its token is stored nowhere. Others' go to slots that nobody
+        # has.
         slots = rng.permutation(case.poisoned)[:b].astype(np.int32)
         slots[1:][-1:] = len(values_of(case.k)) + 3
         self.slots = jnp.asarray(slots)
@@ -158,7 +162,8 @@ class Trial:
         return dispatch.why_not(backend, self.case.q, self.case.k, return_mass=self.mass)
 
     def run(self, backend: str | None) -> float:
-        """Computed and compared; the worst error as a share of what is tolerated. None: whichever is picked."""
+        """Computed and compared; the worst error as a share of what is tolerated. None: whichever is
+        picked."""
         case = self.case
         picked = dispatch.pick(case.q, case.k, return_mass=self.mass, backend=backend)
         options = case.options | {"backend": backend}
@@ -195,7 +200,8 @@ class Trial:
         return check_outputs(out, self.want, 2 * tolerance_of(case, by))
 
     def _check_stored(self, pools: Any) -> None:
-        """To the bit what `append` stores, which has tests of its own; every other slot as it was, poison too."""
+        """To the bit what `append` stores, which has tests of its own; every other slot as it was, poison
+        too."""
         case = self.case
         like = pk.append(case.k, case.v, self.k[:, 0], self.v[:, 0], self.slots)
         for got, want in zip(jax.tree.leaves(pools), jax.tree.leaves(tuple(like)), strict=True):

@@ -1,7 +1,8 @@
-"""Two "hosts" on one machine: network namespaces with an address, a hostname and a loopback each, joined by a cable.
+"""Two "hosts" on one machine: network namespaces with an address, a hostname and a loopback each, joined by a
+cable.
 
-What a host does not share with another here: addresses, ports, names. What it does: files and process numbers. Needs root
-and `ip`. Knows nothing of MPI beyond the agent by which mpirun reaches another host.
+What a host does not share with another here: addresses, ports, names. What it does: files and process
+numbers. Needs root and `ip`. Knows nothing of MPI beyond the agent by which mpirun reaches another host.
 """
 
 from __future__ import annotations

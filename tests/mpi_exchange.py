@@ -1,4 +1,5 @@
-"""One rank of `test_mpi`: rank 0 sends an array inside a jitted function, rank 1 doubles it and sends it back."""
+"""One rank of `test_mpi`: rank 0 sends an array inside a jitted function, rank 1 doubles it and sends it
+back."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""The programs of every rank for layouts × kinds of step, traced in one process: what each exchanges, and a hash of what it computes.
+"""The programs of every rank for layouts × kinds of step, traced in one process: what each exchanges, and a
+hash of what it computes.
 
-For changes that are to leave programs as they are. Write what one commit's programs are, and compare another's with that:
+For changes that are to leave programs as they are. Write what one commit's programs are, and compare
+another's with that:
 
     python tests/program_oracle.py --write /tmp/before.json
     python tests/program_oracle.py --compare /tmp/before.json
 
-Programs with one hash are one graph of the same operators, exchanges included, whatever order or names they were traced in.
+Programs with one hash are one graph of the same operators, exchanges included, whatever order or names they
+were traced in.
 """
 
 from __future__ import annotations
@@ -74,8 +77,8 @@ KINDS = ("decode", "staggered", "prefill", "chunk", "scored", "decode with chunk
 
 
 class OracleTransport:
-    """An end whose exchanges are operators of a traced program, in the order of the trace as MPI has them; and which compiles
-    nothing."""
+    """An end whose exchanges are operators of a traced program, in the order of the trace as MPI has them;
+    and which compiles nothing."""
 
     name, by_memory, traceable, why_not_by_memory = "oracle", False, False, ""
     is_one_program = True
@@ -163,8 +166,8 @@ def _exchange(op: str, peer: int, message: Any, like: Any, *after: jax.Array) ->
 
 
 class TracedProgram(NamedTuple):
-    """``values``: a hash of what it computes from what, ``hash``: also of what waits for what; ``list``: what it exchanges, in
-    order."""
+    """``values``: a hash of what it computes from what, ``hash``: also of what waits for what; ``list``: what
+    it exchanges, in order."""
 
     hash: str
     values: str
@@ -193,8 +196,8 @@ _ZERO = "a zero that waits"
 
 
 def _graph(jaxpr: Any, consts: Sequence[Any], *, ties: bool) -> str:
-    """Of what it computes from what, and of all its exchanges. Without ``ties`` nothing waits for what it is not made of: zeros
-    that are there when something else is (`pallas_kernels.order`) are not seen."""
+    """Of what it computes from what, and of all its exchanges. Without ``ties`` nothing waits for what it is
+    not made of: zeros that are there when something else is (`pallas_kernels.order`) are not seen."""
     known: dict[Any, str] = {v: f"input {i} {v.aval}" for i, v in enumerate(jaxpr.invars)}
     for v, value in zip(jaxpr.constvars, consts, strict=True):
         known[v] = _hash(str(v.aval), np.asarray(value).tobytes())
@@ -299,7 +302,8 @@ def job_of(name: str) -> Job:
 
 @cache
 def batches() -> tuple[DecodeBatch, PrefillBatch, PrefillBatch, PrefillBatch]:
-    """What is stored before a step: its rows' tokens and the chunk's; and of the step the rows, the chunk, a whole prompt."""
+    """What is stored before a step: its rows' tokens and the chunk's; and of the step the rows, the chunk, a
+    whole prompt."""
     rng = np.random.default_rng(5)
     n_rows = BATCH + 1
     slots = rng.permutation(N_SLOTS).astype(np.int32)
@@ -364,7 +368,8 @@ def shape_of_parts(parts: Sequence[Part]) -> StepShape:
 
 
 def programs_of(layout: str, kind: str) -> dict[int, list[TracedProgram]] | str | None:
-    """Each rank's programs of a step, one after another. Why there are none, where they cannot be; None for no such kind."""
+    """Each rank's programs of a step, one after another. Why there are none, where they cannot be; None for
+    no such kind."""
     job = job_of(layout)
     try:
         shape = shape_of(job, kind)

@@ -1,14 +1,14 @@
-"""One rank of `test_ranks`: attention ranks serve; rank 0 runs scenarios, each a model over the ranks beside the same
-model unsplit in its own process, and prints one line of JSON for each.
+"""One rank of `test_ranks`: attention ranks serve; rank 0 runs scenarios, each a model over the ranks beside
+the same model unsplit in its own process, and prints one line of JSON for each.
 
     python rank_job.py '{"cluster": {…}, "scenarios": [["greedy", {"model": "llama"}], …]}'
 
-With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever. With
-``"behind": [first, last]`` they run each of these steps only once they have been told of what comes after it; with
-``"slow": [first, last, seconds]`` each of these takes them so long; with ``"unreadable": true`` their first recording
-cannot be read. After each step they note, with ``"frozen": FOLDER``, how much Python's collections leave out, and model ranks
-but rank 0, with ``"weigh": FOLDER``, what arrays they hold. A model is a name of `test_models`, or a name and what is changed
-of it.
+With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever.
+With ``"behind": [first, last]`` they run each of these steps only once they have been told of what comes
+after it; with ``"slow": [first, last, seconds]`` each of these takes them so long; with ``"unreadable":
+true`` their first recording cannot be read. After each step they note, with ``"frozen": FOLDER``, how much
+Python's collections leave out, and model ranks but rank 0, with ``"weigh": FOLDER``, what arrays they hold. A
+model is a name of `test_models`, or a name and what is changed of it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def source(model: str | list[Any]) -> Any:
 def unsplit(
     what: list[Any], tokens_of: Callable[[LLM], list[list[int]]], model: Any, limits: dict[str, Any]
 ) -> list[list[int]]:
-    """The same model's tokens, unsplit in this process; or kept from another job of this run of the tests, which needed the
-    same."""
+    """The same model's tokens, unsplit in this process; or kept from another job of this run of the tests,
+    which needed the same."""
     folder = os.environ.get("JAXLAMINA_TEST_REFERENCES")
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     kept = Path(folder) / f"{name}.json" if folder else None
@@ -79,8 +79,8 @@ def unsplit(
 
 
 def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **options: Any) -> dict[str, Any]:
-    """The same tokens as unsplit? The first prompt once before all together, so that two of them find a prefix. ``fourth``:
-    tokens of one prompt more."""
+    """The same tokens as unsplit? The first prompt once before all together, so that two of them find a
+    prefix. ``fourth``: tokens of one prompt more."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     limits = {"max_num_seqs": 4, "max_model_len": 96} | options
     prompts = [*PROMPTS, *([[(7 * i) % 50 + 3 for i in range(fourth)]] if fourth else [])]
@@ -147,7 +147,8 @@ def held_bytes() -> int:
 
 
 def moves(group: Any, model: str) -> dict[str, Any]:
-    """KV that is copied among slots, and out to the host and back into other slots: the next logits are the same."""
+    """KV that is copied among slots, and out to the host and back into other slots: the next logits are the
+    same."""
     from functools import partial
 
     from jaxlamina.models import apply
@@ -194,9 +195,9 @@ def moves(group: Any, model: str) -> dict[str, Any]:
 def with_chunk(
     group: Any, model: str, partition: str, dtype: str = "float32", second: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A long prompt in three chunks, each alongside a decode step of two requests, then a decode step of all three: beside
-    decode steps and prefills by themselves, unsplit in this process. Batch and chunks are padded, all but the second chunk,
-    for whose step ``second`` are the executor's attributes."""
+    """A long prompt in three chunks, each alongside a decode step of two requests, then a decode step of all
+    three: beside decode steps and prefills by themselves, unsplit in this process. Batch and chunks are
+    padded, all but the second chunk, for whose step ``second`` are the executor's attributes."""
     from functools import partial
 
     import jax.numpy as jnp
@@ -301,9 +302,9 @@ def stray(group: Any, unused: list[int]) -> float:
 def warmed(
     group: Any, model: str, max_model_len: int = 64, chunk: int = 16, prompts: Sequence[list[int]] = PROMPTS
 ) -> dict[str, Any]:
-    """Every program once before there is a request, and steps of padding alone; then requests, each twice: the programs that
-    they need more, and whether their tokens are those of the unsplit model. ``ahead``: of ``n_todo``, how many of this
-    rank's another thread had compiled before they were run."""
+    """Every program once before there is a request, and steps of padding alone; then requests, each twice:
+    the programs that they need more, and whether their tokens are those of the unsplit model. ``ahead``: of
+    ``n_todo``, how many of this rank's another thread had compiled before they were run."""
     from jaxlamina.engine import warm_up
 
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
@@ -372,8 +373,8 @@ def scored(group: Any, model: str, **options: Any) -> dict[str, Any]:
 
 
 def recorded(group: Any, model: str) -> dict[str, Any]:
-    """Decode steps that are recorded while tokens are written: one that another rank cannot read, one that this one cannot
-    begin, one of all."""
+    """Decode steps that are recorded while tokens are written: one that another rank cannot read, one that
+    this one cannot begin, one of all."""
     llm = LLM(source(model), group=group, recording=True, max_num_seqs=2, max_model_len=32)
     executor: Any = llm.executor
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -402,7 +403,8 @@ def recorded(group: Any, model: str) -> dict[str, Any]:
 
 
 def observed(llm: LLM, params: SamplingParams) -> dict[str, Any]:
-    """What all ranks' devices do while tokens are written, and that a second recording gives the same kind of answer."""
+    """What all ranks' devices do while tokens are written, and that a second recording gives the same kind of
+    answer."""
     from jaxlamina.profiling.under_load import LoadObserver
 
     found = []
@@ -432,7 +434,8 @@ def refused(group: Any, model: str) -> dict[str, Any]:
 
 
 class Altered:
-    """Rank 0's transport, of which ``send_each`` sends one thing more, and which counts the programs that are run."""
+    """Rank 0's transport, of which ``send_each`` sends one thing more, and which counts the programs that are
+    run."""
 
     def __init__(self, transport: Any, more: bool) -> None:
         self._transport, self._more = transport, more
@@ -464,7 +467,8 @@ class Counted:
 
 
 def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str, Any]:
-    """Rank 0's program is not what the others' are for: one send more, or the others were told of other heads."""
+    """Rank 0's program is not what the others' are for: one send more, or the others were told of other
+    heads."""
     own, send, told = group.transport, group.send, Counter()
 
     def broadcast(message: Any) -> None:
@@ -514,8 +518,8 @@ def hold(step: int, how: str, note: str) -> None:
 
 
 def stay_behind(first: int, last: int) -> None:
-    """Has this attention rank run each of these steps when the next message is there, which rank 0 can send only without
-    the step's tokens; else the job fails."""
+    """Has this attention rank run each of these steps when the next message is there, which rank 0 can send
+    only without the step's tokens; else the job fails."""
     from jaxlamina.ranks.attention_rank import AttentionRank
 
     on_step = AttentionRank._on_step

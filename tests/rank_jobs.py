@@ -40,7 +40,8 @@ def started(
     frozen: Any = None,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's output is read through the first one's pipes."""
+    """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's
+    output is read through the first one's pipes."""
     dop = (1, dop) if isinstance(dop, int) else dop
     control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
     job = {
@@ -63,7 +64,8 @@ def started(
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     if "smollm2" not in json.dumps(scenarios):  # a model so small is compiled for longer than it runs
         environment["XLA_FLAGS"] = (
-            f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0 "
+            f"--xla_llvm_disable_expensive_passes=true"
         )
     command = [*JOB, json.dumps(job)]
     if transport == "mpi":

@@ -110,8 +110,8 @@ def serving(
     ready: bool = True,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """``jaxlamina serve`` with ``options`` on a free port, ready to answer unless it shall not be. ``variables``: more of its
-    environment."""
+    """``jaxlamina serve`` with ``options`` on a free port, ready to answer unless it shall not be.
+    ``variables``: more of its environment."""
     words = [sys.executable, *before, "serve", "--port", "0", *options]
     process = subprocess.Popen(
         words,

@@ -146,7 +146,8 @@ class FlaxDecoder(nnx.Module):
 
 
 class RaggedGqaBlock(nnx.Module):
-    """Grouped-query attention that keeps its cache head-major and finds its own write position per request."""
+    """Grouped-query attention that keeps its cache head-major and finds its own write position per
+    request."""
 
     def __init__(self, batch: int, length: int, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(D, rngs=rngs)
@@ -185,7 +186,8 @@ class RaggedGqaDecoder(nnx.Module):
 
 
 def flax_step(model: nnx.Module) -> tuple[Any, Any, Any]:
-    """A Flax model as a pure step `fn(params, cache, *inputs) -> (output, new cache)`, its params and its cache."""
+    """A Flax model as a pure step `fn(params, cache, *inputs) -> (output, new cache)`, its params and its
+    cache."""
     graph, params, cache = nnx.split(model, nnx.Param, ...)
 
     def step(params, cache, *inputs):

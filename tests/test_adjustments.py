@@ -1,4 +1,5 @@
-"""Penalties, biases and bans: logits against a float64 reference, and through the engine, whatever runs beside them."""
+"""Penalties, biases and bans: logits against a float64 reference, and through the engine, whatever runs
+beside them."""
 
 from __future__ import annotations
 

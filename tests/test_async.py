@@ -1,4 +1,5 @@
-"""Steps launched ahead: whatever is asked for, the results are those of an engine that looks at each token first.
+"""Steps launched ahead: whatever is asked for, the results are those of an engine that looks at each token
+first.
 
 Both engines run the same real executor, one after the other.
 """
@@ -192,8 +193,8 @@ TEXT = "Once upon a time, in a small village by the sea, there lived an old fish
 
 @pytest.mark.slow  # tiny models do the same above
 def test_smollm2_writes_the_same_a_step_ahead(smollm2: LLM):
-    """Ends of sequence, stop strings, samples, ranked ones and beams beside each other; what is counted, and what the
-    prefix cache keeps."""
+    """Ends of sequence, stop strings, samples, ranked ones and beams beside each other; what is counted, and
+    what the prefix cache keeps."""
     encode = smollm2.tokenizer.encode
     plain = smollm2.generate(TEXT, SamplingParams(temperature=0.0, max_tokens=20))[0].text
     asked = [
@@ -240,7 +241,8 @@ def test_smollm2_writes_the_same_a_step_ahead(smollm2: LLM):
 
 
 def recorded(engine: Engine) -> list[tuple[str, Any]]:
-    """What ``engine`` does from now on, in order: ("launch", the tokens of a decode step or None), ("read", tokens)."""
+    """What ``engine`` does from now on, in order: ("launch", the tokens of a decode step or None), ("read",
+    tokens)."""
     seen: list[tuple[str, Any]] = []
     executor, read = engine.executor, engine._times.read
 

@@ -1,7 +1,7 @@
 """Every attention backend against the float64 reference, on inputs that are new every run.
 
-XLA runs as it is, the others in interpret mode on a CPU, or compiled where their device is there (marker gpu). The
-seed is in a failure's output; JAXLAMINA_TEST_SEED brings it back.
+XLA runs as it is, the others in interpret mode on a CPU, or compiled where their device is there (marker
+gpu). The seed is in a failure's output; JAXLAMINA_TEST_SEED brings it back.
 """
 
 from __future__ import annotations
@@ -263,8 +263,9 @@ def test_mass_on_a_gpu(backend: str, shape: Shape, rng: np.random.Generator) -> 
 def test_tokens_in_blocks_are_the_same(
     form: str, window: int | None, rng: np.random.Generator, monkeypatch: Any
 ) -> None:
-    """XLA takes the tokens of a batch block by block: to rounding, what it takes at once. Where entries end within a block, and
-    where a row has none at all. Weights are rounded to KV's dtype, each block's by its own maximum."""
+    """XLA takes the tokens of a batch block by block: to rounding, what it takes at once. Where entries end
+    within a block, and where a row has none at all. Weights are rounded to KV's dtype, each block's by its
+    own maximum."""
     shape = Shape(form=form, tq=2, among=True, window=window, lengths=(41, 0, 16, 17, 1))
     case = Case(shape, rng)
     whole = run("xla", case, compiled=True, return_mass=True)  # the mass is had by taking all at once

@@ -1,4 +1,5 @@
-"""Batches at a real server where something is wrong: with a line, with the folder, with the disk, with the server."""
+"""Batches at a real server where something is wrong: with a line, with the folder, with the disk, with the
+server."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def _openai(body: dict) -> dict:
     return {k: v for k, v in body.items() if k != "ignore_eos"} | {"extra_body": {"ignore_eos": True}}
 
 
-# -- the disk ---------------------------------------------------------------------------------------------------------
+# -- the disk
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -96,7 +98,8 @@ def test_a_full_disk_ends_a_batch_for_good_and_leaves_no_part_of_an_upload(tiny,
         assert server.metric("vllm:generation_tokens_total") == 0
 
 
-# -- what the folder holds --------------------------------------------------------------------------------------------
+# -- what the folder holds
+# --------------------------------------------------------------------------------------------
 
 
 def state(input_id: str, **more) -> dict:
@@ -236,7 +239,8 @@ def test_whatever_is_in_a_batchs_files_it_goes_on(outputs, errors, starts, cut):
         assert Starts(folder, "b").deaths(one) == 1
 
 
-# -- who goes first ---------------------------------------------------------------------------------------------------
+# -- who goes first
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_chat_goes_before_batch_lines_and_they_still_end_as_alone(damaged):
@@ -260,12 +264,13 @@ def test_a_chat_goes_before_batch_lines_and_they_still_end_as_alone(damaged):
             assert text_of(found[str(i)]) == alone.choices[0].text
 
 
-# -- two strikes ------------------------------------------------------------------------------------------------------
+# -- two strikes
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_line_that_was_begun_when_the_server_died_twice_is_reported(tiny, tmp_path):
-    """Three lines whose first token takes long are begun together. The second server has them one at a time, so that only
-    one of them was begun at both deaths."""
+    """Three lines whose first token takes long are begun together. The second server has them one at a time,
+    so that only one of them was begun at both deaths."""
     folder = tmp_path / "kept"
     slow = {"prompt": "w1 " * 1000, "max_tokens": 2, "temperature": 0}
     lines = [line(name, **slow, seed=i) for i, name in enumerate("abc")]

@@ -1,5 +1,5 @@
-"""Beam search against a search that keeps no KV and stops for nothing, against all sequences there are, and against
-transformers."""
+"""Beam search against a search that keeps no KV and stops for nothing, against all sequences there are, and
+against transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def score(total: float, n_prompt: int, tokens: list[int], ended: bool, penalty: 
 
 
 def reference(prompt, width, max_tokens, penalty=1.0, end_ids=(), min_tokens=0, logprobs=logprobs_after):
-    """Best ``width`` of (score, tokens): every continuation of every beam is ranked, to the very last step."""
+    """Best ``width`` of (score, tokens): every continuation of every beam is ranked, to the very last
+    step."""
     n_looked_at = width * max(2, 1 + len(set(end_ids)))
     live: list[tuple[float, list[int]]] = [(0.0, [])]
     finished: list[tuple[float, list[int]]] = []
@@ -202,7 +203,8 @@ def test_beams_that_are_aborted_give_what_they_have():
     assert out is not None and out.token_ids == () and out.finish_reason == "abort"
 
 
-# -- transformers -------------------------------------------------------------------------------------------------
+# -- transformers
+# -------------------------------------------------------------------------------------------------
 
 
 def transformers_model(config: ModelConfig, params):
@@ -253,8 +255,9 @@ def test_beams_of_the_demo_model_are_transformers():
     prompt = llm.tokenizer.encode("The capital of France is")
     [out] = llm.generate({"prompt_token_ids": prompt}, beams(4, 10, ignore_eos=True))
     assert [list(c.token_ids) for c in out.outputs] == transformers_beams(torch, model, prompt, 4, 10)
-    # A token that ends: without a length penalty both count alike, whatever they take for the length. Only the best
-    # one is compared, as transformers leaves out an end that comes fifth to eighth of a step's candidates.
+    # A token that ends: without a length penalty both count alike, whatever they take for the length. Only
+    # the best one is compared, as transformers leaves out an end that comes fifth to eighth of a step's
+    # candidates.
     stop = llm.tokenizer.encode(".")[0]
     params = beams(4, 10, ignore_eos=True, stop_token_ids=[stop], length_penalty=0.0)
     [out] = llm.generate({"prompt_token_ids": prompt}, params)

@@ -399,7 +399,8 @@ def test_prompt_tokens_go_beside_steps_of_whole_batches() -> None:
 
 
 def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One way fails when it is compiled, another in its second round: the others are measured, and it is said."""
+    """One way fails when it is compiled, another in its second round: the others are measured, and it is
+    said."""
     run, n_runs = step_bench._run, {"slice by slice": 0}
 
     def failing(executor: Any, way: Any, *args: Any) -> Any:

@@ -39,7 +39,8 @@ def test_numbers_of_a_server_are_read_from_its_metrics() -> None:
     def numbers(total: float, n: int, tokens: int, steps: int) -> Numbers:
         return Numbers(
             f'{head}{name}_bucket{{model_name="a b",le="1.0"}} 7\n{name}_sum{{model_name="a b"}} {total}\n'
-            f'{name}_count{{model_name="a b"}} {n}.0\nvllm:generation_tokens_total{{model_name="a b"}} {tokens}\n'
+            f'{name}_count{{model_name="a b"}} {n}.0\nvllm:generation_tokens_total{{model_name="a b"}} '
+            f"{tokens}\n"
             f'jaxlamina:engine_steps_total{{model_name="a b"}} {steps}\n'
         )
 

@@ -1,4 +1,5 @@
-"""`bench serve`: what is made of times, how streams of different servers are read, and a load on a real server."""
+"""`bench serve`: what is made of times, how streams of different servers are read, and a load on a real
+server."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from jaxlamina.errors import UserError
 AT_ONCE = 3  # what the tests' server takes
 
 
-# -- what is made of times -------------------------------------------------------------------------------------------
+# -- what is made of times
+# -------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -132,7 +134,8 @@ def test_options_are_read_as_vllm_writes_them() -> None:
         Wanted.parse("tftt", "50", [])
 
 
-# -- streams ---------------------------------------------------------------------------------------------------------
+# -- streams
+# ---------------------------------------------------------------------------------------------------------
 
 
 def read(*events: Any) -> Stream:
@@ -197,7 +200,8 @@ def test_a_body_is_what_its_endpoint_takes() -> None:
     assert "ignore_eos" not in chat and chat["stream_options"] == {"include_usage": True}
 
 
-# -- a real server ---------------------------------------------------------------------------------------------------
+# -- a real server
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

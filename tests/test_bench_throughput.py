@@ -1,4 +1,5 @@
-"""`bench throughput`: a full queue in this process, over ranks, and beside transformers' continuous batching."""
+"""`bench throughput`: a full queue in this process, over ranks, and beside transformers' continuous
+batching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`bench breakdown` over real ranks: every rank is on the timeline with what it does and nothing else. No time is judged."""
+"""`bench breakdown` over real ranks: every rank is on the timeline with what it does and nothing else. No
+time is judged."""
 
 from __future__ import annotations
 

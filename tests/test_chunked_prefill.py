@@ -1,4 +1,5 @@
-"""Prompts in chunks between decode steps: the tokens of prompts computed whole, and nobody waits for a long one."""
+"""Prompts in chunks between decode steps: the tokens of prompts computed whole, and nobody waits for a long
+one."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_same_tokens_as_whole_prompts(name: str, where: dict):
 @pytest.mark.parametrize("where", [{"split": False}, {}], ids=["unsplit", "local"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prompts_in_the_programs_of_decode_steps(where: dict, ahead: bool):
-    """Of one kind of step and another the same tokens, seeds and branches, and a prefix that others left is used."""
+    """Of one kind of step and another the same tokens, seeds and branches, and a prefix that others left is
+    used."""
     drawn = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=5, ignore_eos=True)
     params = [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), GREEDY, drawn, GREEDY]
     options = {"max_num_batched_tokens": 16, "async_scheduling": ahead, **where}
@@ -66,8 +68,8 @@ def test_others_get_their_tokens_while_a_long_prompt_is_computed(ahead: int):
     assert [e.request_id for e in engine.step()] == [first]
     second = engine.add_request(LONG, GREEDY)
     seen = [[e.request_id for e in engine.step()] for _ in range(6 + ahead)]
-    # 90 tokens are six chunks, of which the first comes after a step that was launched already; with the last comes the
-    # long prompt's first token.
+    # 90 tokens are six chunks, of which the first comes after a step that was launched already; with the last
+    # comes the long prompt's first token.
     assert seen == [[first]] * (5 + ahead) + [[first, second]]
 
 

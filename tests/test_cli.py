@@ -1,4 +1,5 @@
-"""The command line: what each command prints, and that bad input is one line on stderr and a non-zero exit code."""
+"""The command line: what each command prints, and that bad input is one line on stderr and a non-zero exit
+code."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def tiny_folder(tmp_path_factory):
     return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=32)
 
 
-# -- help ---------------------------------------------------------------------------------------------------------
+# -- help
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_help_names_every_command_and_imports_no_jax():
@@ -79,7 +81,8 @@ def test_help_names_every_command_and_imports_no_jax():
         assert f" {name} " in done.stdout
     program = (
         "import sys; from jaxlamina.cli.main import main; main(['--help']); "
-        "bad = {'jax', 'flax', 'numpy', 'tokenizers', 'fastapi', 'uvicorn'} & set(sys.modules); assert not bad, bad"
+        "bad = {'jax', 'flax', 'numpy', 'tokenizers', 'fastapi', 'uvicorn'} & set(sys.modules); assert not "
+        "bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, timeout=60)
 
@@ -128,7 +131,8 @@ def test_version(capsys):
     assert capsys.readouterr().out == "jaxlamina 0.1.0\n"
 
 
-# -- generate -----------------------------------------------------------------------------------------------------
+# -- generate
+# -----------------------------------------------------------------------------------------------------
 
 
 @needs_demo_model
@@ -234,7 +238,8 @@ def test_generate_json_of_two_prompts():
         assert len(output["logprobs"]) == len(output["token_ids"]) and output["text"]
 
 
-# -- bad input ----------------------------------------------------------------------------------------------------
+# -- bad input
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_negative_temperature(capsys):
@@ -350,7 +355,8 @@ def test_a_backend_that_does_not_start():
     assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
-# -- split --------------------------------------------------------------------------------------------------------
+# -- split
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_split_reports_what_crosses_each_cut(capsys, monkeypatch):
@@ -358,7 +364,8 @@ def test_split_reports_what_crosses_each_cut(capsys, monkeypatch):
     assert main(["split", "llama-3-8b", "--batch", "4", "--dtype", "bfloat16"]) == 0
     text = capsys.readouterr().out
     assert "33 slices (3 distinct programs) at 32 attention operators" in text
-    # Batch 4 in bfloat16: q and output N·H = 4096, k and v 2·K·H = 2048, context the residual stream and positions.
+    # Batch 4 in bfloat16: q and output N·H = 4096, k and v 2·K·H = 2048, context the residual stream and
+    # positions.
     for figure in ("32,768 B", "16,384 B", f"{4 * 4096 * 2 + 4 * 4:,} B"):
         assert figure in text
 
@@ -402,7 +409,8 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     assert "Traceback" not in err and "BrokenPipe" not in err, err
 
 
-# -- convert and doctor -------------------------------------------------------------------------------------------
+# -- convert and doctor
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", ["safetensors", "orbax"])

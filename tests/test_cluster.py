@@ -1,4 +1,5 @@
-"""The cluster file: defaults, every example in configs/clusters, and one line for whatever is wrong with one."""
+"""The cluster file: defaults, every example in configs/clusters, and one line for whatever is wrong with
+one."""
 
 from __future__ import annotations
 
@@ -76,11 +77,17 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
         ),
         (
             "dop = [2, 1]\npipeline_parallel = 2\ntensor_parallel = 2\n",
-            "tensor_parallel=2 and pipeline_parallel=2 are two ways for the same model workers to share out the weights",
+            (
+                "tensor_parallel=2 and pipeline_parallel=2 are two ways for the same model workers to share out "
+                "the weights"
+            ),
         ),
         (
             'dop = [2, 1]\npipeline_parallel = 2\npipelining = "fixed"\n',
-            "pipelining='fixed' is about several copies of the model, of which there is one with pipeline_parallel=2",
+            (
+                "pipelining='fixed' is about several copies of the model, of which there is one with "
+                "pipeline_parallel=2"
+            ),
         ),
         ("pipeline_parallel = 0\n", "pipeline_parallel=0 must be at least 1"),
         ("prefill_workers = -1\n", "prefill_workers=-1 must be at least 0"),

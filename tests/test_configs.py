@@ -1,4 +1,5 @@
-"""Model shapes in configs/: every file is read, published parameter counts come out, bad files are one line."""
+"""Model shapes in configs/: every file is read, published parameter counts come out, bad files are one
+line."""
 
 from __future__ import annotations
 

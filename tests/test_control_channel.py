@@ -427,7 +427,8 @@ def test_an_answer_of_another_kind_is_an_error(pair):
 
 
 def test_large_messages_cross_while_heartbeats_go_on(group):
-    """Both ways at once, each larger than any socket's buffer: nobody may wait for the other to read first."""
+    """Both ways at once, each larger than any socket's buffer: nobody may wait for the other to read
+    first."""
     server = group.server(2, heartbeat_s=1)
     process = group.process("client", server.address, 1, heartbeat_s=1)
     server.gather(20)

@@ -1,4 +1,5 @@
-"""Bad news on the control channel: ranks that are killed, stopped, late or wrong, in processes of their own."""
+"""Bad news on the control channel: ranks that are killed, stopped, late or wrong, in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -321,7 +322,8 @@ def test_on_fault_comes_before_anyone_sees_the_error(group):
 
 
 def test_a_rank_that_does_not_read_does_not_keep_bad_news_back(group):
-    """A thread is in the middle of sending to a stopped rank when another dies; heartbeats would take minutes."""
+    """A thread is in the middle of sending to a stopped rank when another dies; heartbeats would take
+    minutes."""
     server = group.server(4, heartbeat_s=60)
     stopped, victim, other = (group.process("client", server.address, rank) for rank in (1, 2, 3))
     server.gather(20)
@@ -350,7 +352,8 @@ def test_a_rank_that_does_not_read_does_not_keep_bad_news_back(group):
 
 
 def test_half_a_message_is_the_last_that_leaves():
-    """After a send that was given up in the middle, nothing may follow: it would be read as the rest of that message."""
+    """After a send that was given up in the middle, nothing may follow: it would be read as the rest of that
+    message."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as peer,

@@ -16,7 +16,8 @@ from jaxlamina.job.control.watchdog import Watchdog
 
 @pytest.fixture
 def clocked():
-    """A watchdog whose clock the test moves, and what it told. Its own thread sleeps on real time meanwhile."""
+    """A watchdog whose clock the test moves, and what it told. Its own thread sleeps on real time
+    meanwhile."""
 
     class Clock:
         seconds = 1000.0

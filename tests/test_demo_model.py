@@ -1,4 +1,5 @@
-"""The demo model, SmolLM2-135M-Instruct from the PyPI wheel: numbers, tokens, and logits as transformers has them."""
+"""The demo model, SmolLM2-135M-Instruct from the PyPI wheel: numbers, tokens, and logits as transformers has
+them."""
 
 from __future__ import annotations
 

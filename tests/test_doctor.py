@@ -1,4 +1,5 @@
-"""What doctor says of machines that lack things: machines are made by hiding packages, programs and folders."""
+"""What doctor says of machines that lack things: machines are made by hiding packages, programs and
+folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""README and docs: every command and Python block runs as written, and every command that is shown has the options it shows."""
+"""README and docs: every command and Python block runs as written, and every command that is shown has the
+options it shows."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def jaxlamina(folder: Any) -> str:
 
 
 def own_network() -> list[str]:
-    """Words before a command that give it a network of its own, where nobody has port 8000; none where there can be none."""
+    """Words before a command that give it a network of its own, where nobody has port 8000; none where there
+    can be none."""
     words = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     if (
         shutil.which("unshare")
@@ -91,7 +93,8 @@ def test_few_blocks_are_not_run_and_each_says_why():
 
 
 def shown_commands() -> list[tuple[str, str]]:
-    """Every `jaxlamina …` and `python -m launch …` in a block or in the text, that is more than a command's name."""
+    """Every `jaxlamina …` and `python -m launch …` in a block or in the text, that is more than a command's
+    name."""
     found = [(id_of(b), command) for b in BLOCKS for command in b.commands]
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -1,5 +1,6 @@
-"""The engine with an imaginary model: its "KV" is the token itself, and what it writes next is a checksum of all
-tokens it finds through the slot tables. So a wrong slot, length, position or stale entry changes the text."""
+"""The engine with an imaginary model: its "KV" is the token itself, and what it writes next is a checksum of
+all tokens it finds through the slot tables. So a wrong slot, length, position or stale entry changes the
+text."""
 
 from __future__ import annotations
 

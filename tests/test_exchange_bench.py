@@ -1,4 +1,5 @@
-"""`bench exchange` with real ranks and tiny arrays: that it measures what it says, in the form it says. No time is judged."""
+"""`bench exchange` with real ranks and tiny arrays: that it measures what it says, in the form it says. No
+time is judged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Exchange lists read from compiled programs, and how lists of several ranks are compared.
 
-The programs' texts in `data/exchanges` are what JAX 0.10.2 and 0.11.2 compiled for a CPU; the GPU's forms follow the HLO
-language. Ranks that really exchange are in `test_transports`.
+The programs' texts in `data/exchanges` are what JAX 0.10.2 and 0.11.2 compiled for a CPU; the GPU's forms
+follow the HLO language. Ranks that really exchange are in `test_transports`.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def n_full_collections(make: Callable[[], object]) -> int:
 
 @pytest.fixture
 def nothing_long_lived() -> Iterator[None]:
-    """Python collects everything only if what is new is a quarter of what is old: the whole suite's objects are not counted."""
+    """Python collects everything only if what is new is a quarter of what is old: the whole suite's objects
+    are not counted."""
     gc.collect()
     gc.freeze()
     gc.collect()
@@ -143,8 +144,8 @@ def usual() -> Iterator[None]:
 def test_a_rank_that_compiles_behind_lets_its_steps_go_first(
     monkeypatch: pytest.MonkeyPatch, usual: None
 ) -> None:
-    """It collects once all programs are there, and not each time it is asked whether they are; until then threads have short
-    turns."""
+    """It collects once all programs are there, and not each time it is asked whether they are; until then
+    threads have short turns."""
     n_settled, usual_s = 0, sys.getswitchinterval()
 
     def settle() -> None:

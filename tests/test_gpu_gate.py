@@ -1,4 +1,5 @@
-"""The GPU gate itself: that its table covers what it should, that its judge lets nothing wrong pass, and a rehearsal on CPUs.
+"""The GPU gate itself: that its table covers what it should, that its judge lets nothing wrong pass, and a
+rehearsal on CPUs.
 
 The whole gate is `make test-gpu`.
 """
@@ -129,8 +130,8 @@ def test_a_rehearsal_in_one_process_and_over_ranks(run: gate.Run, tmp_path: Path
 
 
 def test_a_wrong_slot_is_seen_and_what_dies_costs_only_itself(run: gate.Run):
-    """The last token's slot is taken for the one before it, from some step on: figures beyond the limits. A case that ends its
-    process is one failure, and the next case runs."""
+    """The last token's slot is taken for the one before it, from some step on: figures beyond the limits. A
+    case that ends its process is one failure, and the next case runs."""
     run.make_references([Group("x", (small("x", "decode"),))])
     broken = Path(run.folder, "broken")
     broken.mkdir()

@@ -1,4 +1,5 @@
-"""Models of the Hugging Face Hub, by the real client against a local server of its protocol: what is fetched, what is said."""
+"""Models of the Hugging Face Hub, by the real client against a local server of its protocol: what is fetched,
+what is said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs on disk under names of our own: a second job traces none, and gives the same; what is damaged or another's is not taken."""
+"""Programs on disk under names of our own: a second job traces none, and gives the same; what is damaged or
+another's is not taken."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def name(*what: object) -> str:
 
 
 def kept(what: str, factor: float = 2.0) -> str:
-    """Each with another constant, so that none is in JAX's cache: XLA for CPUs cannot write what it has read there."""
+    """Each with another constant, so that none is in JAX's cache: XLA for CPUs cannot write what it has read
+    there."""
     shape, more = jax.ShapeDtypeStruct((4,), jnp.float32), float(zlib.crc32(what.encode()))
     lowered = jax.jit(lambda x, named: {"out": factor * x + named["b"], "more": more * x}).lower(
         shape, {"b": shape}

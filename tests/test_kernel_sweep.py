@@ -1,4 +1,5 @@
-"""The sweep over kernels' shapes: its design, a few cases on this machine, the Hopper kernels' programs on numpy.
+"""The sweep over kernels' shapes: its design, a few cases on this machine, the Hopper kernels' programs on
+numpy.
 
 The arrays are new every run; JAXLAMINA_TEST_SEED, which is in a failure's output, brings them back.
 """
@@ -102,7 +103,8 @@ def test_such_tiles_on_a_gpu(k: int, call: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(16))
 def test_a_case_on_a_gpu(number: int) -> None:
-    """What is picked, and Triton's; compiling is nearly all of the time (`python tests/kernel_sweep.py` has more)."""
+    """What is picked, and Triton's; compiling is nearly all of the time (`python tests/kernel_sweep.py` has
+    more)."""
     ways = [PUBLIC, "triton"] if "triton" in dispatch.candidates(jax.devices()[0]) else [PUBLIC]
     run_case(number, Limits(2**20), ways)
 

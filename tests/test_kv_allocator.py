@@ -1,4 +1,5 @@
-"""The slot allocator: order of dealing, refusals, planted faults; a request's slot list; cost of a decode step.
+"""The slot allocator: order of dealing, refusals, planted faults; a request's slot list; cost of a decode
+step.
 
 Random operations against a dictionary model are in test_kv_machine.py.
 """
@@ -227,7 +228,7 @@ def test_a_decode_step_appends_one_slot_each():
 
 
 def test_the_cost_is_in_microseconds():
-    """Issue 3: 1 M slot operations a second, and 100 µs a decode step of 256 requests. Best of several, with a
-    factor of two for a busy machine; the benchmark prints the figures themselves."""
+    """Issue 3: 1 M slot operations a second, and 100 µs a decode step of 256 requests. Best of several, with
+    a factor of two for a busy machine; the benchmark prints the figures themselves."""
     assert measure_slot_operations_per_s(repeats=20) > 1e6
     assert measure_decode_step_us(repeats=200) < 200

@@ -1,8 +1,8 @@
 """Random operations on allocator, prefix cache, forks and host tier together, against plain dictionaries.
 
-The dictionaries say, of every moment, which prefixes are cached under which slot and since when, and who owns what.
-Beside them are two pools of integers instead of KV, into which the copies that the host tier plans are really made:
-every request's slots must hold what was written for its tokens, wherever they have been.
+The dictionaries say, of every moment, which prefixes are cached under which slot and since when, and who owns
+what. Beside them are two pools of integers instead of KV, into which the copies that the host tier plans are
+really made: every request's slots must hold what was written for its tokens, wherever they have been.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Prefix = tuple[int, ...]
 
 
 class CacheModel:
-    """The prefix cache as a dictionary from every cached prefix to the slot of its last token and its time."""
+    """The prefix cache as a dictionary from every cached prefix to the slot of its last token and its
+    time."""
 
     def __init__(self) -> None:
         self.cached: dict[Prefix, list[int]] = {}  # [slot, time]
@@ -52,8 +53,8 @@ class CacheModel:
         return len(tokens) - n_known
 
     def evict(self, n: int, idle: set[int]) -> int:
-        """Token by token: the oldest leaf whose slot is idle; if there is none, the oldest one with any idle slot
-        before it is forgotten."""
+        """Token by token: the oldest leaf whose slot is idle; if there is none, the oldest one with any idle
+        slot before it is forgotten."""
         freed = 0
         while freed < n:
             followed = {prefix[:-1] for prefix in self.cached}

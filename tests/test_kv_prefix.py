@@ -1,4 +1,5 @@
-"""The prefix cache: what it finds, whose slots it keeps, what goes first. Random operations: test_kv_machine.py."""
+"""The prefix cache: what it finds, whose slots it keeps, what goes first. Random operations:
+test_kv_machine.py."""
 
 from __future__ import annotations
 

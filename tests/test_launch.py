@@ -1,4 +1,5 @@
-"""Starting ranks: command lines, platforms, examples for schedulers, and a job of real processes that end together."""
+"""Starting ranks: command lines, platforms, examples for schedulers, and a job of real processes that end
+together."""
 
 from __future__ import annotations
 
@@ -208,7 +209,8 @@ def test_the_hostfile_has_a_host_for_each_rank_of_its_cluster():
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Runs the batch script with a `scontrol` that knows two nodes, and an `srun` that writes down its arguments."""
+    """Runs the batch script with a `scontrol` that knows two nodes, and an `srun` that writes down its
+    arguments."""
     tools = {
         "scontrol": '[ "$*" = "show hostnames gpu[7-9]" ] && printf "gpu7\\ngpu8\\ngpu9\\n"',
         "srun": f'for word; do printf "%s\\n" "$word"; done > {tmp_path}/words',

@@ -1,4 +1,5 @@
-"""Real jobs over real ranks, as users start them: the right text, and an end with the right line when a rank fails."""
+"""Real jobs over real ranks, as users start them: the right text, and an end with the right line when a rank
+fails."""
 
 from __future__ import annotations
 

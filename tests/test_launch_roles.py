@@ -1,4 +1,5 @@
-"""Rank → role: every rank has one, model workers first, groups partition the pool; and whence a process has its rank."""
+"""Rank → role: every rank has one, model workers first, groups partition the pool; and whence a process has
+its rank."""
 
 from __future__ import annotations
 

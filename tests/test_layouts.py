@@ -1,4 +1,5 @@
-"""Every layout × kind of step, all its ranks in this process: real weights, real KV, and the logits that unsplit execution gives."""
+"""Every layout × kind of step, all its ranks in this process: real weights, real KV, and the logits that
+unsplit execution gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`LLM` as vLLM's users know it: bare token ids as prompts, bars, the tokenizer; and advice that can be followed."""
+"""`LLM` as vLLM's users know it: bare token ids as prompts, bars, the tokenizer; and advice that can be
+followed."""
 
 from __future__ import annotations
 

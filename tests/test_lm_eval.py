@@ -1,4 +1,5 @@
-"""lm-evaluation-harness's own program, unchanged, against a server process: its numbers are those of transformers."""
+"""lm-evaluation-harness's own program, unchanged, against a server process: its numbers are those of
+transformers."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def logprob_of(model, tokenizer, context, continuation):
     return float(rows[torch.arange(len(tokens)), tokens].sum()), bool((rows.argmax(-1) == tokens).all())
 
 
-# Tokens from this server (its /tokenizer_info and /tokenize), or from the harness's own tokenizer; one request at a
-# time, or several prompts in one and several of those at once.
+# Tokens from this server (its /tokenizer_info and /tokenize), or from the harness's own tokenizer; one
+# request at a time, or several prompts in one and several of those at once.
 @pytest.mark.parametrize("tokenizer", ["server", "folder"])
 @needs_torch
 def test_loglikelihoods(lm_eval, torch_model, tokenizer, tmp_path):  # noqa: F811

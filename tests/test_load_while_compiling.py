@@ -1,5 +1,5 @@
-"""Prompts of all lengths from several clients while a server's programs are compiled behind: each is answered, with the tokens
-that it gets once all are there.
+"""Prompts of all lengths from several clients while a server's programs are compiled behind: each is
+answered, with the tokens that it gets once all are there.
 
 On GPUs a program's first prompt once ended the server (docs/findings.md, "unjoined work").
 """

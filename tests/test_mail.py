@@ -1,4 +1,5 @@
-"""Messages through another GPU's memory: the kernels' own program with two ranks' memories in numpy, and the real ones."""
+"""Messages through another GPU's memory: the kernels' own program with two ranks' memories in numpy, and the
+real ones."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_messages_arrive_in_order_and_whole_however_far_one_side_is_ahead(sizes,
 
 
 def test_both_ways_at_once_need_no_order_between_them():
-    """Each puts first and takes then, as in a swap: with exchanges that wait for their other end nobody would go on."""
+    """Each puts first and takes then, as in a swap: with exchanges that wait for their other end nobody would
+    go on."""
     rng = np.random.default_rng(0)
     pair = Pair(RING)
     sent = {rank: [words(rng, 256 * (i + 1)) for i in range(3)] for rank in (0, 1)}

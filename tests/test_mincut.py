@@ -46,12 +46,13 @@ def cut_graphs(draw):
 
 
 def brute_force_bytes(g: CutGraph, site: int) -> int:
-    """The least bytes that must be kept at one attention, over every legal choice of which operators run before it.
+    """The least bytes that must be kept at one attention, over every legal choice of which operators run
+    before it.
 
-    Independent of the solver: tries all sets S of operators. S must hold what q, k, v of attentions up to this one
-    need, must be closed under what its operators need, and may hold nothing that depends on this attention or a
-    later one. The bytes are those of the values that what remains reads, where a recomputable operator counts as
-    remaining only if what remains reads its result.
+    Independent of the solver: tries all sets S of operators. S must hold what q, k, v of attentions up to
+    this one need, must be closed under what its operators need, and may hold nothing that depends on this
+    attention or a later one. The bytes are those of the values that what remains reads, where a recomputable
+    operator counts as remaining only if what remains reads its result.
     """
     producer = {v: o for o, op in enumerate(g.ops) for v in op.writes}
     open_ops = [o for o, op in enumerate(g.ops) if op.level < site]

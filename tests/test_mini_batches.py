@@ -1,4 +1,5 @@
-"""Streaming inside one attention: a layer's messages in parts, over real ranks; the unsplit model's tokens."""
+"""Streaming inside one attention: a layer's messages in parts, over real ranks; the unsplit model's
+tokens."""
 
 from __future__ import annotations
 

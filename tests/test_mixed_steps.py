@@ -1,6 +1,8 @@
-"""A decode step with a chunk of another request's prompt alongside: the logits and tokens of both run by themselves.
+"""A decode step with a chunk of another request's prompt alongside: the logits and tokens of both run by
+themselves.
 
-Over real ranks (`rank_job`), for both transports and each partition; and in one process, for models of every family.
+Over real ranks (`rank_job`), for both transports and each partition; and in one process, for models of every
+family.
 """
 
 from __future__ import annotations

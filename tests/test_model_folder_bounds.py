@@ -1,4 +1,5 @@
-"""Model folders from strangers: whatever is in the small files is used, or refused in one line, within time and memory."""
+"""Model folders from strangers: whatever is in the small files is used, or refused in one line, within time
+and memory."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def test_a_pre_tokenizer_that_panics_is_one_line(tiny, tmp_path):
         tokenizer.encode("x" * 40_000)
 
 
-# -- chat templates ---------------------------------------------------------------------------------------------------
+# -- chat templates
+# ---------------------------------------------------------------------------------------------------
 
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 DOUBLED = "{% set ns = namespace(s='x' * 1000) %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}"

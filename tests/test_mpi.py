@@ -1,4 +1,5 @@
-"""mpi4jax moves arrays between two real ranks from inside a jitted function: what the MPI transport will stand on."""
+"""mpi4jax moves arrays between two real ranks from inside a jitted function: what the MPI transport will
+stand on."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def sampled(tokens: list[int]) -> Sampled:
     return Sampled(padded, column=padded[:, None])
 
 
-# For each step its batches, each of some of eight requests in any order; then who decodes in the step after it, and which of
-# them have their newest token on the host.
+# For each step its batches, each of some of eight requests in any order; then who decodes in the step after
+# it, and which of them have their newest token on the host.
 steps = st.lists(
     st.lists(st.permutations(range(8)), max_size=2).map(
         lambda orders: [order[: 1 + order[0] % SIZE] for order in orders]

@@ -1,4 +1,5 @@
-"""Options of all commands: one name and one meaning each, names that can be read at any width, errors that name them."""
+"""Options of all commands: one name and one meaning each, names that can be read at any width, errors that
+name them."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def test_there_are_many_commands_and_options():
 
 
 def definitions(name):
-    """How an option is defined in the commands that have it, but `launch`, whose default is the cluster's file."""
+    """How an option is defined in the commands that have it, but `launch`, whose default is the cluster's
+    file."""
     parts = ("multiple", "is_flag", "secondary_opts", "default", "help", "metavar", "min", "max")
     having = {command: of[name] for command, of in ALL.items() if name in of and command != "launch"}
     return {repr([getattr(p, part, None) for part in parts]): command for command, p in having.items()}
@@ -242,7 +244,8 @@ def test_the_cluster_file_has_the_options_of_models_and_the_docs_say_all():
 
 
 def test_a_new_option_is_one_definition(tmp_path):
-    """Added to a copy of the package in one line: of `LLM`, of commands, of the cluster file, and handed on by launch."""
+    """Added to a copy of the package in one line: of `LLM`, of commands, of the cluster file, and handed on
+    by launch."""
     for package in ("jaxlamina", "splitter", "pallas_kernels", "launch"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / "jaxlamina" / "options.py"

@@ -1,4 +1,5 @@
-"""What is shipped: the repository's top level, the wheel's contents, and what the Makefile says where Python is missing."""
+"""What is shipped: the repository's top level, the wheel's contents, and what the Makefile says where Python
+is missing."""
 
 from __future__ import annotations
 

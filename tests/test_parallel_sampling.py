@@ -1,4 +1,5 @@
-"""Several continuations of one prompt: on forked slots, each as it would be alone, whatever else happens to it.
+"""Several continuations of one prompt: on forked slots, each as it would be alone, whatever else happens to
+it.
 
 The imaginary model's logits are a random function of all tokens that it finds through the slot tables.
 """

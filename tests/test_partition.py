@@ -121,7 +121,8 @@ def test_blocks_of_tokens_go_round():
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_plans_cover_each_token_once_and_windows_see_the_same(n_workers, b, c, t, seed):
-    """A row's tokens over all workers are its table; what a query sees of each through its window is the same."""
+    """A row's tokens over all workers are its table; what a query sees of each through its window is the
+    same."""
     rng = np.random.default_rng(seed)
     n_slots = b * (c + t) + 3
     window = int(rng.integers(1, c + t + 1))
@@ -181,7 +182,8 @@ ROWS, CHUNK, WIDTH = 3, 13, 24  # shapes that are the same for all steps, to com
 def attentions(
     kinds: tuple[dict[str, Any], ...], params: Any, tokens: Any, positions: Any, logits_at: Any
 ) -> jax.Array:
-    """A model that is nothing but attention: its operators side by side, of q, k and v by token; their outputs are its logits."""
+    """A model that is nothing but attention: its operators side by side, of q, k and v by token; their
+    outputs are its logits."""
     del positions
     outs = []
     for i, kind in enumerate(kinds):

@@ -22,8 +22,8 @@ from jaxlamina.workers.spec import KV_DTYPES
 
 TEXT = Path(__file__).parent / "data" / "wiki.test.raw.head"
 TEXT_SHA256 = "a692944c927f5db1be61ee0430f073ad0da33699f7d25eb54aa1317c2fe93a49"
-# 20 windows of so many tokens from the beginning of the text (303,415 tokens, sha256 173c87a5…9e7dd08): what their tokens
-# hash to, as little-endian int32, and their perplexity by transformers in float32, no BOS.
+# 20 windows of so many tokens from the beginning of the text (303,415 tokens, sha256 173c87a5…9e7dd08): what
+# their tokens hash to, as little-endian int32, and their perplexity by transformers in float32, no BOS.
 WINDOWS = {
     64: ("19fdf74c6f38251a92b058c3b5a084e6d2b35f173e6385f20d2626713e7d75b5", 93.063),
     256: ("4b1374b004e4fc40c45c3826330945c79430de6700209e98e6dc89bb71ce1a7c", 42.909),

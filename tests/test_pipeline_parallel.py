@@ -18,7 +18,8 @@ from jaxlamina.models import ModelConfig, abstract_params, apply
 from jaxlamina.ranks.model_side import traces
 from jaxlamina.ranks.stages import stages_of
 
-# Slices in plenty, of which those of the layers outweigh the embedding, which the first and the last slice read.
+# Slices in plenty, of which those of the layers outweigh the embedding, which the first and the last slice
+# read.
 DEEP = ["llama-tied", {"num_hidden_layers": 5, "intermediate_size": 1024}]
 CASES: list[Any] = [
     ("xla", (2, 2), 4, "requests", DEEP),

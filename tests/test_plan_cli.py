@@ -35,7 +35,8 @@ def plan(capsys, *arguments):
 
 
 def test_the_table_is_about_the_steady_state(capsys):
-    # 3 batches, 9 slices of 1 ms over 2 replicas: 27 half milliseconds and one for beginning anew (test_schedules).
+    # 3 batches, 9 slices of 1 ms over 2 replicas: 27 half milliseconds and one for beginning anew
+    # (test_schedules).
     rows, last = plan(capsys)
     assert last == "a decode step every 14.000 ms, 214.3 batch steps a second"
     assert rows == {

@@ -1,5 +1,5 @@
-"""Every layout that a cluster file can name × every kind of step: there is a plan that holds, or a reason. And the check itself:
-what it takes for wrong."""
+"""Every layout that a cluster file can name × every kind of step: there is a plan that holds, or a reason.
+And the check itself: what it takes for wrong."""
 
 from __future__ import annotations
 
@@ -185,10 +185,13 @@ def test_a_stage_hands_over_what_the_next_one_needs() -> None:
     ("layout", "changes", "said"),
     [
         (ROTATION, {"n_batches": 2}, "2 staggered batches do not go over 2 replicas .* take 3"),
-        (ONE, {"n_batches": 2, "chunk": StepShape("chunk", 1, 8, 16)}, "n_batches=2: take n_batches=1, or mixed_steps=False"),
-        (ONE, {"mini_batches": 2, "chunk": StepShape("chunk", 1, 8, 16)}, "take mini_batches=1, or mixed_steps=False"),
+        (ONE, {"n_batches": 2, "chunk": StepShape("chunk", 1, 8, 16)}, ("n_batches=2: take n_batches=1, or "
+                                                                       "mixed_steps=False")),
+        (ONE, {"mini_batches": 2, "chunk": StepShape("chunk", 1, 8, 16)}, ("take mini_batches=1, or "
+                                                                          "mixed_steps=False")),
         (STAGES, {"mini_batches": 2}, "take partition='heads', or mini_batches=1"),
-        (ONE, {"mini_batches": 2, "n_batches": 2}, "mini_batches=2 and n_batches=2 are two ways .* take one of them"),
+        (ONE, {"mini_batches": 2, "n_batches": 2}, ("mini_batches=2 and n_batches=2 are two ways .* take one "
+                                                   "of them")),
         (ONE, {"kind": "prefill", "n_batches": 2}, "prompts are not staggered"),
     ],
 )  # fmt: skip

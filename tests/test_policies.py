@@ -1,4 +1,5 @@
-"""Scheduling policies: their order over random workloads, chats before batch work, padded KV, and a real model's tokens."""
+"""Scheduling policies: their order over random workloads, chats before batch work, padded KV, and a real
+model's tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def check_order(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> 
 
 
 def check_chats(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> None:
-    """While a chat waits, a step takes in a chat, has some request give way, or there is no batch work left that could."""
+    """While a chat waits, a step takes in a chat, has some request give way, or there is no batch work left
+    that could."""
     check_order(scheduler, plan, before)
     chats = [r for r in scheduler.running if r.priority <= 0]
     if any(r.priority <= 0 for r in scheduler.waiting) and len(chats) < len(scheduler.running):
@@ -75,7 +77,8 @@ def test_any_workload_finishes_in_the_policys_order(name: str, workload, aborted
     crowd=st.integers(0, 40),
 )
 def test_callers_take_turns(events: list[int | None], crowd: int):
-    """Whoever waits is served as often as anybody else who waits, but for two requests; and nobody waits for ever."""
+    """Whoever waits is served as often as anybody else who waits, but for two requests; and nobody waits for
+    ever."""
     turns = Turns()
     waiting: list[tuple[int, int, int]] = []  # turn, arrival, caller
     served_before: dict[int, int] = {}  # by arrival: requests served while it waited
@@ -89,7 +92,8 @@ def test_callers_take_turns(events: list[int | None], crowd: int):
         turn = turns.take(caller)
         waiting.append((turn, arrival, caller))
         served_before[arrival] = 0
-        # Of each of five callers, those of no later turn: the round that is on may have been left by none of them but one.
+        # Of each of five callers, those of no later turn: the round that is on may have been left by none of
+        # them but one.
         bound[arrival] = 5 * (turn - turns._now + 1)
 
     def serve() -> None:
@@ -400,7 +404,8 @@ def test_options_that_do_not_fit_are_refused_in_one_line():
 
 
 def test_a_servers_requests_go_by_their_priority(tmp_path):
-    """A row for one at a time: of two that wait, the one with the lower number is answered first, though it came last."""
+    """A row for one at a time: of two that wait, the one with the lower number is answered first, though it
+    came last."""
     folder = tiny_words_folder(tmp_path, max_position_embeddings=2048)
     options = (
         "--max-num-seqs",
@@ -429,7 +434,8 @@ def test_a_servers_requests_go_by_their_priority(tmp_path):
         threads = [ask(800, 0)]
         server.wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
         for n, priority in enumerate((5, -3), start=1):
-            # So many that answers are far apart: a client's thread may take a while to say that it has its own.
+            # So many that answers are far apart: a client's thread may take a while to say that it has its
+            # own.
             threads.append(ask(400, priority))
             server.wait_until(lambda n=n: server.metric("vllm:num_requests_waiting") == n)
         for thread in threads:

@@ -1,4 +1,5 @@
-"""Prompts on ranks of their own, beside decode steps: the unsplit model's tokens over real ranks, and who computes which prompt.
+"""Prompts on ranks of their own, beside decode steps: the unsplit model's tokens over real ranks, and who
+computes which prompt.
 
 A chunk on the model ranks is in `test_mixed_steps`.
 """
@@ -28,7 +29,8 @@ from jaxlamina.workers import PrefillBatch
 
 # --- over ranks ---
 
-# transport, (model workers, attention workers), prefill workers, partition, model, and what else the cluster's file says
+# transport, (model workers, attention workers), prefill workers, partition, model, and what else the
+# cluster's file says
 CASES: list[Any] = [
     ("xla", (1, 1), 2, "heads", "llama", {}),
     mpi((1, 1), 1, "heads", "mistral-window", {}),
@@ -59,8 +61,8 @@ def marked(case: tuple[Any, ...]) -> Any:
 def test_the_unsplit_models_tokens(
     transport: str, dop: tuple[int, int], n_workers: int, partition: str, model: str, how: dict[str, Any]
 ) -> None:
-    """Prompts in chunks while others decode, some after cached prefixes; among the slow tests also with requests that give way
-    and come back."""
+    """Prompts in chunks while others decode, some after cached prefixes; among the slow tests also with
+    requests that give way and come back."""
     usual = {"model": model, "n_tokens": 16, "fourth": 20, "max_num_batched_tokens": 8, "max_model_len": 48}
     scenarios = [("greedy", usual)]
     if transport == "xla" and dop != (1, 1):  # what differs between transports is in every step
@@ -152,8 +154,8 @@ def test_step_bench() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "partition"), [("xla", "heads"), mpi("requests")])
 def test_logits_and_what_is_exchanged(transport: str, partition: str) -> None:
-    """A long prompt in chunks beside decode steps: logits to rounding, nothing stored where it should not be, and one
-    exchange more for rank 0 than in a decode step by itself."""
+    """A long prompt in chunks beside decode steps: logits to rounding, nothing stored where it should not be,
+    and one exchange more for rank 0 than in a decode step by itself."""
     scenario = "with_chunk", {"model": "llama", "partition": partition}
     [found] = run_job(transport, (1, 2), [scenario], partition=partition, prefill_workers=1)
     assert found["finite"] and found["difference"] < 1e-5 and found["tokens"][0] == found["tokens"][1], found
@@ -176,7 +178,8 @@ def test_logits_and_what_is_exchanged(transport: str, partition: str) -> None:
     n_workers=st.integers(1, 3),
 )
 def test_any_workload_finishes(name: str, workload, aborted, random, n_workers: int) -> None:
-    """Each worker has one prompt a step and brings it to an end, but for whom a preemptive policy puts first."""
+    """Each worker has one prompt a step and brings it to an end, but for whom a preemptive policy puts
+    first."""
     workers: dict[Request, int] = {}
 
     def check(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> None:
@@ -216,7 +219,8 @@ def test_whoever_is_free_takes_the_next_prompt_and_the_others_wait_without_slots
 
 
 def test_a_prompt_goes_on_while_a_younger_request_gives_way() -> None:
-    """Of two workers one is done with a younger request's short prompt, for whose next token there is no slot."""
+    """Of two workers one is done with a younger request's short prompt, for whose next token there is no
+    slot."""
     scheduler = make(10, max_num_seqs=8, prefill_chunk=2, n_prefill_workers=2)
     older, younger = request("older", 7, 1), request("younger", 1, 4)
     scheduler.add(older)

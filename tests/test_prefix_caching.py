@@ -1,4 +1,5 @@
-"""Automatic prefix caching with real models: what is computed again, and that it changes no token in float32."""
+"""Automatic prefix caching with real models: what is computed again, and that it changes no token in
+float32."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ HEADS, REQUESTS, TOKENS = (
     ids=lambda o: o if isinstance(o, str) else "-".join(map(str, o.values())) or "split",
 )
 def test_caching_preemption_and_the_host_change_no_token(name: str, options: dict):
-    """Random prompts that share prefixes, in a pool that is too small: on the host, recomputed, cached or not."""
+    """Random prompts that share prefixes, in a pool that is too small: on the host, recomputed, cached or
+    not."""
     config = ModelConfig.from_hf(MODELS[name])
     source = InMemoryModel(config, random_params(config, seed=2))
     rng = np.random.default_rng(4)

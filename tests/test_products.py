@@ -1,4 +1,5 @@
-"""Streamed products: against float64 on a GPU; what is grouped and laid out how, and that it lowers, everywhere."""
+"""Streamed products: against float64 on a GPU; what is grouped and laid out how, and that it lowers,
+everywhere."""
 
 from __future__ import annotations
 

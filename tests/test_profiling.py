@@ -140,7 +140,8 @@ def test_scopes_through_what_an_instruction_calls():
 def test_instructions_of_a_function_that_was_lowered_once():
     entry = entry_of(HLO)
     assert entry == ["x", "plain", "own", "started", "done", "sent", "called"]
-    # One function's instruction in every stretch has the name of the first; what else is there says whose it is.
+    # One function's instruction in every stretch has the name of the first; what else is there says whose it
+    # is.
     first, shared = [Scope("attention", i, 0) for i in range(6)], Scope("attention", 0, 0)
     names = [name for i in range(6) for name in (f"shared{i}", f"own{i}", f"sent{i}")]
     scopes = {f"own{i}": x for i, x in enumerate(first)} | {f"shared{i}": shared for i in range(6)}
@@ -378,6 +379,7 @@ def test_a_recording_of_this_process():
     for line, (begun, done) in zip(t.lines[0], trace.steps, strict=True):
         assert {x.scope for x in line} <= computed | {EXCHANGE, OTHER, s.BUBBLE}
         assert begun <= line[0].start_ns < line[-1].end_ns <= done
-    # Not all in every step: on busy cores the end of an operator is told late, and hides what is over until then.
+    # Not all in every step: on busy cores the end of an operator is told late, and hides what is over until
+    # then.
     assert computed | {EXCHANGE} <= {x.scope for line in t.lines[0] for x in line}
     assert t.shares([0])["model"] > 0

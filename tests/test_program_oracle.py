@@ -1,5 +1,5 @@
-"""All ranks' programs of every layout × kind of step: both ends meet, and nobody waits in a circle. And the oracle itself: what it
-takes for the same, and for another, program."""
+"""All ranks' programs of every layout × kind of step: both ends meet, and nobody waits in a circle. And the
+oracle itself: what it takes for the same, and for another, program."""
 
 from __future__ import annotations
 

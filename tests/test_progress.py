@@ -1,4 +1,5 @@
-"""How far a step that hangs has come: marks of two ranks' memories in numpy, and the compiled text of a program."""
+"""How far a step that hangs has come: marks of two ranks' memories in numpy, and the compiled text of a
+program."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from jaxlamina.transports.exchanges import xla_exchanges
 from jaxlamina.transports.mailbox import n_messages
 from jaxlamina.transports.progress import Launches, messages_of, n_done, place_of
 
-# A model rank's step of two layers and two batches, in the order in which the device runs it: part of it in a call, as XLA
-# puts what is captured into a CUDA graph.
+# A model rank's step of two layers and two batches, in the order in which the device runs it: part of it in a
+# call, as XLA puts what is captured into a CUDA graph.
 HLO = """HloModule jit_step, is_scheduled=true
 
 %graph (g: f32[8]) -> f32[1] {

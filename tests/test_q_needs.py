@@ -1,4 +1,5 @@
-"""Whether a slice's q is made of the attention output before it: what keeps exchanges in one order without more ties."""
+"""Whether a slice's q is made of the attention output before it: what keeps exchanges in one order without
+more ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""int8 pools: what they hold reads back within half a scale, nothing clips by rounding, and appends are in place."""
+"""int8 pools: what they hold reads back within half a scale, nothing clips by rounding, and appends are in
+place."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def test_quantised_rows_read_back_within_half_a_scale(rows: np.ndarray) -> None:
     assert values.dtype == np.int8 and scales.dtype == jnp.bfloat16
     absmax = np.abs(rows.astype(np.float64)).max(-1)
     by = scales.astype(np.float64)
-    # Rounded up, and by less than one step of bfloat16; rows too small for that take the smallest scale there is.
+    # Rounded up, and by less than one step of bfloat16; rows too small for that take the smallest scale there
+    # is.
     assert np.all(by >= absmax / 127 * (1 - 2**-23))
     assert np.all(by <= np.maximum(absmax / 127 * (1 + 2**-7), 2.0**-126))
     assert np.all((by == 0) == (absmax == 0))
@@ -42,7 +44,8 @@ def test_quantised_rows_read_back_within_half_a_scale(rows: np.ndarray) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_largest_value_never_clips(seed: int) -> None:
-    """Every bfloat16 and float32 near one as the largest of its row: it takes step 127 or a lower one, never 128."""
+    """Every bfloat16 and float32 near one as the largest of its row: it takes step 127 or a lower one, never
+    128."""
     rng = np.random.default_rng(seed)
     largest = np.concatenate([np.linspace(1, 2, 5000), rng.uniform(1e-6, 1e6, 5000)]).astype(np.float32)
     values, scales = quantise(jnp.asarray(largest)[:, None, None])
@@ -175,7 +178,8 @@ def random_pools(rng: np.random.Generator, n: int, k: int, h: int, *, of_keys: b
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_zero_points_are_seen_to_outside_of_kernels(window: int | None, softcap: float | None) -> None:
-    """Partials with their lse, and decode steps, are those over what the pools stand for; a row without stored tokens too."""
+    """Partials with their lse, and decode steps, are those over what the pools stand for; a row without
+    stored tokens too."""
     rng = np.random.default_rng(0)
     pools = random_pools(rng, 44, 2, 8, of_keys=softcap is None)
     q = jnp.asarray(rng.normal(size=(3, 2, 4, 8)), jnp.float32)

@@ -1,7 +1,8 @@
-"""Whole-step programs over real ranks on this machine: the tokens of the unsplit model, for each transport and partition.
+"""Whole-step programs over real ranks on this machine: the tokens of the unsplit model, for each transport
+and partition.
 
-A job is started for each of them, by mpirun or as plain processes, and runs several scenarios (`rank_job`). How ranks
-fail is in `test_launch_ranks`, how tensors travel in `test_transports`.
+A job is started for each of them, by mpirun or as plain processes, and runs several scenarios (`rank_job`).
+How ranks fail is in `test_launch_ranks`, how tensors travel in `test_transports`.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def test_q_with_k_and_v_gives_the_same_tokens(transport: str, tmp_path: Path) ->
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_run() -> None:
-    """Both attention ranks run each decode step only once they have been told of the next one, which rank 0 must so have
-    planned without this one's tokens. Steps 1 to 4 are prompts."""
+    """Both attention ranks run each decode step only once they have been told of the next one, which rank 0
+    must so have planned without this one's tokens. Steps 1 to 4 are prompts."""
     [found] = run_job("xla", 2, [("greedy", {"model": "llama"})], behind=(5, 60))
     check_greedy(found)
     assert found["ahead"]
@@ -79,7 +80,8 @@ def test_a_step_is_launched_before_the_one_before_it_is_run() -> None:
     ],
 )
 def test_warm_programs_and_scored_prompts(transport: str, partition: str) -> None:
-    """Steps of padding alone run, what is run once needs nothing more, and prompts are as likely as unsplit."""
+    """Steps of padding alone run, what is run once needs nothing more, and prompts are as likely as
+    unsplit."""
     found, scored = run_job(
         transport, 2, [("warmed", {"model": "llama"}), ("scored", {"model": "llama"})], partition=partition
     )

@@ -1,4 +1,5 @@
-"""What one request alone makes fail, at whatever place and step, ends that request: the others' tokens are those of a lone run."""
+"""What one request alone makes fail, at whatever place and step, ends that request: the others' tokens are
+those of a lone run."""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ def test_what_is_raised_before_the_first_step_is_the_requests(llm: LLM, alone, m
     serving(llm, scenario)
 
 
-# -- grammars that take long ------------------------------------------------------------------------------------------
+# -- grammars that take long
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_grammar_that_takes_long_is_refused_and_nothing_piles_up(llm: LLM, alone, monkeypatch):

@@ -1,4 +1,5 @@
-"""A response by itself: its events belong together, however the text comes, and say what the whole answer says."""
+"""A response by itself: its events belong together, however the text comes, and say what the whole answer
+says."""
 
 from __future__ import annotations
 

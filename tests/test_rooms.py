@@ -1,4 +1,5 @@
-"""The arrows between rooms (docs/architecture.md): who may import whom, held against the code's own imports."""
+"""The arrows between rooms (docs/architecture.md): who may import whom, held against the code's own
+imports."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def test_a_room_imports_only_what_it_may(room):
                 assert other in MAY_IMPORT[room], f"{path.relative_to(ROOT)} imports {name}"
 
 
-# Rooms of `jaxlamina/`, the ground first: each imports only from floors below its own, and from itself. The modules beside
-# the rooms have floors of their own. `cli/main.py` is the way in, which knows the benches as well.
+# Rooms of `jaxlamina/`, the ground first: each imports only from floors below its own, and from itself. The
+# modules beside the rooms have floors of their own. `cli/main.py` is the way in, which knows the benches as
+# well.
 FLOORS = (
     "__init__ errors exit_codes dtypes",
     "options",

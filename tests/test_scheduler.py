@@ -29,7 +29,8 @@ def make(capacity: int, max_num_seqs: int = 4, *, caching: bool = False, n_host:
 
 
 class PretendPool:
-    """What every slot holds, on the device and on the host: the tokens up to its own. Reading anything else fails."""
+    """What every slot holds, on the device and on the host: the tokens up to its own. Reading anything else
+    fails."""
 
     def __init__(self, capacity: int, n_host: int) -> None:
         self.device: list[tuple[int, ...] | None] = [None] * capacity
@@ -47,8 +48,8 @@ class PretendPool:
                 self.host[b] = self.device[a]
 
     def write(self, r: Request, first: int, stop: int, in_flight: Sequence[int] = ()) -> None:
-        """KV of the request's tokens from ``first`` to ``stop``; those before must be there. ``in_flight``: its tokens
-        that are not known yet."""
+        """KV of the request's tokens from ``first`` to ``stop``; those before must be there. ``in_flight``:
+        its tokens that are not known yet."""
         tokens = (*r.all_token_ids(), *in_flight)
         for p, slot in enumerate(r.slots.view()[:stop].tolist()):
             if p >= first:
@@ -126,7 +127,8 @@ def test_any_workload_finishes_and_no_slot_is_lost(
 
 @st.composite
 def workloads(draw):
-    """(capacity, max_num_seqs, max_prefill_tokens, prefill_chunk, n_host, caching, requests): prompts that often share prefixes."""
+    """(capacity, max_num_seqs, max_prefill_tokens, prefill_chunk, n_host, caching, requests): prompts that
+    often share prefixes."""
     capacity = draw(st.integers(6, 48))
     max_num_seqs = draw(st.integers(1, 6))
     shapes = draw(
@@ -154,8 +156,8 @@ def test_any_workload_with_shared_prefixes_branches_and_swaps_finishes(workload,
 
 
 def play(workload, aborted: set[int], random, check=lambda scheduler, plan, before: None, **options) -> None:
-    """Runs a workload to its end. Every sequence reads only what it or another with the same tokens wrote, every slot is
-    owned as counted, and ``check(scheduler, plan, running before)`` holds of every step."""
+    """Runs a workload to its end. Every sequence reads only what it or another with the same tokens wrote,
+    every slot is owned as counted, and ``check(scheduler, plan, running before)`` holds of every step."""
     capacity, max_num_seqs, max_prefill_tokens, chunk, n_host, caching, shapes = workload
     budget = {"max_prefill_tokens": max_prefill_tokens, "prefill_chunk": chunk}
     options.setdefault("headroom", random.choice([0.0, 0.5, 1.0, None]))
@@ -585,7 +587,8 @@ def test_a_long_prompt_that_takes_the_whole_pool_is_computed():
 
 
 class Ahead:
-    """Runs a scheduler a step ahead: tokens of a step are known once the next one has been scheduled and has written."""
+    """Runs a scheduler a step ahead: tokens of a step are known once the next one has been scheduled and has
+    written."""
 
     def __init__(self, scheduler: Scheduler, pool: PretendPool, random) -> None:
         self.scheduler, self.pool, self.random = scheduler, pool, random

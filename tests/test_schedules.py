@@ -1,4 +1,5 @@
-"""Schedules of decode steps: the paper's claims, held over many shapes and durations, and what the checker must catch."""
+"""Schedules of decode steps: the paper's claims, held over many shapes and durations, and what the checker
+must catch."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def untimed(items):
     return [(type(i).__name__, *(getattr(i, f.name) for f in fields(i) if f.name not in skip)) for i in items]
 
 
-# -- what is claimed ----------------------------------------------------------------------------------------------
+# -- what is claimed
+# ----------------------------------------------------------------------------------------------
 
 
 @given(shapes(), durations)
@@ -87,8 +89,9 @@ def test_the_order_does_not_depend_on_durations_or_the_step(shape, times, other_
 
 @given(st.integers(2, 8), st.integers(1, 20), st.integers(1, 3))
 def test_rotation_with_equal_slices_has_no_bubble_within_a_step(n, n_layers, n_steps):
-    # Lamina 2025 §4.3. Claimed: with t_a = t_m / (n - 1) every replica and the pool work without a gap from their first
-    # run of a step to their last one of it; slot s of a step starts s * t_a after the step's start.
+    # Lamina 2025 §4.3. Claimed: with t_a = t_m / (n - 1) every replica and the pool work without a gap from
+    # their first run of a step to their last one of it; slot s of a step starts s * t_a after the step's
+    # start.
     schedule = ideal(n, n_layers, n_steps)
     check(schedule)
     period = n * (n_layers + 1) + -(n_layers + 1) % (n - 1)
@@ -107,8 +110,8 @@ def test_rotation_with_equal_slices_has_no_bubble_within_a_step(n, n_layers, n_s
 
 @given(st.integers(2, 8), st.integers(1, 20))
 def test_what_a_rotation_waits_between_steps(n, n_layers):
-    # The pool has no attention between a batch's last slice and its next first one: n * t_a. What n_layers + 1 lacks to
-    # a multiple of n - 1 is the price of beginning anew at replica 0.
+    # The pool has no attention between a batch's last slice and its next first one: n * t_a. What n_layers +
+    # 1 lacks to a multiple of n - 1 is the price of beginning anew at replica 0.
     waits = bubbles(ideal(n, n_layers, n_steps=4))
     anew = -(n_layers + 1) % (n - 1)
     assert waits.step_s == n * (n_layers + 1) + anew
@@ -124,7 +127,8 @@ def test_rotation_is_the_papers(n, n_layers):
     schedule = make_schedule("rotational", n, n_layers)
     assert schedule.n_replicas == n - 1
     places = {(r.batch + 1, r.slice + 1): r.replica + 1 for runs in schedule.replicas for r in runs}
-    # Lamina 2025 §4.3 counts all three from 1; two batches and slices further, that is a shift of the replicas' names.
+    # Lamina 2025 §4.3 counts all three from 1; two batches and slices further, that is a shift of the
+    # replicas' names.
     shift = {(place - ((j + k) % (n - 1) + 1)) % (n - 1) for (j, k), place in places.items()}
     assert len(shift) == 1
     moved = {(m.batch, m.slice, m.source, m.target) for m in schedule.migrations}
@@ -175,8 +179,9 @@ def test_a_rotations_sends_and_receipts_fall_together(n, n_layers):
 
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
 def test_pairs_keep_all_stages_at_work(n_stages, n_slices_each, n_pairs, part):
-    # As any pipeline: a pair's slices on a stage, as often as there are pairs and stages less one. Attention that has its
-    # turn within a slice costs no more than itself, for all batches under way, each time a pair goes on to a stage.
+    # As any pipeline: a pair's slices on a stage, as often as there are pairs and stages less one. Attention
+    # that has its turn within a slice costs no more than itself, for all batches under way, each time a pair
+    # goes on to a stage.
     n_slices, t_attention_s = n_stages * n_slices_each, 1 / (2 * n_stages * part)
     stages = [k // n_slices_each for k in range(n_slices)]
     if n_slices == 1:
@@ -199,7 +204,8 @@ def test_one_stage_is_a_replica(n_layers, n_batches, times):
         assert replace(schedule, mode=mode, stages=()) == make_schedule(mode, n_batches, n_layers, times)
 
 
-# -- shared out ---------------------------------------------------------------------------------------------------
+# -- shared out
+# ---------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
@@ -224,7 +230,8 @@ def test_stages_by_hand():
             balanced([1, 1, 1], n)
 
 
-# -- by hand ------------------------------------------------------------------------------------------------------
+# -- by hand
+# ------------------------------------------------------------------------------------------------------
 
 
 def short(item):
@@ -374,7 +381,8 @@ def test_shares_add_up(shape, times):
         assert sum(parts) == pytest.approx(1) and min(parts) >= 0
 
 
-# -- what the checker must catch ----------------------------------------------------------------------------------
+# -- what the checker must catch
+# ----------------------------------------------------------------------------------
 
 
 def mended(schedule, row, index, **changes):
@@ -528,7 +536,8 @@ def test_an_order_that_locks_up_is_found_without_the_clock():
         check(replace(timeless, exchanges=(second, first, *others)))
 
 
-# -- arguments ----------------------------------------------------------------------------------------------------
+# -- arguments
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""Answers that are more than text, as OpenAI's own client sees them: calls in each form, thoughts, responses, token ids.
+"""Answers that are more than text, as OpenAI's own client sees them: calls in each form, thoughts, responses,
+token ids.
 
-A real server process with SmolLM2, which copies the form of what was said before; requests bring their chat templates.
+A real server process with SmolLM2, which copies the form of what was said before; requests bring their chat
+templates.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def asked_before(question="Weather in Oslo?"):
     return [*messages, {"role": "user", "content": question}]
 
 
-# -- chats ------------------------------------------------------------------------------------------------------------
+# -- chats
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -143,7 +146,8 @@ def test_what_is_thought_is_given_apart(client):
     [quiet] = client.chat.completions.create(**asked, extra_body={"include_reasoning": False}).choices
     assert quiet.message.content == choice.message.content
     assert "reasoning_content" not in quiet.message.model_extra
-    # A prompt that ends within a thought goes on with it, and a form that is asked for leaves no room for any.
+    # A prompt that ends within a thought goes on with it, and a form that is asked for leaves no room for
+    # any.
     [inside] = client.chat.completions.create(
         **asked | {"max_tokens": 8},
         extra_body={"chat_template": template("") + "{{ '<think>' }}"},
@@ -181,7 +185,8 @@ def test_a_requests_own_template(client):
             client.chat.completions.create(**asked, extra_body={"chat_template": wrong})
 
 
-# -- fields of sampling -----------------------------------------------------------------------------------------------
+# -- fields of sampling
+# -----------------------------------------------------------------------------------------------
 
 
 def ids_of(server, text):
@@ -297,7 +302,8 @@ def test_an_answer_follows_a_grammar(client, server, grammar):
         assert status == 400 and says in found["error"]["message"], (wrong, found)
 
 
-# -- responses --------------------------------------------------------------------------------------------------------
+# -- responses
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_response(client):
@@ -421,7 +427,8 @@ def test_what_a_response_cannot_be(server, field, value):
     assert status == 400 and found["error"]["param"] == field, found
 
 
-# -- the server itself ------------------------------------------------------------------------------------------------
+# -- the server itself
+# ------------------------------------------------------------------------------------------------
 
 
 def test_ping_load_info_and_the_prefix_cache(server):

@@ -1,4 +1,5 @@
-"""Files and batches: OpenAI's client against a real server, and a server that is killed in the middle of a batch."""
+"""Files and batches: OpenAI's client against a real server, and a server that is killed in the middle of a
+batch."""
 
 from __future__ import annotations
 

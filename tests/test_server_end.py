@@ -1,4 +1,5 @@
-"""A server's life from its start to its end: compiled before it is ready, drained before it ends, also over ranks."""
+"""A server's life from its start to its end: compiled before it is ready, drained before it ends, also over
+ranks."""
 
 from __future__ import annotations
 
@@ -204,7 +205,8 @@ def told(pid, name):
 
 
 def check_pools(server):
-    """A decode step was recorded while the answer was written: both pools worked, and their parts make up the step."""
+    """A decode step was recorded while the answer was written: both pools worked, and their parts make up the
+    step."""
     assert server.metric("jaxlamina:pool_recordings_total") > 0
     pools = ("model", "attention")
     of = {

@@ -1,5 +1,5 @@
-"""More streaming clients than there is room for, some of which go away: the others get a lone run's tokens, and nothing is
-left behind; for a moment, and for ten minutes."""
+"""More streaming clients than there is room for, some of which go away: the others get a lone run's tokens,
+and nothing is left behind; for a moment, and for ten minutes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ async def ask(client, plan, leaves_after, count):
 
 
 async def load(server, plans, rng, until):
-    """All clients at once, each with one request after another for as long as ``until()`` is false, and one at least."""
+    """All clients at once, each with one request after another for as long as ``until()`` is false, and one
+    at least."""
     count = Count()
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600

@@ -264,7 +264,8 @@ def test_warming_up_workers_that_share_requests_or_tokens(model, partition):
 
 @pytest.mark.parametrize(("split", "mixed"), [(True, False), (False, False), (False, True)])
 def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog):
-    """Each once, and what is run finds what was compiled for its sizes. Steps that are run slice by slice compile slices."""
+    """Each once, and what is run finds what was compiled for its sizes. Steps that are run slice by slice
+    compile slices."""
     config = ModelConfig.from_hf(MODELS["llama"])
     llm = LLM(
         InMemoryModel(config, random_params(config, seed=1)), split=split, mixed_steps=mixed, max_num_seqs=2,
@@ -294,8 +295,8 @@ def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog):
 
 @pytest.mark.parametrize("options", [{}, {"split": False, "mixed_steps": True}], ids=str)
 def test_programs_are_compiled_behind_requests(options):
-    """A few serve every request, with the same tokens; the others come while requests run, those that were wanted first, and
-    then nothing is compiled for a request any more."""
+    """A few serve every request, with the same tokens; the others come while requests run, those that were
+    wanted first, and then nothing is compiled for a request any more."""
     config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 256})
     limits = {"max_num_seqs": 4, "max_model_len": 200, "max_num_batched_tokens": 64}
     params = random_params(config, seed=1)
@@ -332,7 +333,8 @@ def test_programs_are_compiled_behind_requests(options):
 
 
 def test_what_loads_at_its_first_run_is_run_while_nothing_is_compiled(monkeypatch):
-    """As on GPUs, where cuDNN's attention is loaded so; on padding alone, before a request's step is padded to it."""
+    """As on GPUs, where cuDNN's attention is loaded so; on padding alone, before a request's step is padded
+    to it."""
     monkeypatch.setattr("jaxlamina.engine.warm_up._loads_at_first_run", lambda device: True)
     config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 256})
     limits = {"max_num_seqs": 2, "max_model_len": 200, "max_num_batched_tokens": 64}

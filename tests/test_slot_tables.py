@@ -1,4 +1,5 @@
-"""A step's slots as messages: an attention rank has the tables that rank 0 has, and is told only what changed in them."""
+"""A step's slots as messages: an attention rank has the tables that rank 0 has, and is told only what changed
+in them."""
 
 from __future__ import annotations
 

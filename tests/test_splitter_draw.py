@@ -1,4 +1,5 @@
-"""Drawings: every operator once, the report's weights on the cuts, nothing overlapping, pages that work offline."""
+"""Drawings: every operator once, the report's weights on the cuts, nothing overlapping, pages that work
+offline."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def test_q_is_sent_before_anything_of_the_k_v_part(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_lines_say_what_each_operator_reads(name):
-    """Following the lines up from a box gives the boxes that make the values it reads; labels carry their bytes."""
+    """Following the lines up from a box gives the boxes that make the values it reads; labels carry their
+    bytes."""
     model = drawn(name)
     view = ModelView(model)
     scene = make_scene(view, slice(None))

@@ -1,4 +1,5 @@
-"""Models of plain Flax that know nothing of this project: their attention is found, their cache stays where KV lives."""
+"""Models of plain Flax that know nothing of this project: their attention is found, their cache stays where
+KV lives."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ B, LENGTH, LAYERS = 2, 10, 3
 
 
 def decode_both(model, inputs_at, n_steps):
-    """Decode split and unsplit, each on its own cache, asserting equal outputs and caches; the split model."""
+    """Decode split and unsplit, each on its own cache, asserting equal outputs and caches; the split
+    model."""
     step, params, cache = ex.flax_step(model)
     unsplit = jax.jit(step)
     cut = split(step, params, cache, *inputs_at(0))
@@ -43,7 +45,8 @@ def test_flax_multi_head_attention_with_its_own_cache():
     cut = decode_both(model, inputs_at, 5)
     assert cut.n == LAYERS and cut.n_programs == 3
     report = cut.report()
-    # New keys and values cross, not the cache; the context is the residual; the cache stays on the attention side.
+    # New keys and values cross, not the cache; the context is the residual; the cache stays on the attention
+    # side.
     assert cut.sites[0].k.shape == (B, 1, 4, ex.D // 4)
     assert all(c.context_bytes == B * ex.D * 4 for c in report.cuts)
     assert len(report.state_outputs) == 2 * LAYERS and all("cached" in name for name in report.state_outputs)

@@ -65,7 +65,8 @@ def test_without_recompute_the_rotary_values_are_carried():
 
 
 def test_a_parallel_block_needs_its_normalised_input_after_attention():
-    """The MLP is free to run after attention: the cut takes the residual and the normalised x, or just the residual."""
+    """The MLP is free to run after attention: the cut takes the residual and the normalised x, or just the
+    residual."""
     cuts = split(ex.parallel_llama, ex.llama_params(2), TOKENS, POSITIONS).report().cuts
     assert all(c.context_bytes <= 2 * RESIDUAL_BYTES + POSITIONS.nbytes for c in cuts)
 
@@ -127,7 +128,8 @@ def test_closed_over_arrays_that_differ_are_told_apart():
 
 
 def test_q_comes_first_and_kv_wait_for_the_tie():
-    """q_part reads the q weights and not k's or v's; k and v change with the tie, the context's meaning does not."""
+    """q_part reads the q weights and not k's or v's; k and v change with the tie, the context's meaning does
+    not."""
     params = ex.llama_params(3)
     model = split(ex.llama, params, TOKENS, POSITIONS)
     weights = model.slice_params(0, params)

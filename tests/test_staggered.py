@@ -1,4 +1,5 @@
-"""Staggered batches over real ranks: the unsplit model's tokens, for every mode, DOP, transport and partition that is kept.
+"""Staggered batches over real ranks: the unsplit model's tokens, for every mode, DOP, transport and partition
+that is kept.
 
 How a schedule comes about is in `test_schedules`; what falls together in one exchange, in `test_transports`.
 """

@@ -1,4 +1,5 @@
-"""Structured outputs: what SmolLM2 writes follows schema, expression or choice; bad ones are refused at once."""
+"""Structured outputs: what SmolLM2 writes follows schema, expression or choice; bad ones are refused at
+once."""
 
 from __future__ import annotations
 

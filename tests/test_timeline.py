@@ -1,5 +1,5 @@
-"""The ranks of a job on one clock, who waits for whom, and the file that shows them. How spans come about is in
-`test_profiling`; what ranks of a job really do, in `test_breakdown`."""
+"""The ranks of a job on one clock, who waits for whom, and the file that shows them. How spans come about is
+in `test_profiling`; what ranks of a job really do, in `test_breakdown`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ MS = 1_000_000
 
 
 def two_ranks(n_steps=3, skew_ns=0, second_host="a"):
-    """A step of 10 ms: the model works 4 and sends; the memory pool, who waits since 1, has it at 5, answers from 8 to 9."""
+    """A step of 10 ms: the model works 4 and sends; the memory pool, who waits since 1, has it at 5, answers
+    from 8 to 9."""
     model, pool, sent, answered = [], [], [], []
     for k in range(n_steps):
         t = k * 20 * MS

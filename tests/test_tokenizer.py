@@ -34,7 +34,8 @@ BYTES = Tokenizer(byte_tokenizer(), named_tokens={"bos_token": "<s>", "eos_token
 
 
 def merged_byte_tokenizer() -> Inner:
-    """Byte-level with merges that cut characters in the middle: two thirds of a kanji, an emoji in two halves."""
+    """Byte-level with merges that cut characters in the middle: two thirds of a kanji, an emoji in two
+    halves."""
     tokens = byte_tokens()
     name = lambda raw: "".join(tokens[b] for b in raw)
     halves = ["日".encode()[:2], "😀".encode()[:2], "😀".encode()[2:], " é".encode()[:2], b"ab"]
@@ -138,7 +139,8 @@ SPM = tokenizer_from_gguf(SPM_META, "spm.gguf")
 
 
 def sentencepiece_encode(text: str, meta) -> list[int]:
-    """SentencePiece's own algorithm as llama.cpp has it: join the neighbours of the best score, leftmost first."""
+    """SentencePiece's own algorithm as llama.cpp has it: join the neighbours of the best score, leftmost
+    first."""
     ids = {token: i for i, token in enumerate(meta["tokenizer.ggml.tokens"])}
     scores = meta["tokenizer.ggml.scores"]
     if not text:

@@ -1,4 +1,5 @@
-"""Calls and thoughts in what a model writes: each form, what is none, and that the pieces a text comes in make no difference."""
+"""Calls and thoughts in what a model writes: each form, what is none, and that the pieces a text comes in
+make no difference."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_a_template_says_how_it_wants_calls():
     assert parser_of("{{ tools | tojson }}") is None
 
 
-# -- what is thought --------------------------------------------------------------------------------------------------
+# -- what is thought
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

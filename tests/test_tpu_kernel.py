@@ -1,4 +1,5 @@
-"""The TPU kernel in interpret mode: its pipeline, its blocks, its memory. Numbers over all shapes: test_attention_backends."""
+"""The TPU kernel in interpret mode: its pipeline, its blocks, its memory. Numbers over all shapes:
+test_attention_backends."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_tiles_of_ragged_requests(lengths: list[int]) -> None:
 
 
 def test_queries_in_blocks() -> None:
-    """7 queries of 2 heads a group in blocks of 8 rows: the last block has padding, and starts at its own window."""
+    """7 queries of 2 heads a group in blocks of 8 rows: the last block has padding, and starts at its own
+    window."""
     args = batch([30, 0, 5], tq=7)
     positions = jnp.asarray([[3, 9, 9, 20, 25, 29, 40], [0] * 7, [0, 1, 2, 3, 4, 5, 6]], jnp.int32)
     check(args, positions, window=6, tile_tokens=8, block_rows=8)

@@ -1,7 +1,7 @@
 """Both transports under one suite, with real ranks: mpirun for `mpi`, plain processes and Gloo for `xla`.
 
-Ranks stay up for all tests of a transport and a number of ranks; each test has them trace, compile and run a program of
-their own (`transport_rank`) and looks at what they saw.
+Ranks stay up for all tests of a transport and a number of ranks; each test has them trace, compile and run a
+program of their own (`transport_rank`) and looks at what they saw.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def listed(kept: Kept, shape: tuple[int, ...]) -> tuple[int, ...]:
 def parts(kept: Kept, op: str, shape: tuple[int, ...]) -> tuple[Exchange, ...]:
     """What rank 0 exchanges for one message to each of the others (``op`` "send") or one from each ("recv").
 
-    Over XLA, one all-to-all serves several workers; on CPU its operands are rows, of which one goes to each rank."""
+    Over XLA, one all-to-all serves several workers; on CPU its operands are rows, of which one goes to each
+    rank."""
     found = listed(kept, shape)
     if kept.transport == "xla" and kept.n_ranks > 2:
         return (Exchange("all", -1, found, "float32"),)
@@ -189,7 +190,8 @@ def test_a_difference_is_found_before_the_run(ranks, case):
 
 
 def test_what_xla_deletes_on_one_side_is_found_before_the_run(ranks):
-    """It deletes a collective on the side where nothing uses the result; MPI's calls have effects, and stay."""
+    """It deletes a collective on the side where nothing uses the result; MPI's calls have effects, and
+    stay."""
     answers = ranks.ask("lists", case="unused")
     line = first_difference(dict(enumerate(map(exchanges, answers))))
     sent = {2: "sends float32[16] to rank 0", 3: "a collective of float32[16]"}[ranks.n_ranks]
@@ -201,8 +203,8 @@ def test_what_xla_deletes_on_one_side_is_found_before_the_run(ranks):
 
 
 def test_a_float32_message_whose_tie_is_used_in_bfloat16_travels_as_float32(ranks):
-    """XLA may move a conversion over a collective on the one side that wants it, and the other does not know: it did so
-    on GPUs, where a tie was taken from what the send gave by its value."""
+    """XLA may move a conversion over a collective on the one side that wants it, and the other does not know:
+    it did so on GPUs, where a tie was taken from what the send gave by its value."""
     answers = ranks.ask("narrow")
     assert all(a["right"] for a in answers)
     assert fit(answers)
@@ -222,7 +224,8 @@ def test_a_float32_message_travels_in_four_bytes_between_gpus_too():
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("peer_memory", ["1", "0"])
 def test_messages_between_gpus_by_memory_and_by_collectives(peer_memory):
-    """In straight programs and in loops, called again, of sizes that fit and of others that go by collectives."""
+    """In straight programs and in loops, called again, of sizes that fit and of others that go by
+    collectives."""
     variables = PATHS | {"JAXLAMINA_PEER_MEMORY": peer_memory}
     with Ranks("xla", 2, RANK, platforms=("cuda", "cuda"), environment=variables) as gpus:
         answers = {name: gpus.ask({"do": name}) for name in ("dtypes", "order")}
@@ -241,7 +244,8 @@ def test_messages_between_gpus_by_memory_and_by_collectives(peer_memory):
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_q_arrives_long_before_the_work_on_k_and_v_is_done(ranks):
-    """Arrival times at the peer, over those of k and v, and the work alone: with the tie, and with q after k and v."""
+    """Arrival times at the peer, over those of k and v, and the work alone: with the tie, and with q after k
+    and v."""
     first = ranks.ask("q_first", tie=True, turns=60, rounds=6)
     last = ranks.ask("q_first", tie=False, turns=60, rounds=6)
     for answers in (first, last):

@@ -1,4 +1,5 @@
-"""What devices do under load: from traces made up, from this process's own, and over ranks (`test_launch_ranks` as a user)."""
+"""What devices do under load: from traces made up, from this process's own, and over ranks
+(`test_launch_ranks` as a user)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ MS = 1_000_000
 
 
 def test_a_device_that_runs_dry_during_launches_is_seen_idle():
-    """Steps of 5 ms, each launched while the one before it runs, as far as the host sees; 1.9 ms between them are idle."""
+    """Steps of 5 ms, each launched while the one before it runs, as far as the host sees; 1.9 ms between them
+    are idle."""
     events = [("gemm", 7 * MS * i, 7 * MS * i + 5_100_000) for i in range(10)]
     found = observed("here", (0, 70 * MS), events)
     assert found.share("idle_ns") == pytest.approx(0.2714, abs=1e-4)

@@ -1,7 +1,7 @@
 """GGUF files written here with the gguf package: every quantisation, both row orders, metadata, broken files.
 
-K-quant blocks are checked against the block layout written out by hand from ggml-quants.c (`k_block`), not only
-against the package that the loader itself calls.
+K-quant blocks are checked against the block layout written out by hand from ggml-quants.c (`k_block`), not
+only against the package that the loader itself calls.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ def gguf_name(name: str) -> str:
 
 
 def llamacpp_permute(w: np.ndarray, n_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to the rows of q and k (LlamaModel.permute in convert_hf_to_gguf.py)."""
+    """What llama.cpp's converter does to the rows of q and k (LlamaModel.permute in
+    convert_hf_to_gguf.py)."""
     return w.reshape(n_heads, 2, w.shape[0] // n_heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
 def write_gguf(path, hf, params, *, quantise=None, meta=None, extra=None, permute=True):
-    """A llama.cpp file of a Hugging Face model: metadata as its converter names it, q and k permuted for llama."""
+    """A llama.cpp file of a Hugging Face model: metadata as its converter names it, q and k permuted for
+    llama."""
     arch = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(hf["max_position_embeddings"])
@@ -114,7 +116,8 @@ def random_blocks(kind: Q, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def k_block(kind: Q, b: bytes) -> list[float]:
-    """One 256-element block of a K-quant, element by element, as dequantize_row_q*_K in ggml-quants.c reads it."""
+    """One 256-element block of a K-quant, element by element, as dequantize_row_q*_K in ggml-quants.c reads
+    it."""
 
     def half(i: int) -> np.float32:
         return np.frombuffer(b[i : i + 2], np.float16)[0].astype(np.float32)

@@ -1,4 +1,5 @@
-"""Safetensors folders: equal to what the safetensors package reads; every broken file is one line that names it."""
+"""Safetensors folders: equal to what the safetensors package reads; every broken file is one line that names
+it."""
 
 from __future__ import annotations
 

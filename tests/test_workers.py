@@ -1,4 +1,5 @@
-"""Split execution: against the model over the whole sequence, against unsplit execution, and what each worker holds.
+"""Split execution: against the model over the whole sequence, against unsplit execution, and what each worker
+holds.
 
 Small random models of every family; SmolLM2 is in test_llm.py.
 """
@@ -100,7 +101,8 @@ def test_split_equals_unsplit_and_the_whole_sequence(name: str):
     for got, want in zip(split.logits, unsplit.logits, strict=True):
         assert_close(got, want, 1e-5)
     if config.rope is not None and config.rope.rope_type == "dynamic":
-        return  # its cached keys keep the base of their own step, so a whole sequence at once is another function
+        # its cached keys keep the base of their own step, so a whole sequence at once is another function
+        return
     longest = max(len(row) for row in split.tokens)
     padded = np.asarray([row + [0] * (longest - len(row)) for row in split.tokens], np.int32)
     positions = np.broadcast_to(np.arange(longest, dtype=np.int32), padded.shape)

@@ -104,7 +104,8 @@ def test_channel_scales_are_those_of_the_tokens_given():
 
 
 def test_zero_points_are_the_middle_of_what_was_met():
-    """Values moved by a constant move v's zero points by it and nothing else; capped scores leave keys without any."""
+    """Values moved by a constant move v's zero points by it and nothing else; capped scores leave keys
+    without any."""
     specs = make(kv_dtype="int8-channel-asymmetric").specs
     given = Calibration(np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 9), dtype=np.int32))
     found = channel_scales(MODEL, PARAMS, specs, given)

@@ -1,4 +1,5 @@
-"""One rank of `test_transports`: each scenario traces a program for its rank, runs it and says what it has seen.
+"""One rank of `test_transports`: each scenario traces a program for its rank, runs it and says what it has
+seen.
 
 What a rank sends is made from its own number, so a right value at another rank can only have come over.
 """
@@ -115,7 +116,8 @@ def order(t: Transport, request: dict[str, Any]) -> Any:
 
 
 def each(t: Transport, request: dict[str, Any]) -> Any:
-    """Rank 0 sends each other rank its own array, of its own rows, and gets one of each, in turns of a loop."""
+    """Rank 0 sends each other rank its own array, of its own rows, and gets one of each, in turns of a
+    loop."""
     turns, shape = int(request["turns"]), (4, 6)
 
     def lead(x: jax.Array) -> Any:
@@ -241,8 +243,9 @@ def narrow(t: Transport, request: dict[str, Any]) -> Any:
 def q_first(t: Transport, request: dict[str, Any]) -> Any:
     """Rank 0 sends q, does long work, sends k and v; rank 1 says when each was there, from the start it gave.
 
-    Rank 1's receives are programs of their own, one after the other, so that it can look at its clock between.
-    ``request["tie"]``: whether k and v depend on the send of q, or q's on them, as in a step without Q-first.
+    Rank 1's receives are programs of their own, one after the other, so that it can look at its clock
+    between. ``request["tie"]``: whether k and v depend on the send of q, or q's on them, as in a step without
+    Q-first.
     """
     size, n_turns = 512, int(request["turns"])
 

@@ -1,7 +1,8 @@
-"""What a decode step's time goes into on each rank of this job: recorded steps of a model shape with random weights.
+"""What a decode step's time goes into on each rank of this job: recorded steps of a model shape with random
+weights.
 
-One batch and staggered ones, each recorded on all ranks at once (`jaxlamina.profiling`). Knows executors and timelines;
-nothing of tables and figures, nor of how ranks were started.
+One batch and staggered ones, each recorded on all ranks at once (`jaxlamina.profiling`). Knows executors and
+timelines; nothing of tables and figures, nor of how ranks were started.
 
 Source: Lamina 2025 §6.2.
 """
@@ -61,7 +62,8 @@ class Breakdown:
 
 
 def check(cluster: Cluster, cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
-    """``UserError`` for a number of staggered batches that a case cannot be cut into, or that the job cannot run."""
+    """``UserError`` for a number of staggered batches that a case cannot be cut into, or that the job cannot
+    run."""
     check_cut(cases, staggered)
     a = cluster.n_replicas
     for n in staggered:
@@ -84,8 +86,8 @@ def measure(
     staggered: Sequence[int] = (),
     on_progress: Callable[[str], object] = lambda _: None,
 ) -> list[Breakdown]:
-    """Each case as one batch and as each number of ``staggered`` ones. ``UserError`` as `check`, and for a rank whose
-    profiler says nothing."""
+    """Each case as one batch and as each number of ``staggered`` ones. ``UserError`` as `check`, and for a
+    rank whose profiler says nothing."""
     check(group.cluster, cases, staggered)
     on_progress("weights")
     n_slots = max(case.batch * (case.context + 1) for case in cases)

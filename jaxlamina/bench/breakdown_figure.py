@@ -1,7 +1,7 @@
 """Where a step's time goes, drawn as Lamina 2025, Figure 12: stacked bars, of both pools and each way.
 
-The paper's bars are sums of workers' times, which may exceed a step; here each bar is one pool's step, with what it idles.
-Knows breakdowns. Needs matplotlib.
+The paper's bars are sums of workers' times, which may exceed a step; here each bar is one pool's step, with
+what it idles. Knows breakdowns. Needs matplotlib.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Decode speed of this project beside its peers: rounds A B C A B C …, medians, ratios, and the machine's limit.
+"""Decode speed of this project beside its peers: rounds A B C A B C …, medians, ratios, and the machine's
+limit.
 
 Knows prompts, rounds and numbers; how a peer runs is `peers`' business, how it looks is `cli`'s.
 """
@@ -47,7 +48,8 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class Ratio:
-    """`ours` over `peer` at one batch size: the median of the rounds' own ratios, so a slow spell hits both."""
+    """`ours` over `peer` at one batch size: the median of the rounds' own ratios, so a slow spell hits
+    both."""
 
     batch: int
     ours: str
@@ -104,7 +106,8 @@ def weight_bytes(config: ModelConfig, itemsize: int = FLOAT32_BYTES) -> int:
 def step_bytes(
     config: ModelConfig, batch: int, n_prompt: int, n_steps: int, itemsize: int = FLOAT32_BYTES
 ) -> int:
-    """Bytes a mean decode step must touch: the weights once, each row's earlier K and V, and the new K and V."""
+    """Bytes a mean decode step must touch: the weights once, each row's earlier K and V, and the new K and
+    V."""
     token_bytes = 2 * config.num_key_value_heads * config.head_dim * itemsize
     touched = 0
     for step in range(n_steps):
@@ -115,7 +118,8 @@ def step_bytes(
 
 
 def step_flop(config: ModelConfig, batch: int, n_prompt: int, n_steps: int) -> int:
-    """Floating-point operations of a mean decode step's matrix products: every weight, and q·k and weights·v."""
+    """Floating-point operations of a mean decode step's matrix products: every weight, and q·k and
+    weights·v."""
     matrices = weight_bytes(config, 1)  # norms and biases are among it, and are nothing beside it
     attended = sum(
         min(n_prompt + step + 1, n_prompt + step + 1 if window is None else window)
@@ -140,9 +144,11 @@ def measure(
     async_scheduling: bool = True,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> DecodeReport:
-    """Times greedy decoding by every peer at every batch size, in interleaved rounds. ``async_scheduling``: our engine's.
+    """Times greedy decoding by every peer at every batch size, in interleaved rounds. ``async_scheduling``:
+    our engine's.
 
-    A peer that fails is left out from then on, with its error as the reason. `on_progress(what, done, total)`.
+    A peer that fails is left out from then on, with its error as the reason. `on_progress(what, done,
+    total)`.
 
     Raises `UserError` if none of the peers could be measured, or the sequence is longer than the model's.
     """

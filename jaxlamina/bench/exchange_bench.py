@@ -1,7 +1,8 @@
-"""How long a tensor takes from rank to rank and back inside a program, by size and transport (Lamina 2025, Figure 13).
+"""How long a tensor takes from rank to rank and back inside a program, by size and transport (Lamina 2025,
+Figure 13).
 
-Two ranks a transport on this host. All are up at once and take turns, so that a busy moment of the machine strikes none
-alone. Knows nothing of how results are shown.
+Two ranks a transport on this host. All are up at once and take turns, so that a busy moment of the machine
+strikes none alone. Knows nothing of how results are shown.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def installed(one_platform: bool = True) -> tuple[list[ExchangePeer], dict[str, 
 
 
 def platforms(text: str) -> tuple[str, str]:
-    """Rank 0's and rank 1's platform from "auto", "cpu", "cuda" or "cuda,cpu"; auto is GPUs where there are two."""
+    """Rank 0's and rank 1's platform from "auto", "cpu", "cuda" or "cuda,cpu"; auto is GPUs where there are
+    two."""
     if text == "auto":
         plugin = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
         text = "cuda" if plugin and n_gpus(os.environ) >= 2 else "cpu"
@@ -150,8 +152,8 @@ def measure(
 ) -> ExchangeReport:
     """Median round trips of ``n_rounds`` interleaved rounds. Sizes are multiples of 4 bytes.
 
-    link_bytes_per_s: the limit to compare with, one way; else NVLink's of the GPUs, or how fast a core copies memory.
-    A peer that fails is left out with its reason; `RankError` if none is left.
+    link_bytes_per_s: the limit to compare with, one way; else NVLink's of the GPUs, or how fast a core copies
+    memory. A peer that fails is left out with its reason; `RankError` if none is left.
     """
     if not peers or n_rounds < 1 or any(size < 4 or size % 4 for size in sizes_bytes):
         raise UserError(
@@ -206,7 +208,8 @@ class _Running:
         return Point(self.peer.label, size, self._turns[size], tuple(self._times_us[size]))
 
     def _find_turns(self, size: int) -> None:
-        """As many as take about `_RUN_S`: guessed from fewer, since a short run is mostly how far apart ranks begin."""
+        """As many as take about `_RUN_S`: guessed from fewer, since a short run is mostly how far apart ranks
+        begin."""
         n_turns, wanted = 0, _TURNS[0]
         while wanted > 2 * n_turns:
             n_turns = wanted

@@ -1,7 +1,8 @@
 """One rank of `bench exchange`: compiles and runs ping-pong programs as it is asked to.
 
-A program holds all its round trips in one loop, so Python is in none of them. Rank 0 sends an array and gets it back;
-rank 1 receives it and sends it on. Knows its transport; nothing of other transports, or of what the times are for.
+A program holds all its round trips in one loop, so Python is in none of them. Rank 0 sends an array and gets
+it back; rank 1 receives it and sends it on. Knows its transport; nothing of other transports, or of what the
+times are for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ N_LEADING_TURNS = 2
 
 
 def ping_pong(t: Transport, like: jax.ShapeDtypeStruct, n_turns: int) -> Any:
-    """A function of one array like ``like`` and of a float32 ``[1]``; at rank 0 the array comes back from rank 1."""
+    """A function of one array like ``like`` and of a float32 ``[1]``; at rank 0 the array comes back from
+    rank 1."""
     peer = 1 - t.rank
 
     def lead(x: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -51,7 +53,8 @@ class Bench:
         self._programs: dict[int, tuple[Program, Program, Any]] = {}
 
     def prepare(self, t: Transport, request: dict[str, Any]) -> dict[str, Any]:
-        """Compiles for ``size_bytes`` and ``n_turns``. What its short program exchanges, and how much the long one."""
+        """Compiles for ``size_bytes`` and ``n_turns``. What its short program exchanges, and how much the
+        long one."""
         n = request["size_bytes"] // 4
         like = jax.ShapeDtypeStruct((n,), jnp.float32)
         pattern = np.arange(n, dtype=np.float32) if t.rank == 0 else np.zeros(n, np.float32)

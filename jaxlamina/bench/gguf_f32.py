@@ -18,9 +18,11 @@ _ALL_F32 = 0  # general.file_type
 
 
 def f32_gguf(source: Path, folder: Path | None = None) -> Path:
-    """Path of the F32 copy of `source`, made at the first call (four bytes a parameter of disk) and kept in `folder`.
+    """Path of the F32 copy of `source`, made at the first call (four bytes a parameter of disk) and kept in
+    `folder`.
 
-    folder: default `bench` in the project's cache. The copy is found again while the source is the same size and age.
+    folder: default `bench` in the project's cache. The copy is found again while the source is the same size
+    and age.
     """
     stat = source.stat()
     key = hashlib.sha256(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]

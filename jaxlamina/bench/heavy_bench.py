@@ -1,4 +1,5 @@
-"""What one heavy request does to everybody else: streams and `/health`, with it and without it in turns. Knows asyncio.
+"""What one heavy request does to everybody else: streams and `/health`, with it and without it in turns.
+Knows asyncio.
 
 Streams and questions for `/health` go on all the time; what is made of their times is pure.
 """
@@ -34,9 +35,11 @@ Span = tuple[float, float]  # seconds of one clock
 
 @dataclass(frozen=True)
 class Effect:
-    """Of one heavy request: milliseconds between others' pieces of text (p99) and of `/health`, beside it and without it.
+    """Of one heavy request: milliseconds between others' pieces of text (p99) and of `/health`, beside it and
+    without it.
 
-    ``ratio``: the median over rounds of each round's own. ``statuses``: how the request was answered, and how often.
+    ``ratio``: the median over rounds of each round's own. ``statuses``: how the request was answered, and how
+    often.
     """
 
     name: str
@@ -81,8 +84,8 @@ async def measure(
     n_rounds: int,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> list[Effect]:
-    """Each of ``heavy`` for ``n_rounds``, in turns. A round is ``window_s`` without it, and about as long with it, again and
-    again, one at a time. ``UserError`` where streams fail or say nothing."""
+    """Each of ``heavy`` for ``n_rounds``, in turns. A round is ``window_s`` without it, and about as long
+    with it, again and again, one at a time. ``UserError`` where streams fail or say nothing."""
     await try_out(target, prompt, size)
     rounds: dict[str, list[_Round]] = {request.name: [] for request in heavy}
     seen = _Seen()
@@ -137,7 +140,8 @@ async def _round(http: aiohttp.ClientSession, url: str, request: Heavy, window_s
 
 
 async def _send(http: aiohttp.ClientSession, url: str, request: Heavy) -> str:
-    """How it was answered: a status, or that the server closed the connection before it had read everything."""
+    """How it was answered: a status, or that the server closed the connection before it had read
+    everything."""
     headers = {"Content-Type": "application/json"}
     try:
         async with http.post(url + request.path, data=io.BytesIO(request.body), headers=headers) as response:

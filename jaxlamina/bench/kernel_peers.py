@@ -57,8 +57,8 @@ def _pool_bytes(inputs: KernelCaseInputs) -> float:
 
 
 def ours(backend: str, int8: bool = False) -> Callable[[KernelCaseInputs], PreparedPeer]:
-    """One of our backends. What the Hopper kernel plans for a step is planned before the clock runs: it is the same in
-    all layers (and what FlashInfer plans is not in its time, either)."""
+    """One of our backends. What the Hopper kernel plans for a step is planned before the clock runs: it is
+    the same in all layers (and what FlashInfer plans is not in its time, either)."""
 
     def prepare(inputs: KernelCaseInputs) -> PreparedPeer:
         from jaxlamina.bench.kernels_bench import quantised
@@ -93,7 +93,8 @@ def ours(backend: str, int8: bool = False) -> Callable[[KernelCaseInputs], Prepa
 
 
 def cudnn(inputs: KernelCaseInputs) -> PreparedPeer:
-    """`jax.nn.dot_product_attention` through cuDNN on contiguous KV: what needs no slots. Needs equal lengths."""
+    """`jax.nn.dot_product_attention` through cuDNN on contiguous KV: what needs no slots. Needs equal
+    lengths."""
     case = inputs.case
     if jax.default_backend() != "gpu":
         raise LeftOut("needs an NVIDIA GPU")
@@ -149,7 +150,8 @@ def stock(inputs: KernelCaseInputs) -> PreparedPeer:
 
 
 def flashinfer(tensor_cores: bool) -> Callable[[KernelCaseInputs], PreparedPeer]:
-    """FlashInfer's paged decode with one token a page, over the same arrays; its plan is made before the clock runs."""
+    """FlashInfer's paged decode with one token a page, over the same arrays; its plan is made before the
+    clock runs."""
 
     def prepare(inputs: KernelCaseInputs) -> PreparedPeer:
         case = inputs.case

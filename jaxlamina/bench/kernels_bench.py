@@ -1,7 +1,9 @@
-"""Partial attention over shuffled token slots: our backends beside others' kernels, in one run, on the same arrays.
+"""Partial attention over shuffled token slots: our backends beside others' kernels, in one run, on the same
+arrays.
 
-Every peer's result is first checked against float64 on fresh random inputs; then peers take turns, so that a slow
-spell of the machine hits all. Knows kernels and clocks; nothing of models, requests or how results are shown.
+Every peer's result is first checked against float64 on fresh random inputs; then peers take turns, so that a
+slow spell of the machine hits all. Knows kernels and clocks; nothing of models, requests or how results are
+shown.
 """
 
 from __future__ import annotations

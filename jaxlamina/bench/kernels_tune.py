@@ -20,7 +20,8 @@ _ROUNDS = 5
 def tune(
     case: kernels_bench.KernelCase, dtype: Any, seed: int, on_progress: Callable[[str], object]
 ) -> dict[tunings.Key, tuple[int, int]]:
-    """(warps, stages) for the case's bf16 and int8 pools. ``UserError`` without a GPU of compute capability 9."""
+    """(warps, stages) for the case's bf16 and int8 pools. ``UserError`` without a GPU of compute capability
+    9."""
     if jax.default_backend() != "gpu":
         raise UserError("--tune needs an NVIDIA GPU of compute capability 9.0 or later")
     inputs = kernels_bench.make_inputs(case, dtype, seed)

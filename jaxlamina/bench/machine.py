@@ -21,7 +21,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and when. `load` is the one-minute load average before the run: above about 0.5 somebody else was busy."""
+    """Where and when. `load` is the one-minute load average before the run: above about 0.5 somebody else was
+    busy."""
 
     device: str
     n_cores: int
@@ -48,7 +49,8 @@ class Machine:
 
 
 def describe(packages: Iterable[str] = ()) -> Machine:
-    """This machine now, with the versions of jaxlamina, Python, JAX and of those `packages` that are installed."""
+    """This machine now, with the versions of jaxlamina, Python, JAX and of those `packages` that are
+    installed."""
     versions = {"jaxlamina": version_of("jaxlamina") or "source", "python": platform.python_version()}
     for package in ("jax", "jaxlib", *packages):
         found = version_of(package)
@@ -94,8 +96,8 @@ def _processor() -> str:
 class ReadBandwidth:
     """How fast all cores together read memory; `best` of every `measure` so far.
 
-    One pass of integer sums over `size_bytes`, a few pieces a core: what a decode step does with its weights, if it
-    did nothing else. Not below 256 MiB, or a large last-level cache would answer instead of the memory.
+    One pass of integer sums over `size_bytes`, a few pieces a core: what a decode step does with its weights,
+    if it did nothing else. Not below 256 MiB, or a large last-level cache would answer instead of the memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -117,7 +119,8 @@ class ReadBandwidth:
 
 
 class MatmulRate:
-    """How fast all cores together multiply large float32 matrices (numpy's BLAS); `best` of every `measure` so far."""
+    """How fast all cores together multiply large float32 matrices (numpy's BLAS); `best` of every `measure`
+    so far."""
 
     def __init__(self, size: int = 1536) -> None:
         self._a = np.ones((size, size), np.float32)

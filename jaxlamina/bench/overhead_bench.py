@@ -1,7 +1,9 @@
-"""What each layer adds to a request: forward passes, engine, text, server, command line; and latency by request rate.
+"""What each layer adds to a request: forward passes, engine, text, server, command line; and latency by
+request rate.
 
-The same batch of requests goes in turns through the engine in this process, through a server in another, and through the
-command line that talks to it. Knows `LLM`, a server's address and clocks; nothing of how results are shown.
+The same batch of requests goes in turns through the engine in this process, through a server in another, and
+through the command line that talks to it. Knows `LLM`, a server's address and clocks; nothing of how results
+are shown.
 
 Source: FineInfer's report, section 4 (figures 3 to 9).
 """
@@ -57,11 +59,12 @@ def cases_of(text: str, copies: int) -> list[OverheadCase]:
 
 @dataclass
 class CaseTimes:
-    """Seconds of a batch, an attempt each: all of it through the engine, the server, the command line; and parts of it.
+    """Seconds of a batch, an attempt each: all of it through the engine, the server, the command line; and
+    parts of it.
 
-    ``forward``: all forward passes, each waited for, in a run of its own. ``tokenise``, ``detokenise``: of the same texts,
-    by themselves. ``outside``: between a client and the server's engine thread, mean of the requests. ``start``: of a
-    command that does nothing.
+    ``forward``: all forward passes, each waited for, in a run of its own. ``tokenise``, ``detokenise``: of
+    the same texts, by themselves. ``outside``: between a client and the server's engine thread, mean of the
+    requests. ``start``: of a command that does nothing.
     """
 
     case: OverheadCase
@@ -75,7 +78,8 @@ class CaseTimes:
     start: list[float] = field(default_factory=list)
 
     def layers(self) -> dict[str, float]:
-        """Seconds by layer; together they are the command's median time but for the difference between medians and sums.
+        """Seconds by layer; together they are the command's median time but for the difference between
+        medians and sums.
 
         What is told by a difference may come out below 0 where it is smaller than the attempts' scatter.
         """
@@ -122,8 +126,8 @@ def _less(whole: Sequence[float], *parts: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """A server under Poisson arrivals. ``normalised_s``: end-to-end latency over output tokens, mean of requests.
-    ``batch``: sequences that got a token, mean over the engine's steps."""
+    """A server under Poisson arrivals. ``normalised_s``: end-to-end latency over output tokens, mean of
+    requests. ``batch``: sequences that got a token, mean over the engine's steps."""
 
     rate: float
     n_requests: int

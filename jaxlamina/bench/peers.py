@@ -1,9 +1,11 @@
-"""The programs that `jaxlamina bench decode` times, behind one interface: prompts in, greedy tokens and seconds out.
+"""The programs that `jaxlamina bench decode` times, behind one interface: prompts in, greedy tokens and
+seconds out.
 
-Each is loaded in a process of its own (`processes`), so that no peer's threads, allocator or import order touches
-another's times. All compute the same: greedy tokens of prompts of one length, in float32, on every core they may use.
-Seconds are split where the prompts' own pass has given each row its first token; decode seconds cover `n_steps` steps
-from there on, each ending with the chosen tokens on the host. No peer turns tokens into text.
+Each is loaded in a process of its own (`processes`), so that no peer's threads, allocator or import order
+touches another's times. All compute the same: greedy tokens of prompts of one length, in float32, on every
+core they may use. Seconds are split where the prompts' own pass has given each row its first token; decode
+seconds cover `n_steps` steps from there on, each ending with the chosen tokens on the host. No peer turns
+tokens into text.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ class Ours:
 
 
 def flash_attention() -> str | None:
-    """transformers' newest flash attention for CUDA that is to be had here, by a package of its own or by `kernels`."""
+    """transformers' newest flash attention for CUDA that is to be had here, by a package of its own or by
+    `kernels`."""
     from transformers.utils import import_utils
 
     for version in (3, 2):
@@ -128,8 +131,8 @@ def transformers_model(
     weights: Mapping[str, Any] | None,
     attention: str | None = None,
 ) -> Any:
-    """transformers' own model of this shape, with these weights or random ones, for inference. ``attention``: None for its
-    own choice."""
+    """transformers' own model of this shape, with these weights or random ones, for inference. ``attention``:
+    None for its own choice."""
     import torch
     import transformers
 
@@ -243,7 +246,8 @@ class LlamaCpp:
             c.llama_batch_free(batch)
 
     def _run(self, context: Any, batch: Any, entries: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """One llama_decode of (token, position, row, wants logits); the likeliest token where logits were wanted."""
+        """One llama_decode of (token, position, row, wants logits); the likeliest token where logits were
+        wanted."""
         for i, (token, position, row, wants_logits) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, wants_logits
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
@@ -312,7 +316,8 @@ def why_not(peer: str) -> str | None:
 def chosen(text: str) -> tuple[list[str], dict[str, str]]:
     """(peers to measure, peer -> why it is left out) from `--peers`: "auto", or names separated by commas.
 
-    "auto" takes what is installed. A peer asked for by name that is missing is a `UserError`, as is an unknown one.
+    "auto" takes what is installed. A peer asked for by name that is missing is a `UserError`, as is an
+    unknown one.
     """
     if text.strip() == "auto":
         reasons = {peer: why_not(peer) for peer in LOADERS}

@@ -2,8 +2,9 @@
 
 Knows token windows and an executor; no scheduler, no sampler. Slower than a prefill would be, and that is the
 point: it measures the path that serves, every read of KV in the form that it is stored in. As a program it
-compares such forms: ``python -m jaxlamina.bench.perplexity TEXT_FILE --kv-dtype auto int8 int8-channel``. With
-``--calibration-headroom`` and ``--calibration-file`` those that are calibrated are calibrated in other ways.
+compares such forms: ``python -m jaxlamina.bench.perplexity TEXT_FILE --kv-dtype auto int8 int8-channel``.
+With ``--calibration-headroom`` and ``--calibration-file`` those that are calibrated are calibrated in other
+ways.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Perplexity:
 
 
 def windows_of(tokens: Sequence[int], n_windows: int, window_tokens: int) -> np.ndarray:
-    """The first windows of a text ``[n_windows, window_tokens]`` int32, one after the other, nothing left out."""
+    """The first windows of a text ``[n_windows, window_tokens]`` int32, one after the other, nothing left
+    out."""
     needed = n_windows * window_tokens
     if len(tokens) < needed:
         raise UserError(
@@ -98,7 +100,8 @@ def by_kv_dtype(
 ) -> Iterator[tuple[str, Perplexity]]:
     """A model's perplexity over the first windows of ``text``, no BOS, with each way to store KV.
 
-    ``options`` are ``LLM``'s, those of calibration for the forms that are calibrated. ``UserError`` for a model without a tokenizer and for a text that is too short.
+    ``options`` are ``LLM``'s, those of calibration for the forms that are calibrated. ``UserError`` for a
+    model without a tokenizer and for a text that is too short.
     """
     for kv_dtype in kv_dtypes:
         calibrated = kv_dtype in CALIBRATED_KV_DTYPES

@@ -21,7 +21,8 @@ RATIO_LIMIT = 0.1
 
 @dataclass(frozen=True)
 class PrefixTimes:
-    """Times to the first token (prefill and sampling) of a first request, and of a second that shares its prefix."""
+    """Times to the first token (prefill and sampling) of a first request, and of a second that shares its
+    prefix."""
 
     model: str
     dtype: str
@@ -58,9 +59,11 @@ def measure(
     split: bool = True,
     llm: Any | None = None,
 ) -> PrefixTimes:
-    """Times ``n_rounds`` pairs of requests; a pair before them compiles. Prompts are random tokens, new each round.
+    """Times ``n_rounds`` pairs of requests; a pair before them compiles. Prompts are random tokens, new each
+    round.
 
-    ``llm``: one to use instead of opening ``model``; its prefix cache is emptied. ``UserError`` if it has none.
+    ``llm``: one to use instead of opening ``model``; its prefix cache is emptied. ``UserError`` if it has
+    none.
     """
     from jaxlamina.llm import LLM
 

@@ -29,7 +29,8 @@ class Loaded(Protocol):
 
 
 class PeerProcess:
-    """One peer, loaded there by `load` (which must be picklable). Leaving it as a context manager ends the process."""
+    """One peer, loaded there by `load` (which must be picklable). Leaving it as a context manager ends the
+    process."""
 
     def __init__(self, name: str, load: Callable[[], Loaded]) -> None:
         context = multiprocessing.get_context("spawn")

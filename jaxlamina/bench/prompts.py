@@ -1,7 +1,8 @@
-"""Prompts of an exact token count: real text where there is a tokenizer, random ids otherwise. Knows no model.
+"""Prompts of an exact token count: real text where there is a tokenizer, random ids otherwise. Knows no
+model.
 
-Real text matters: random ids leave next-token choices so close that two correct float32 implementations part ways,
-and nothing could be said of whether the peers computed the same thing.
+Real text matters: random ids leave next-token choices so close that two correct float32 implementations part
+ways, and nothing could be said of whether the peers computed the same thing.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def prompts(
 ) -> list[list[int]]:
     """`n_prompts` different prompts of exactly `n_tokens` ids each.
 
-    encode: text to ids; the passage is read from another sentence in each prompt and repeated as needed. None: ids
-    drawn evenly from the vocabulary with `seed`.
+    encode: text to ids; the passage is read from another sentence in each prompt and repeated as needed.
+    None: ids drawn evenly from the vocabulary with `seed`.
     """
     if encode is None:
         drawn = np.random.default_rng(seed).integers(0, vocab_size, (n_prompts, n_tokens))

@@ -1,4 +1,5 @@
-"""A load on a server: requests sent when they arrive, whether or not earlier ones are answered. Knows asyncio and clocks.
+"""A load on a server: requests sent when they arrive, whether or not earlier ones are answered. Knows asyncio
+and clocks.
 
 Policy (when requests arrive, what is made of their times) is in `loads` and `serve_metrics`.
 """
@@ -31,8 +32,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Measured:
-    """Answers in the order of the load. ``latest_s``: how much later than it should a request was begun at most, which is
-    this client's fault and not the server's (waiting for ``max_concurrency`` does not count)."""
+    """Answers in the order of the load. ``latest_s``: how much later than it should a request was begun at
+    most, which is this client's fault and not the server's (waiting for ``max_concurrency`` does not
+    count)."""
 
     answers: list[TimedAnswer]
     duration_s: float

@@ -26,7 +26,8 @@ WORDS = (
     *("on", "as", "with", "be", "by", "at", "from", "it"),
 )
 _CONNECT_S = 30.0
-# A connection is not used again after so long: one that the server is about to close would fail its next request.
+# A connection is not used again after so long: one that the server is about to close would fail its next
+# request.
 _KEPT_S = 1.0
 
 Prompt = str | list[int]
@@ -34,7 +35,8 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what they have in common. ``silence_s``: a server that says nothing for so long is given up."""
+    """Where requests go and what they have in common. ``silence_s``: a server that says nothing for so long
+    is given up."""
 
     base_url: str  # without "/v1"
     endpoint: str  # a key of `PATHS`
@@ -179,12 +181,14 @@ def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
-# -- before the clock runs ------------------------------------------------------------------------------------------
+# -- before the clock runs
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of itself. ``token_ids``: of some text, None where it does not tell; ``max_model_len`` too."""
+    """What a server says of itself. ``token_ids``: of some text, None where it does not tell;
+    ``max_model_len`` too."""
 
     model: str
     max_model_len: int | None
@@ -192,8 +196,8 @@ class Served:
 
 
 async def look(base_url: str, model: str | None, api_key: str | None) -> Served:
-    """Asks a server for its models and its tokens. ``UserError`` if it is not there, or does not have ``model``
-    (None: its first)."""
+    """Asks a server for its models and its tokens. ``UserError`` if it is not there, or does not have
+    ``model`` (None: its first)."""
     target = Target(base_url, "completions", model or "", api_key, silence_s=_CONNECT_S)
     async with session(target) as http:
         try:
@@ -222,8 +226,8 @@ async def _token_ids(http: aiohttp.ClientSession, base_url: str, model: str) -> 
 
 
 def prompts(sizes: Sequence[Size], token_ids: Sequence[int] | None, *, seed: int) -> list[Prompt]:
-    """A prompt for each size that shares no beginning with another but by chance: tokens drawn of ``token_ids``, exactly
-    as many; or without them as many words, which is about as many tokens."""
+    """A prompt for each size that shares no beginning with another but by chance: tokens drawn of
+    ``token_ids``, exactly as many; or without them as many words, which is about as many tokens."""
     rng = np.random.default_rng(seed)
     if token_ids is None:
         return [" ".join(rng.choice(WORDS, size.n_prompt)) for size in sizes]

@@ -1,4 +1,5 @@
-"""A server in a process of its own, for as long as a measurement needs it. Knows how it starts, what it says, and how it ends."""
+"""A server in a process of its own, for as long as a measurement needs it. Knows how it starts, what it says,
+and how it ends."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def running(
     environment: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Server]:
-    """A process of ``command``, ended afterwards. ``on_line`` is told each line of its stderr, by another thread."""
+    """A process of ``command``, ended afterwards. ``on_line`` is told each line of its stderr, by another
+    thread."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
-"""Unsplit execution over several devices of this process, to compare with: tensor parallelism by `jax.sharding`.
+"""Unsplit execution over several devices of this process, to compare with: tensor parallelism by
+`jax.sharding`.
 
-Weights by columns and rows in turn, as Megatron-LM has them, so that a layer needs two sums; KV and attention by heads.
-XLA places the products and the sums, from the arrays' shardings alone. Decode steps only.
+Weights by columns and rows in turn, as Megatron-LM has them, so that a layer needs two sums; KV and attention
+by heads. XLA places the products and the sums, from the arrays' shardings alone. Decode steps only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _POOL = PartitionSpec(None, _AXIS)  # [S, K, H]
 
 
 class ShardedExecutor(UnsplitExecutor):
-    """Decode steps as `UnsplitExecutor`'s. `UserError` where the model's KV heads cannot be shared out evenly."""
+    """Decode steps as `UnsplitExecutor`'s. `UserError` where the model's KV heads cannot be shared out
+    evenly."""
 
     def __init__(
         self, model: ModelFn, params: Params, *, n_slots: int, devices: Sequence[jax.Device]

@@ -1,7 +1,8 @@
-"""What splitting costs before anything runs: tracing, cutting, and compiling the distinct slices of a model shape.
+"""What splitting costs before anything runs: tracing, cutting, and compiling the distinct slices of a model
+shape.
 
-Weights are abstract: shapes and dtypes, nothing allocated, so a 70B shape fits anywhere. Compiling needs no weights
-either. Knows nothing of tables; `cli` shows what comes back.
+Weights are abstract: shapes and dtypes, nothing allocated, so a 70B shape fits anywhere. Compiling needs no
+weights either. Knows nothing of tables; `cli` shows what comes back.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ PROGRAMS_LIMIT = 3
 class SplitTimes:
     """One layer count. Times in seconds, of one decode step's slices at the bench's batch size.
 
-    build_s: the abstract model. trace_s: to one flat jaxpr. split_s: minimum cuts and slices. programs: of each
-    distinct slice its name, how many slices share it, and the seconds to lower and compile it.
+    build_s: the abstract model. trace_s: to one flat jaxpr. split_s: minimum cuts and slices. programs: of
+    each distinct slice its name, how many slices share it, and the seconds to lower and compile it.
     every_slice_s: the same for every slice on its own, None where that was not asked for.
     """
 
@@ -71,8 +72,8 @@ def measure(
 ) -> list[SplitTimes]:
     """Times for `config` at each layer count, in the order given, for a decode step of `batch_size` requests.
 
-    A two-layer model goes through everything first, so that what Python and JAX load at first use is in no figure.
-    The persistent compilation cache is off meanwhile.
+    A two-layer model goes through everything first, so that what Python and JAX load at first use is in no
+    figure. The persistent compilation cache is off meanwhile.
     """
     with _no_compilation_cache():
         on_progress("warming up on 2 layers")

@@ -1,5 +1,6 @@
-"""From a server's command to its first answer, with no compiled programs on disk and with all of them, and what streams notice of
-the programs that are compiled behind. Knows processes, a server's lines and a folder of programs; nothing of models.
+"""From a server's command to its first answer, with no compiled programs on disk and with all of them, and
+what streams notice of the programs that are compiled behind. Knows processes, a server's lines and a folder
+of programs; nothing of models.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds from the command. ``cache``: "empty" or "full". ``all_s``: until all programs were compiled, None if that took longer
-    than was waited for, or was not said. ``behind``, ``after``: gaps of streams before that and after it."""
+    """Seconds from the command. ``cache``: "empty" or "full". ``all_s``: until all programs were compiled,
+    None if that took longer than was waited for, or was not said. ``behind``, ``after``: gaps of streams
+    before that and after it."""
 
     cache: str
     first_answer_s: float
@@ -62,8 +64,8 @@ class Start:
 
 @dataclass(frozen=True)
 class StartLoad:
-    """``n_streams`` at once, one request after another each, for at most ``behind_s`` while programs are compiled and for
-    ``after_s`` after that."""
+    """``n_streams`` at once, one request after another each, for at most ``behind_s`` while programs are
+    compiled and for ``after_s`` after that."""
 
     n_streams: int
     size: Size
@@ -101,8 +103,8 @@ def measure(
     deadline_s: float,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> list[Start]:
-    """Two starts of ``command`` (`command_of`) a round: without programs on disk, and with those of the first. ``UserError`` for a server that ends, or does
-    not answer within ``deadline_s``."""
+    """Two starts of ``command`` (`command_of`) a round: without programs on disk, and with those of the
+    first. ``UserError`` for a server that ends, or does not answer within ``deadline_s``."""
     found = []
     for i in range(n_rounds):
         with cache_without_programs() as cache:

@@ -1,5 +1,5 @@
-"""How many requests and tokens a second come of a full queue: this engine, beside one request at a time, beside a padded
-KV cache of the same bytes and beside transformers' continuous batching. No HTTP, no text.
+"""How many requests and tokens a second come of a full queue: this engine, beside one request at a time,
+beside a padded KV cache of the same bytes and beside transformers' continuous batching. No HTTP, no text.
 
 Knows `LLM`, peers' processes and clocks; nothing of how results are shown.
 """
@@ -28,7 +28,8 @@ from jaxlamina.run.make import DTYPES
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.weights.dummy import random_weights
 
-# Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32 ShareGPT-like requests.
+# Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32
+# ShareGPT-like requests.
 RATIO_LIMIT = 3.0
 OURS, ALONE, PADDED, TRANSFORMERS = "ours", "ours, one at a time", "ours, padded KV", "transformers"
 _ROOM = 1.2  # of memory beside weights and KV, for what a step works with
@@ -36,9 +37,9 @@ _ROOM = 1.2  # of memory beside weights and KV, for what a step works with
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """``model``: a checkpoint's name, or None for random weights of ``config``. ``n_alone``: of the requests the first so
-    many are also served one after another. ``padded``: also serve all with a padded KV cache. ``profile_s``: seconds that are
-    recorded of one more run. Other options as of `LLM`."""
+    """``model``: a checkpoint's name, or None for random weights of ``config``. ``n_alone``: of the requests
+    the first so many are also served one after another. ``padded``: also serve all with a padded KV cache.
+    ``profile_s``: seconds that are recorded of one more run. Other options as of `LLM`."""
 
     model: str | None
     config: ModelConfig
@@ -68,8 +69,8 @@ class ThroughputOptions:
 
 @dataclass(frozen=True)
 class Run:
-    """All requests of one way, once. ``batch``: sequences that got a token, mean over the engine's steps. ``wait_s``: in which
-    the host waited for results; None where that is not known."""
+    """All requests of one way, once. ``batch``: sequences that got a token, mean over the engine's steps.
+    ``wait_s``: in which the host waited for results; None where that is not known."""
 
     n_requests: int
     n_prompt: int
@@ -99,9 +100,9 @@ class Run:
 
 @dataclass
 class ThroughputReport:
-    """What was found, a run a round of each way. ``in_turns``: whether transformers and this engine took turns, and not
-    one after the other. ``same_tokens``: requests whose tokens all are those of transformers. ``headings``: what a table says
-    of a way in its name."""
+    """What was found, a run a round of each way. ``in_turns``: whether transformers and this engine took
+    turns, and not one after the other. ``same_tokens``: requests whose tokens all are those of transformers.
+    ``headings``: what a table says of a way in its name."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -119,8 +120,8 @@ class ThroughputReport:
         return f"{way} ({self.headings[way]})" if way in self.headings else way
 
     def ratio(self, way: str) -> tuple[float, float, float]:
-        """Generated tokens a second of ours over another way's: median, lowest and highest of the rounds' own ratios
-        (where they took turns), or of each of ours over the other's median."""
+        """Generated tokens a second of ours over another way's: median, lowest and highest of the rounds' own
+        ratios (where they took turns), or of each of ours over the other's median."""
         ours = [run.output_per_s for run in self.runs[OURS]]
         theirs = [run.output_per_s for run in self.runs[way]]
         if way == TRANSFORMERS and not self.in_turns:
@@ -152,9 +153,9 @@ def measure(
 ) -> ThroughputReport:
     """Serves requests of ``sizes``, greedily and to their full length, ``n_rounds`` times in each way.
 
-    transformers has a process of its own on the same device. On a CPU it takes turns with ours; on a GPU it is loaded
-    first, and takes turns only where enough memory is left beside it. ``UserError`` for a request that is longer than the
-    model, or if the two find different devices.
+    transformers has a process of its own on the same device. On a CPU it takes turns with ours; on a GPU it
+    is loaded first, and takes turns only where enough memory is left beside it. ``UserError`` for a request
+    that is longer than the model, or if the two find different devices.
     """
     longest = max(size.n_tokens for size in sizes)
     if longest > options.config.max_position_embeddings:
@@ -225,8 +226,8 @@ class _Load:
 
 
 def _round(ours: _Ours, load: _Load, n_alone: int, report: ThroughputReport) -> None:
-    """Ours once; of the requests that are also served one by one, half come before it and half after, so that a machine
-    that slows down hits both."""
+    """Ours once; of the requests that are also served one by one, half come before it and half after, so that
+    a machine that slows down hits both."""
     halves = load.part(0, n_alone // 2), load.part(n_alone // 2, n_alone)
     alone_s = ours.one_at_a_time(halves[0])
     report.runs.setdefault(OURS, []).append(ours.run(load))
@@ -261,7 +262,8 @@ class _Ours:
         self.device = self._llm.model_device
 
     def warm_up(self, load: _Load, n_alone: int) -> float:
-        """Serves the requests once, by which every program that they meet is compiled, and no other; seconds."""
+        """Serves the requests once, by which every program that they meet is compiled, and no other;
+        seconds."""
         began_s = time.perf_counter()
         self.one_at_a_time(load.part(0, n_alone))
         self._generate(load)
@@ -286,7 +288,8 @@ class _Ours:
         )
 
     def recorded(self, load: _Load, for_s: float, usual_s: float) -> UnderLoad | None:
-        """What devices do from a quarter of a run on, for so many seconds; None if nothing could be recorded."""
+        """What devices do from a quarter of a run on, for so many seconds; None if nothing could be
+        recorded."""
         found: list[UnderLoad] = []
         engine = self._llm.engine
         window = OneWindow(engine, 0.25 * usual_s, for_s, found.append)

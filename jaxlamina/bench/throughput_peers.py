@@ -1,6 +1,8 @@
-"""transformers' continuous batching (`generate_batch`'s manager) as `jaxlamina bench throughput` compares with it.
+"""transformers' continuous batching (`generate_batch`'s manager) as `jaxlamina bench throughput` compares
+with it.
 
-Made and run in a process of its own (`processes`). Knows torch and transformers; nothing of rounds or results.
+Made and run in a process of its own (`processes`). Knows torch and transformers; nothing of rounds or
+results.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class BatchingJob:
 
 
 class ContinuousBatching:
-    """As many sequences at once and prompt tokens a step as ours, KV for as many as can be there at once, greedy, no
-    end-of-sequence token, no shared prefixes, no text."""
+    """As many sequences at once and prompt tokens a step as ours, KV for as many as can be there at once,
+    greedy, no end-of-sequence token, no shared prefixes, no text."""
 
     def __init__(self, job: BatchingJob) -> None:
         import jax
@@ -132,8 +134,8 @@ class ContinuousBatching:
 
 
 def heading(attention: str, platform: str) -> str:
-    """On GPUs continuous batching is made for flash attention; any other builds a mask of all tokens of a step by all that
-    are stored."""
+    """On GPUs continuous batching is made for flash attention; any other builds a mask of all tokens of a
+    step by all that are stored."""
     if platform == "gpu" and "flash" not in attention:
         return f"{attention}, its slow way"
     return attention

@@ -1,7 +1,8 @@
-"""`jaxlamina batch`: many prompts at once, in this process or at a server; goes on where an interrupted run was.
+"""`jaxlamina batch`: many prompts at once, in this process or at a server; goes on where an interrupted run
+was.
 
-The server keeps what is done line by line; here only the batch's id is kept, under a name made of the requests, until
-its results have been shown.
+The server keeps what is done line by line; here only the batch's id is kept, under a name made of the
+requests, until its results have been shown.
 """
 
 from __future__ import annotations

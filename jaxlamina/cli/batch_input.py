@@ -1,7 +1,8 @@
 """What `batch` and a chat's `/batch` take, made into a file of OpenAI's: one request a line.
 
-Four forms: FineInfer's two lists, `["p1", "p2"] [32, 64]` (prompts and, if wanted, as many max_tokens; §3.1 of its
-report); OpenAI's lines; lines of bodies (`{"prompt": …}` or `{"messages": …}`); plain text, a prompt a line.
+Four forms: FineInfer's two lists, `["p1", "p2"] [32, 64]` (prompts and, if wanted, as many max_tokens; §3.1
+of its report); OpenAI's lines; lines of bodies (`{"prompt": …}` or `{"messages": …}`); plain text, a prompt a
+line.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @dataclass(frozen=True)
 class Requests:
-    """``lines``: custom_id → body, in the order they came. All go to one ``endpoint``. ``source``: the input's name."""
+    """``lines``: custom_id → body, in the order they came. All go to one ``endpoint``. ``source``: the
+    input's name."""
 
     endpoint: str
     lines: dict[str, dict[str, Any]]
@@ -33,7 +35,8 @@ class Requests:
 
 
 def read(text: str) -> str:
-    """Lists as they are, and of anything else what is in the file of that name. `UserError` for one that cannot be read."""
+    """Lists as they are, and of anything else what is in the file of that name. `UserError` for one that
+    cannot be read."""
     if text.lstrip().startswith("["):
         return text
     try:
@@ -43,7 +46,8 @@ def read(text: str) -> str:
 
 
 def names_of(inputs: Sequence[str]) -> list[str]:
-    """A name for each input that no other has: a file's own, "stdin" or "list"; of equal ones the second is "name#2"."""
+    """A name for each input that no other has: a file's own, "stdin" or "list"; of equal ones the second is
+    "name#2"."""
     own = [
         "list" if text.lstrip().startswith("[") else "stdin" if text == "-" else Path(text).name
         for text in inputs
@@ -54,9 +58,9 @@ def names_of(inputs: Sequence[str]) -> list[str]:
 def parse(
     text: str, *, chat: bool, defaults: Mapping[str, Any], source: str = "", prefix: str = ""
 ) -> Requests:
-    """``chat``: prompts are messages to the model and not texts to go on with; ``defaults``: fields of every body that
-    does not say otherwise; ``prefix``: of the custom_id of a line that has none, before its number. `UserError` that names
-    the line that is wrong."""
+    """``chat``: prompts are messages to the model and not texts to go on with; ``defaults``: fields of every
+    body that does not say otherwise; ``prefix``: of the custom_id of a line that has none, before its number.
+    `UserError` that names the line that is wrong."""
     if text.lstrip().startswith("["):
         found = [_body_of(prompt, chat) | more for prompt, more in _two_lists(text.strip())]
         named = {f"{prefix}{i}": body for i, body in enumerate(found, start=1)}

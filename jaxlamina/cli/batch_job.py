@@ -1,4 +1,5 @@
-"""Batches at a server, from the client's side: submitted without waiting, looked at, and their results by batch.
+"""Batches at a server, from the client's side: submitted without waiting, looked at, and their results by
+batch.
 
 Knows OpenAI's files and batches; nothing of what is printed.
 """
@@ -64,8 +65,8 @@ class BatchJob:
             self.state = client.get(f"/v1/batches/{self.id}")
 
     def results(self, client: Client) -> list[dict[str, Any]]:
-        """A line for each request, in the order they were given; a request that was not run has none. Each says of which
-        input it is (``input``), and its prompt or messages."""
+        """A line for each request, in the order they were given; a request that was not run has none. Each
+        says of which input it is (``input``), and its prompt or messages."""
         lines: dict[str, dict[str, Any]] = {}
         for kind in ("output_file_id", "error_file_id"):
             if self.state[kind] is not None:

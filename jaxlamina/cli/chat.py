@@ -1,7 +1,7 @@
 """`jaxlamina chat`: a conversation on a terminal or a pipe, with a server or with the model in this process.
 
-Batches can be submitted meanwhile, and run in the background; their results are shown between two answers and never in
-one (FineInfer §3.1).
+Batches can be submitted meanwhile, and run in the background; their results are shown between two answers and
+never in one (FineInfer §3.1).
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def chat(
 
 
 class Chat:
-    """One conversation. ``settings``: fields of every request; ``left_batches``: what becomes of batches that it leaves."""
+    """One conversation. ``settings``: fields of every request; ``left_batches``: what becomes of batches that
+    it leaves."""
 
     def __init__(
         self, client: Client, console: Console, settings: dict[str, Any], left_batches: str = ""
@@ -98,7 +99,8 @@ class Chat:
                         return self._leave()
                     asked = True
                     self.say(
-                        f"still running: {self._ids}; /exit again leaves, and anything else shows what is done"
+                        f"still running: {self._ids}; /exit again leaves, and anything else shows what is "
+                        f"done"
                     )
                     continue
                 asked = False
@@ -136,7 +138,8 @@ class Chat:
         command(rest.strip())
 
     def _answer(self, text: str) -> None:
-        """Streams the answer. Stopped by Ctrl-C, what there is of it stays in the conversation; failed, nothing does."""
+        """Streams the answer. Stopped by Ctrl-C, what there is of it stays in the conversation; failed,
+        nothing does."""
         asked = {"role": "user", "content": text}
         body = {**self.settings, "messages": [*self.messages, asked], "stream": True}
         pieces: list[str] = []

@@ -1,4 +1,5 @@
-"""`jaxlamina doctor`: what `jaxlamina.cli.examine` found, as a table or JSON. Knows nothing of the checks themselves."""
+"""`jaxlamina doctor`: what `jaxlamina.cli.examine` found, as a table or JSON. Knows nothing of the checks
+themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import typer
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON on stdout.")] = False,
 ) -> None:
-    """Say what this machine has: versions, devices, MPI, caches, the demo model; and the command for what is missing.
+    """Say what this machine has: versions, devices, MPI, caches, the demo model; and the command for what is
+    missing.
 
     Exits with 1 if something that every use needs is broken, otherwise 0.
     """

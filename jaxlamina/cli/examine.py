@@ -1,7 +1,8 @@
 """What this machine has and lacks, as plain findings, each missing thing with the command that mends it.
 
-Looks without changing anything and without the network; what could hang or abort (JAX on a broken driver, MPI) is
-asked in a process of its own with a deadline. Works where JAX is missing. Knows nothing of how findings are shown.
+Looks without changing anything and without the network; what could hang or abort (JAX on a broken driver,
+MPI) is asked in a process of its own with a deadline. Works where JAX is missing. Knows nothing of how
+findings are shown.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from jaxlamina.engine.outputs import RequestOutput
     from jaxlamina.llm import LLM
 
-# The decode step that --profile records, by when all prompts are being continued, and how many times it is run.
+# The decode step that --profile records, by when all prompts are being continued, and how many times it is
+# run.
 _PROFILE_AFTER, _PROFILED_STEPS = 2, 8
 
 
@@ -59,7 +60,8 @@ def generate(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Over ranks: record a decode step on all of them, write their spans for Perfetto (.json, .json.gz) and "
+            help="Over ranks: record a decode step on all of them, write their spans for Perfetto (.json, "
+            ".json.gz) and "
             "print the shares."
         ),
     ] = None,
@@ -157,7 +159,8 @@ def _write_profile(console: Console, llm: LLM, path: Path) -> None:
 
 
 def _write_several(outputs: list[RequestOutput], n: int) -> None:
-    """Texts that could not be streamed, since they would have mixed: numbered by prompt, and by continuation."""
+    """Texts that could not be streamed, since they would have mixed: numbered by prompt, and by
+    continuation."""
     for i, output in enumerate(outputs):
         for completion in output.outputs:
             if len(outputs) * n > 1:

@@ -1,6 +1,8 @@
-"""`jaxlamina launch`: a job's ranks, all on this host. Checks the options, then becomes `python -m launch.local`.
+"""`jaxlamina launch`: a job's ranks, all on this host. Checks the options, then becomes `python -m
+launch.local`.
 
-Knows the options of the cluster's file and of the command that rank 0 will run; nothing of how ranks are started.
+Knows the options of the cluster's file and of the command that rank 0 will run; nothing of how ranks are
+started.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ def launch(
         ),
     ] = None,
 ) -> None:
-    """Start all ranks of a job on this host: model workers, then attention workers, then prefill workers if there are any;
-    rank 0 runs COMMAND.
+    """Start all ranks of a job on this host: model workers, then attention workers, then prefill workers if
+    there are any; rank 0 runs COMMAND.
 
-    Its stdout is the command's; other ranks' lines are on stderr, each with its rank. When one rank fails all are
-    ended, and the last line says which and why.
+    Its stdout is the command's; other ranks' lines are on stderr, each with its rank. When one rank fails all
+    are ended, and the last line says which and why.
     """
     given = {
         "dop": dop,
@@ -79,8 +81,8 @@ def launch(
 
 
 def find_model(command: list[str], cluster: Cluster) -> None:
-    """Finds a bad option of the command, or a wrong model, and fetches what is missing of that model: before ranks are
-    started that would wait for it, and before JAX is imported."""
+    """Finds a bad option of the command, or a wrong model, and fetches what is missing of that model: before
+    ranks are started that would wait for it, and before JAX is imported."""
     from jaxlamina.cli.model_options import check_over_ranks, find, revision_of
 
     context = _context(command, cluster)
@@ -90,7 +92,8 @@ def find_model(command: list[str], cluster: Cluster) -> None:
 
 
 def defaults(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """What the cluster's file says of the model, for commands that do not say it themselves: by command and option."""
+    """What the cluster's file says of the model, for commands that do not say it themselves: by command and
+    option."""
     said = {name: value for name, value in cluster.only(ModelOptions).items() if value is not None}
     of_generate = {
         name: value for name, value in said.items() if name != "max_num_seqs"

@@ -25,7 +25,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     **HELP,
-    help="LLM decoding with model-attention disaggregation on JAX: weights in one pool, KV and attention in another.",
+    help="LLM decoding with model-attention disaggregation on JAX: weights in one pool, KV and attention in "
+    "another.",
 )
 add(app, "generate", generate.generate)
 add(app, "serve", serve.serve)
@@ -57,10 +58,11 @@ def _options(
 def main(
     arguments: Sequence[str] | None = None, who: str = "", defaults: Mapping[str, Any] | None = None
 ) -> int:
-    """Runs one command line (default: the process's own) and returns its exit code. Bad input is one line on stderr.
+    """Runs one command line (default: the process's own) and returns its exit code. Bad input is one line on
+    stderr.
 
-    ``who``: which of several processes this is; the line begins with it. ``defaults``: of commands' options, by command
-    and name, where they are not those of the definitions.
+    ``who``: which of several processes this is; the line begins with it. ``defaults``: of commands' options,
+    by command and name, where they are not those of the definitions.
     """
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
         faulthandler.enable()  # what a library dies of is said by where its caller was

@@ -1,4 +1,5 @@
-"""Options of definitions (`jaxlamina.options`) as options of commands; and the loading of the model that they say.
+"""Options of definitions (`jaxlamina.options`) as options of commands; and the loading of the model that they
+say.
 
 Knows `LLM`'s options; nothing of what a command does with the model.
 """
@@ -100,8 +101,8 @@ class CommandOptions(ModelOptions, WorkerOptions):
         return find(self.model, self.revision, self.load_format)
 
     def of_llm(self, *, default_seqs: int, default_policy: str = FIRST_COME) -> dict[str, Any]:
-        """`LLM`'s own arguments among them. ``default_seqs``: sequences at once, where --max-num-seqs is left out;
-        ``default_policy``: who goes first, where --scheduling-policy is."""
+        """`LLM`'s own arguments among them. ``default_seqs``: sequences at once, where --max-num-seqs is left
+        out; ``default_policy``: who goes first, where --scheduling-policy is."""
         text = self.calibration_file and text_of(Path(self.calibration_file), "--calibration-file")
         return self.only(LLMOptions) | {
             "revision": None,  # `find` has looked at it
@@ -115,9 +116,9 @@ _CONTEXT = "context"  # a parameter by which typer hands on what was said and by
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a flag for each option of its parameters that are dataclasses of options, after the command's own
-    flags. An option that the command has itself is the command's, one of two of them the first's; a parameter's default says
-    other defaults."""
+    """The command with a flag for each option of its parameters that are dataclasses of options, after the
+    command's own flags. An option that the command has itself is the command's, one of two of them the
+    first's; a parameter's default says other defaults."""
     signature = inspect.signature(command, eval_str=True)
     parameters = signature.parameters
     taken: dict[str, Any] = {
@@ -166,7 +167,8 @@ def _value(definition: Definition, given: Any) -> Any:
 
 
 def revision_of(context: typer.Context) -> str | None:
-    """The model's revision: one that a cluster file says is of its own model, not of one that the command says."""
+    """The model's revision: one that a cluster file says is of its own model, not of one that the command
+    says."""
     if (_said_by(context, "model"), _said_by(context, "revision")) == ("COMMANDLINE", "DEFAULT_MAP"):
         return None
     found: str | None = context.params["revision"]
@@ -186,12 +188,14 @@ def check_over_ranks(context: typer.Context) -> None:
             off = context.params[definition.name] is False and param.secondary_opts
             flag = (off or param.opts)[0]
             raise UserError(
-                f"{context.command.name}'s {flag} is for one process; over ranks the cluster says it: leave it out"
+                f"{context.command.name}'s {flag} is for one process; over ranks the cluster says it: leave "
+                f"it out"
             )
 
 
 def find(model: str, revision: str | None = None, load_format: str = "auto") -> Path:
-    """The model's files, fetched if they must be: before JAX is imported, so that a wrong name is an error at once."""
+    """The model's files, fetched if they must be: before JAX is imported, so that a wrong name is an error at
+    once."""
     from jaxlamina import model_files
 
     look_up = model_files.find_shape if load_format == "dummy" else model_files.find
@@ -207,8 +211,9 @@ def load(
     default_policy: str = SERVER_POLICY,
     **more: Any,
 ) -> LLM:
-    """The model at ``path``, as `find` found it, over this process's ranks where it leads some. ``default_seqs`` and
-    ``default_policy``: as of `CommandOptions.of_llm`; ``more``: what else `LLM` is given."""
+    """The model at ``path``, as `find` found it, over this process's ranks where it leads some.
+    ``default_seqs`` and ``default_policy``: as of `CommandOptions.of_llm`; ``more``: what else `LLM` is
+    given."""
     of_llm = options.of_llm(default_seqs=default_seqs, default_policy=default_policy) | more
     template = None if options.chat_template is None else _template(options.chat_template)
     if options.gpu_memory_utilization is not None:  # JAX looks at it when it first asks for a GPU

@@ -1,4 +1,5 @@
-"""`jaxlamina plan`: how decode steps are scheduled over model workers and the attention pool, and what waits for what.
+"""`jaxlamina plan`: how decode steps are scheduled over model workers and the attention pool, and what waits
+for what.
 
 Knows how a schedule's figures look; `jaxlamina.steps.schedules` makes, checks and draws it.
 """
@@ -44,7 +45,8 @@ def plan(
         Path | None, typer.Option(help="Draw the schedule into this file (.svg, .png, .pdf).")
     ] = None,
 ) -> None:
-    """Schedule decode steps of several batches over model replicas or stages, and report (and draw) who waits how long."""
+    """Schedule decode steps of several batches over model replicas or stages, and report (and draw) who waits
+    how long."""
     from jaxlamina.steps.schedules import Durations, balanced, bubbles, check, make_schedule
 
     def schedule(n_steps: int) -> Schedule:

@@ -1,6 +1,7 @@
 """Where `chat` and `batch` find a server: at an address, or in this process, which then loads the model.
 
-Both are spoken to in the same way; the one in this process listens at a Unix socket that nobody else can open.
+Both are spoken to in the same way; the one in this process listens at a Unix socket that nobody else can
+open.
 """
 
 from __future__ import annotations

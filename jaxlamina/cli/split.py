@@ -1,4 +1,5 @@
-"""`jaxlamina split`: cut one decode step of a model shape and show the cuts. No weights are read or allocated.
+"""`jaxlamina split`: cut one decode step of a model shape and show the cuts. No weights are read or
+allocated.
 
 Knows how a report looks; the cutting and the drawing are the splitter's.
 """
@@ -23,7 +24,8 @@ def split(
     model: Annotated[
         str,
         typer.Argument(
-            help="A shape in configs/models (llama-3-8b), a .toml or config.json, or any model that generate takes."
+            help="A shape in configs/models (llama-3-8b), a .toml or config.json, or any model that "
+            "generate takes."
         ),
     ],
     batch: Annotated[int, typer.Option(min=1, help="Requests in the decode step that is cut.")] = 1,

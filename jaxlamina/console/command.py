@@ -1,5 +1,5 @@
-"""What all commands have in common: options by their old names, help that can be read, copied and searched, and errors
-that name options as a command line has them.
+"""What all commands have in common: options by their old names, help that can be read, copied and searched,
+and errors that name options as a command line has them.
 
 Knows click's commands as typer makes them; nothing of what a command does.
 """
@@ -21,7 +21,8 @@ OLD_NAMES = {
     "--random-output-len": "--output-len",
 }
 
-# Plain help, not boxes: there a long option's name is on a line of its own and never cut, however narrow the terminal.
+# Plain help, not boxes: there a long option's name is on a line of its own and never cut, however narrow the
+# terminal.
 HELP: dict[str, Any] = {
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -53,8 +54,8 @@ def add(app: typer.Typer, name: str, command: Any) -> None:
 
 
 def as_options(text: str, app: typer.Typer, words: Sequence[str]) -> str:
-    """An error's text with Python's names as the options of the command that ``words`` call: ``max_tokens=0`` as
-    ``--max-tokens 0``, ``split=False`` as ``--no-split``, ``best_of=None`` as ``no --best-of``.
+    """An error's text with Python's names as the options of the command that ``words`` call: ``max_tokens=0``
+    as ``--max-tokens 0``, ``split=False`` as ``--no-split``, ``best_of=None`` as ``no --best-of``.
 
     The options of `launch` are keys of a file as well, and so they stay.
     """

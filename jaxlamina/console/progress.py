@@ -1,5 +1,5 @@
-"""A bar for what takes a while: on a terminal only, so that logs and pipes stay clean but for a line now and then where that is
-asked for. Knows nothing of what is done."""
+"""A bar for what takes a while: on a terminal only, so that logs and pipes stay clean but for a line now and
+then where that is asked for. Knows nothing of what is done."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from rich.progress import (
 def bar(
     console: Console, what: str, *, in_bytes: bool = False, line_every_s: float | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yields ``on_progress(n_done, n_all)``, which may come from another thread. The bar appears with its first call and is
-    gone when all is done, or with the block. ``line_every_s``: where there is no terminal, seconds from line to line."""
+    """Yields ``on_progress(n_done, n_all)``, which may come from another thread. The bar appears with its
+    first call and is gone when all is done, or with the block. ``line_every_s``: where there is no terminal,
+    seconds from line to line."""
     if not console.is_terminal:
         lines = None if line_every_s is None else _Lines(console, what, line_every_s)
         try:

@@ -22,8 +22,8 @@ from jaxlamina.text.generated import GeneratedText, NoText
 
 
 class Admission:
-    """Makes jobs, in any thread. ``seed``: requests without a seed of their own get theirs from it. ``longer``: what would let
-    longer prompts in, for the error of one that is too long."""
+    """Makes jobs, in any thread. ``seed``: requests without a seed of their own get theirs from it.
+    ``longer``: what would let longer prompts in, for the error of one that is too long."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class Admission:
     ) -> LiveRequest:
         """A job with an id of its own. ``UserError`` for a prompt or parameters that cannot be served.
 
-        ``matcher``: what `matcher` gave for ``params``, of which several jobs may have the same; None: it is made here.
+        ``matcher``: what `matcher` gave for ``params``, of which several jobs may have the same; None: it is
+        made here.
         """
         tokens = self._checked_prompt(params.kept(prompt_token_ids, self.max_model_len))
         room = self.max_model_len - len(tokens)
@@ -90,13 +91,15 @@ class Admission:
     def _allowed(
         self, params: SamplingParams, ends: Sequence[int], bad_words: Sequence[Sequence[int]]
     ) -> np.ndarray | None:
-        """The mask of ``allowed_token_ids``. ``UserError`` if tokens that may be banned later are all there are."""
+        """The mask of ``allowed_token_ids``. ``UserError`` if tokens that may be banned later are all there
+        are."""
         if params.allowed_token_ids is None:
             return None
         outside = max(params.allowed_token_ids)
         if outside >= self.vocab_size:
             raise UserError(
-                f"allowed_token_ids={outside} is not in the vocabulary (0 … {self.vocab_size - 1}): leave it out"
+                f"allowed_token_ids={outside} is not in the vocabulary (0 … {self.vocab_size - 1}): leave "
+                f"it out"
             )
         mask = mask_of(params.allowed_token_ids, self.vocab_size)
         banned = {token for token in (*ends, *(word[-1] for word in bad_words)) if token < self.vocab_size}
@@ -140,7 +143,8 @@ class Admission:
         outside = [token for token in params.logit_bias or () if token >= self.vocab_size]
         if outside:
             raise UserError(
-                f"logit_bias token {outside[0]} is not in the vocabulary (0 … {self.vocab_size - 1}): leave it out"
+                f"logit_bias token {outside[0]} is not in the vocabulary (0 … {self.vocab_size - 1}): leave "
+                f"it out"
             )
 
     def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -157,7 +161,8 @@ class Admission:
                 )
         if len(tokens) >= self.max_model_len:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens, the model's length is {self.max_model_len} and at least "
+                f"the prompt has {len(tokens)} tokens, the model's length is {self.max_model_len} and at "
+                f"least "
                 f"one token is to be generated: shorten the prompt{self.longer}"
             )
         return tuple(int(token) for token in tokens)

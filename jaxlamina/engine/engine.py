@@ -1,7 +1,7 @@
 """The engine: ``step()`` schedules, runs and postprocesses one iteration over all requests.
 
-A step is launched and its tokens are read as two things, so that the next step can be launched in between: the device
-then has it when this one is done, and takes the tokens from its own memory.
+A step is launched and its tokens are read as two things, so that the next step can be launched in between:
+the device then has it when this one is done, and takes the tokens from its own memory.
 
 Knows requests, slots, sampling and text; the model is an executor that turns batches into logits, so the
 same engine runs split, unsplit or with an imaginary model in a test.
@@ -40,13 +40,15 @@ class Engine:
     """Requests in, token events out, one ``step`` at a time.
 
     ``prefix_caching`` keeps the KV of prompts and of what was written, until the room is needed.
-    ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must have as
-    many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer prompt is computed in
-    chunks of so many tokens, a step each, so that running requests go on meanwhile; None: prompts are computed whole.
-    ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes, which then reads weights once
-    for both; there is a program for each pair of sizes. An executor with prefill workers computes all prompts on these, beside the decodes, one prompt or chunk of each worker a step.
-    ``async_scheduling``: launch each step before the tokens of the one before it are looked at. Results are the same.
-    ``policy`` (None: first come, first served), ``padded`` and ``headroom`` are the scheduler's.
+    ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must
+    have as many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer
+    prompt is computed in chunks of so many tokens, a step each, so that running requests go on meanwhile;
+    None: prompts are computed whole. ``mixed_steps``: a step's first prompt or chunk is computed in the
+    program of its decodes, which then reads weights once for both; there is a program for each pair of sizes.
+    An executor with prefill workers computes all prompts on these, beside the decodes, one prompt or chunk of
+    each worker a step. ``async_scheduling``: launch each step before the tokens of the one before it are
+    looked at. Results are the same. ``policy`` (None: first come, first served), ``padded`` and ``headroom``
+    are the scheduler's.
     """
 
     def __init__(
@@ -126,15 +128,16 @@ class Engine:
         *,
         priority: int = 0,
     ) -> str:
-        """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be served.
+        """Queues a request and returns its id. ``UserError`` for a prompt or parameters that cannot be
+        served.
 
         ``priority``: lower goes first, where the scheduling policy looks at it.
         """
         return self.add_job(self.admission.job(prompt_token_ids, params, prompt), priority=priority)
 
     def add_job(self, job: LiveRequest, *, priority: int = 0, caller: Hashable | None = None) -> str:
-        """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is, is not kept
-        waiting by many jobs of one caller; jobs without one are served as they come."""
+        """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is,
+        is not kept waiting by many jobs of one caller; jobs without one are served as they come."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(f"{priority=} must be a whole number; lower goes first")
         params = job.params
@@ -155,11 +158,13 @@ class Engine:
         return job.request_id
 
     def step(self) -> list[TokenEvent]:
-        """One iteration: every running sequence gets one token, newly admitted ones their first once their prompt is
-        computed. With ``async_scheduling`` the iteration after it has been launched when it returns.
+        """One iteration: every running sequence gets one token, newly admitted ones their first once their
+        prompt is computed. With ``async_scheduling`` the iteration after it has been launched when it
+        returns.
 
-        What one request alone makes fail (its grammar, its text) ends it with an event that has the ``error``. What else fails
-        is raised as it is. Requests that were there must then be aborted: ``UserError`` before they are.
+        What one request alone makes fail (its grammar, its text) ends it with an event that has the
+        ``error``. What else fails is raised as it is. Requests that were there must then be aborted:
+        ``UserError`` before they are.
         """
         if lost := self._lost & self.postprocess.live.keys():
             raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
@@ -181,7 +186,8 @@ class Engine:
         return events
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request early and frees its slots; None if there is no such request any more, or its text cannot be made."""
+        """Ends a request early and frees its slots; None if there is no such request any more, or its text
+        cannot be made."""
         if request_id not in self.postprocess.live:
             return None
         job, _ = self.postprocess.live[request_id]
@@ -198,7 +204,8 @@ class Engine:
         self.scheduler.forget_cached()
 
     def check_integrity(self) -> None:
-        """Raises ``RuntimeError`` unless every slot in use belongs to exactly the requests that run and the cache."""
+        """Raises ``RuntimeError`` unless every slot in use belongs to exactly the requests that run and the
+        cache."""
         self.scheduler.check_integrity()
 
     def kv_stats(self) -> dict[str, int]:
@@ -215,7 +222,8 @@ class Engine:
         if self.idle:
             self._times.rest()
 
-    # -- launching ----------------------------------------------------------------------------------------------
+    # -- launching
+    # ----------------------------------------------------------------------------------------------
 
     def _launch(self) -> LaunchedStep | None:
         """Launches the next step; None if there is none. Of the one before it nothing need be known yet."""
@@ -269,7 +277,8 @@ class Engine:
         rows = _rows_of(run.decodes) if run.decodes else None
         prompts = [_prompt_of(*prompt) for prompt in run.prompts]
         if prompts and self.capabilities.n_prefill_workers:
-            # What runs on which prefill worker at once has a program of its own: nothing is padded to another's.
+            # What runs on which prefill worker at once has a program of its own: nothing is padded to
+            # another's.
             return rows and self.buckets.fit(rows), [self.buckets.fit(prompt) for prompt in prompts]
         if rows is None or not prompts:
             return rows and self.sizes.fit(rows), [self.sizes.fit(prompt) for prompt in prompts]
@@ -293,7 +302,8 @@ class Engine:
         )
 
     def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> LaunchedRows:
-        """``logits`` after the last token of a prompt's ``span``, of a prompt that is scored after every one."""
+        """``logits`` after the last token of a prompt's ``span``, of a prompt that is scored after every
+        one."""
         start, stop = span
         scored = None
         if request.scores_prompt:

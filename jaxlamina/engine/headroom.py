@@ -1,10 +1,10 @@
 """How many KV slots running requests will come to want: what admission leaves free for them.
 
-Pure policy on numbers. A newcomer for whom there is room now, and for whose growth there is none, is thrown out again, or
-throws another out, and its prompt is computed twice. If every request wrote ``max_tokens``, what is wanted at most would
-be known; most end before. So the share of ``max_tokens`` that others have written stands for what these will write
-(after the past-future scheduler of Gong et al., ASPLOS 2025, who draw lengths from those of requests that have ended).
-Where it is too low, requests give way, as without it.
+Pure policy on numbers. A newcomer for whom there is room now, and for whose growth there is none, is thrown
+out again, or throws another out, and its prompt is computed twice. If every request wrote ``max_tokens``,
+what is wanted at most would be known; most end before. So the share of ``max_tokens`` that others have
+written stands for what these will write (after the past-future scheduler of Gong et al., ASPLOS 2025, who
+draw lengths from those of requests that have ended). Where it is too low, requests give way, as without it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MEMORY = 64  # requests: those longer ago count for less and less
 
 
 class Headroom:
-    """The share of what requests may still write that they are expected to: ``fixed`` (0: only the next token is, 1: all), or
-    for None as others have ended."""
+    """The share of what requests may still write that they are expected to: ``fixed`` (0: only the next token
+    is, 1: all), or for None as others have ended."""
 
     def __init__(self, fixed: float | None = None) -> None:
         self._fixed = definitions(EngineOptions)["kv_headroom"].checked(fixed)
@@ -41,8 +41,8 @@ class Headroom:
             self._learned += (request.n_generated / request.max_tokens - self._learned) / self._n_seen
 
     def of(self, request: Request) -> int:
-        """Slots that a request is expected to take after those that it has, or will start with: 1 at least. The last token
-        takes none."""
+        """Slots that a request is expected to take after those that it has, or will start with: 1 at least.
+        The last token takes none."""
         n = math.ceil(self.share * (request.max_tokens - request.n_generated - 1))
         if self._fixed is None and not self._n_seen:  # a chat's max_tokens may be all that the model can
             n = min(n, _FIRST_TOKENS)
@@ -50,8 +50,8 @@ class Headroom:
 
 
 def most_wanted(rows: Iterable[tuple[int, int]]) -> int:
-    """Slots that will be wanted at once beside those in use, for rows of ``(slots to come, slots given back at its end)`` that all
-    take one a step. The most are wanted when one of them is about to end."""
+    """Slots that will be wanted at once beside those in use, for rows of ``(slots to come, slots given back
+    at its end)`` that all take one a step. The most are wanted when one of them is about to end."""
     ordered = sorted(rows, reverse=True)
     held_in_all = sum(held for _, held in ordered)
     most = held = 0

@@ -1,6 +1,8 @@
-"""What is on the device while the host goes on: steps whose tokens nobody has looked at, and those tokens themselves.
+"""What is on the device while the host goes on: steps whose tokens nobody has looked at, and those tokens
+themselves.
 
-Knows requests as rows of a batch, device arrays and a clock; nothing of scheduling, text or how a model is run.
+Knows requests as rows of a batch, device arrays and a clock; nothing of scheduling, text or how a model is
+run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ T = TypeVar("T")
 
 
 class Scored(NamedTuple):
-    """How likely ``n`` tokens of a prompt are, the first at position ``first``; ``reported`` has padding after them."""
+    """How likely ``n`` tokens of a prompt are, the first at position ``first``; ``reported`` has padding
+    after them."""
 
     first: int
     n: int
@@ -83,8 +86,8 @@ class LaunchedStep:
 
 
 class NewestTokens:
-    """The tokens that the latest step draws, kept on the device for the next one. ``begin`` once a step, then ``take``
-    once at most, then ``keep`` for each batch."""
+    """The tokens that the latest step draws, kept on the device for the next one. ``begin`` once a step, then
+    ``take`` once at most, then ``keep`` for each batch."""
 
     def __init__(self, max_rows: int, largest_batch: int) -> None:
         """``max_rows``: of a step, over its batches; ``largest_batch``: the rows of one, padding included."""
@@ -96,8 +99,8 @@ class NewestTokens:
         self._before, self._kept = self._kept, []
 
     def take(self, requests: Sequence[Request], known: np.ndarray) -> np.ndarray | jax.Array:
-        """Tokens ``[B, 1]`` int32 for a decode step of ``requests``: as ``known [B, 1]`` has them, but those in flight. What
-        padding has may be any token."""
+        """Tokens ``[B, 1]`` int32 for a decode step of ``requests``: as ``known [B, 1]`` has them, but those
+        in flight. What padding has may be any token."""
         n_in_flight = sum(request.n_in_flight > 0 for request in requests)
         if not n_in_flight:
             return known
@@ -124,7 +127,8 @@ class NewestTokens:
         self._kept.append((requests, sampled))
 
     def warm_up(self, tokens: jax.Array) -> None:
-        """Compiles both for a batch of as many rows as ``tokens`` [B] int32, of which nothing is looked at but its shape."""
+        """Compiles both for a batch of as many rows as ``tokens`` [B] int32, of which nothing is looked at
+        but its shape."""
         kept, n = self._none, tokens.shape[0]
         for _ in range(2):  # only the second has what is kept where the first put it
             kept = _placed(kept, tokens, 0)
@@ -142,10 +146,11 @@ def _placed(all_tokens: jax.Array, tokens: jax.Array, first: jax.Array) -> jax.A
 
 
 class StepTimes:
-    """When steps are read: how long each took, and how long the host waited for it. Times are seconds of ``clock``.
+    """When steps are read: how long each took, and how long the host waited for it. Times are seconds of
+    ``clock``.
 
-    What the *device* waits for the host is not seen from here: a device that runs dry while the host launches looks as one
-    at work does. `jaxlamina.profiling.under_load` records it.
+    What the *device* waits for the host is not seen from here: a device that runs dry while the host launches
+    looks as one at work does. `jaxlamina.profiling.under_load` records it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -169,7 +174,8 @@ class StepTimes:
         return run(), self._clock() - began
 
     def read(self, rows: LaunchedRows) -> tuple[Found, float, float]:
-        """(`Rows.read`, seconds since those before were read or there was something to do, seconds of waiting.)"""
+        """(`Rows.read`, seconds since those before were read or there was something to do, seconds of
+        waiting.)"""
         found, waited = self.timed(rows.read)
         now = self._clock()
         took, self._read_at = now - self._read_at, now

@@ -1,4 +1,5 @@
-"""What the engine keeps of a request beside its tokens and slots: its continuations, their text, and what comes of it.
+"""What the engine keeps of a request beside its tokens and slots: its continuations, their text, and what
+comes of it.
 
 Knows sampling parameters, text and outputs; nothing of slots, scheduling or devices.
 """
@@ -84,8 +85,8 @@ class LiveRequest:
     ) -> Row:
         """How the next token of continuation ``index``, for ``position``, is drawn.
 
-        ``known``: the tokens written, ``n_in_flight`` later ones not in it. ``newest_follows``: the newest of all,
-        known or not, is given on the device.
+        ``known``: the tokens written, ``n_in_flight`` later ones not in it. ``newest_follows``: the newest of
+        all, known or not, is given on the device.
         """
         p = self.params
         if self.beams is not None:
@@ -117,8 +118,8 @@ class LiveRequest:
         return token if token in (self.params.stop_token_ids or ()) else None
 
     def why_stop(self, c: Continuation, token: int) -> tuple[FinishReason | None, str | int | None]:
-        """Why ``token``, the newest of ``c``, ends it, and which stop string or token did; (None, None) if it does not.
-        Its text and its grammar have taken the token in then."""
+        """Why ``token``, the newest of ``c``, ends it, and which stop string or token did; (None, None) if it
+        does not. Its text and its grammar have taken the token in then."""
         n = len(c.token_ids)
         if token in self.end_ids and n > self.params.min_tokens:
             if self.params.include_stop_str_in_output:

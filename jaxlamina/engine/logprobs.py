@@ -31,8 +31,8 @@ class LogprobEntries:
     def of_beams(
         self, tokens: np.ndarray, logprobs: np.ndarray, n_top: int | None
     ) -> Callable[[int, int], PositionLogprobs] | None:
-        """``(beam, column)`` → the entry of ``tokens[beam, column]``, of each beam's likeliest, likeliest first; None if
-        none is wanted."""
+        """``(beam, column)`` → the entry of ``tokens[beam, column]``, of each beam's likeliest, likeliest
+        first; None if none is wanted."""
         if n_top is None:
             return None
 

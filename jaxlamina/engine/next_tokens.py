@@ -1,6 +1,8 @@
-"""From a batch's logits to what is drawn or scored of them, launched behind the model's step and not looked at.
+"""From a batch's logits to what is drawn or scored of them, launched behind the model's step and not looked
+at.
 
-Knows requests as rows, what their jobs ask for, and the sampler; nothing of slots, scheduling or how logits are made.
+Knows requests as rows, what their jobs ask for, and the sampler; nothing of slots, scheduling or how logits
+are made.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from jaxlamina.sampling.params import MAX_LOGIT_BIASES, SamplingParams
 from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS, Row, Sampler, SamplingBatch
 from jaxlamina.steps.buckets import CompiledSizes
 
-# One of each of the sampler's ways to choose: the likeliest token, a drawn one, and one drawn of those that a filter leaves.
+# One of each of the sampler's ways to choose: the likeliest token, a drawn one, and one drawn of those that a
+# filter leaves.
 _WAYS_TO_CHOOSE = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -30,10 +33,12 @@ _WAYS_TO_CHOOSE = (
 
 
 class Drawing:
-    """``begin`` once a step; then for each of its batches ``draw``, after ``score`` where a prompt is to be scored."""
+    """``begin`` once a step; then for each of its batches ``draw``, after ``score`` where a prompt is to be
+    scored."""
 
     def __init__(self, max_rows: int, sizes: CompiledSizes, vocab_size: int, n_end_tokens: int) -> None:
-        """``max_rows``: sequences of a step. ``n_end_tokens``: that end a sequence of the model's own accord."""
+        """``max_rows``: sequences of a step. ``n_end_tokens``: that end a sequence of the model's own
+        accord."""
         self.sampler = Sampler()
         self._sizes = sizes
         self.vocab_size = vocab_size
@@ -53,8 +58,8 @@ class Drawing:
         return self._rows_of(logits, np.zeros(self._sizes.rows(n), np.int32))
 
     def score(self, request: Request, span: tuple[int, int], logits: jax.Array) -> tuple[jax.Array, Scored]:
-        """(Logits [1, V] after the last token of a prompt's ``span``; how likely the prompt's tokens are that follow those of
-        the span.) ``logits`` [1, T, V]: after each."""
+        """(Logits [1, V] after the last token of a prompt's ``span``; how likely the prompt's tokens are that
+        follow those of the span.) ``logits`` [1, T, V]: after each."""
         job: LiveRequest = request.payload
         assert job.params.prompt_logprobs is not None
         start, stop = span
@@ -72,8 +77,8 @@ class Drawing:
         newest: Any = None,
         scored: Scored | None = None,
     ) -> LaunchedRows:
-        """A token for each row that is drawn; of beams' rows their candidates. ``newest`` [B, 1] int32: the tokens that
-        a decode step took in, maybe on the device."""
+        """A token for each row that is drawn; of beams' rows their candidates. ``newest`` [B, 1] int32: the
+        tokens that a decode step took in, maybe on the device."""
         beams: list[LiveRequest] = [request.payload for request in requests if request.lockstep]
         candidates = sampled = None
         if beams:
@@ -91,10 +96,10 @@ class Drawing:
         )
 
     def compile(self, device: jax.Device, n: int, max_tokens: int, *, usual: bool) -> None:
-        """Compiles the ``usual`` programs that ``n`` rows of logits on ``device`` may meet, one of which every request needs, or
-        all others, for requests of at most ``max_tokens`` tokens; but those of prompts' log-probabilities (`compile_scores`), of
-        very many bans a row, and of beams that many tokens may end. Several threads may do so for rows of different numbers,
-        while tokens are drawn, too."""
+        """Compiles the ``usual`` programs that ``n`` rows of logits on ``device`` may meet, one of which
+        every request needs, or all others, for requests of at most ``max_tokens`` tokens; but those of
+        prompts' log-probabilities (`compile_scores`), of very many bans a row, and of beams that many tokens
+        may end. Several threads may do so for rows of different numbers, while tokens are drawn, too."""
         with only_compiled(device) as like:
             self._compile(like((n, self.vocab_size), np.float32), like, max_tokens, usual)
 
@@ -144,7 +149,8 @@ def _batch_of(requests: Sequence[Request], size: int, newest: Any) -> SamplingBa
 
 
 def _row_of(request: Request, newest: Any) -> Row:
-    """How a request's next token is drawn. One that cannot say gets any token, and is ended with it (``Job.error``)."""
+    """How a request's next token is drawn. One that cannot say gets any token, and is ended with it
+    (``Job.error``)."""
     job: LiveRequest = request.payload
     if job.error is None:
         try:

@@ -22,8 +22,8 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation of a prompt. ``index``: which of the request's sequences it was, or its rank where the best are
-    chosen at the end (``best_of``, beam search). The other fields as in ``RequestOutput``.
+    """One continuation of a prompt. ``index``: which of the request's sequences it was, or its rank where the
+    best are chosen at the end (``best_of``, beam search). The other fields as in ``RequestOutput``.
     """
 
     index: int
@@ -44,12 +44,13 @@ class RequestOutput:
 
     ``token_ids`` are all generated tokens, the one that stopped it included; ``text`` leaves out the stop
     string, the stop token and special tokens. ``logprobs`` (one entry a token) is None unless asked for.
-    ``finish_reason``: "stop" (end-of-sequence or stop token, or stop string), "length" (``max_tokens`` or
-    the model's length), "abort" (the caller gave up, or a grammar outgrew its library's limits). ``stop_reason`` says which stop string or stop token
-    it was, None for the model's own end-of-sequence token. ``cumulative_logprob``: of all its tokens; None unless
-    logprobs were asked for or sequences were ranked by it. ``n_cached_tokens``: prompt tokens whose KV was there.
-    ``prompt_logprobs``: one entry a prompt token, None for the first, which follows nothing (and for what an aborted
-    request did not come to); None unless asked for.
+    ``finish_reason``: "stop" (end-of-sequence or stop token, or stop string), "length" (``max_tokens`` or the
+    model's length), "abort" (the caller gave up, or a grammar outgrew its library's limits). ``stop_reason``
+    says which stop string or stop token it was, None for the model's own end-of-sequence token.
+    ``cumulative_logprob``: of all its tokens; None unless logprobs were asked for or sequences were ranked by
+    it. ``n_cached_tokens``: prompt tokens whose KV was there. ``prompt_logprobs``: one entry a prompt token,
+    None for the first, which follows nothing (and for what an aborted request did not come to); None unless
+    asked for.
     """
 
     request_id: str
@@ -71,10 +72,11 @@ class RequestOutput:
 class TokenEvent:
     """One token of a request. ``new_text`` may be empty: half a character, or held for a stop string.
 
-    ``index``: which of the request's continuations it is of. Where the continuations that are given are chosen at the
-    end (``best_of``, beam search), all of their events come then; the last token's has the rest of the text.
-    ``error``: why the request had to be ended, with no ``output``; it has no more events.
-    ``logprobs``: the token's entry, where they are asked for; ``prompt_logprobs``: with the request's first event.
+    ``index``: which of the request's continuations it is of. Where the continuations that are given are
+    chosen at the end (``best_of``, beam search), all of their events come then; the last token's has the rest
+    of the text. ``error``: why the request had to be ended, with no ``output``; it has no more events.
+    ``logprobs``: the token's entry, where they are asked for; ``prompt_logprobs``: with the request's first
+    event.
     """
 
     request_id: str

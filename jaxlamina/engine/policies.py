@@ -1,7 +1,7 @@
 """Who goes first among requests that wait, and who gives way first among those that run.
 
-Policy on plain data: a request gets a rank. What follows from ranks is the scheduler's business; a policy knows no slots, no
-clock and no device.
+Policy on plain data: a request gets a rank. What follows from ranks is the scheduler's business; a policy
+knows no slots, no clock and no device.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 
 class Policy(Protocol):
-    """The order of requests: the lowest rank is admitted first, the greatest gives way first when slots run out.
+    """The order of requests: the lowest rank is admitted first, the greatest gives way first when slots run
+    out.
 
-    Of equal ranks whoever's turn it is goes first (`Turns`), then whoever came first. ``preemptive``: running requests of a greater rank give way to a
-    waiting one, even while there is room for those that run. One that never looks at a request's ``priority`` may say so by
-    a true ``ignores_priority``: a server then refuses requests that have one.
+    Of equal ranks whoever's turn it is goes first (`Turns`), then whoever came first. ``preemptive``: running
+    requests of a greater rank give way to a waiting one, even while there is room for those that run. One
+    that never looks at a request's ``priority`` may say so by a true ``ignores_priority``: a server then
+    refuses requests that have one.
     """
 
     preemptive: bool
 
     def rank(self, request: Request) -> Any:
-        """Anything that can be compared with the other ranks. It must stay the same while a request waits, and be the
-        same for sequences in lockstep."""
+        """Anything that can be compared with the other ranks. It must stay the same while a request waits,
+        and be the same for sequences in lockstep."""
         ...
 
 
@@ -47,8 +49,8 @@ class Fifo:
 
 
 class Priority:
-    """Lower ``priority`` first, as vLLM's policy of this name. Who runs is left alone while there is room; what has a
-    high number starves for as long as lower ones come fast enough to fill the pool."""
+    """Lower ``priority`` first, as vLLM's policy of this name. Who runs is left alone while there is room;
+    what has a high number starves for as long as lower ones come fast enough to fill the pool."""
 
     preemptive = False
 
@@ -57,11 +59,13 @@ class Priority:
 
 
 class ChatFirst:
-    """Chats (``priority`` 0, the default, or below) before batch work (above 0), each first come, first served.
+    """Chats (``priority`` 0, the default, or below) before batch work (above 0), each first come, first
+    served.
 
-    FineInfer (§3.2, §3.3) queues chats before batches, so that an answer somebody waits for is not held up by them. It
-    bounds what batch work may have to wait by nothing but that a user has one chat under way at a time; nor is there a
-    bound here. Here batch work also gives its slots and rows to chats that wait; its tokens are kept.
+    FineInfer (§3.2, §3.3) queues chats before batches, so that an answer somebody waits for is not held up by
+    them. It bounds what batch work may have to wait by nothing but that a user has one chat under way at a
+    time; nor is there a bound here. Here batch work also gives its slots and rows to chats that wait; its
+    tokens are kept.
     """
 
     preemptive = True
@@ -71,8 +75,8 @@ class ChatFirst:
 
 
 class ShortestRemaining:
-    """Fewest tokens left to write first, by ``max_tokens``: the mean wait is short, and long requests starve for as long
-    as short ones come fast enough to fill the pool."""
+    """Fewest tokens left to write first, by ``max_tokens``: the mean wait is short, and long requests starve
+    for as long as short ones come fast enough to fill the pool."""
 
     preemptive = False
     ignores_priority = True
@@ -84,11 +88,11 @@ class ShortestRemaining:
 class Turns:
     """Whose turn it is among callers: one caller's many requests let the others' in between.
 
-    A request's turn is one after that of its caller's request before it, and at least one after the latest turn that
-    came; the lowest goes first. So callers who wait are served in rounds, a request each, and one that comes anew is in the
-    coming round (start-time fair queueing, Goyal et al. 1996, all requests counted alike). Nobody starves: a turn stays the
-    same while a request waits, and later ones are higher than every turn that has come. A request without a
-    caller has turn 0.
+    A request's turn is one after that of its caller's request before it, and at least one after the latest
+    turn that came; the lowest goes first. So callers who wait are served in rounds, a request each, and one
+    that comes anew is in the coming round (start-time fair queueing, Goyal et al. 1996, all requests counted
+    alike). Nobody starves: a turn stays the same while a request waits, and later ones are higher than every
+    turn that has come. A request without a caller has turn 0.
     """
 
     def __init__(self) -> None:
@@ -116,7 +120,8 @@ BATCH_PRIORITY = 1  # of a batch's line that says none: above 0, which is a chat
 
 
 def load_policy(name: str) -> Policy:
-    """The policy of this name, or an instance of the class "package.module:Class", which may be in the current folder.
+    """The policy of this name, or an instance of the class "package.module:Class", which may be in the
+    current folder.
 
     ``UserError`` if there is none, it cannot be imported or made, or it is not a `Policy`.
     """
@@ -130,7 +135,8 @@ def load_policy(name: str) -> Policy:
             policy = getattr(importlib.import_module(module), cls)()
     except Exception as error:  # whatever the user's own code raises
         raise UserError(
-            f"{where} cannot be loaded ({type(error).__name__}: {error}): check it; modules are looked for in PYTHONPATH, "
+            f"{where} cannot be loaded ({type(error).__name__}: {error}): check it; modules are looked for "
+            f"in PYTHONPATH, "
             "among what is installed, and in the current folder"
         ) from error
     _check(where, policy)

@@ -1,7 +1,7 @@
 """From a step's drawn tokens to events: each request's text, entries and end, and its beams.
 
-Knows requests, their jobs and the scheduler, which is told who has ended and who branches; no executor and no device but what
-a launched step waits for.
+Knows requests, their jobs and the scheduler, which is told who has ended and who branches; no executor and no
+device but what a launched step waits for.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their
 class EngineStats:
     """Counts and seconds since the engine was made. What a step gave and nobody wanted is not counted.
 
-    ``prefill_s + decode_s`` is all time in which there was something to do: a batch's is from when the one before it was
-    read to when it was read itself.
+    ``prefill_s + decode_s`` is all time in which there was something to do: a batch's is from when the one
+    before it was read to when it was read itself.
     """
 
     n_steps: int = 0
@@ -61,7 +61,8 @@ class Postprocess:
         self.live: dict[str, tuple[LiveRequest, list[Request]]] = {}
 
     def take_in(self, step: LaunchedStep, times: StepTimes, stats: EngineStats) -> list[TokenEvent]:
-        """Waits for a step's tokens. What is for sequences that have ended since it was launched is thrown away."""
+        """Waits for a step's tokens. What is for sequences that have ended since it was launched is thrown
+        away."""
         events: list[TokenEvent] = []
         of_beams: dict[str, dict[int, Candidates]] = {}  # by the request's index
         n_wanted = 0

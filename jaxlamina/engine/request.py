@@ -22,10 +22,10 @@ class RequestState(Enum):
 class Request:
     """One sequence: tokens in, tokens out so far, and the slots of those whose KV is in the pool.
 
-    ``slots[p]`` holds the KV of position p. A running request between steps has one token more than it
-    has slots: the newest, which the next decode step takes in. ``payload`` is the engine's own, and so is
-    ``n_in_flight``: tokens after ``output_token_ids`` that have been drawn and are not known yet, at most one when a
-    step is scheduled.
+    ``slots[p]`` holds the KV of position p. A running request between steps has one token more than it has
+    slots: the newest, which the next decode step takes in. ``payload`` is the engine's own, and so is
+    ``n_in_flight``: tokens after ``output_token_ids`` that have been drawn and are not known yet, at most one
+    when a step is scheduled.
     """
 
     request_id: str
@@ -68,7 +68,8 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Slots of one of its sequences at its longest: the last token is never taken in, so it needs none."""
+        """Slots of one of its sequences at its longest: the last token is never taken in, so it needs
+        none."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property

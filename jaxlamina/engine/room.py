@@ -1,7 +1,8 @@
-"""Slots for requests: taken for their tokens, shared with the prefix cache, moved to the host and back, given up.
+"""Slots for requests: taken for their tokens, shared with the prefix cache, moved to the host and back, given
+up.
 
-Pure: knows a request as tokens and slots; nothing of who waits and who runs, of order or of policy. Nothing is taken, and
-nothing is evicted, where it would not do.
+Pure: knows a request as tokens and slots; nothing of who waits and who runs, of order or of policy. Nothing
+is taken, and nothing is evicted, where it would not do.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SCORED_CHUNK = 512
 
 
 class Room:
-    """One pool's slots, and what shares them. ``prefill_chunk``: a longer prompt is computed in several steps;
-    ``always_in_chunks``: by prefill workers, every one."""
+    """One pool's slots, and what shares them. ``prefill_chunk``: a longer prompt is computed in several
+    steps; ``always_in_chunks``: by prefill workers, every one."""
 
     def __init__(
         self,
@@ -39,7 +40,8 @@ class Room:
 
     @property
     def n_used(self) -> int:
-        """Slots that requests hold; those that only the prefix cache holds are as good as free. O(capacity)."""
+        """Slots that requests hold; those that only the prefix cache holds are as good as free.
+        O(capacity)."""
         cache = self.prefix_cache
         return self.slots.n_used - (0 if cache is None else cache.n_evictable)
 
@@ -72,8 +74,8 @@ class Room:
             )
 
     def stats(self) -> dict[str, int]:
-        """Slots that requests hold, those that several do, slots that only the prefix cache holds, and what went to the host
-        and back."""
+        """Slots that requests hold, those that several do, slots that only the prefix cache holds, and what
+        went to the host and back."""
         host, n_used = self.host, self.n_used
         return {
             "kv_slots": self.slots.capacity,
@@ -89,7 +91,8 @@ class Room:
         }
 
     def move_in(self, unit: Sequence[Request], margin: int) -> list[Move] | None:
-        """Slots for what ``unit`` has on the host, and for each one's coming token; None if there is no room."""
+        """Slots for what ``unit`` has on the host, and for each one's coming token; None if there is no
+        room."""
         host = self.host
         assert host is not None
         if not self.make(len(on_host(unit)) + len(unit) + margin):
@@ -132,7 +135,8 @@ class Room:
         return True
 
     def match(self, request: Request, tokens: Sequence[int]) -> np.ndarray:
-        """Slots of the cached prefix, the last token left out: it must be computed, for what comes after it."""
+        """Slots of the cached prefix, the last token left out: it must be computed, for what comes after
+        it."""
         if self.prefix_cache is None or request.scores_prompt:
             return np.empty(0, np.int32)
         found = self.prefix_cache.match(tokens[:-1])
@@ -157,8 +161,8 @@ class Room:
     def _give(
         self, request: Request, tokens: list[int], cached: np.ndarray, cache: PrefixCache | None
     ) -> None:
-        """Slots for a request that starts after ``cached``. What it is about to compute is cached from now on: who
-        is admitted after it in the same step is prefilled after it."""
+        """Slots for a request that starts after ``cached``. What it is about to compute is cached from now
+        on: who is admitted after it in the same step is prefilled after it."""
         request.slots = SlotList(cached)
         request.slots.extend(self.slots.allocate(len(tokens) - len(cached)))
         request.n_cached = len(cached)
@@ -166,7 +170,8 @@ class Room:
             cache.insert(tokens, request.slots.view())
 
     def make(self, n: int) -> bool:
-        """Whether ``n`` slots are free, after evicting what it takes; nothing is evicted if that would not do."""
+        """Whether ``n`` slots are free, after evicting what it takes; nothing is evicted if that would not
+        do."""
         short = n - self.slots.n_free
         if short <= 0:
             return True

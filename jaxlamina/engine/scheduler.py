@@ -1,32 +1,35 @@
 """Which requests run in a step, and on which KV slots: iteration-level scheduling.
 
-Pure policy on plain data: no device, no clock, no text. It knows requests as token lists, a slot allocator, and,
-where they are given, a prefix cache and a host tier; what the tokens mean, and what runs them, is the engine's
-business.
+Pure policy on plain data: no device, no clock, no text. It knows requests as token lists, a slot allocator,
+and, where they are given, a prefix cache and a host tier; what the tokens mean, and what runs them, is the
+engine's business.
 
 Every step decodes all running requests, each of which takes one slot more, and admits waiting requests in the
-policy's order as long as they fit, beside what those that run are expected to take yet (`headroom`). Requests of equal rank whose callers are named take
-turns, so that one caller's many do not keep the others waiting. A prompt longer
-than ``prefill_chunk`` is computed in several steps, between which the others decode; until it is done nobody of the
-same rank is admitted. A newcomer starts from the longest prefix whose KV is cached. When slots run out, cached
-prefixes that nobody uses go first; then the running request that is last in the policy's order gives all of its slots
-back and waits again: its KV moves to the host if there is room ("swap"), else its tokens are kept and prefilled again
-later ("recompute"). So the first in the order is always served and always finishes.
+policy's order as long as they fit, beside what those that run are expected to take yet (`headroom`). Requests
+of equal rank whose callers are named take turns, so that one caller's many do not keep the others waiting. A
+prompt longer than ``prefill_chunk`` is computed in several steps, between which the others decode; until it
+is done nobody of the same rank is admitted. A newcomer starts from the longest prefix whose KV is cached.
+When slots run out, cached prefixes that nobody uses go first; then the running request that is last in the
+policy's order gives all of its slots back and waits again: its KV moves to the host if there is room
+("swap"), else its tokens are kept and prefilled again later ("recompute"). So the first in the order is
+always served and always finishes.
 
-Where the policy is preemptive, running requests of a greater rank give way to the first that waits, too: one by one until it
-fits. A prompt of theirs that is being computed in chunks, and may keep its slots, is interrupted for it.
+Where the policy is preemptive, running requests of a greater rank give way to the first that waits, too: one
+by one until it fits. A prompt of theirs that is being computed in chunks, and may keep its slots, is
+interrupted for it.
 
-With prefill workers every prompt is computed by one of them, and each does one prompt or chunk a step. Whoever needs one is
-admitted as soon as one can begin with it, of several the one with the fewest prompt tokens to be computed.
+With prefill workers every prompt is computed by one of them, and each does one prompt or chunk a step.
+Whoever needs one is admitted as soon as one can begin with it, of several the one with the fewest prompt
+tokens to be computed.
 
-A request of several sequences starts as one, and is branched once its prompt is computed (`Scheduler.branch`): its
-slots then have several owners. From there on each sequence is a request of its own, unless they run in lockstep, as
-beams do: then all of them run in a step, or none.
+A request of several sequences starts as one, and is branched once its prompt is computed
+(`Scheduler.branch`): its slots then have several owners. From there on each sequence is a request of its own,
+unless they run in lockstep, as beams do: then all of them run in a step, or none.
 
-A step may be scheduled while the tokens of the one before it are in flight, that is, drawn and not known yet. A request
-whose last token is in flight gives its slots back; one that turns out to have ended earlier ran a step too many, whose
-slot `Scheduler.finish` takes back. That a step which is still running writes to a slot that is free again does no harm:
-what is stored there next is stored after it.
+A step may be scheduled while the tokens of the one before it are in flight, that is, drawn and not known yet.
+A request whose last token is in flight gives its slots back; one that turns out to have ended earlier ran a
+step too many, whose slot `Scheduler.finish` takes back. That a step which is still running writes to a slot
+that is free again does no harm: what is stored there next is stored after it.
 """
 
 from __future__ import annotations
@@ -49,13 +52,14 @@ from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, a
 class Scheduler:
     """Waiting requests in the policy's order, running ones as they were admitted, slots between them.
 
-    With ``padded`` the running sequences are counted as a rectangle, as a contiguous KV cache holds them: each as long
-    as the longest of them may become, none sharing slots with another. Whoever does not fit waits, so that nobody runs
-    out of slots (FineInfer §3.3.3, the SimpleReqManager). ``prefix_cache`` and ``host`` must be of the same ``slots``.
-    Cached prefixes shorter than ``min_prefix_tokens`` are not used: starting after a handful of tokens saves nothing,
-    and runs other programs than a whole prompt does. A prompt that is scored uses none, and comes in chunks of at most
-    `SCORED_CHUNK`. ``headroom``: which share of what requests may still write has room when others are admitted, 0 to 1; None:
-    as others have written. ``n_prefill_workers``: 0 if prompts are computed by who decodes.
+    With ``padded`` the running sequences are counted as a rectangle, as a contiguous KV cache holds them:
+    each as long as the longest of them may become, none sharing slots with another. Whoever does not fit
+    waits, so that nobody runs out of slots (FineInfer §3.3.3, the SimpleReqManager). ``prefix_cache`` and
+    ``host`` must be of the same ``slots``. Cached prefixes shorter than ``min_prefix_tokens`` are not used:
+    starting after a handful of tokens saves nothing, and runs other programs than a whole prompt does. A
+    prompt that is scored uses none, and comes in chunks of at most `SCORED_CHUNK`. ``headroom``: which share
+    of what requests may still write has room when others are admitted, 0 to 1; None: as others have written.
+    ``n_prefill_workers``: 0 if prompts are computed by who decodes.
     """
 
     def __init__(
@@ -113,7 +117,8 @@ class Scheduler:
         """Queues a request; ``UserError`` if the whole pool could not hold it at its longest."""
         if request.width > self.max_num_seqs:
             raise UserError(
-                f"the request has {request.width} sequences, {self.max_num_seqs} run at once: ask for fewer, or raise "
+                f"the request has {request.width} sequences, {self.max_num_seqs} run at once: ask for "
+                f"fewer, or raise "
                 "max_num_seqs"
             )
         self.room.check_holds(request, padded=self.padded)
@@ -122,8 +127,8 @@ class Scheduler:
         self._queue([request])
 
     def schedule(self) -> StepPlan:
-        """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted, but the request
-        for which it was: the tokens of the preempted may be in flight."""
+        """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted, but
+        the request for which it was: the tokens of the preempted may be in flight."""
         for request in [r for r in self.running if r.n_in_flight and r.n_generated == r.max_tokens]:
             self._end(request, keep=True)
         preempted, moves_out = self._preempt_for_room()
@@ -167,10 +172,12 @@ class Scheduler:
         return start, stop
 
     def branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
-        """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its slots.
+        """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its
+        slots.
 
-        ``members``: all running sequences of a request, in order. Members are used again where there are enough;
-        the others are new requests (the payload is the first's), or finished. ``output_token_ids`` come along.
+        ``members``: all running sequences of a request, in order. Members are used again where there are
+        enough; the others are new requests (the payload is the first's), or finished. ``output_token_ids``
+        come along.
         """
         old = [(member.slots, member.output_token_ids) for member in members]
         moved = [j for j, parent in enumerate(parents) if parent != j]
@@ -201,7 +208,8 @@ class Scheduler:
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """Ends a waiting or running request: its slots are free again, or with ``keep`` the prefix cache's.
 
-        A token of it that is in flight is not wanted, nor is the slot that was taken for the step which draws it.
+        A token of it that is in flight is not wanted, nor is the slot that was taken for the step which draws
+        it.
         """
         if request.n_in_flight and request.state is RequestState.RUNNING:
             self.slots.free(request.slots.view()[-1:])
@@ -224,8 +232,8 @@ class Scheduler:
             self.prefix_cache.clear()
 
     def check_integrity(self) -> None:
-        """Raises ``RuntimeError`` unless running requests and prefix cache own exactly the slots that are in use,
-        and waiting requests those of the host that are."""
+        """Raises ``RuntimeError`` unless running requests and prefix cache own exactly the slots that are in
+        use, and waiting requests those of the host that are."""
         owners: dict[Any, Any] = {(r.request_id, r.index): r.slots.view() for r in self.running}
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
@@ -235,7 +243,8 @@ class Scheduler:
             moved = {(r.request_id, r.index): r.host_slots for r in self.waiting}
             self.host.check_integrity({name: slots for name, slots in moved.items() if slots is not None})
 
-    # -- room for those who run ---------------------------------------------------------------------------------
+    # -- room for those who run
+    # ---------------------------------------------------------------------------------
 
     def _preempt_for_room(self) -> tuple[list[Request], list[Move]]:
         """Sees to it that everyone who decodes can take a slot: by eviction, then by preemption."""
@@ -249,7 +258,8 @@ class Scheduler:
         return preempted, moves
 
     def _displace(self) -> tuple[list[Request], list[Move]]:
-        """Has running requests give way until the first that waits fits, or none is left that it may displace."""
+        """Has running requests give way until the first that waits fits, or none is left that it may
+        displace."""
         preempted: list[Request] = []
         moves: list[Move] = []
         while self.running and self._displaces((last := self._last())[0]) and not self._would_fit():
@@ -290,7 +300,8 @@ class Scheduler:
             return [last]
         return [request for request in self.running if request.request_id == last.request_id]
 
-    # -- newcomers, and those who come back ---------------------------------------------------------------------
+    # -- newcomers, and those who come back
+    # ---------------------------------------------------------------------
 
     def _admit(self, *, only_first: bool) -> tuple[list[Request], list[Request], list[Move]]:
         """(to prefill, to decode since their KV comes back from the host, the copies for that)."""
@@ -331,8 +342,8 @@ class Scheduler:
         return [request for request in self.running if request.n_computed is not None]
 
     def _worker_for(self, unit: Sequence[Request], admitted: Sequence[Request]) -> int | None:
-        """The prefill worker for the first that waits, or 0 if it needs none; None if all have a prompt that goes before,
-        of this step's ``admitted`` ones or of those that have begun."""
+        """The prefill worker for the first that waits, or 0 if it needs none; None if all have a prompt that
+        goes before, of this step's ``admitted`` ones or of those that have begun."""
         if not self.n_prefill_workers or unit[0].host_slots is not None:
             return 0
         outstanding, busy = [0] * self.n_prefill_workers, {request.worker for request in admitted}
@@ -356,9 +367,9 @@ class Scheduler:
         return n_rows <= self.max_num_seqs
 
     def _margin(self, unit: Sequence[Request]) -> int:
-        """Slots to leave free beside those of ``unit``: for what everyone running is expected to take, and for one step more of
-        each at least, or the newcomer would be thrown out at once. Who gives way to it needs no more than that. Alone it
-        needs none: `add` saw to it that the pool holds it."""
+        """Slots to leave free beside those of ``unit``: for what everyone running is expected to take, and
+        for one step more of each at least, or the newcomer would be thrown out at once. Who gives way to it
+        needs no more than that. Alone it needs none: `add` saw to it that the pool holds it."""
         if not self.running:
             return 0
         if self.padded:  # they have had their room from the beginning
@@ -373,7 +384,8 @@ class Scheduler:
         return most_wanted(rows)
 
     def _would_fit(self) -> bool:
-        """Whether the first that waits can be admitted in this step, whose decodes have not taken their slots yet."""
+        """Whether the first that waits can be admitted in this step, whose decodes have not taken their slots
+        yet."""
         unit = self._next_unit()
         if not self._has_rows(unit):
             return False

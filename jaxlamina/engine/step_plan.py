@@ -14,7 +14,8 @@ PromptSpan = tuple[Request, tuple[int, int]]
 
 
 class RunTogether(NamedTuple):
-    """Requests that get one token each, and prompts that are computed with them, as one step of an executor."""
+    """Requests that get one token each, and prompts that are computed with them, as one step of an
+    executor."""
 
     decodes: tuple[Request, ...]
     prompts: tuple[PromptSpan, ...] = ()
@@ -22,12 +23,13 @@ class RunTogether(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step runs: first the copies of KV to the host or back, then ``decodes`` oldest first, then ``prefills``.
+    """What one step runs: first the copies of KV to the host or back, then ``decodes`` oldest first, then
+    ``prefills``.
 
-    ``preempted`` lost their slots. A prefill may start from KV that one before it computes; ``spans`` has for each from
-    which position to which it goes, and one that does not reach the last token gives none yet. ``moves_again``: KV that
-    came back to the device and that others on the host still wait for; it must go to the same host slots again where
-    taking it from the host empties them.
+    ``preempted`` lost their slots. A prefill may start from KV that one before it computes; ``spans`` has for
+    each from which position to which it goes, and one that does not reach the last token gives none yet.
+    ``moves_again``: KV that came back to the device and that others on the host still wait for; it must go to
+    the same host slots again where taking it from the host empties them.
     """
 
     prefills: tuple[Request, ...]
@@ -45,9 +47,9 @@ class StepPlan:
     def runs(self, *, n_prefill_workers: int = 0, mixed: bool = False) -> list[RunTogether]:
         """The executor's steps that this one is made of, one after another.
 
-        Prefill workers compute one prompt each beside the decodes; further prompts of a worker come after these. Without such
-        workers each prompt is a step of its own, but that the first one goes with the decodes if steps are ``mixed``. One that
-        is scored does not: its logits are of all its tokens.
+        Prefill workers compute one prompt each beside the decodes; further prompts of a worker come after
+        these. Without such workers each prompt is a step of its own, but that the first one goes with the
+        decodes if steps are ``mixed``. One that is scored does not: its logits are of all its tokens.
         """
         prompts = tuple(zip(self.prefills, self.spans, strict=True))
         if prompts and n_prefill_workers:

@@ -1,8 +1,9 @@
 """Compiling before anybody waits: every program that requests of a model may meet.
 
-A few large programs serve every request (`first_of`), since a step is padded to the smallest that is there; `Behind` compiles
-the others meanwhile. Knows buckets and an executor; nothing of requests or servers. Sizes as data (`shapes`), so that a bar
-can show how many are left. Where an executor can, other threads compile several programs at once.
+A few large programs serve every request (`first_of`), since a step is padded to the smallest that is there;
+`Behind` compiles the others meanwhile. Knows buckets and an executor; nothing of requests or servers. Sizes
+as data (`shapes`), so that a bar can show how many are left. Where an executor can, other threads compile
+several programs at once.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def shapes(
 ) -> list[StepSizes]:
     """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
 
-    ``max_chunk``: prompt tokens computed in one step, None: all. ``chunks``: whether a prompt may follow stored tokens.
-    ``mixed``: whether a decode step may have a prompt or chunk alongside. ``n_prefill_workers``: then any of them may have
-    one at once, with a decode step or without. ``scored``: also those of prompts whose log-probabilities are wanted, if no
-    prefill worker computes them.
+    ``max_chunk``: prompt tokens computed in one step, None: all. ``chunks``: whether a prompt may follow
+    stored tokens. ``mixed``: whether a decode step may have a prompt or chunk alongside.
+    ``n_prefill_workers``: then any of them may have one at once, with a decode step or without. ``scored``:
+    also those of prompts whose log-probabilities are wanted, if no prefill worker computes them.
     """
     decodes = [
         StepSizes("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context
@@ -65,7 +66,8 @@ def shapes(
             for fewest_earlier, context in _with_fewest(buckets.context, 1 if buckets.prefills else 0):
                 if fewest_earlier and not chunks:
                     continue
-                # Prefill workers' chunks of one step are padded to the largest, of tokens and of earlier ones.
+                # Prefill workers' chunks of one step are padded to the largest, of tokens and of earlier
+                # ones.
                 if fewest_tokens + fewest_earlier <= max_model_len or n_prefill_workers > 1:
                     found.append(StepSizes("chunk", 1, size, context))
     if n_prefill_workers:
@@ -97,9 +99,9 @@ def _with_fewest(sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, in
 
 
 def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
-    """The few that every step of ``todo`` can be padded to, one of each kind, and those that a first request, alone and short,
-    is run by. Where more are compiled ``n_at_once``, also a prompt or chunk of half the longest's tokens: to compute padding is
-    what costs most until there are finer ones."""
+    """The few that every step of ``todo`` can be padded to, one of each kind, and those that a first request,
+    alone and short, is run by. Where more are compiled ``n_at_once``, also a prompt or chunk of half the
+    longest's tokens: to compute padding is what costs most until there are finer ones."""
     largest: dict[Any, StepSizes] = {}
     for shape in todo:
         group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all
@@ -125,12 +127,13 @@ def warm_up(
     *,
     all_of_drawing: bool = True,
 ) -> None:
-    """Compiles each of ``todo``, and once a batch size all that may be done with logits. No request may be there, nor anything
-    in the prefix cache. What the executor cannot compile ahead is run once: where several workers share requests or tokens, a
-    step's programs depend on where its tokens lie, and those of full and evenly shared rows are run.
+    """Compiles each of ``todo``, and once a batch size all that may be done with logits. No request may be
+    there, nor anything in the prefix cache. What the executor cannot compile ahead is run once: where several
+    workers share requests or tokens, a step's programs depend on where its tokens lie, and those of full and
+    evenly shared rows are run.
 
-    ``on_done(n)`` when one more is compiled, for the last when all are; ``stopped()`` is asked before each, and True ends it
-    early. ``all_of_drawing``: or only what every request needs of that.
+    ``on_done(n)`` when one more is compiled, for the last when all are; ``stopped()`` is asked before each,
+    and True ends it early. ``all_of_drawing``: or only what every request needs of that.
     """
     n_done = 0
 
@@ -140,8 +143,8 @@ def warm_up(
         if n_done < len(todo):
             on_done(n_done)
 
-    # First, since a rank that compiles its moves does nothing else; and no step is run while others compile, which try
-    # kernels out on the device.
+    # First, since a rank that compiles its moves does nothing else; and no step is run while others compile,
+    # which try kernels out on the device.
     _move(engine)
     sizes = {shape.batch for shape in todo}
 
@@ -168,10 +171,11 @@ def warm_up(
 
 
 class Behind:
-    """Compiles ``todo`` while requests are answered, ``n_at_once``, the sizes that steps have wanted first, by threads of its own.
+    """Compiles ``todo`` while requests are answered, ``n_at_once``, the sizes that steps have wanted first,
+    by threads of its own.
 
-    ``between_steps(call)`` has the engine's thread do so when no step is being launched; from then on steps are padded to the
-    new sizes, too. ``on_done(n)`` when one more is there.
+    ``between_steps(call)`` has the engine's thread do so when no step is being launched; from then on steps
+    are padded to the new sizes, too. ``on_done(n)`` when one more is there.
     """
 
     def __init__(
@@ -273,7 +277,8 @@ class Behind:
 
 
 def _give_way() -> None:
-    """This thread's Python and tracing after other threads': a step is not to wait for them. Linux has priorities a thread."""
+    """This thread's Python and tracing after other threads': a step is not to wait for them. Linux has
+    priorities a thread."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -283,15 +288,16 @@ def _later(engine: Engine, shape: StepSizes, *, behind: bool = False) -> Callabl
 
 
 def _prepare(engine: Engine, shape: StepSizes) -> bool:
-    """What is left to do before a compiled step is run: ranks compare what they will exchange. False: not all have compiled."""
+    """What is left to do before a compiled step is run: ranks compare what they will exchange. False: not all
+    have compiled."""
     return engine.executor.prepare(_step(engine, shape, _empty_batch))
 
 
 def _compile_ahead(
     engine: Engine, todo: Sequence[StepSizes], done: Callable[[], None], stopped: Callable[[], bool]
 ) -> set[StepSizes]:
-    """Has other threads compile the programs of ``todo``, as many at once as pays, where the executor has ``compile_later`` and
-    knows them before they run; which those were. What one failed with is raised."""
+    """Has other threads compile the programs of ``todo``, as many at once as pays, where the executor has
+    ``compile_later`` and knows them before they run; which those were. What one failed with is raised."""
     ahead: Ahead[Any] = Ahead()
     begun: deque[StepSizes] = deque()
     compiled: set[StepSizes] = set()
@@ -323,8 +329,8 @@ def _compile_ahead(
 
 
 def _prepare_drawing(engine: Engine, n_rows: set[int], stopped: Callable[[], bool], *, usual: bool) -> None:
-    """Has other threads compile what is done with logits of so many rows: many small programs. ``usual``: those that every
-    request needs one of, or the others."""
+    """Has other threads compile what is done with logits of so many rows: many small programs. ``usual``:
+    those that every request needs one of, or the others."""
     executor = engine.executor
     longest = engine.admission.max_model_len
     ahead: Ahead[None] = Ahead(n_compiling(cores_each=1))
@@ -355,8 +361,8 @@ def _step(engine: Engine, shape: StepSizes, made: Callable[[StepSizes, int, int]
 
 
 def _try(engine: Engine, compiled: Collection[StepSizes]) -> None:
-    """Of what was compiled and not run the smallest decode step, since a model that cannot be run is to end a server's start, and
-    what is to be run before others compile again."""
+    """Of what was compiled and not run the smallest decode step, since a model that cannot be run is to end a
+    server's start, and what is to be run before others compile again."""
     steps = [shape for shape in compiled if shape.kind == "decode" and shape.alongside is None]
     if steps:
         smallest = min(steps, key=lambda shape: (shape.batch, shape.context))
@@ -366,20 +372,22 @@ def _try(engine: Engine, compiled: Collection[StepSizes]) -> None:
 
 
 def _load(engine: Engine, shape: StepSizes) -> None:
-    """Runs a program once, on padding alone, if its first run must not fall together with another's compilation."""
+    """Runs a program once, on padding alone, if its first run must not fall together with another's
+    compilation."""
     if shape.has_prompt and _loads_at_first_run(engine.executor.device):
         jax.block_until_ready(_run(engine, shape))
 
 
 def _loads_at_first_run(device: jax.Device) -> bool:
-    """Whether what computes prompts there is loaded by its first run: cuDNN loads its attention by a CUDA graph, which whatever
-    another thread asks of the GPU meanwhile spoils, or ends the process (docs/findings.md)."""
+    """Whether what computes prompts there is loaded by its first run: cuDNN loads its attention by a CUDA
+    graph, which whatever another thread asks of the GPU meanwhile spoils, or ends the process
+    (docs/findings.md)."""
     return device.platform == "gpu"
 
 
 def _move(engine: Engine) -> None:
-    """To the host and back, whatever is there: it is nobody's. Not where workers share requests or tokens: what they move
-    depends on where it lies."""
+    """To the host and back, whatever is there: it is nobody's. Not where workers share requests or tokens:
+    what they move depends on where it lies."""
     executor, host = engine.executor, engine.scheduler.host
     if host is None or engine.capabilities.places_tokens:
         return
@@ -414,8 +422,8 @@ def _empty_batch(shape: StepSizes, n_slots: int, _most: int) -> DecodeBatch | Pr
 
 
 def _stored_batch(shape: StepSizes, n_slots: int, most: int) -> DecodeBatch | PrefillBatch:
-    """Rows of as many tokens as go in, of at most ``most`` each; those that find no slots of their own are copies of
-    earlier ones, and store nothing."""
+    """Rows of as many tokens as go in, of at most ``most`` each; those that find no slots of their own are
+    copies of earlier ones, and store nothing."""
     batch = _empty_batch(shape, n_slots, most)
     n_stored = min(shape.context, most - 1, n_slots - 1)
     n_new = min(shape.n_tokens, n_slots - n_stored)

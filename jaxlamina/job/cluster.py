@@ -1,7 +1,8 @@
-"""How a job is spread over ranks: DOP, transport, partition, addresses, deadlines and the model, read from TOML.
+"""How a job is spread over ranks: DOP, transport, partition, addresses, deadlines and the model, read from
+TOML.
 
-Every rank reads the same file; rank 0 compares what they read (`as_config`). Pure Python on plain data. Knows nothing
-of how ranks are started, of MPI or of devices.
+Every rank reads the same file; rank 0 compares what they read (`as_config`). Pure Python on plain data. Knows
+nothing of how ranks are started, of MPI or of devices.
 """
 
 from __future__ import annotations
@@ -45,39 +46,49 @@ def _check_dop(dop: Any) -> None:
 
 @dataclass(frozen=True)
 class Cluster(ModelOptions):
-    """One job's ranks: the options of the model and these. Each is a key of the TOML file; a key left out has the default.
+    """One job's ranks: the options of the model and these. Each is a key of the TOML file; a key left out has
+    the default.
 
-    Raises `UserError` for a value of another type or out of range, naming the field, and for two that do not go together.
+    Raises `UserError` for a value of another type or out of range, naming the field, and for two that do not
+    go together.
     """
 
     dop: tuple[int, int] = option(
         (1, 1),
-        "Model workers, each with the whole model unless `tensor_parallel` or `pipeline_parallel` says otherwise, and attention "
+        "Model workers, each with the whole model unless `tensor_parallel` or `pipeline_parallel` says "
+        "otherwise, and attention "
         "workers. Ranks 0 … a - 1, then b more.",
         check=_check_dop,
     )
     transport: Literal["mpi", "xla"] = option(
         "xla",
-        "`xla`: XLA collectives over NCCL, ICI or Gloo (jax.distributed), one platform; `mpi`: mpi4jax, any mixture.",
+        "`xla`: XLA collectives over NCCL, ICI or Gloo (jax.distributed), one platform; `mpi`: mpi4jax, any "
+        "mixture.",
     )
     partition: Literal["auto", "heads", "requests", "tokens"] = option(
         "auto",
-        "What attention workers share out: `heads`, `requests` or `tokens`; `auto`: heads where the model's KV heads divide "
+        "What attention workers share out: `heads`, `requests` or `tokens`; `auto`: heads where the model's "
+        "KV heads divide "
         "evenly, else tokens, which a line on stderr says.",
     )
     token_block: int = option(16, "Under `tokens`: tokens in a row that one worker keeps.", least=1)
     n_batches: int | Literal["auto"] | None = option(
         None,
-        "Staggered batches of a decode step, at least as many as copies of the model: while attention is computed for one, "
-        "model workers run slices of the others. `auto`: tries one batch, and one batch more than there are copies (with a "
-        "pipeline, two for each stage), on the steps that come, and keeps the faster; only where all KV that a step can "
-        "read is at least half of the weights, since each staggered batch reads them again. Left out: `auto` where ranks have "
+        "Staggered batches of a decode step, at least as many as copies of the model: while attention is "
+        "computed for one, "
+        "model workers run slices of the others. `auto`: tries one batch, and one batch more than there are "
+        "copies (with a "
+        "pipeline, two for each stage), on the steps that come, and keeps the faster; only where all KV "
+        "that a step can "
+        "read is at least half of the weights, since each staggered batch reads them again. Left out: "
+        "`auto` where ranks have "
         "accelerators; 1 on CPUs alone, or with several copies one more than those; 1 with `mini_batches`.",
         least=1,
     )
     mini_batches: int = option(
         1,
-        "A batch's messages of each layer in so many parts of its requests, so that one travels while another is attended "
+        "A batch's messages of each layer in so many parts of its requests, so that one travels while "
+        "another is attended "
         "to (Lamina 2024 §5.2.1, streaming); with one batch and partition `heads`.",
         least=1,
     )
@@ -86,23 +97,27 @@ class Cluster(ModelOptions):
     )
     pipeline_parallel: int = option(
         1,
-        "As many as model workers: each has the weights of some slices in a row and runs those; not together with "
+        "As many as model workers: each has the weights of some slices in a row and runs those; not "
+        "together with "
         "`tensor_parallel`.",
         least=1,
     )
     prefill_workers: int = option(
         0,
-        "So many ranks more, on `model_platform`, that compute prompts and nothing else; each has the whole model.",
+        "So many ranks more, on `model_platform`, that compute prompts and nothing else; each has the whole "
+        "model.",
         least=0,
     )
     pipelining: Literal["auto", "rotational", "fixed"] = option(
         "auto",
-        "Of copies of the model: `rotational`: a batch's slices on each model worker in turn, one batch more than model "
+        "Of copies of the model: `rotational`: a batch's slices on each model worker in turn, one batch "
+        "more than model "
         "workers; `fixed`: a batch stays on its model worker; `auto`: rotational where the numbers allow it.",
     )
     peer_memory: bool = option(
         True,
-        "With `xla`: GPUs of one host write messages into each other's memory where they can (Hopper and later, in one "
+        "With `xla`: GPUs of one host write messages into each other's memory where they can (Hopper and "
+        "later, in one "
         "container); false: all goes by NCCL.",
     )
     q_first: bool | None = option(
@@ -118,9 +133,12 @@ class Cluster(ModelOptions):
     )
     step_deadline_s: float = _seconds(
         60.0,
-        "For one step. The time counts from when the step was begun, or from the end of the step before it if that is later. "
-        "After it every rank reports where it is, and the job ends. Where messages go by GPUs' memory the line names the "
-        "exchange that the rank's device is at, with its layer and staggered batch; calls of MPI and collectives leave no "
+        "For one step. The time counts from when the step was begun, or from the end of the step before it "
+        "if that is later. "
+        "After it every rank reports where it is, and the job ends. Where messages go by GPUs' memory the "
+        "line names the "
+        "exchange that the rank's device is at, with its layer and staggered batch; calls of MPI and "
+        "collectives leave no "
         "mark that a host could read, so there it names the step and its peers alone.",
     )
     heartbeat_s: float = _seconds(
@@ -153,12 +171,14 @@ class Cluster(ModelOptions):
                 )
         if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
             raise UserError(
-                f"tensor_parallel={self.tensor_parallel} and pipeline_parallel={self.pipeline_parallel} are two ways for "
+                f"tensor_parallel={self.tensor_parallel} and pipeline_parallel={self.pipeline_parallel} are "
+                f"two ways for "
                 "the same model workers to share out the weights: take one of them"
             )
         if self.pipeline_parallel > 1 and self.pipelining != "auto":
             raise UserError(
-                f"pipelining={self.pipelining!r} is about several copies of the model, of which there is one with "
+                f"pipelining={self.pipelining!r} is about several copies of the model, of which there is "
+                f"one with "
                 f"pipeline_parallel={self.pipeline_parallel}: leave it out"
             )
         a, n = self.n_replicas, self.n_batches
@@ -168,12 +188,14 @@ class Cluster(ModelOptions):
             return
         if n < a:
             raise UserError(
-                f"dop={self.dop} has {a} model workers for n_batches={n} staggered batches, so some would idle: take "
+                f"dop={self.dop} has {a} model workers for n_batches={n} staggered batches, so some would "
+                f"idle: take "
                 f"n_batches={a + 1}, tensor_parallel={a} or pipeline_parallel={a}"
             )
         if self.pipelining == "rotational" and n != a + 1:
             raise UserError(
-                f"pipelining='rotational' runs one batch more than there are model workers, {a + 1} for dop={self.dop}, "
+                f"pipelining='rotational' runs one batch more than there are model workers, {a + 1} for "
+                f"dop={self.dop}, "
                 f"not n_batches={n}"
             )
 
@@ -190,7 +212,8 @@ class Cluster(ModelOptions):
 
     @property
     def pipelining_mode(self) -> Literal["rotational", "fixed", "stages"]:
-        """Which model worker runs a slice of a staggered batch: see ``pipelining``; "stages": who has its weights."""
+        """Which model worker runs a slice of a staggered batch: see ``pipelining``; "stages": who has its
+        weights."""
         if self.pipeline_parallel > 1:
             return "stages"
         n = self.n_batches
@@ -217,8 +240,8 @@ class Cluster(ModelOptions):
     def load(cls, path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Cluster:
         """From a TOML file (None: all defaults), with ``changes`` to single keys put over it.
 
-        ``dop`` is a pair, or text such as "1,2". Raises `UserError`, naming the file, for one that cannot be read, an
-        unknown key (with the known ones) and a bad value.
+        ``dop`` is a pair, or text such as "1,2". Raises `UserError`, naming the file, for one that cannot be
+        read, an unknown key (with the known ones) and a bad value.
         """
         values = {} if path is None else _read(Path(path))
         where = "" if path is None else f"{path}: "
@@ -269,7 +292,8 @@ class Cluster(ModelOptions):
         return f"error: {self.describe(rank)}: {' '.join(text.split())}"
 
     def platform(self, rank: int) -> Platform | None:
-        """The platform of a rank's pool, prefill workers' that of model workers; None leaves the choice to JAX."""
+        """The platform of a rank's pool, prefill workers' that of model workers; None leaves the choice to
+        JAX."""
         return self.attention_platform if self.role(rank).pool == "attention" else self.model_platform
 
     def as_config(self) -> dict[str, str | int | float | bool | None]:
@@ -284,7 +308,8 @@ def fields() -> tuple[str, ...]:
 
 
 def address(name: str, text: str) -> tuple[str, int]:
-    """Host and port of "host:port" ("[::1]:29400" for IPv6). Raises `UserError`, naming the field ``name``."""
+    """Host and port of "host:port" ("[::1]:29400" for IPv6). Raises `UserError`, naming the field
+    ``name``."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"{name}={text!r} must be host:port, such as 127.0.0.1:29400")

@@ -1,7 +1,8 @@
-"""A process's membership of a job: its device, its transport, its line to the others, and how it ends when one fails.
+"""A process's membership of a job: its device, its transport, its line to the others, and how it ends when
+one fails.
 
-Rank 0 `join`s and has a `Group`, through which its executor reaches the attention ranks; every other rank `serve`s.
-Knows what a rank is and when it is late; nothing of models or steps.
+Rank 0 `join`s and has a `Group`, through which its executor reaches the attention ranks; every other rank
+`serve`s. Knows what a rank is and when it is late; nothing of models or steps.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ _Launched = tuple[int, Any, float, Callable[[float], None]]  # ticket, array, si
 
 
 class Watch:
-    """Reports steps that are not done in time, which is since they were begun or the step before them was done: one that is
-    launched ahead waits for it. A step's array is waited for by a thread, so nobody else need."""
+    """Reports steps that are not done in time, which is since they were begun or the step before them was
+    done: one that is launched ahead waits for it. A step's array is waited for by a thread, so nobody else
+    need."""
 
     def __init__(
         self, deadline_s: float, on_late: Callable[[str], None], where: Callable[[], str] = lambda: ""
@@ -67,8 +69,8 @@ class Watch:
         return self.watchdog.begin(what, deadline_s)
 
     def until(self, ticket: int, array: jax.Array, on_done: Callable[[float], None] = lambda _: None) -> None:
-        """The step is done once ``array`` is there. ``on_done`` is then told its seconds, from the watch's thread: since
-        now, or since the step before it was done."""
+        """The step is done once ``array`` is there. ``on_done`` is then told its seconds, from the watch's
+        thread: since now, or since the step before it was done."""
         self._queue.put((ticket, array, time.perf_counter(), on_done))
 
     def settle(self) -> None:
@@ -131,7 +133,8 @@ class Group:
 
     @property
     def load_device(self) -> jax.Device:
-        """Where a model is loaded: this rank's device, but the host's memory where no rank is to have all of it."""
+        """Where a model is loaded: this rank's device, but the host's memory where no rank is to have all of
+        it."""
         return jax.local_devices(backend="cpu")[0] if self.cluster.shares_weights else self.device
 
     @property
@@ -141,7 +144,8 @@ class Group:
         return f"DOP {self.cluster.pools}, {how}"
 
     def gather(self) -> None:
-        """Waits for all ranks. ``UserError`` that says which did not come, or came with another configuration."""
+        """Waits for all ranks. ``UserError`` that says which did not come, or came with another
+        configuration."""
         self.control.gather(self.cluster.start_deadline_s)
 
     def broadcast(self, message: Message) -> None:
@@ -176,7 +180,8 @@ class Group:
         self.control.close(fault=line, wait_s=1)
 
     def close(self) -> None:
-        """Lets the other ranks go; by bad news if they wait for a step that this rank told them of and never began."""
+        """Lets the other ranks go; by bad news if they wait for a step that this rank told them of and never
+        began."""
         global _current
         if self._closed:
             return
@@ -293,7 +298,8 @@ def leave(cluster: Cluster) -> None:
 
 
 def take_gpu(index: int) -> None:
-    """Leaves this process the one GPU, before CUDA is first used: a device must have the number 0 of a lone process."""
+    """Leaves this process the one GPU, before CUDA is first used: a device must have the number 0 of a lone
+    process."""
     names = visible_gpus(os.environ)
     if names is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(index)
@@ -302,7 +308,8 @@ def take_gpu(index: int) -> None:
 
 
 def local_index(environment: Mapping[str, str]) -> int:
-    """Which of its host's accelerators this rank takes: what its starter says, or by its number on the host."""
+    """Which of its host's accelerators this rank takes: what its starter says, or by its number on the
+    host."""
     for name in (
         "JAXLAMINA_DEVICE",
         "OMPI_COMM_WORLD_LOCAL_RANK",

@@ -1,5 +1,5 @@
-"""Which rank does what under DOP (a, b): a model workers, then b attention workers, then prefill workers if there are any,
-on one flat axis of ranks.
+"""Which rank does what under DOP (a, b): a model workers, then b attention workers, then prefill workers if
+there are any, on one flat axis of ranks.
 
 Pure Python on plain data. Knows nothing of MPI, devices or how processes are started.
 """
@@ -19,8 +19,8 @@ Pool = Literal["model", "attention", "prefill"]
 class Role:
     """What one rank is.
 
-    rank: on the flat axis, from 0. pool: whose worker it is. index: its place in that pool, from 0.
-    replica: which model replica a model worker serves, and shard: its place in that replica's tensor-parallel group;
+    rank: on the flat axis, from 0. pool: whose worker it is. index: its place in that pool, from 0. replica:
+    which model replica a model worker serves, and shard: its place in that replica's tensor-parallel group;
     other workers have replica 0 and shard = index.
     """
 
@@ -35,8 +35,8 @@ class Role:
 class Pools:
     """DOP (a, b) (Lamina 2025, §4): n_model compute-pool ranks and n_attention memory-pool ranks.
 
-    n_replicas: how many copies of the model the compute pool holds; each is sharded over n_model / n_replicas ranks.
-    n_prefill: ranks that compute prompts and nothing else (§5); DOP does not count them.
+    n_replicas: how many copies of the model the compute pool holds; each is sharded over n_model / n_replicas
+    ranks. n_prefill: ranks that compute prompts and nothing else (§5); DOP does not count them.
     """
 
     n_model: int

@@ -1,7 +1,7 @@
 """Where a model's files are: a path, the demo model by name, or a repository of the Hugging Face Hub.
 
-Imports no JAX, so that a wrong name is an error at once. Knows file names; what is in a file is for `jaxlamina.weights` to
-say.
+Imports no JAX, so that a wrong name is an error at once. Knows file names; what is in a file is for
+`jaxlamina.weights` to say.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from jaxlamina.model_files import demo, hub
 from jaxlamina.models.config_files import find_model
 
 _WANTED = (
-    "give a Hugging Face folder (config.json beside *.safetensors), a .gguf file, an orbax folder, or a model of the "
+    "give a Hugging Face folder (config.json beside *.safetensors), a .gguf file, an orbax folder, or a "
+    "model of the "
     "Hugging Face Hub (org/name, or org/name:file.gguf)"
 )
 
@@ -21,11 +22,12 @@ _WANTED = (
 def find(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """The folder or ``.gguf`` file that ``model`` stands for, fetched if it must be.
 
-    In this order: a path; "smollm2-135m-instruct", the demo model; ``org/name`` on the Hub, or ``org/name:file.gguf``, one
-    file of it. ``revision``: a branch, tag or commit of the Hub's repository. ``weights``: False fetches config and
-    tokenizer alone.
+    In this order: a path; "smollm2-135m-instruct", the demo model; ``org/name`` on the Hub, or
+    ``org/name:file.gguf``, one file of it. ``revision``: a branch, tag or commit of the Hub's repository.
+    ``weights``: False fetches config and tokenizer alone.
 
-    ``UserError`` for a name that is none of these, a folder or a file that cannot be a model, and what the Hub refuses.
+    ``UserError`` for a name that is none of these, a folder or a file that cannot be a model, and what the
+    Hub refuses.
     """
     path = _existing(model)
     if path is None:
@@ -34,7 +36,8 @@ def find(model: str | Path, revision: str | None = None, *, weights: bool = True
         return hub.fetch(str(model), revision, weights=weights)
     if path is None:
         raise UserError(
-            f"unknown model {str(model)[:200]!r}: there is no such file or folder, and the only model known by name is "
+            f"unknown model {str(model)[:200]!r}: there is no such file or folder, and the only model known "
+            f"by name is "
             f"{', '.join(demo.NAMES)}; {_WANTED}"
         )
     if revision is not None:
@@ -44,8 +47,8 @@ def find(model: str | Path, revision: str | None = None, *, weights: bool = True
 
 
 def find_shape(model: str | Path, revision: str | None = None) -> Path:
-    """Where a model's shape is said: a folder with a config.json, a ``.toml`` or ``.json`` file, or a shape of
-    configs/models by name; on the Hub, a repository's config. ``UserError`` for none of these."""
+    """Where a model's shape is said: a folder with a config.json, a ``.toml`` or ``.json`` file, or a shape
+    of configs/models by name; on the Hub, a repository's config. ``UserError`` for none of these."""
     path = _existing(model)
     shape = None if path is not None and path.is_dir() else find_model(model)
     if shape is None and path is None and hub.is_name(str(model)):
@@ -56,7 +59,8 @@ def find_shape(model: str | Path, revision: str | None = None) -> Path:
         return shape
     if path is None or not path.is_dir():
         raise UserError(
-            f"random weights need a model's shape: {str(model)[:200]!r} is no folder with a config.json, no .json or "
+            f"random weights need a model's shape: {str(model)[:200]!r} is no folder with a config.json, no "
+            f".json or "
             ".toml file, no name of configs/models and no org/name of the Hugging Face Hub"
         )
     if not (path / "config.json").is_file():

@@ -35,7 +35,8 @@ def find(name: str) -> Path | None:
 
 
 def present() -> Path | None:
-    """The demo model's file where it is on this machine already, in the cache folder or the installed wheel."""
+    """The demo model's file where it is on this machine already, in the cache folder or the installed
+    wheel."""
     cached = cache_dir() / FILE_NAME
     if cached.is_file() and cached.stat().st_size == FILE_BYTES:
         return cached

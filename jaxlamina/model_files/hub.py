@@ -1,7 +1,8 @@
-"""Models of the Hugging Face Hub: `org/name` to a folder, `org/name:file.gguf` to a file, in `huggingface_hub`'s cache.
+"""Models of the Hugging Face Hub: `org/name` to a folder, `org/name:file.gguf` to a file, in
+`huggingface_hub`'s cache.
 
-What to fetch of a repository is decided here. Fetching, its cache, resuming, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are
-the library's, which is imported when a name is first looked up.
+What to fetch of a repository is decided here. Fetching, its cache, resuming, HF_TOKEN, HF_ENDPOINT and
+HF_HUB_OFFLINE are the library's, which is imported when a name is first looked up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from jaxlamina.models.config import ModelConfig
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG = "config.json"
-# What is needed beside weights, as far as a repository has it; the last two only tell why there is no tokenizer.json.
+# What is needed beside weights, as far as a repository has it; the last two only tell why there is no
+# tokenizer.json.
 SIDE_FILES = (
     *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "chat_template.jinja", INDEX_NAME, "vocab.json", "tokenizer.model"),
@@ -44,8 +46,8 @@ def is_name(text: str) -> bool:
 def fetch(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """What ``name`` (`is_name`) stands for, in the cache; only what is not there yet is fetched.
 
-    ``UserError``, one line, for a repository, revision or file that is not there or not open to this user, for one without
-    weights that can be read, and where the Hub cannot be reached and the cache lacks it.
+    ``UserError``, one line, for a repository, revision or file that is not there or not open to this user,
+    for one without weights that can be read, and where the Hub cannot be reached and the cache lacks it.
     """
     match = _NAME.fullmatch(name)
     assert match is not None
@@ -239,7 +241,8 @@ def _in_one_line(name: str, repository: str, revision: str | None) -> Iterator[N
 
 def _no_repository(name: str, repository: str) -> str:
     return (
-        f"unknown model {name!r}: there is no such folder here, and {_hub()} has no {repository}, or none that you may "
+        f"unknown model {name!r}: there is no such folder here, and {_hub()} has no {repository}, or none "
+        f"that you may "
         f"see: check the name (known without the Hub: {', '.join(demo.NAMES)}); for a private one {_TOKEN}"
     )
 
@@ -258,7 +261,8 @@ def _not_cached(name: str, why: str) -> str:
     from huggingface_hub import constants
 
     return (
-        f"unknown model {name!r}: there is no such folder here, {why}, and {constants.HF_HUB_CACHE} does not have all of "
+        f"unknown model {name!r}: there is no such folder here, {why}, and {constants.HF_HUB_CACHE} does "
+        f"not have all of "
         f"it; known without the Hub: {', '.join(demo.NAMES)}"
     )
 

@@ -1,7 +1,7 @@
 """Models: what they look like (`ModelConfig`), what they compute (`Decoder`, `apply`), what they are made of.
 
-Every model is a flat dict of arrays under Hugging Face tensor names and a pure function over it. What a model looks like
-can be read without JAX, which is imported with what it computes.
+Every model is a flat dict of arrays under Hugging Face tensor names and a pure function over it. What a model
+looks like can be read without JAX, which is imported with what it computes.
 """
 
 from __future__ import annotations

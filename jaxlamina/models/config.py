@@ -86,7 +86,8 @@ _FAMILY_KEYS: dict[str, frozenset[str]] = {
     },
 }
 
-# Far above any model that there is: what is larger is damage or malice, and takes memory before a tensor is looked at.
+# Far above any model that there is: what is larger is damage or malice, and takes memory before a tensor is
+# looked at.
 _MOST = {
     "num_hidden_layers": 1024,
     "num_attention_heads": 4096,

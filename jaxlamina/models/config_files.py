@@ -1,6 +1,7 @@
 """The TOML files of `configs/`: where they lie, which there are, and models' shapes read from them.
 
-The same files serve a checkout and an installed wheel. Knows nothing of weights; what a field means is `ModelConfig`'s.
+The same files serve a checkout and an installed wheel. Knows nothing of weights; what a field means is
+`ModelConfig`'s.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str | Path) -> Path | None:
-    """The file of a model's shape: a `.toml` or `.json` path, or a name in `configs/models`; None for anything else."""
+    """The file of a model's shape: a `.toml` or `.json` path, or a name in `configs/models`; None for
+    anything else."""
     text = str(name)
     path = Path(text).expanduser()
     if path.suffix in (".toml", ".json"):
@@ -41,15 +43,17 @@ def find_model(name: str | Path) -> Path | None:
 
 
 def model_config(name: str | Path) -> ModelConfig:
-    """A model's shape, by name (`configs/models/NAME.toml`), from a TOML file of the same fields or a config.json.
+    """A model's shape, by name (`configs/models/NAME.toml`), from a TOML file of the same fields or a
+    config.json.
 
-    Raises `UserError` for an unknown name, a file that cannot be parsed, and a field that is unknown, missing or out
-    of range; the message names the file.
+    Raises `UserError` for an unknown name, a file that cannot be parsed, and a field that is unknown, missing
+    or out of range; the message names the file.
     """
     path = find_model(name)
     if path is None:
         raise UserError(
-            f"no model shape {str(name)!r}; known: {', '.join(model_names())}, or give a .toml or config.json file"
+            f"no model shape {str(name)!r}; known: {', '.join(model_names())}, or give a .toml or "
+            f"config.json file"
         )
     fields = _read(path)
     from jaxlamina.models import ModelConfig  # here, because it loads JAX

@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """`$JAXLAMINA_CACHE`, `$XDG_CACHE_HOME/jaxlamina` or `~/.cache/jaxlamina`; a temporary folder without a home."""
+    """`$JAXLAMINA_CACHE`, `$XDG_CACHE_HOME/jaxlamina` or `~/.cache/jaxlamina`; a temporary folder without a
+    home."""
     if chosen := os.environ.get("JAXLAMINA_CACHE"):
         return Path(chosen)
     if base := os.environ.get("XDG_CACHE_HOME"):

@@ -1,7 +1,8 @@
-"""Programs that other threads compile while this one goes on. Knows no program: keys, calls that give one, jitted functions.
+"""Programs that other threads compile while this one goes on. Knows no program: keys, calls that give one,
+jitted functions.
 
-XLA compiles without Python's lock, so several programs at once are done sooner than one after another; tracing them stays
-with the thread that asks.
+XLA compiles without Python's lock, so several programs at once are done sooner than one after another;
+tracing them stays with the thread that asks.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from jaxlamina.process import garbage
 T = TypeVar("T")
 # XLA itself uses more for parts of a program, and tracing has to keep up with them.
 _MOST_THREADS = 8
-# How long a process's threads have Python in turn while programs are traced: a step asks for it some hundred times.
+# How long a process's threads have Python in turn while programs are traced: a step asks for it some hundred
+# times.
 _SWITCH_S = 0.0002
 
 
 def n_compiling(cores_each: int = 2) -> int:
-    """How many programs are compiled at once: one for two cores, up to eight. Small ones keep no more than one core busy."""
+    """How many programs are compiled at once: one for two cores, up to eight. Small ones keep no more than
+    one core busy."""
     return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // cores_each))
 
 
 class Ahead(Generic[T]):
-    """``begin`` a program, go on with others, and ``take`` it when it is wanted. ``n_threads``: None for `n_compiling`."""
+    """``begin`` a program, go on with others, and ``take`` it when it is wanted. ``n_threads``: None for
+    `n_compiling`."""
 
     def __init__(self, n_threads: int | None = None) -> None:
         self._n_threads = n_threads or n_compiling()
@@ -59,7 +63,8 @@ class Ahead(Generic[T]):
         return future is None or future.done()
 
     def take(self, key: Hashable) -> T | None:
-        """What came of it, once it is done; what it failed with is raised. None if it was not begun, or is taken."""
+        """What came of it, once it is done; what it failed with is raised. None if it was not begun, or is
+        taken."""
         future = self._begun.pop(key, None)
         return None if future is None else future.result()
 
@@ -72,7 +77,8 @@ class Ahead(Generic[T]):
 
 @contextmanager
 def beside_steps() -> Iterator[None]:
-    """While threads of this process trace programs and another one runs steps: that one waits for Python for a short time only."""
+    """While threads of this process trace programs and another one runs steps: that one waits for Python for
+    a short time only."""
     usual_s = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -83,8 +89,8 @@ def beside_steps() -> Iterator[None]:
 
 
 def side_by_side(calls: Sequence[Callable[[], object]]) -> None:
-    """Each called by a thread of its own, for which a process that ends does not wait. What the first of those that failed
-    raised is raised, once all are done."""
+    """Each called by a thread of its own, for which a process that ends does not wait. What the first of
+    those that failed raised is raised, once all are done."""
     errors: dict[int, BaseException] = {}
 
     def run(i: int, call: Callable[[], object]) -> None:
@@ -110,9 +116,9 @@ _here = threading.local()
 
 @contextmanager
 def only_compiled(device: jax.Device) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
-    """Within it, in this thread, a `ProgramAhead` is compiled for what it is called with, and not run: whatever a GPU is asked to do
-    meanwhile is in the way of a step whose kernels are being put into a CUDA graph (docs/findings.md). Yields what stands for an
-    array of ``device``: its shape and dtype."""
+    """Within it, in this thread, a `ProgramAhead` is compiled for what it is called with, and not run:
+    whatever a GPU is asked to do meanwhile is in the way of a step whose kernels are being put into a CUDA
+    graph (docs/findings.md). Yields what stands for an array of ``device``: its shape and dtype."""
     sharding = SingleDeviceSharding(device)
     _here.sharding = sharding
     try:

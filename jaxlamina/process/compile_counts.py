@@ -1,4 +1,5 @@
-"""A count of the programs that were compiled, by what they were compiled for. Knows nothing of what they do."""
+"""A count of the programs that were compiled, by what they were compiled for. Knows nothing of what they
+do."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections import Counter
 
 
 class Programs:
-    """Counts compilations: a jitted function calls `compiled` in its body, and Python runs that once a program."""
+    """Counts compilations: a jitted function calls `compiled` in its body, and Python runs that once a
+    program."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

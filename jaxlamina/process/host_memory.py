@@ -1,4 +1,5 @@
-"""How much memory this process may still take of its host: what is available, its control groups' and its own limit.
+"""How much memory this process may still take of its host: what is available, its control groups' and its own
+limit.
 
 Knows Linux's files; nothing of devices or of what memory is wanted for.
 """
@@ -14,8 +15,8 @@ _MEMINFO, _CGROUPS, _SELF = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path(
 
 
 def host_free_bytes(proc: Path = _MEMINFO, cgroup: Path = _CGROUPS, own: Path = _SELF) -> int:
-    """The least of: the host's available memory, what is left of each control group around this process (version 2 or 1;
-    files that it has cached do not count as used), and what is left of RLIMIT_AS."""
+    """The least of: the host's available memory, what is left of each control group around this process
+    (version 2 or 1; files that it has cached do not count as used), and what is left of RLIMIT_AS."""
     free = [*_available(proc), *_left_of_groups(cgroup, own), *_left_of_address_space(own)]
     if not free:  # no Linux: all there is, half of it taken for used
         free.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)

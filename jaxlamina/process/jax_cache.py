@@ -9,7 +9,8 @@ from jaxlamina.process.cache_folder import programs_dir
 
 
 def keep_programs() -> None:
-    """Keeps compiled programs on disk under the project's cache folder, so that the next process starts in seconds.
+    """Keeps compiled programs on disk under the project's cache folder, so that the next process starts in
+    seconds.
 
     A folder that the user has set (``JAX_COMPILATION_CACHE_DIR``) is left as it is.
     """

@@ -1,8 +1,10 @@
-"""Compiled programs on disk, under names that say what they are made of, so that a start need not trace what it would find compiled.
+"""Compiled programs on disk, under names that say what they are made of, so that a start need not trace what
+it would find compiled.
 
-JAX's own cache (`compilation`) knows a program by what it was lowered to, so a model has to be traced to look there: a second of
-Python for 32 layers, and nothing else to do (docs/findings.md). Here a program is known by all that its trace depends on: the
-sources of this project's packages, versions, flags, the device, and what the caller says. Knows no model and no rank.
+JAX's own cache (`compilation`) knows a program by what it was lowered to, so a model has to be traced to look
+there: a second of Python for 32 layers, and nothing else to do (docs/findings.md). Here a program is known by
+all that its trace depends on: the sources of this project's packages, versions, flags, the device, and what
+the caller says. Knows no model and no rank.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ def folder() -> Path | None:
 
 
 def name_of(device: jax.Device, *what: object) -> str | None:
-    """The name of a program for ``device``. ``what``: all that it depends on beside this project's sources, versions, flags
-    and the device, each of which has the same ``repr`` in another process. None where programs are not kept, or where one of
-    ``what`` says where it lies in memory."""
+    """The name of a program for ``device``. ``what``: all that it depends on beside this project's sources,
+    versions, flags and the device, each of which has the same ``repr`` in another process. None where
+    programs are not kept, or where one of ``what`` says where it lies in memory."""
     text = repr(what)
     if folder() is None or " at 0x" in text:
         return None
@@ -72,8 +74,9 @@ def _listen() -> None:
 def compiled(
     lowered: jax.stages.Lowered, device: jax.Device, options: Any
 ) -> tuple[jax.stages.Compiled, bool]:
-    """The program, and whether `save` can keep it: XLA for CPUs cannot write one that it has read from JAX's cache, nor says so.
-    It is not written there, too: to write a program holds Python up for as long as a step takes, and longer."""
+    """The program, and whether `save` can keep it: XLA for CPUs cannot write one that it has read from JAX's
+    cache, nor says so. It is not written there, too: to write a program holds Python up for as long as a step
+    takes, and longer."""
     _listen()
     _here.was_known = False
     with compat.not_written_to_cache():
@@ -97,7 +100,8 @@ def save(name: str, compiled: jax.stages.Compiled, note: Any) -> None:
 
 
 def load(name: str, devices: Sequence[jax.Device]) -> tuple[jax.stages.Compiled, Any] | None:
-    """The program and its note, for ``devices`` as it was compiled for; None if there is none, or it cannot be read."""
+    """The program and its note, for ``devices`` as it was compiled for; None if there is none, or it cannot
+    be read."""
     path = _path(name)
     try:
         found = path.read_bytes()

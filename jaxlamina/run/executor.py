@@ -1,4 +1,5 @@
-"""What runs a model's steps and keeps the KV between them: the one thing that the engine knows of how a model is run."""
+"""What runs a model's steps and keeps the KV between them: the one thing that the engine knows of how a model
+is run."""
 
 from __future__ import annotations
 
@@ -20,11 +21,15 @@ class Capabilities:
     """What an executor can do.
 
     - ``bucket_cut``: how finely sizes are cut for it.
-    - ``n_prefill_workers``: workers that compute prompts beside the rows of a step. With some, all prompts are theirs.
-    - ``needs_host_tokens``: a step's tokens must be known on the host, so none is launched ahead of the one before it.
-    - ``places_tokens``: a step's programs depend on where its tokens lie, and `Executor.release` keeps workers balanced.
+    - ``n_prefill_workers``: workers that compute prompts beside the rows of a step. With some, all prompts
+      are theirs.
+    - ``needs_host_tokens``: a step's tokens must be known on the host, so none is launched ahead of the one
+      before it.
+    - ``places_tokens``: a step's programs depend on where its tokens lie, and `Executor.release` keeps
+      workers balanced.
     - ``compiles_behind``: programs can be compiled while others run.
-    - ``why_not_mixed``: why a prompt cannot be computed along with rows, and what to do instead; None if it can.
+    - ``why_not_mixed``: why a prompt cannot be computed along with rows, and what to do instead; None if it
+      can.
     """
 
     bucket_cut: Cut = "fine"
@@ -36,8 +41,8 @@ class Capabilities:
 
 
 class StepLogits(NamedTuple):
-    """Float32 logits of a step: ``[B, V]`` after the rows' new tokens, None without rows; and of each prompt ``[B, V]`` after
-    its rows' last tokens, or ``[B, T, V]`` if it is scored."""
+    """Float32 logits of a step: ``[B, V]`` after the rows' new tokens, None without rows; and of each prompt
+    ``[B, V]`` after its rows' last tokens, or ``[B, T, V]`` if it is scored."""
 
     decodes: jax.Array | None
     prompts: tuple[jax.Array, ...] = ()
@@ -50,7 +55,8 @@ class StepLogits(NamedTuple):
 
 
 class Executor(ABC):
-    """Runs a model over batches, and keeps the KV of ``n_slots`` slots, and of ``n_host_slots`` in the host's memory."""
+    """Runs a model over batches, and keeps the KV of ``n_slots`` slots, and of ``n_host_slots`` in the host's
+    memory."""
 
     n_slots: int
     n_host_slots: int = 0
@@ -70,7 +76,8 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, step: Step) -> StepLogits:
-        """Launches a step. The tokens of its rows may be an array on the device. ``ValueError`` for batches that cannot be."""
+        """Launches a step. The tokens of its rows may be an array on the device. ``ValueError`` for batches
+        that cannot be."""
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """A step of rows alone: logits ``[B, V]``."""
@@ -84,13 +91,14 @@ class Executor(ABC):
         return logits
 
     def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
-        """Traces the programs that a step of such sizes runs. The call that comes back compiles them, in any thread; the step
-        then has nothing to compile. ``behind``: while other steps run. None where there is nothing to compile, or what it is
-        cannot be known before the step runs."""
+        """Traces the programs that a step of such sizes runs. The call that comes back compiles them, in any
+        thread; the step then has nothing to compile. ``behind``: while other steps run. None where there is
+        nothing to compile, or what it is cannot be known before the step runs."""
         return None
 
     def prepare(self, step: Step) -> bool:
-        """What is left to do before a step that `compile_later` was called for is run. False: ask again later."""
+        """What is left to do before a step that `compile_later` was called for is run. False: ask again
+        later."""
         return True
 
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
@@ -106,11 +114,12 @@ class Executor(ABC):
         raise NotImplementedError
 
     def release(self, slots: np.ndarray) -> None:  # noqa: B027 (most have nothing to do)
-        """``slots`` are nobody's now. Need not be called; it keeps several workers balanced that share out tokens."""
+        """``slots`` are nobody's now. Need not be called; it keeps several workers balanced that share out
+        tokens."""
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:  # noqa: B027 (the same)
-        """Takes it that a batch's earlier tokens, in slots that are all distinct, have been stored: for steps whose results
-        nobody looks at."""
+        """Takes it that a batch's earlier tokens, in slots that are all distinct, have been stored: for steps
+        whose results nobody looks at."""
 
     def staggering(self) -> dict[str, Any] | None:
         """How steps of rows are staggered; None where they never are."""

@@ -1,8 +1,8 @@
 """Split execution in one process: one model worker and one or several attention workers, each on a device.
 
-The same plans and the same programs as over ranks, but cut into pieces at their exchanges (`jaxlamina.transports.local`): only q,
-k, v go over and only attention output comes back. With both on one device q, k and v are one message; on two, q is sent before
-k and v are computed (Lamina 2025, §4.2.2).
+The same plans and the same programs as over ranks, but cut into pieces at their exchanges
+(`jaxlamina.transports.local`): only q, k, v go over and only attention output comes back. With both on one
+device q, k and v are one message; on two, q is sent before k and v are computed (Lamina 2025, §4.2.2).
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from splitter import SplitReport
 class LocalExecutor(Executor):
     """Runs steps slice by slice over a model worker and one or several attention workers.
 
-    - ``n_slots``: tokens whose KV is kept, or how to find that out (`capacity.slots_that_fit`, partly applied).
-    - ``q_first``: send q before k and v are computed, at one call more a layer; by default where the workers are
-      on different devices.
+    - ``n_slots``: tokens whose KV is kept, or how to find that out (`capacity.slots_that_fit`, partly
+      applied).
+    - ``q_first``: send q before k and v are computed, at one call more a layer; by default where the workers
+      are on different devices.
     - ``kv_dtype``: "auto" as the model's, "int8" with a scale a slot and KV head, "int8-channel" with fixed
       scales a channel, found as ``calibration`` says, "int8-channel-asymmetric" with fixed zero points, too.
-    - ``attention_workers``, ``partition``: how many, and whether they share out "heads", "requests" or "tokens".
-      They are on ``attention_devices``, or on ``attention_device`` and as many others as there are.
-    - ``n_host_slots``: room in host memory for the KV of as many tokens, for ``move_out`` and ``move_in``. None: what
-      `capacity.host_slots_that_pay` says.
+    - ``attention_workers``, ``partition``: how many, and whether they share out "heads", "requests" or
+      "tokens". They are on ``attention_devices``, or on ``attention_device`` and as many others as there are.
+    - ``n_host_slots``: room in host memory for the KV of as many tokens, for ``move_out`` and ``move_in``.
+      None: what `capacity.host_slots_that_pay` says.
     - ``largest``: the largest step to come, whose workspace is left free where memory decides on ``n_slots``.
     """
 
@@ -137,8 +138,8 @@ class LocalExecutor(Executor):
         )
 
     def run(self, step: Step) -> StepLogits:
-        """A prompt alongside rows goes through the slices with them, which reads weights once for both. What else there is of
-        prompts runs after them."""
+        """A prompt alongside rows goes through the slices with them, which reads weights once for both. What
+        else there is of prompts runs after them."""
         parts = step.apart if step.alongside is None else [step]
         return StepLogits.joined([self._run(part) for part in parts])
 

@@ -1,4 +1,5 @@
-"""Which executor runs a model, and where: this process's devices or a job's ranks; what must fit there is checked first.
+"""Which executor runs a model, and where: this process's devices or a job's ranks; what must fit there is
+checked first.
 
 Knows options, devices and memory; no prompt and no request.
 """
@@ -42,7 +43,8 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Where a model is run: devices of this process, the attention workers' all one or one each, or a job's ranks."""
+    """Where a model is run: devices of this process, the attention workers' all one or one each, or a job's
+    ranks."""
 
     model_device: jax.Device
     attention_devices: Sequence[jax.Device]
@@ -94,7 +96,8 @@ class ModelPlace:
 
 @dataclass(frozen=True)
 class ExecutorMaker:
-    """Makes the executor of a model whose requests have ``length`` tokens at most; ``dtype``: "float32" or "bfloat16"."""
+    """Makes the executor of a model whose requests have ``length`` tokens at most; ``dtype``: "float32" or
+    "bfloat16"."""
 
     place: ModelPlace
     config: ModelConfig
@@ -117,7 +120,8 @@ class ExecutorMaker:
         return self.n_seqs * self.length, least
 
     def check(self, weights: bool = True) -> None:
-        """``UserError`` for steps, KV or ``weights`` that memory does not hold: before anything is allocated."""
+        """``UserError`` for steps, KV or ``weights`` that memory does not hold: before anything is
+        allocated."""
         place, options = self.place, self.options
         check_largest_step(self._largest, self.config.vocab_size)
         heads, size = self.config.num_key_value_heads, self.config.head_dim

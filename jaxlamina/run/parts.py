@@ -1,4 +1,5 @@
-"""From batches to what programs are given: rows and prompts with their slots on each worker, and the model's inputs."""
+"""From batches to what programs are given: rows and prompts with their slots on each worker, and the model's
+inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from jaxlamina.steps.shape import StepShape
 
 
 class Part(NamedTuple):
-    """A step, or one prefill worker's part of it. ``inputs``: of the model's program (`ModelProgram.step`)."""
+    """A step, or one prefill worker's part of it. ``inputs``: of the model's program
+    (`ModelProgram.step`)."""
 
     rows: PlannedRows
     inputs: tuple[Any, ...]

@@ -1,8 +1,9 @@
 """Rank 0's executor: steps as whole programs over real ranks, with the same interface as `LocalExecutor`.
 
-Gives every step its bucket, has all ranks compile it before its first run and compares what they will exchange, tells the
-attention ranks which slots the step is about, and starts its own program. Knows the model and the memory pool's layout;
-what KV looks like is the attention ranks' affair, and how tensors travel the transport's.
+Gives every step its bucket, has all ranks compile it before its first run and compares what they will
+exchange, tells the attention ranks which slots the step is about, and starts its own program. Knows the model
+and the memory pool's layout; what KV looks like is the attention ranks' affair, and how tensors travel the
+transport's.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _log = logging.getLogger("uvicorn.error")  # the server's log
 
 
 class Own(NamedTuple):
-    """What rank 0 runs of a step: a program with its weights, unless only prefill workers are in it, and then one that takes
-    in their logits, if they are."""
+    """What rank 0 runs of a step: a program with its weights, unless only prefill workers are in it, and then
+    one that takes in their logits, if they are."""
 
     program: Program | None
     weights: Any
@@ -82,14 +83,14 @@ class RanksExecutor(Executor):
 
     - ``group``: as `jaxlamina.ranks.join` gives it; its cluster says partition, transport and deadlines.
     - ``kv_slots``: tokens whose KV is kept; None: as many as fit, between ``least_slots`` and ``most_slots``.
-    - ``config``: what ``model`` is `jaxlamina.models.apply` of; other model ranks, where there are any, make theirs of it,
-      and a partition "auto" of the cluster is chosen by its KV heads.
+    - ``config``: what ``model`` is `jaxlamina.models.apply` of; other model ranks, where there are any, make
+      theirs of it, and a partition "auto" of the cluster is chosen by its KV heads.
     - ``kv_dtype``, ``n_host_slots``, ``calibration``, ``largest``: as of `LocalExecutor`.
 
-    Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed; ``mini_batches``, as the
-    cluster's; ``n_batches``, as how
-    many staggered batches a decode step of at least as many rows runs (Lamina 2025 §4.3; "auto": see `Choice`); q goes with
-    k and v there; ``prefill_workers``, how many of the cluster's compute prompts. With none model ranks do.
+    Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed;
+    ``mini_batches``, as the cluster's; ``n_batches``, as how many staggered batches a decode step of at least
+    as many rows runs (Lamina 2025 §4.3; "auto": see `Choice`); q goes with k and v there;
+    ``prefill_workers``, how many of the cluster's compute prompts. With none model ranks do.
 
     ``UserError`` for what cannot be; a rank that fails ends this process (`jaxlamina.job.group.Failing`).
     """
@@ -158,8 +159,8 @@ class RanksExecutor(Executor):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Other model ranks are told a step's tokens in its control message. Programs cannot be compiled behind where they depend on
-        where tokens lie, or on prefill workers."""
+        """Other model ranks are told a step's tokens in its control message. Programs cannot be compiled
+        behind where they depend on where tokens lie, or on prefill workers."""
         places_tokens = self.pool.placement is not None
         return Capabilities(
             bucket_cut=self._bucket_cut,
@@ -171,10 +172,10 @@ class RanksExecutor(Executor):
         )
 
     def run(self, step: Step) -> StepLogits:
-        """Where there are prefill workers, they compute prompts meanwhile (Lamina 2025 §5). Else a prompt alongside rows is in their
-        program, one a rank, which reads weights once for both (Lamina 2024 §5.6): each of its tokens is a row of the model, so one
-        that goes by a row's largest position (dynamic rope scaling) sees its own. What else there is of prompts runs after the
-        rows."""
+        """Where there are prefill workers, they compute prompts meanwhile (Lamina 2025 §5). Else a prompt
+        alongside rows is in their program, one a rank, which reads weights once for both (Lamina 2024 §5.6):
+        each of its tokens is a row of the model, so one that goes by a row's largest position (dynamic rope
+        scaling) sees its own. What else there is of prompts runs after the rows."""
         self._check_current()
         if self.prefill_workers and step.prompts:
             return self._run_beside(step)
@@ -194,14 +195,16 @@ class RanksExecutor(Executor):
         return StepLogits(_without_padding(logits, step.decodes))
 
     def _run_beside(self, step: Step) -> StepLogits:
-        """The rows, and meanwhile each prompt on its prefill worker. One may follow tokens of one before it."""
+        """The rows, and meanwhile each prompt on its prefill worker. One may follow tokens of one before
+        it."""
         batch, batches = step.decodes, {part.worker: part.batch for part in step.prompts}
         if len(batches) != len(step.prompts):
             raise ValueError("a prefill worker computes one prompt or chunk a step")
         parts = [] if batch is None else [self._rows(batch, self._settled_n_batches(batch))[0]]
         scored = {part.worker for part in step.prompts if part.scored}
         if self.layout.by_heads:  # programs are few then, and the step lasts as long as its largest prompt
-            # A prompt that is scored is left as small as it is: every token's logits are a row of the vocabulary.
+            # A prompt that is scored is left as small as it is: every token's logits are a row of the
+            # vocabulary.
             others = {worker: prompt for worker, prompt in batches.items() if worker not in scored}
             batches |= dict(zip(others, levelled([*others.values()], self.n_slots), strict=True))
         for worker, prompt in batches.items():
@@ -213,16 +216,16 @@ class RanksExecutor(Executor):
         return StepLogits(rows, tuple(logits))
 
     def candidates(self, n_rows: int, context: int) -> tuple[int, ...]:
-        """How many staggered batches a decode step of so many rows and earlier tokens a row may run as: one number, or those
-        that are tried."""
+        """How many staggered batches a decode step of so many rows and earlier tokens a row may run as: one
+        number, or those that are tried."""
         if self.n_batches == "auto":
             return self.choice.possible(n_rows) if self._may_pay_to_stagger(n_rows, context) else (1,)
         return (self.n_batches if n_rows >= self.n_batches else 1,)
 
     def _may_pay_to_stagger(self, n_rows: int, context: int) -> bool:
-        """Staggered batches read all weights once each. On one model worker beside attention workers of its kind that pays
-        only where attention, and the exchanges, would be waited for as long: not where all the KV that a step can read is
-        less than half of the weights."""
+        """Staggered batches read all weights once each. On one model worker beside attention workers of its
+        kind that pays only where attention, and the exchanges, would be waited for as long: not where all the
+        KV that a step can read is less than half of the weights."""
         cluster = self.group.cluster
         if self.layout.n_replicas > 1 or self.layout.stages:
             return True
@@ -232,8 +235,8 @@ class RanksExecutor(Executor):
         return kv_bytes > tree_bytes(self.model.params) / 2
 
     def staggering(self) -> dict[str, Any]:
-        """How decode steps are staggered: ``n_batches``, and where that is "auto" of each bucket the number chosen (None while
-        it is tried out) and the median seconds of a step by number of batches."""
+        """How decode steps are staggered: ``n_batches``, and where that is "auto" of each bucket the number
+        chosen (None while it is tried out) and the median seconds of a step by number of batches."""
         found = self.choice.found().items() if self.n_batches == "auto" else ()
         buckets = [
             {"batch": batch, "context": context, "n_batches": n, "step_s": medians}
@@ -248,8 +251,8 @@ class RanksExecutor(Executor):
         return possible[0] if len(possible) == 1 else self.choice.settled(bucket, n_rows)
 
     def _rows(self, batch: DecodeBatch, n_batches: int | None = None) -> tuple[Part, Callable[[float], None]]:
-        """A decode step as ``n_batches``, or as it is its turn, its rows padded to whole staggered batches or mini-batches; and
-        who is to be told its seconds."""
+        """A decode step as ``n_batches``, or as it is its turn, its rows padded to whole staggered batches or
+        mini-batches; and who is to be told its seconds."""
         bucket = n_rows, _ = len(batch.tokens), batch.slot_table.shape[1]
         on_done: Callable[[float], None] = _nothing
         if n_batches is None:
@@ -393,7 +396,8 @@ class RanksExecutor(Executor):
             self.group.send(rank, m.Prepare(shape, self.group.transport.traceable, wait))
         try:
             own = self._own(shape)
-        finally:  # the others' answers are taken in whatever happens here, or they would be taken for the next ones
+        # the others' answers are taken in whatever happens here, or they would be taken for the next ones
+        finally:
             answers = [self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in others]
         lists = {0: own.exchanges()}
         for rank, answer in zip(others, answers, strict=True):
@@ -432,7 +436,7 @@ def _without_padding(logits: jax.Array, batch: DecodeBatch) -> jax.Array:
 
 
 def pays_q_first(transport: Transport) -> bool:
-    """Whether sending q by itself gains more than one message more costs, as measured (docs/benchmarks.md): between
-    accelerators over XLA's collectives it does; by memory that both reach, between ranks on CPUs, and by MPI through hosts'
-    memory, it does not."""
+    """Whether sending q by itself gains more than one message more costs, as measured (docs/benchmarks.md):
+    between accelerators over XLA's collectives it does; by memory that both reach, between ranks on CPUs, and
+    by MPI through hosts' memory, it does not."""
     return transport.name == "xla" and transport.device.platform != "cpu" and not transport.by_memory

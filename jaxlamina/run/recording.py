@@ -1,4 +1,5 @@
-"""Recording steps of a whole job from rank 0: all ranks are told to record, and what they found becomes one timeline.
+"""Recording steps of a whole job from rank 0: all ranks are told to record, and what they found becomes one
+timeline.
 
 Knows rank 0's executor and the control messages.
 """
@@ -40,8 +41,8 @@ class RecordingExecutor(RanksExecutor):
     def record_later(
         self, n_before: int, n_steps: int, on_error: Callable[[Exception], None] | None = None
     ) -> None:
-        """Once ``n_before`` more decode steps have run, `record` the next one; ``recorded`` is its timeline then. If it cannot
-        be, ``on_error`` is told why; without it, the step fails."""
+        """Once ``n_before`` more decode steps have run, `record` the next one; ``recorded`` is its timeline
+        then. If it cannot be, ``on_error`` is told why; without it, the step fails."""
         self._wanted, self.recorded, self._on_error = (n_before, n_steps), None, on_error
 
     def run(self, step: Step) -> StepLogits:
@@ -64,8 +65,9 @@ class RecordingExecutor(RanksExecutor):
         return found
 
     def record(self, batch: DecodeBatch, n_steps: int) -> Timeline:
-        """Runs a decode step again and again, each once the last is done, and gives ``n_steps`` of them. Two more come
-        before them: one that compiles, and one in which ranks begin to record. ``UserError`` if a rank cannot."""
+        """Runs a decode step again and again, each once the last is done, and gives ``n_steps`` of them. Two
+        more come before them: one that compiles, and one in which ranks begin to record. ``UserError`` if a
+        rank cannot."""
         usual = self.n_batches
         self.n_batches = self._settled_n_batches(batch)  # the same steps, whatever is tried out elsewhere
         try:

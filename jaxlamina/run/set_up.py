@@ -1,4 +1,5 @@
-"""What ranks are told before the first step: weights are shared out, and attention ranks find how much KV they have room for.
+"""What ranks are told before the first step: weights are shared out, and attention ranks find how much KV
+they have room for.
 
 Runs on rank 0. Knows the group and the layout; no step and no request.
 """
@@ -24,7 +25,8 @@ from jaxlamina.workers.workspace import LargestStep
 
 
 class SlotsWanted(NamedTuple):
-    """Tokens whose KV is kept: ``kv_slots``, or as many as fit between ``least`` and ``most``; ``host``: in host memory."""
+    """Tokens whose KV is kept: ``kv_slots``, or as many as fit between ``least`` and ``most``; ``host``: in
+    host memory."""
 
     kv_slots: int | None
     most: int
@@ -40,8 +42,8 @@ def share_out(
     kv_dtype: str,
     partition: str,
 ) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
-    """Sends the other model ranks and prefill workers their weights: all, or what each is to hold. Gives this rank's, and
-    each slice's rank if they are stages of a pipeline."""
+    """Sends the other model ranks and prefill workers their weights: all, or what each is to hold. Gives this
+    rank's, and each slice's rank if they are stages of a pipeline."""
     cluster, n = group.cluster, group.cluster.n_model
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     axes = shard_axes(traces(model, like), like, n) if cluster.tensor_parallel > 1 else {}
@@ -85,7 +87,8 @@ def setup_of(
     largest: LargestStep,
     scales: Sequence[ChannelScales] | None,
 ) -> m.Setup:
-    """What attention ranks are told of a model: a layer's heads and KV, and how much of it they are to keep."""
+    """What attention ranks are told of a model: a layer's heads and KV, and how much of it they are to
+    keep."""
     return m.Setup(
         layers=tuple(_layer(spec, n) for spec, n in zip(specs, n_query_heads, strict=True)),
         partition=layout.partition,
@@ -101,7 +104,8 @@ def setup_of(
 
 
 def allocate(group: Group, setup: m.Setup) -> tuple[int, int]:
-    """Slots, and host slots, that all attention ranks have room for. What they held for a model before this one is gone."""
+    """Slots, and host slots, that all attention ranks have room for. What they held for a model before this
+    one is gone."""
     group.epoch += 1
     group.broadcast(setup)
     found = [group.receive(rank, m.SlotsFound, PREPARE_DEADLINE_S) for rank in group.workers]

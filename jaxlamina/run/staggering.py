@@ -1,8 +1,8 @@
 """One batch or several staggered ones: tried on the steps that come, and the faster kept, for each bucket.
 
-Staggering reads every weight once a batch, so it costs where exchanges and weights outweigh attention, and pays where
-attention is long. Where that turns depends on model, devices and lengths; steps are all alike, so they are measured. Knows
-numbers and buckets; what a step is, is the executor's affair.
+Staggering reads every weight once a batch, so it costs where exchanges and weights outweigh attention, and
+pays where attention is long. Where that turns depends on model, devices and lengths; steps are all alike, so
+they are measured. Knows numbers and buckets; what a step is, is the executor's affair.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 class Choice:
     """``next(bucket)`` says how many batches its next step shall have; ``took`` says how long one took.
 
-    Candidates take turns until each has ``n_trials`` times after a first one, which is not counted: it may still have
-    compiled something. Then it is the one with the least median for good, and ``on_chosen(bucket, medians)`` is told.
-    Thread-safe: times come from another thread.
+    Candidates take turns until each has ``n_trials`` times after a first one, which is not counted: it may
+    still have compiled something. Then it is the one with the least median for good, and ``on_chosen(bucket,
+    medians)`` is told. Thread-safe: times come from another thread.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class Choice:
         return tuple(n for n in self._candidates if n <= n_rows) or (1,)
 
     def settled(self, bucket: Hashable, n_rows: int) -> int:
-        """As ``next``, for a step whose time will not be told: what has been chosen, or else the first candidate."""
+        """As ``next``, for a step whose time will not be told: what has been chosen, or else the first
+        candidate."""
         with self._lock:
             return self._chosen(bucket, n_rows) or self.possible(n_rows)[0]
 

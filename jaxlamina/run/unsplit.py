@@ -91,8 +91,8 @@ class UnsplitExecutor(Executor):
         return Capabilities(bucket_cut=bucket_cut(self.specs, self.device), compiles_behind=True)
 
     def run(self, step: Step) -> StepLogits:
-        """A prompt alongside rows is in their program, which reads weights once for both; within it there are logits of each of
-        the prompt's tokens. What else there is of prompts runs after them."""
+        """A prompt alongside rows is in their program, which reads weights once for both; within it there are
+        logits of each of the prompt's tokens. What else there is of prompts runs after them."""
         parts = step.apart if step.alongside is None else [step]
         return StepLogits.joined([self._run(part) for part in parts])
 
@@ -228,7 +228,8 @@ class UnsplitExecutor(Executor):
         lengths: jax.Array,
         new_slots: jax.Array,
     ) -> Attend:
-        """Attention of a decode step's rows, which puts the pools with the new tokens in the old ones' place."""
+        """Attention of a decode step's rows, which puts the pools with the new tokens in the old ones'
+        place."""
         # jitted, so that equal layers' attention is traced and lowered once
         attends = {spec: jax.jit(self._decode_kernel(spec)) for spec in dict.fromkeys(self.specs)}
 
@@ -283,7 +284,8 @@ def _prompt_attention(
     slot_table: jax.Array,
     lengths: jax.Array,
 ) -> tuple[Pool, Pool, jax.Array]:
-    """One layer of prompts ``[B, T]``, or of what follows stored tokens: the pools with their tokens, and the attention."""
+    """One layer of prompts ``[B, T]``, or of what follows stored tokens: the pools with their tokens, and the
+    attention."""
     new_k, new_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
     k_pool, v_pool = append(k_pool, v_pool, new_k, new_v, slots.reshape(-1))
     if not slot_table.shape[1]:

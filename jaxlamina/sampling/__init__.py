@@ -1,1 +1,2 @@
-"""From logits to tokens: parameters, adjustments, grammars, the draw and beams. Knows no request and no scheduling."""
+"""From logits to tokens: parameters, adjustments, grammars, the draw and beams. Knows no request and no
+scheduling."""

@@ -1,10 +1,11 @@
-"""What is done to logits before a token is taken from them: masks, banned tokens, biases, penalties; in vLLM's order.
+"""What is done to logits before a token is taken from them: masks, banned tokens, biases, penalties; in
+vLLM's order.
 
-Knows rows of logits `[B, V]` and what is asked of each as numbers; nothing of requests or of how a token is drawn.
-A row that asks for nothing comes back as it is, bit for bit, whatever the others ask.
+Knows rows of logits `[B, V]` and what is asked of each as numbers; nothing of requests or of how a token is
+drawn. A row that asks for nothing comes back as it is, bit for bit, whatever the others ask.
 
-A row's newest token need not be known on the host: it may be given as an array on the device (``newest``), so that a
-step can be launched while that token is still being drawn.
+A row's newest token need not be known on the host: it may be given as an array on the device (``newest``), so
+that a step can be launched while that token is still being drawn.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ NO_TOKEN = np.iinfo(np.int32).max  # beyond any vocabulary: scatters drop it
 
 @dataclass(frozen=True)
 class Adjusted:
-    """What one row asks for. ``written``, without its newest token where that is given on the device, and ``prompt``
-    are what the penalties count; they may be left out where nothing counts them."""
+    """What one row asks for. ``written``, without its newest token where that is given on the device, and
+    ``prompt`` are what the penalties count; they may be left out where nothing counts them."""
 
     mask: np.ndarray | None = (
         None  # [ceil(V/32)] uint32: bit t % 32 of word t // 32: token t is allowed; None: all are
@@ -71,8 +72,8 @@ def mask_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
 def bans_of(
     words: Sequence[Sequence[int]], written: Sequence[int], *, newest_follows: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """(``banned``, ``banned_after``) that keep ``words``, each its tokens, from being completed by the next token after
-    ``written`` and, with ``newest_follows``, one token more that is not in it."""
+    """(``banned``, ``banned_after``) that keep ``words``, each its tokens, from being completed by the next
+    token after ``written`` and, with ``newest_follows``, one token more that is not in it."""
     banned: list[int] = []
     banned_after: list[tuple[int, int]] = []
     for *before, last in words:
@@ -143,8 +144,8 @@ def _penalties(rows: Sequence[Adjusted], size: int) -> Penalties:
 
 
 def power_of_4(n: int, least: int = 1) -> int:
-    """``least`` times the power of four that holds ``n``: sizes are few, so that not every mix of requests is a new
-    program.
+    """``least`` times the power of four that holds ``n``: sizes are few, so that not every mix of requests is
+    a new program.
 
     >>> [power_of_4(n) for n in (1, 2, 4, 5, 17)], power_of_4(65, least=64)
     ([1, 4, 4, 16, 64], 256)
@@ -189,7 +190,8 @@ def stages(a: Adjustments) -> list[tuple[Callable[..., jax.Array], tuple[Any, ..
 
 
 def adjust(logits: jax.Array, a: Adjustments) -> jax.Array:
-    """``logits`` [B, V] float32 as ``a`` asks: masked and banned tokens are -inf; then biases are added; then penalties."""
+    """``logits`` [B, V] float32 as ``a`` asks: masked and banned tokens are -inf; then biases are added; then
+    penalties."""
     for stage, arrays in stages(a):
         logits = stage(logits, *arrays)
     return logits

@@ -1,9 +1,9 @@
 """Beam search as policy: which continuations of which beams live on, which are finished, and when to stop.
 
-Plain data: it gets each live beam's likeliest next tokens and knows no model, slots or text. Names and scores are
-vLLM's: a step looks at the 2 x width likeliest continuations of all beams together; of these, those that end are
-finished, and the first ``width`` of the others live on. A score is the cumulative log-probability divided by
-length ** length_penalty, the prompt's tokens counted and an end token not.
+Plain data: it gets each live beam's likeliest next tokens and knows no model, slots or text. Names and scores
+are vLLM's: a step looks at the 2 x width likeliest continuations of all beams together; of these, those that
+end are finished, and the first ``width`` of the others live on. A score is the cumulative log-probability
+divided by length ** length_penalty, the prompt's tokens counted and an end token not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Beam:
-    """A live continuation. ``parent``: its place among the beams before the last step. ``entries``: one a token, the
-    caller's own."""
+    """A live continuation. ``parent``: its place among the beams before the last step. ``entries``: one a
+    token, the caller's own."""
 
     tokens: list[int]
     cumulative: float
@@ -83,7 +83,8 @@ class BeamSearch:
         logprobs: np.ndarray,
         entry: Callable[[int, int], Any] | None = None,
     ) -> None:
-        """Takes one token more: ``tokens``, ``logprobs`` ``[live beams, n]``, each beam's likeliest, in any order.
+        """Takes one token more: ``tokens``, ``logprobs`` ``[live beams, n]``, each beam's likeliest, in any
+        order.
 
         ``entry(beam, column)`` makes the entry of a token that is taken.
         """
@@ -133,7 +134,7 @@ class BeamSearch:
         return Hypothesis(beam.tokens, beam.cumulative, score, beam.entries, ended_by)
 
     def _attainable(self) -> float:
-        """No live beam's score can end above this: log-probabilities only fall, and of the lengths it may still get
-        the longest is the best one for a positive penalty, the shortest for a negative one."""
+        """No live beam's score can end above this: log-probabilities only fall, and of the lengths it may
+        still get the longest is the best one for a positive penalty, the shortest for a negative one."""
         n = self.max_tokens if self.length_penalty >= 0 else len(self.live[0].tokens)
         return max(beam.cumulative for beam in self.live) / (self.prompt_len + n) ** self.length_penalty

@@ -1,4 +1,5 @@
-"""How one request is continued: its sampling parameters, checked. Plain numbers; knows no logits and no batch."""
+"""How one request is continued: its sampling parameters, checked. Plain numbers; knows no logits and no
+batch."""
 
 from __future__ import annotations
 
@@ -51,29 +52,32 @@ class SamplingParams:
       ``top_k``: keep the k likeliest (0 or -1: all); then
       ``top_p``: keep the fewest likeliest ones whose probabilities add up to it.
       Tokens exactly as likely as the last one kept are kept too.
-    - ``presence_penalty``: taken off the logits of tokens written before; ``frequency_penalty``: taken off as often as
-      they were written. Both -2 … 2. ``repetition_penalty``: positive logits of tokens in the prompt or written before
-      are divided by it, negative ones multiplied. Logits are changed so before all else, greedy choice included.
+    - ``presence_penalty``: taken off the logits of tokens written before; ``frequency_penalty``: taken off as
+      often as they were written. Both -2 … 2. ``repetition_penalty``: positive logits of tokens in the prompt
+      or written before are divided by it, negative ones multiplied. Logits are changed so before all else,
+      greedy choice included.
     - ``logit_bias``: token id to what is added to its logit, -100 … 100, before penalties.
-    - ``allowed_token_ids``: the only tokens that are written; end-of-sequence tokens are none of them unless named.
+    - ``allowed_token_ids``: the only tokens that are written; end-of-sequence tokens are none of them unless
+      named.
     - ``bad_words``: strings that are not written: the last of a word's tokens is not taken after the others.
-    - ``structured_outputs``: a `StructuredOutputs` that all of the output follows. It ends where nothing can follow, or at an
-      end-of-sequence token.
+    - ``structured_outputs``: a `StructuredOutputs` that all of the output follows. It ends where nothing can
+      follow, or at an end-of-sequence token.
     - ``seed``: same seed, same prompt, same tokens; None: the engine deals one.
     - ``stop``: strings that end the text (left out of it); ``stop_token_ids``: tokens that do.
       ``include_stop_str_in_output``: neither is left out.
-    - ``skip_special_tokens``: text is without special tokens' names. ``spaces_between_special_tokens``: False leaves out the
-      blanks that some tokenizers put between two of them.
-    - ``truncate_prompt_tokens``: only so many tokens of the prompt's end are taken; -1: as many as there is room for.
+    - ``skip_special_tokens``: text is without special tokens' names. ``spaces_between_special_tokens``: False
+      leaves out the blanks that some tokenizers put between two of them.
+    - ``truncate_prompt_tokens``: only so many tokens of the prompt's end are taken; -1: as many as there is
+      room for.
     - ``ignore_eos``: go on after the model's end-of-sequence token.
     - ``logprobs``: None, or how many of the likeliest tokens to report beside the chosen one.
-    - ``prompt_logprobs``: the same of each prompt token but the first. All of the prompt is computed then, whatever the
-      prefix cache has of it, in chunks of at most 512 tokens.
+    - ``prompt_logprobs``: the same of each prompt token but the first. All of the prompt is computed then,
+      whatever the prefix cache has of it, in chunks of at most 512 tokens.
     - ``n``: give so many continuations; ``best_of``: draw so many (default ``n``) and give the ``n`` of them
       with the highest cumulative log-probability, best first. The prompt is computed and kept once.
-    - ``use_beam_search``: no drawing: keep the ``beam_width`` (default ``best_of``) likeliest continuations a step
-      and give the best ``n``, by cumulative log-probability / (tokens, prompt included, end-of-sequence token not)
-      ** ``length_penalty``. Takes ``temperature`` 0.
+    - ``use_beam_search``: no drawing: keep the ``beam_width`` (default ``best_of``) likeliest continuations a
+      step and give the best ``n``, by cumulative log-probability / (tokens, prompt included, end-of-sequence
+      token not) ** ``length_penalty``. Takes ``temperature`` 0.
     """
 
     max_tokens: int | None = option(16, "Write at most so many tokens.")
@@ -245,7 +249,8 @@ class SamplingParams:
             )
         if self.n_sequences > 1 and self.greedy:
             raise UserError(
-                f"n={self.n}, best_of={self.best_of} with temperature=0 would write the same text {self.n_sequences} "
+                f"n={self.n}, best_of={self.best_of} with temperature=0 would write the same text "
+                f"{self.n_sequences} "
                 "times: set a temperature above 0, or use_beam_search=True"
             )
 
@@ -256,12 +261,14 @@ class SamplingParams:
             )
         if not self.greedy or self.filters:
             raise UserError(
-                f"temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p}: beam "
+                f"temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k}, "
+                f"min_p={self.min_p}: beam "
                 "search draws nothing, so it takes temperature=0, and top_p, top_k and min_p left out"
             )
         if self.adjusts:
             raise UserError(
-                "beam search takes the model's own probabilities: leave out presence_penalty, frequency_penalty, "
+                "beam search takes the model's own probabilities: leave out presence_penalty, "
+                "frequency_penalty, "
                 "repetition_penalty, logit_bias, allowed_token_ids, bad_words and structured_outputs"
             )
         if self.stop:
@@ -298,14 +305,15 @@ class SamplingParams:
         )
 
     def kept(self, prompt_token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
-        """The tokens of a prompt that ``truncate_prompt_tokens`` leaves for a model of ``max_model_len`` tokens. `UserError`
-        if it asks for more than such a model has room for."""
+        """The tokens of a prompt that ``truncate_prompt_tokens`` leaves for a model of ``max_model_len``
+        tokens. `UserError` if it asks for more than such a model has room for."""
         if self.truncate_prompt_tokens is None:
             return prompt_token_ids
         room = max(1, max_model_len - (1 if self.max_tokens is None else self.max_tokens))
         if self.truncate_prompt_tokens > max_model_len:
             raise UserError(
-                f"truncate_prompt_tokens={self.truncate_prompt_tokens} is more than the model's length, {max_model_len}"
+                f"truncate_prompt_tokens={self.truncate_prompt_tokens} is more than the model's length, "
+                f"{max_model_len}"
             )
         n = room if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return prompt_token_ids[-n:]

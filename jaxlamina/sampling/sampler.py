@@ -67,7 +67,8 @@ class SamplingBatch(NamedTuple):
 
     @classmethod
     def build(cls, rows: Sequence[Row], size: int, newest: Any = None) -> SamplingBatch:
-        """``rows``, padded with greedy ones to ``size``; ``newest`` [size, 1] int32 as `adjustments.build` has it."""
+        """``rows``, padded with greedy ones to ``size``; ``newest`` [size, 1] int32 as `adjustments.build`
+        has it."""
         params = [row.params for row in rows]
         seeds = np.zeros((size, 2), np.uint32)
         seeds[: len(rows)] = [(row.seed & 0xFFFFFFFF, row.seed >> 32) for row in rows]
@@ -108,8 +109,8 @@ def _logprobs_width(asked: Sequence[int | None]) -> int | None:
 class Sampler:
     """Chooses tokens for a batch; counts the programs it had compiled for it.
 
-    What is done to logits, the choice, and what is reported of it are programs of their own: as many as there are kinds
-    of each, and not as many as there are mixes.
+    What is done to logits, the choice, and what is reported of it are programs of their own: as many as there
+    are kinds of each, and not as many as there are mixes.
     """
 
     def __init__(self) -> None:
@@ -131,13 +132,13 @@ class Sampler:
         return sampled._replace(column=column)
 
     def report(self, logits: jax.Array, tokens: Any, n_top: int) -> Sampled:
-        """Of ``tokens`` [B] int32, drawn or given, what ``logits`` float32 of B rows, [B, V] or [1, B, V], say; of ``n_top``
-        likeliest tokens a row, or a few more."""
+        """Of ``tokens`` [B] int32, drawn or given, what ``logits`` float32 of B rows, [B, V] or [1, B, V],
+        say; of ``n_top`` likeliest tokens a row, or a few more."""
         return self._report(logits, tokens, n_top=_logprobs_width([n_top]))
 
     def likeliest(self, logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-        """``logits`` [B, V] float32 → the ``n`` or some more likeliest tokens of each row [B, n'] int32, likeliest
-        first, and their log-probabilities [B, n'] float32."""
+        """``logits`` [B, V] float32 → the ``n`` or some more likeliest tokens of each row [B, n'] int32,
+        likeliest first, and their log-probabilities [B, n'] float32."""
         return self._top(logits, n=min(logits.shape[1], power_of_4(n)))
 
     def _jit(self, function: Callable[..., Any], *static: str) -> Callable[..., Any]:
@@ -151,8 +152,8 @@ class Sampler:
 
 
 def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> tuple[jax.Array, jax.Array]:
-    """One token a row of ``logits`` [B, V] float32, which may be adjusted: int32, as [B] and as [B, 1], the likeliest without
-    ``knobs``; ``filters`` as of ``SamplingBatch``."""
+    """One token a row of ``logits`` [B, V] float32, which may be adjusted: int32, as [B] and as [B, 1], the
+    likeliest without ``knobs``; ``filters`` as of ``SamplingBatch``."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if knobs is not None:
         drawn = _drawn(logits, knobs, filters=filters)
@@ -168,8 +169,8 @@ def _drawn(logits: jax.Array, knobs: Knobs, *, filters: bool) -> jax.Array:
 
 
 def report(logits: jax.Array, tokens: jax.Array, *, n_top: int) -> Sampled:
-    """Log-probabilities and ranks of ``tokens`` [B] int32, and the ``n_top`` likeliest: the model's own, so ``logits``
-    [B, V] or [1, B, V] float32 are those before anything is done to them."""
+    """Log-probabilities and ranks of ``tokens`` [B] int32, and the ``n_top`` likeliest: the model's own, so
+    ``logits`` [B, V] or [1, B, V] float32 are those before anything is done to them."""
     logits = logits.reshape(-1, logits.shape[-1])
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -190,7 +191,8 @@ def likeliest(logits: jax.Array, *, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _draw(logits: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
-    """One token from ``logits`` [V], by the Gumbel maximum: the key is the seed's and the position's alone."""
+    """One token from ``logits`` [V], by the Gumbel maximum: the key is the seed's and the position's
+    alone."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed[0]), seed[1]), position)
     return jnp.argmax(logits + jax.random.gumbel(key, logits.shape, jnp.float32), axis=-1).astype(jnp.int32)
 

@@ -1,4 +1,5 @@
-"""Output that follows a JSON schema, a regular expression, a choice or a grammar: which tokens may come next, as bits.
+"""Output that follows a JSON schema, a regular expression, a choice or a grammar: which tokens may come next,
+as bits.
 
 Knows the grammar library (llguidance) and a tokenizer; nothing of models, batches or devices.
 """
@@ -17,11 +18,12 @@ from jaxlamina.errors import UserError, contained
 if TYPE_CHECKING:
     import numpy as np
 
-# Between items there is what models write, and nowhere else any blank: a small model may well never stop writing blanks.
+# Between items there is what models write, and nowhere else any blank: a small model may well never stop
+# writing blanks.
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_GRAMMAR = 2**16  # characters
-# What the library may spend on expressions: a fifth of its own limit, so that `(a{1000}){1000}` takes 0.16 s where it took
-# 1.5 s, and more for what is long itself.
+# What the library may spend on expressions: a fifth of its own limit, so that `(a{1000}){1000}` takes 0.16 s
+# where it took 1.5 s, and more for what is long itself.
 _LEXER_FUEL, _FUEL_PER_BYTE, _MOST_FUEL = 200_000, 8, 2_000_000
 _SLOWEST_MASK_S = (
     0.1  # of a thread's own time. A mask takes less than a millisecond, and everybody waits for it
@@ -52,7 +54,8 @@ class StructuredOutputs:
             raise UserError(f"structured_outputs.regex={self.regex!r:.80} must be a string")
         if not isinstance(self.grammar, str | None) or len(self.grammar or "") > MAX_GRAMMAR:
             raise UserError(
-                f"structured_outputs.grammar={self.grammar!r:.80} must be a string of at most {MAX_GRAMMAR} characters"
+                f"structured_outputs.grammar={self.grammar!r:.80} must be a string of at most {MAX_GRAMMAR} "
+                f"characters"
             )
         if self.choice is not None:
             given = isinstance(self.choice, list | tuple) and all(
@@ -60,7 +63,8 @@ class StructuredOutputs:
             )
             if not given or not self.choice:
                 raise UserError(
-                    f"structured_outputs.choice={self.choice!r:.80} must be a list of strings that are not empty"
+                    f"structured_outputs.choice={self.choice!r:.80} must be a list of strings that are not "
+                    f"empty"
                 )
         texts = {
             "regex": self.regex or "",
@@ -126,8 +130,9 @@ class Matcher:
         self._inner = inner
 
     def mask(self) -> np.ndarray:
-        """[ceil(V/32)] uint32: bit t % 32 of word t // 32 says whether token t may come next. An end-of-sequence token
-        may where the output is complete. ``UserError`` if that took so long that all others had to wait."""
+        """[ceil(V/32)] uint32: bit t % 32 of word t // 32 says whether token t may come next. An
+        end-of-sequence token may where the output is complete. ``UserError`` if that took so long that all
+        others had to wait."""
         began = time.thread_time()
         import numpy as np
 
@@ -137,7 +142,8 @@ class Matcher:
         return bits
 
     def accept(self, token: int) -> Literal["stop", "abort"] | None:
-        """Takes in a token: "stop" if nothing can come after it, "abort" if the grammar outgrew the library's limits."""
+        """Takes in a token: "stop" if nothing can come after it, "abort" if the grammar outgrew the library's
+        limits."""
         self._inner.consume_token(token)
         if self._inner.is_error():
             return "abort"
@@ -148,7 +154,8 @@ class Matcher:
 
 
 class Grammars:
-    """Makes matchers for one tokenizer (`jaxlamina.text.tokenizer.Tokenizer`) and a model of ``vocab_size`` tokens.
+    """Makes matchers for one tokenizer (`jaxlamina.text.tokenizer.Tokenizer`) and a model of ``vocab_size``
+    tokens.
 
     ``UserError`` where the library is not installed or cannot read the tokenizer.
     """
@@ -170,7 +177,8 @@ class Grammars:
             raise UserError(f"structured_outputs do not work with this tokenizer ({_line(error)})") from None
 
     def matcher(self, asked: StructuredOutputs) -> Matcher:
-        """One at the beginning of its output; any thread may ask. ``UserError`` for what the library does not take.
+        """One at the beginning of its output; any thread may ask. ``UserError`` for what the library does not
+        take.
 
         The library lets other threads run meanwhile. The first mask is made here, since it takes the longest.
         """

@@ -65,8 +65,8 @@ Page = Annotated[int, Query(ge=1, le=10_000)]
 
 @dataclass
 class Parts:
-    """What routes answer with. ``progress``: programs compiled, of those that are there before the first request. ``info``:
-    for ``/server_info``."""
+    """What routes answer with. ``progress``: programs compiled, of those that are there before the first
+    request. ``info``: for ``/server_info``."""
 
     settings: Settings
     engine: AsyncEngine
@@ -108,7 +108,8 @@ def _why_not(engine: AsyncEngine) -> str | None:
     return None
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
+# -- errors
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -143,7 +144,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
 
 
-# -- completions ------------------------------------------------------------------------------------------------------
+# -- completions
+# ------------------------------------------------------------------------------------------------------
 
 
 class _EventResponse(StreamingResponse):
@@ -227,7 +229,8 @@ def _add_completions(app: FastAPI, parts: Parts) -> None:
         return JsonResponse(parts.service.prompts.tokenizer_info())
 
 
-# -- models, files, batches -------------------------------------------------------------------------------------------
+# -- models, files, batches
+# -------------------------------------------------------------------------------------------
 
 
 def _add_models(app: FastAPI, parts: Parts) -> None:
@@ -300,13 +303,15 @@ def _add_batches(app: FastAPI, parts: Parts) -> None:
         return JsonResponse(parts.batches.cancel(batch_id))
 
 
-# -- the server itself ------------------------------------------------------------------------------------------------
+# -- the server itself
+# ------------------------------------------------------------------------------------------------
 
 
 def _add_status(app: FastAPI, parts: Parts) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """200 once requests are taken; 503, with the reason, before that, while shutting down and after a failure."""
+        """200 once requests are taken; 503, with the reason, before that, while shutting down and after a
+        failure."""
         reason = _why_not(parts.engine)
         if reason is None:
             return JsonResponse({"status": "ready"})

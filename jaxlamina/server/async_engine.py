@@ -1,7 +1,7 @@
 """The engine in a thread of its own, and requests from asyncio: token events as an async iterator.
 
-The thread alone touches the engine: it takes in what has come, runs one step, gives the step's events out, and so on.
-All bookkeeping of who waits for what is on the event loop's side. Knows `Engine`; nothing of HTTP.
+The thread alone touches the engine: it takes in what has come, runs one step, gives the step's events out,
+and so on. All bookkeeping of who waits for what is on the event loop's side. Knows `Engine`; nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Observer(Protocol):
 class Answers:
     """The events of one caller's prompts, as they come: an async iterator of (which prompt, event).
 
-    Ends when all are finished. Raises `Unavailable` where they cannot be finished any more, and whatever ended one of them
-    alone (`TokenEvent.error`). Whoever stops earlier says
-    so by `close`, which may be called at any time and ends what still runs.
+    Ends when all are finished. Raises `Unavailable` where they cannot be finished any more, and whatever
+    ended one of them alone (`TokenEvent.error`). Whoever stops earlier says so by `close`, which may be
+    called at any time and ends what still runs.
     """
 
     def __init__(self, engine: AsyncEngine, n_prompts: int, counted: bool) -> None:
@@ -161,11 +161,12 @@ class _Running:
 
 
 class AsyncEngine:
-    """``prepare(stopped)`` runs in the thread before the first request is taken (see `jaxlamina.engine.warm_up`), ``before_step()``
-    before each step.
+    """``prepare(stopped)`` runs in the thread before the first request is taken (see
+    `jaxlamina.engine.warm_up`), ``before_step()`` before each step.
 
-    What a request needs before its first step (checks, grammar) is made in other threads; a grammar that takes longer than
-    ``grammar_timeout_s`` is refused. ``state``: "starting" until then, "ready", "draining" once `drain` is called, "stopped", or "failed" with ``reason``.
+    What a request needs before its first step (checks, grammar) is made in other threads; a grammar that
+    takes longer than ``grammar_timeout_s`` is refused. ``state``: "starting" until then, "ready", "draining"
+    once `drain` is called, "stopped", or "failed" with ``reason``.
     """
 
     def __init__(
@@ -199,7 +200,8 @@ class AsyncEngine:
         self._none_open: asyncio.Event
         self._begun: asyncio.Event
 
-    # -- the event loop's side ----------------------------------------------------------------------------------
+    # -- the event loop's side
+    # ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begins, from a coroutine: events go to its loop."""
@@ -227,10 +229,12 @@ class AsyncEngine:
     async def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0, counted: bool = True
     ) -> Answers:
-        """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among others.
+        """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
+        others.
 
-        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. Raises `UserError` for what cannot be
-        served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of ours.
+        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. Raises `UserError`
+        for what cannot be served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault
+        of ours.
         """
         self.check_ready()
         if counted and self.n_open >= self.max_concurrent:
@@ -260,7 +264,8 @@ class AsyncEngine:
             )
         except TimeoutError:
             raise UserError(
-                f"structured_outputs take longer than {self._grammar_timeout_s:g} s to compile: ask for something simpler"
+                f"structured_outputs take longer than {self._grammar_timeout_s:g} s to compile: ask for "
+                f"something simpler"
             ) from None
         except Busy:
             raise TooMany("other requests' structured_outputs are being compiled: try again later") from None
@@ -280,7 +285,8 @@ class AsyncEngine:
             return await self._post(_Ask(read, reply), reply)
 
     def between_steps(self, call: Callable[[], None]) -> None:
-        """Has the engine's thread do so before its next step, from any thread. What it raises ends the engine."""
+        """Has the engine's thread do so before its next step, from any thread. What it raises ends the
+        engine."""
         self._inbox.put(_Call(call))
 
     def fail(self, reason: str) -> None:
@@ -289,7 +295,8 @@ class AsyncEngine:
             self._end("failed", reason)
 
     async def drain(self, deadline_s: float) -> None:
-        """Takes no more requests, waits for those there are, and at the deadline ends them with `Unavailable`."""
+        """Takes no more requests, waits for those there are, and at the deadline ends them with
+        `Unavailable`."""
         if self.state in ("starting", "ready"):
             self.state = "draining"
         try:
@@ -352,7 +359,8 @@ class AsyncEngine:
         for answers, index, event in given:
             answers._give(index, event)
 
-    # -- the thread ---------------------------------------------------------------------------------------------
+    # -- the thread
+    # ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -1,7 +1,8 @@
-"""What a batch has on disk beside its state: the lines it was given, the results so far, and what was begun last.
+"""What a batch has on disk beside its state: the lines it was given, the results so far, and what was begun
+last.
 
-Whatever of these is torn or damaged costs the lines it was about, never the batch. Knows files and the form of lines;
-nothing of how a line is run.
+Whatever of these is torn or damaged costs the lines it was about, never the batch. Knows files and the form
+of lines; nothing of how a line is run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Line:
 
 
 class Source:
-    """The lines of an input file, which stays open: it may be deleted meanwhile. `FileNotFoundError` if it is gone."""
+    """The lines of an input file, which stays open: it may be deleted meanwhile. `FileNotFoundError` if it is
+    gone."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb")  # noqa: SIM115
@@ -72,7 +74,8 @@ class Source:
 
 
 class Results:
-    """Lines that are there, right ones (`output`) and wrong ones (`error`) in a file each. To be written in a ``with``."""
+    """Lines that are there, right ones (`output`) and wrong ones (`error`) in a file each. To be written in a
+    ``with``."""
 
     def __init__(self, folder: Path, batch_id: str) -> None:
         self._paths = {kind: folder / f"{batch_id}.{kind}.jsonl" for kind in ("output", "error")}
@@ -119,10 +122,11 @@ class Results:
 
 
 class Starts:
-    """How often a server died while it had begun a line and had not a token of its answer: the line may be what it died of.
+    """How often a server died while it had begun a line and had not a token of its answer: the line may be
+    what it died of.
 
-    A few bytes a line, written before the line is run and not forced to the disk: they survive the process, not the host.
-    To be written in a ``with``.
+    A few bytes a line, written before the line is run and not forced to the disk: they survive the process,
+    not the host. To be written in a ``with``.
     """
 
     BEGUN, GONE_WELL, UNDONE = b"+", b"=", b"-"
@@ -163,7 +167,8 @@ def problem(number: int | None, code: str, message: str) -> dict[str, Any]:
 def died_twice() -> ApiError:
     return ApiError(
         500,
-        "the server ended twice while it had begun this line: it is not run again; see whether the line does that alone",
+        "the server ended twice while it had begun this line: it is not run again; see whether the line "
+        "does that alone",
         type="internal_error",
     )
 
@@ -181,8 +186,8 @@ def _append(file: int, text: bytes) -> None:
 
 
 def _custom_ids(path: Path) -> set[str]:
-    """Of the whole lines of a results file. A last one that is torn is cut off; damaged ones are set aside with the file as
-    it was, and their requests are run again."""
+    """Of the whole lines of a results file. A last one that is torn is cut off; damaged ones are set aside
+    with the file as it was, and their requests are run again."""
     if not path.exists():
         return set()
     content = path.read_bytes()

@@ -1,9 +1,9 @@
 """OpenAI's batches: files of requests, run in the background, their results kept line by line.
 
-A batch's state is `batches/ID.json`; its results so far are the files it will give out, to which each line is added when
-it is there. So a batch goes on after a restart where it was, and no line with a result is run again. A batch always comes
-to an end: what a line raises is that line's result, and anything else fails the batch, which gives out the results it has.
-Knows files and the service; not how requests run.
+A batch's state is `batches/ID.json`; its results so far are the files it will give out, to which each line is
+added when it is there. So a batch goes on after a restart where it was, and no line with a result is run
+again. A batch always comes to an end: what a line raises is that line's result, and anything else fails the
+batch, which gives out the results it has. Knows files and the service; not how requests run.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _log = logging.getLogger("uvicorn.error")
 class Batches:
     """Runs every batch of a folder that is not over, ``n_at_once`` lines of all of them at a time.
 
-    That is fewer than the engine takes at once, so that a chat never waits for a row that batch work holds (FineInfer
-    §3.1); lines wait here, and not in the engine's queue. ``max_line_bytes``: of a line of input.
+    That is fewer than the engine takes at once, so that a chat never waits for a row that batch work holds
+    (FineInfer §3.1); lines wait here, and not in the engine's queue. ``max_line_bytes``: of a line of input.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class Batches:
             self._start(batch)
         return batch
 
-    # -- running one --------------------------------------------------------------------------------------------
+    # -- running one
+    # --------------------------------------------------------------------------------------------
 
     def _start(self, batch: dict[str, Any]) -> None:
         before = self._tasks.get(batch["id"])
@@ -215,7 +216,8 @@ class Batches:
     def _is_well(self) -> bool:
         return self._service.engine.state != "failed"
 
-    # -- its end ------------------------------------------------------------------------------------------------
+    # -- its end
+    # ------------------------------------------------------------------------------------------------
 
     async def _end(self, batch: dict[str, Any], results: Results) -> None:
         """Gives out what results there are."""
@@ -243,7 +245,8 @@ class Batches:
         say("%s is %s%s: %d of %d lines done", batch["id"], last, why, counts["completed"], counts["total"])
 
     def _fail(self, batch: dict[str, Any], error: Exception) -> None:
-        """The batch cannot even be brought to its end: on a full disk, say. The next server gives out its results."""
+        """The batch cannot even be brought to its end: on a full disk, say. The next server gives out its
+        results."""
         wrong = _io_problem(error)
         _log.error(
             "%s is failed (%s)", batch["id"], wrong["message"], exc_info=not isinstance(error, OSError)
@@ -272,10 +275,11 @@ class Batches:
 
 
 class _Beginning:
-    """From before a line is run until there is a token of its answer: what a server may die of, as ``starts`` will say.
+    """From before a line is run until there is a token of its answer: what a server may die of, as ``starts``
+    will say.
 
-    A line over which a server has died already waits for others of this kind (``lock``): of several that were begun when it
-    died, only the one that it dies of again is to be given up.
+    A line over which a server has died already waits for others of this kind (``lock``): of several that were
+    begun when it died, only the one that it dies of again is to be given up.
     """
 
     def __init__(self, starts: Starts, line: Line, lock: asyncio.Lock, is_well: Callable[[], bool]) -> None:

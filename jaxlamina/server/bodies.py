@@ -17,8 +17,8 @@ from jaxlamina.server.errors import ApiError, of_validation, refused
 from jaxlamina.server.workshop import in_thread
 
 Model = TypeVar("Model", bound=BaseModel)
-# Numbers and strings of a body; a list or an object counts as four more, a key as three. No other thread runs Python while they
-# are read: so many take about 0.02 s, and json.loads took seven times that.
+# Numbers and strings of a body; a list or an object counts as four more, a key as three. No other thread runs
+# Python while they are read: so many take about 0.02 s, and json.loads took seven times that.
 MAX_VALUES = 2**19
 _SMALL_BYTES = 16 * 1024  # read where it is: a thread would take longer
 
@@ -89,7 +89,8 @@ def checked(value: Any, model: type[Model]) -> Model:
 
 
 def _check_values(raw: bytes) -> None:
-    """`ApiError` for more than `MAX_VALUES`, by the commas and brackets outside of strings: hardly any work."""
+    """`ApiError` for more than `MAX_VALUES`, by the commas and brackets outside of strings: hardly any
+    work."""
     if _n_marks(raw) <= MAX_VALUES:
         return
     error = ApiError(

@@ -1,4 +1,5 @@
-"""An OpenAI-compatible server as its clients here see it: JSON, streams of events, uploads. Standard library alone.
+"""An OpenAI-compatible server as its clients here see it: JSON, streams of events, uploads. Standard library
+alone.
 
 Knows HTTP; nothing of models. Whatever goes wrong is a `UserError` of one line.
 """

@@ -37,7 +37,8 @@ class CompletionForm(Form):
         self._prompts = prompts
         self._n_top, self._n_prompt_top = body.logprobs or 0, body.prompt_logprobs
         self._echoes = [prompt.text or "" for prompt in prompts] if body.echo else [""] * len(prompts)
-        # A prompt's first token has no entry, so its text must be known; empty unless prompts are echoed with entries.
+        # A prompt's first token has no entry, so its text must be known; empty unless prompts are echoed with
+        # entries.
         scores = body.echo and body.logprobs is not None
         self._firsts = [decode(prompt.token_ids[:1]) for prompt in prompts] if scores else []
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
@@ -136,7 +137,8 @@ class CompletionForm(Form):
         return found
 
     def _tops(self, entry: PositionLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the one that stands there. Of several that look alike the likeliest counts."""
+        """The likeliest tokens, and the one that stands there. Of several that look alike the likeliest
+        counts."""
         found: dict[str, float] = {}
         for token, logprob in [*ranked(entry, self._n_top), _stands(entry)]:
             found.setdefault(token, logprob)

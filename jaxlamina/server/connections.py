@@ -1,6 +1,8 @@
-"""Connections that cost nothing to whoever holds them are bounded: how many there are, and how long each waits for its client.
+"""Connections that cost nothing to whoever holds them are bounded: how many there are, and how long each
+waits for its client.
 
-A subclass of uvicorn's protocol, whichever of its two parsers it has. Knows connections; nothing of what is asked.
+A subclass of uvicorn's protocol, whichever of its two parsers it has. Knows connections; nothing of what is
+asked.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ _Protocol: Any = AutoHTTPProtocol
 
 
 def protocol(most: int, timeout_s: float) -> type[asyncio.Protocol]:
-    """For `uvicorn.Config`: at most ``most`` connections, or as many as the process may have files; ``timeout_s`` as
-    `Settings.client_timeout_s`."""
+    """For `uvicorn.Config`: at most ``most`` connections, or as many as the process may have files;
+    ``timeout_s`` as `Settings.client_timeout_s`."""
     bound = min(most, _file_limit(most + _OTHER_FILES) - _OTHER_FILES)
     limits = {"most": max(1, bound), "timeout_s": timeout_s}
     return type("Connection", (_Connection,), limits)
@@ -37,8 +39,9 @@ def _file_limit(wanted: int) -> int:
 
 
 class _Connection(_Protocol):  # type: ignore[misc]
-    """Closed when its client keeps it waiting: for a whole head, for a body that comes at all, for taking in an answer. Between
-    two requests uvicorn's own, shorter time holds; while an answer is made there is none."""
+    """Closed when its client keeps it waiting: for a whole head, for a body that comes at all, for taking in
+    an answer. Between two requests uvicorn's own, shorter time holds; while an answer is made there is
+    none."""
 
     most: int
     timeout_s: float

@@ -64,7 +64,8 @@ def of_os_error(error: OSError) -> ApiError:
 
 
 def of_failure(error: Exception) -> ApiError:
-    """For whatever a request's own work raised: what it asked for (400), or a fault of ours (500), which is logged."""
+    """For whatever a request's own work raised: what it asked for (400), or a fault of ours (500), which is
+    logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):

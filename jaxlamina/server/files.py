@@ -1,8 +1,9 @@
-"""Files that clients hand in and fetch, kept in a folder: `files/ID` with its facts beside it as `files/ID.json`.
+"""Files that clients hand in and fetch, kept in a folder: `files/ID` with its facts beside it as
+`files/ID.json`.
 
-Whatever is written is written whole: under a name that ends in ".new", and renamed. What cannot be read any more is set
-aside, under a name that ends in ".damaged", and said. Knows OpenAI's file objects; nothing of what is in a file. Calls
-block: none is long but `add`.
+Whatever is written is written whole: under a name that ends in ".new", and renamed. What cannot be read any
+more is set aside, under a name that ends in ".damaged", and said. Knows OpenAI's file objects; nothing of
+what is in a file. Calls block: none is long but `add`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def is_id(text: str) -> bool:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """What the block writes is at ``path`` after it, on the disk and whole; or nothing is, where the block or the disk
-    failed, or the process died meanwhile."""
+    """What the block writes is at ``path`` after it, on the disk and whole; or nothing is, where the block or
+    the disk failed, or the process died meanwhile."""
     new = path.with_name(path.name + _NEW)
     try:
         with open(new, "wb") as file:
@@ -69,8 +70,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, kinds: Mapping[str, type]) -> dict[str, Any] | None:
-    """The object of that id that is in a file, with fields of these types; None if there is none. A damaged file is set
-    aside."""
+    """The object of that id that is in a file, with fields of these types; None if there is none. A damaged
+    file is set aside."""
     try:
         value = json.loads(path.read_bytes())
         wrong = next((key for key, kind in kinds.items() if not isinstance(value[key], kind)), None)
@@ -95,7 +96,8 @@ def set_aside(path: Path, why: str) -> None:
 
 
 class Folder:
-    """A server's folder, which no other process uses meanwhile. `UserError` if one does, or if it cannot be made."""
+    """A server's folder, which no other process uses meanwhile. `UserError` if one does, or if it cannot be
+    made."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

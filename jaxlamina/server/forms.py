@@ -1,7 +1,7 @@
 """How the events of a request become an answer of the API: whole, or chunk by chunk.
 
-`Form` is what both kinds of answers share; `completions` and `chat` say how each looks. Knows outputs and events;
-nothing of the engine or HTTP.
+`Form` is what both kinds of answers share; `completions` and `chat` say how each looks. Knows outputs and
+events; nothing of the engine or HTTP.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Chunk = BaseModel | Text
 
 
 class Form(ABC):
-    """One request's answer. ``gives_written``: what the model writes is part of it; ``gives_ids``: so are token ids, of
-    prompts and of what is written."""
+    """One request's answer. ``gives_written``: what the model writes is part of it; ``gives_ids``: so are
+    token ids, of prompts and of what is written."""
 
     prefix: str
 
@@ -82,7 +82,8 @@ class Form(ABC):
     def piece(
         self, choice: int, text: str, entry: PositionLogprobs | None, ids: list[int] | None
     ) -> Iterator[Chunk]:
-        """Some more text of a choice, with the log-probabilities and, where wanted, the id of the token it came with."""
+        """Some more text of a choice, with the log-probabilities and, where wanted, the id of the token it
+        came with."""
 
     @abstractmethod
     def end(self, choice: int, completion: CompletionOutput) -> Iterator[Chunk]:
@@ -145,7 +146,8 @@ def ranked(entry: PositionLogprobs, n: int) -> list[tuple[str, float]]:
 
 
 def prompt_field(output: RequestOutput, n: int | None) -> list[PromptEntry | None] | None:
-    """vLLM's ``prompt_logprobs`` of an answer, of ``n`` likeliest tokens a position; None: it is not wanted."""
+    """vLLM's ``prompt_logprobs`` of an answer, of ``n`` likeliest tokens a position; None: it is not
+    wanted."""
     if n is None or output.prompt_logprobs is None:
         return None
     return [None if entry is None else _entry(entry, n) for entry in output.prompt_logprobs]

@@ -21,8 +21,8 @@ _FORM_BYTES = 64 * 1024  # of an upload, beside the file
 
 
 class Gate:
-    """``why_not()``: why the server takes no request now, or None. What is outside of ``/v1`` needs no key, but what
-    tells of the server's options or throws away what it has stored."""
+    """``why_not()``: why the server takes no request now, or None. What is outside of ``/v1`` needs no key,
+    but what tells of the server's options or throws away what it has stored."""
 
     def __init__(
         self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, why_not: Callable[[], str | None]

@@ -1,7 +1,7 @@
 """What `/metrics` says, under vLLM's names; what vLLM has no name for is under `jaxlamina:`.
 
-Counts that the engine keeps are read when asked for; times of requests are noted as they happen. Knows `Engine`'s
-statistics; nothing of HTTP.
+Counts that the engine keeps are read when asked for; times of requests are noted as they happen. Knows
+`Engine`'s statistics; nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def snapshot(engine: Engine) -> dict[str, float]:
 
 
 class Metrics:
-    """An `Observer`. ``model_name`` is the label of everything; ``pools``: what they did in a step, where that is recorded."""
+    """An `Observer`. ``model_name`` is the label of everything; ``pools``: what they did in a step, where
+    that is recorded."""
 
     def __init__(self, model_name: str, pools: PoolTimes | None = None) -> None:
         self._pools = pools

@@ -1,4 +1,5 @@
-"""From a request's fields to `SamplingParams`: which are passed on, and which are refused because nothing does them yet.
+"""From a request's fields to `SamplingParams`: which are passed on, and which are refused because nothing
+does them yet.
 
 The one place where both are written down.
 """
@@ -83,14 +84,16 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
 
 
 def _structured(body: SamplingFields) -> StructuredOutputs | None:
-    """What a call that is forced, ``response_format`` (OpenAI's) or ``structured_outputs`` (vLLM's) ask for."""
+    """What a call that is forced, ``response_format`` (OpenAI's) or ``structured_outputs`` (vLLM's) ask
+    for."""
     wanted = _structured_field(body)
     use, tools = tool_use(body) if isinstance(body, ChatCompletionRequest) else ("none", ())
     if use != "forced":
         return wanted
     if wanted is not None:
         raise refused(
-            "tool_choice asks for a call, and response_format or structured_outputs for something else: give one",
+            "tool_choice asks for a call, and response_format or structured_outputs for something else: "
+            "give one",
             "tool_choice",
         )
     return StructuredOutputs(json=call_schema(tools))
@@ -115,7 +118,8 @@ def _structured_field(body: SamplingFields) -> StructuredOutputs | None:
     schema = (format_.json_schema or {}).get("schema")
     if format_.type != "json_schema" or not isinstance(schema, dict):
         raise refused(
-            'response_format must be {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": '
+            'response_format must be {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", '
+            '"json_schema": '
             '{"name": …, "schema": {…}}}',
             "response_format",
         )

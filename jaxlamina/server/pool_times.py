@@ -18,10 +18,12 @@ _log = logging.getLogger("uvicorn.error")
 
 
 class PoolTimes:
-    """``before_step`` belongs before each of the engine's steps, in its thread; ``seconds`` may be read from any.
+    """``before_step`` belongs before each of the engine's steps, in its thread; ``seconds`` may be read from
+    any.
 
-    The decode step that is recorded is run a few times more than it would be, which changes nothing that is written, and
-    holds the others up meanwhile. Where it cannot be recorded, that is said in the log, and tried again in its turn.
+    The decode step that is recorded is run a few times more than it would be, which changes nothing that is
+    written, and holds the others up meanwhile. Where it cannot be recorded, that is said in the log, and
+    tried again in its turn.
     """
 
     def __init__(self, executor: Any, every_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:

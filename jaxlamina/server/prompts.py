@@ -33,7 +33,8 @@ _LEAST_TEXT, _TEXT_PER_TOKEN = 2**20, 256
 
 
 class Prompts:
-    """Raises `ApiError` for whatever cannot be made into a prompt. Thread-safe: long texts are for other threads."""
+    """Raises `ApiError` for whatever cannot be made into a prompt. Thread-safe: long texts are for other
+    threads."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class Prompts:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
-        """``tool_call_parser``: of `tool_parsers.PARSERS`, None: as the chat template says. ``reasoning_parser``: of
-        `reasoning.PARSERS`, None: what is thought is part of the answer."""
+        """``tool_call_parser``: of `tool_parsers.PARSERS`, None: as the chat template says.
+        ``reasoning_parser``: of `reasoning.PARSERS`, None: what is thought is part of the answer."""
         self._tokenizer = llm.tokenizer
         self._trusts_templates = trust_request_chat_template
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
@@ -116,7 +117,8 @@ class Prompts:
         return self._checked(prompt, None if params is None else params.max_tokens, "messages")
 
     def _template(self, body: ChatFields) -> str:
-        """The chat template: the model's, or the request's own where such are trusted. `ApiError` if there is none."""
+        """The chat template: the model's, or the request's own where such are trusted. `ApiError` if there is
+        none."""
         tokenizer = self._with_tokenizer("messages")
         if body.chat_template is None:
             if tokenizer.chat_template is None:
@@ -127,7 +129,8 @@ class Prompts:
             return str(tokenizer.chat_template)
         if not self._trusts_templates:
             raise refused(
-                "a request's own chat_template is a program, which this server does not run unless it is served with "
+                "a request's own chat_template is a program, which this server does not run unless it is "
+                "served with "
                 "--trust-request-chat-template",
                 "chat_template",
             )
@@ -140,8 +143,8 @@ class Prompts:
         return body.chat_template
 
     def tool_use(self, body: ChatFields) -> tools.ToolUse:
-        """Whether the answer may call tools, or must. Raises `ApiError` if it may and this model's template has no place
-        for them, or asks for calls in a form that is not read here."""
+        """Whether the answer may call tools, or must. Raises `ApiError` if it may and this model's template
+        has no place for them, or asks for calls in a form that is not read here."""
         use, _ = tools.tool_use(body)
         if use != "auto":
             return use
@@ -154,7 +157,8 @@ class Prompts:
             )
         if self._call_form(template) is None:
             raise refused(
-                'it is not clear in which form this model calls tools: leave tools out, take tool_choice="required", or '
+                "it is not clear in which form this model calls tools: leave tools out, take "
+                'tool_choice="required", or '
                 f"serve with --tool-call-parser {', '.join(tool_parsers.PARSERS)}",
                 "tools",
             )
@@ -258,8 +262,8 @@ def _told(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]
 
 
 def _plain(message: ChatMessage, with_calls: bool) -> dict[str, Any]:
-    """A message as templates expect it: content as text, a call's arguments as an object. ``with_calls``: the template has a
-    place for calls; else they are content."""
+    """A message as templates expect it: content as text, a call's arguments as an object. ``with_calls``: the
+    template has a place for calls; else they are content."""
     found: dict[str, Any] = {"role": message.role}
     if isinstance(message.content, list):
         other = next(

@@ -1,7 +1,7 @@
 """Requests and answers of the API, field by field, as OpenAI and vLLM name them.
 
-Types and ranges only: what a field does to sampling is `parameters`' affair. Unknown fields are ignored, as vLLM does.
-Numbers are bounded so that nothing a client sends can break a step that others are in.
+Types and ranges only: what a field does to sampling is `parameters`' affair. Unknown fields are ignored, as
+vLLM does. Numbers are bounded so that nothing a client sends can break a step that others are in.
 """
 
 from __future__ import annotations

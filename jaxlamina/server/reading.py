@@ -21,8 +21,8 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """How one request's texts are read. ``form``: the name of the parser of calls; ``thinks``: marks around what is thought,
-    None where that is part of the answer."""
+    """How one request's texts are read. ``form``: the name of the parser of calls; ``thinks``: marks around
+    what is thought, None where that is part of the answer."""
 
     use: ToolUse = "none"
     form: str | None = None

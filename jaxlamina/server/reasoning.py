@@ -1,7 +1,8 @@
-"""What a model thinks before it answers, apart from the answer: text between two marks, such as <think> and </think>.
+"""What a model thinks before it answers, apart from the answer: text between two marks, such as <think> and
+</think>.
 
-A parser takes text in pieces, of any size; how the text is cut makes no difference. Pure: knows nothing of requests or
-answers.
+A parser takes text in pieces, of any size; how the text is cut makes no difference. Pure: knows nothing of
+requests or answers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from jaxlamina.server.tool_parsers import overlap
 
 
 class Marks(NamedTuple):
-    """``opened``: a model thinks from the beginning even where neither its prompt nor its text has the first mark."""
+    """``opened``: a model thinks from the beginning even where neither its prompt nor its text has the first
+    mark."""
 
     open: str
     close: str

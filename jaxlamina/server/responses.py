@@ -1,6 +1,7 @@
 """`/v1/responses` as a chat: its request as a chat's, and what an answer looks like, whole or as events.
 
-Nothing is stored, so a conversation comes with each request. Knows fields and forms; nothing of the engine or HTTP.
+Nothing is stored, so a conversation comes with each request. Knows fields and forms; nothing of the engine or
+HTTP.
 """
 
 from __future__ import annotations
@@ -194,7 +195,8 @@ def _response_format(text: TextFields | None) -> ResponseFormat | None:
     return ResponseFormat(type=kind, json_schema=None if schema is None else {"schema": schema})
 
 
-# -- the answer -------------------------------------------------------------------------------------------------------
+# -- the answer
+# -------------------------------------------------------------------------------------------------------
 
 
 class Answer(BaseModel):
@@ -257,7 +259,8 @@ class ResponsesForm(Form):
 
     last = ""  # the event of the whole response is
 
-    # -- items and their events -----------------------------------------------------------------------------------
+    # -- items and their events
+    # -----------------------------------------------------------------------------------
 
     def _added(self, read: Read) -> Iterator[Answer]:
         self._thought += read.thought

@@ -1,7 +1,7 @@
 """A server's life: a socket, the engine's thread, the application, uvicorn; and its end, in order.
 
-SIGTERM or SIGINT: no new request is taken, running ones have time to finish, then the process ends with 0. A second
-signal shortens that. Knows how the parts are put together; nothing of what they do.
+SIGTERM or SIGINT: no new request is taken, running ones have time to finish, then the process ends with 0. A
+second signal shortens that. Knows how the parts are put together; nothing of what they do.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class _Server(uvicorn.Server):
 
 
 class App:
-    """One server of one model. ``on_progress(n_done, n_all)``: programs compiled of those that are there before the first
-    request, from the engine's thread."""
+    """One server of one model. ``on_progress(n_done, n_all)``: programs compiled of those that are there
+    before the first request, from the engine's thread."""
 
     def __init__(
         self, llm: LLM, settings: Settings, on_progress: Progress, on_ready: Callable[[], None]
@@ -159,7 +159,8 @@ class App:
             self._compiling_end_s = THREAD_END_S  # ranks end together, as their libraries would have it
 
     def run(self, listener: socket.socket | None = None) -> bool:
-        """Serves until `end` or a signal; whether everything had ended in time. `UserError` if it was never ready."""
+        """Serves until `end` or a signal; whether everything had ended in time. `UserError` if it was never
+        ready."""
         try:
             self._server.run(None if listener is None else [listener])
         finally:
@@ -181,7 +182,8 @@ class App:
             self._server.should_exit = True
 
     def _last_words(self, line: str) -> None:
-        """The process is about to end since its job has failed: every client is told so, as far as that is quick."""
+        """The process is about to end since its job has failed: every client is told so, as far as that is
+        quick."""
         loop, told = self._loop, threading.Event()
         if loop is None or loop.is_closed():
             return
@@ -305,7 +307,8 @@ def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at host and port, 0 for any free one, that does not listen yet. `UserError` if it cannot be had."""
+    """A socket at host and port, 0 for any free one, that does not listen yet. `UserError` if it cannot be
+    had."""
     with contextlib.ExitStack() as undone:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,6 +1,7 @@
 """Completions and chats, from a checked request to a whole answer or a stream of chunks.
 
-Puts prompts, parameters, the engine and an answer's form together. Knows nothing of HTTP; batches use it as endpoints do.
+Puts prompts, parameters, the engine and an answer's form together. Knows nothing of HTTP; batches use it as
+endpoints do.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Body = CompletionRequest | ChatCompletionRequest | ResponsesRequest
 
 
 class Service:
-    """Raises `ApiError` for whatever cannot be answered. ``counted``: see `AsyncEngine.submit`; what is not counted is batch
-    work, which goes after chats unless it says a priority of its own."""
+    """Raises `ApiError` for whatever cannot be answered. ``counted``: see `AsyncEngine.submit`; what is not
+    counted is batch work, which goes after chats unless it says a priority of its own."""
 
     def __init__(
         self,
@@ -38,8 +39,8 @@ class Service:
         ignores_priority: bool,
         max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
     ) -> None:
-        """``ignores_priority``: the scheduling policy never looks at a request's. ``max_grammar_bytes``: of what an output must
-        follow."""
+        """``ignores_priority``: the scheduling policy never looks at a request's. ``max_grammar_bytes``: of
+        what an output must follow."""
         self.engine, self.prompts, self.names = engine, prompts, tuple(names)
         self._ignores_priority, self._max_grammar_bytes = ignores_priority, max_grammar_bytes
 
@@ -92,19 +93,22 @@ class Service:
             raise _of(error) from None
 
     def _prepared(self, body: Body) -> tuple[Form, Sequence[Prompt], SamplingParams]:
-        """All that a request asks for, checked. It may take long: a template is run, a long text is tokenised."""
+        """All that a request asks for, checked. It may take long: a template is run, a long text is
+        tokenised."""
         asked = as_chat(body) if isinstance(body, ResponsesRequest) else body
         params = sampling_params(asked)
         if body.priority and self._ignores_priority:
             raise refused(
-                f"priority={body.priority} would change nothing: this server's scheduling policy does not look at it; leave it "
+                f"priority={body.priority} would change nothing: this server's scheduling policy does not "
+                f"look at it; leave it "
                 "out, or serve with --scheduling-policy priority (or chat-first)",
                 "priority",
             )
         follows = params.structured_outputs
         if follows is not None and follows.n_bytes > self._max_grammar_bytes:
             raise refused(
-                f"structured_outputs have {follows.n_bytes} bytes, at most {self._max_grammar_bytes} are taken: ask for "
+                f"structured_outputs have {follows.n_bytes} bytes, at most {self._max_grammar_bytes} are "
+                f"taken: ask for "
                 "something shorter, or serve with a larger --max-grammar-bytes",
                 "structured_outputs",
             )
@@ -124,7 +128,8 @@ class Service:
             form = CompletionForm(asked, self.names[0], prompts, self.prompts.decode)
         if len(prompts) * params.n_sequences > MAX_CONTINUATIONS:
             raise refused(
-                f"{len(prompts)} prompts with {params.n_sequences} continuations each are too many: a request may have "
+                f"{len(prompts)} prompts with {params.n_sequences} continuations each are too many: a "
+                f"request may have "
                 f"{MAX_CONTINUATIONS}",
                 "n",
             )

@@ -45,7 +45,8 @@ class Settings(Options):
     )
     warm_up: bool = option(
         True,
-        "Compile the programs that serve every request first, and the others behind; or each when it is first needed.",
+        "Compile the programs that serve every request first, and the others behind; or each when it is "
+        "first needed.",
     )
     wait_for_all: bool = option(
         False, "Compile all programs before the first request.", flag="--wait-for-all"
@@ -55,12 +56,14 @@ class Settings(Options):
     )
     pool_metrics_interval: float = option(
         0.0,
-        "Over ranks: seconds between decode steps that are recorded for each pool's times in /metrics. 0: none.",
+        "Over ranks: seconds between decode steps that are recorded for each pool's times in /metrics. 0: "
+        "none.",
         least=0,
     )
     profile_after: float = option(
         0.0,
-        "Seconds after the first step at which it is recorded once what each rank's device does; told in the log. 0: never.",
+        "Seconds after the first step at which it is recorded once what each rank's device does; told in "
+        "the log. 0: never.",
         least=0,
     )
     profile_s: float = option(3.0, "Seconds that are recorded then.", least=0.1)

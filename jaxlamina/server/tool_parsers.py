@@ -1,8 +1,9 @@
-"""Calls of tools in what a model writes, in the forms that models are taught: Hermes', Llama 3's, Mistral's, pythonic.
+"""Calls of tools in what a model writes, in the forms that models are taught: Hermes', Llama 3's, Mistral's,
+pythonic.
 
-A parser takes text in pieces, of any size, and gives the text to show and the calls; how the text is cut makes no difference.
-What may yet become a call is held back, and what turns out to be none is shown as it was written. Pure: knows nothing of
-requests or answers.
+A parser takes text in pieces, of any size, and gives the text to show and the calls; how the text is cut
+makes no difference. What may yet become a call is held back, and what turns out to be none is shown as it was
+written. Pure: knows nothing of requests or answers.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class HermesParser(CallParser):
 
 
 class Llama3Parser(CallParser):
-    """`{"name": …, "parameters": {…}}` at the text's beginning, maybe after `<|python_tag|>`; several with `;` between them."""
+    """`{"name": …, "parameters": {…}}` at the text's beginning, maybe after `<|python_tag|>`; several with
+    `;` between them."""
 
     TAG = "<|python_tag|>"
     marks = (TAG,)
@@ -139,8 +141,8 @@ class Llama3Parser(CallParser):
 
 
 class MistralParser(CallParser):
-    """`[TOOL_CALLS]` and then a list, `[{"name": …, "arguments": {…}}, …]`, or one call as `name{…}` (newer models: maybe with
-    `[CALL_ID]…` and `[ARGS]` after the name)."""
+    """`[TOOL_CALLS]` and then a list, `[{"name": …, "arguments": {…}}, …]`, or one call as `name{…}` (newer
+    models: maybe with `[CALL_ID]…` and `[ARGS]` after the name)."""
 
     MARK = "[TOOL_CALLS]"
     marks = (MARK, "[CALL_ID]", "[ARGS]")
@@ -174,8 +176,8 @@ class MistralParser(CallParser):
             self._held, self._in_call, self._end = self._held[end:], False, _JsonEnd()
 
     def _call(self) -> tuple[int, list[Call]] | None:
-        """(How long what is held is, as one call or several; those) of what follows the mark; none: it is text; None: it has
-        not all come."""
+        """(How long what is held is, as one call or several; those) of what follows the mark; none: it is
+        text; None: it has not all come."""
         after = len(self.MARK)
         rest = self._held[after:]
         start = _n_blanks(rest)
@@ -204,7 +206,8 @@ class MistralParser(CallParser):
 
 
 class PythonicParser(CallParser):
-    """A text that is a list of calls in Python, `[get_weather(city="Oslo"), get_time()]`, and nothing else."""
+    """A text that is a list of calls in Python, `[get_weather(city="Oslo"), get_time()]`, and nothing
+    else."""
 
     marks = ()
     _BEGINS = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\(")
@@ -310,8 +313,8 @@ def _loads(text: str) -> Any:
 
 
 def _calls(text: str, bare: bool = False) -> list[Call]:
-    """The call, or list of calls, that a JSON text is; empty if it is anything else. ``bare``: nothing else says that it is
-    one, so it must have arguments."""
+    """The call, or list of calls, that a JSON text is; empty if it is anything else. ``bare``: nothing else
+    says that it is one, so it must have arguments."""
     value = _loads(text)
     found = []
     for call in value if isinstance(value, list) else [value]:

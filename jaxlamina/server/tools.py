@@ -1,7 +1,7 @@
 """Tool calls: what a request asks for, and how calls look in an answer.
 
-A model that may call does so in the form of its template (`tool_parsers`); one that must is held to a JSON object alone.
-Knows fields; nothing of templates.
+A model that may call does so in the form of its template (`tool_parsers`); one that must is held to a JSON
+object alone. Knows fields; nothing of templates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ToolUse = Literal["none", "auto", "forced"]
 
 
 def tool_use(body: ChatFields) -> tuple[ToolUse, Sequence[Tool]]:
-    """Whether the answer may call tools, or must, and which. Raises `ApiError` for a ``tool_choice`` that is none."""
+    """Whether the answer may call tools, or must, and which. Raises `ApiError` for a ``tool_choice`` that is
+    none."""
     choice, tools = body.tool_choice, body.tools or []
     if not tools and choice not in (None, "none", "auto"):
         raise refused("tool_choice needs tools", "tool_choice")

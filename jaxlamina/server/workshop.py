@@ -1,4 +1,5 @@
-"""Work that may take long and cannot be interrupted, in threads of its own: a few at once, each waited for so long.
+"""Work that may take long and cannot be interrupted, in threads of its own: a few at once, each waited for so
+long.
 
 Knows asyncio and threads; nothing of what the work is.
 """
@@ -20,8 +21,8 @@ class Busy(Exception):
 
 
 class Workshop:
-    """At most ``n_threads`` at once. Work that takes longer than it may is left alone and keeps its place until it ends, so
-    that what hangs cannot pile up. The threads hold up no end of the process."""
+    """At most ``n_threads`` at once. Work that takes longer than it may is left alone and keeps its place
+    until it ends, so that what hangs cannot pile up. The threads hold up no end of the process."""
 
     def __init__(self, n_threads: int) -> None:
         self._places = asyncio.Semaphore(n_threads)

@@ -63,8 +63,8 @@ class DecodeBatch(NamedTuple):
 class PrefillBatch(NamedTuple):
     """Prompts, or what is left of them after tokens whose KV is stored already; padded on the right.
 
-    A pad's position repeats the last valid one and it is not stored. C is 0 where no row has earlier tokens, unless
-    ``Buckets.prefills`` is false.
+    A pad's position repeats the last valid one and it is not stored. C is 0 where no row has earlier tokens,
+    unless ``Buckets.prefills`` is false.
     """
 
     tokens: np.ndarray  # [B, T] int32
@@ -94,8 +94,9 @@ class PrefillBatch(NamedTuple):
     ) -> PrefillBatch:
         """``tokens[b]`` are row b's tokens after those of ``earlier[b]``, ``slots[b]`` as many slots.
 
-        ``earlier[b]``: slots of the row's tokens whose KV is stored, by position; nothing for prompts from their
-        first token on. ``ValueError`` for rows that do not match, and for more tokens than buckets hold.
+        ``earlier[b]``: slots of the row's tokens whose KV is stored, by position; nothing for prompts from
+        their first token on. ``ValueError`` for rows that do not match, and for more tokens than buckets
+        hold.
         """
         earlier = earlier or [()] * len(tokens)
         if not len(tokens) == len(slots) == len(earlier):
@@ -122,7 +123,8 @@ class PrefillBatch(NamedTuple):
 
 
 def levelled(batches: Sequence[PrefillBatch], n_slots: int) -> list[PrefillBatch]:
-    """The same, all padded to the most tokens and the most earlier tokens of any: sizes that occur together are few then.
+    """The same, all padded to the most tokens and the most earlier tokens of any: sizes that occur together
+    are few then.
 
     ``n_slots`` is S, the pool's size.
     """
@@ -146,8 +148,8 @@ def levelled(batches: Sequence[PrefillBatch], n_slots: int) -> list[PrefillBatch
 
 
 def with_chunk(batch: DecodeBatch, chunk: PrefillBatch) -> tuple[Any, np.ndarray]:
-    """(tokens, positions) of a decode step's B rows and then of a chunk's T tokens, ``[B + T, 1]`` int32; tokens are where
-    the batch's are.
+    """(tokens, positions) of a decode step's B rows and then of a chunk's T tokens, ``[B + T, 1]`` int32;
+    tokens are where the batch's are.
 
     ``ValueError`` unless the chunk is one request's.
     """

@@ -44,7 +44,8 @@ def steps(start: int, stop: int, per_octave: int) -> tuple[int, ...]:
 class Buckets:
     """Batch sizes of a decode step, padded prompt lengths, and padded context lengths (previous tokens).
 
-    ``prefills``: whether a prompt of which no token is stored has programs of its own; if not, it is a chunk after no tokens.
+    ``prefills``: whether a prompt of which no token is stored has programs of its own; if not, it is a chunk
+    after no tokens.
     """
 
     batch: tuple[int, ...]
@@ -64,23 +65,24 @@ class Buckets:
 
     @classmethod
     def default(cls, max_num_seqs: int, max_model_len: int, cut: Cut = "fine") -> Buckets:
-        """What is padded at most: of a context an eighth from 512 up ("fine"), a third from 256 up ("coarse"), or three quarters
-        from 2,048 up ("doubling", "few"); of a batch from 8 up and of a prompt a third, or with "doubling" half, but a third of
-        a batch beyond 128 and of a prompt beyond 256; with "few" half of both.
+        """What is padded at most: of a context an eighth from 512 up ("fine"), a third from 256 up
+        ("coarse"), or three quarters from 2,048 up ("doubling", "few"); of a batch from 8 up and of a prompt
+        a third, or with "doubling" half, but a third of a batch beyond 128 and of a prompt beyond 256; with
+        "few" half of both.
 
-        Where a step is run slice by slice, slices are compiled for (batch) and (prompt), the attend call for (batch,
-        context): a tenth of a second each, so "fine". A step that is one program is compiled in seconds for each batch
-        and context, and for each prompt and context: "coarse", or "doubling" where attention takes no longer for padding,
-        so that a context is no more than the width of a table, and up to 128 rows reading the weights is what takes the time
-        (docs/benchmarks.md, products of few rows). "few" is for where that is so and compiling is slow: a prompt is a chunk
-        after no tokens there.
+        Where a step is run slice by slice, slices are compiled for (batch) and (prompt), the attend call for
+        (batch, context): a tenth of a second each, so "fine". A step that is one program is compiled in
+        seconds for each batch and context, and for each prompt and context: "coarse", or "doubling" where
+        attention takes no longer for padding, so that a context is no more than the width of a table, and up
+        to 128 rows reading the weights is what takes the time (docs/benchmarks.md, products of few rows).
+        "few" is for where that is so and compiling is slow: a prompt is a chunk after no tokens there.
         """
         sizes = _batches(max_num_seqs, cut), _prompts(max_model_len, cut), _contexts(max_model_len, cut)
         return cls(*sizes, prefills=cut != "few")
 
     def fit(self, wanted: StepSizes) -> StepSizes:
-        """The sizes that a step of such numbers of rows, tokens and earlier tokens is padded to. ``ValueError`` if there are
-        more than buckets hold."""
+        """The sizes that a step of such numbers of rows, tokens and earlier tokens is padded to.
+        ``ValueError`` if there are more than buckets hold."""
         alongside = None if wanted.alongside is None else self.fit(wanted.alongside)
         if wanted.kind == "decode":
             batch, context = bucket(wanted.batch, self.batch), bucket(wanted.context, self.context)
@@ -93,9 +95,10 @@ class Buckets:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """A step's sizes, padded or not. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier tokens;
-    ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers, by their index, of which
-    each has such a prompt or chunk at once; ``of_all``: logits of all tokens, for a prompt that is scored."""
+    """A step's sizes, padded or not. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier
+    tokens; ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers,
+    by their index, of which each has such a prompt or chunk at once; ``of_all``: logits of all tokens, for a
+    prompt that is scored."""
 
     kind: Literal["decode", "prefill", "chunk"]
     batch: int
@@ -142,7 +145,8 @@ class StepSizes:
         return replace(self, kind=kind, alongside=alongside, **sizes)
 
     def holds(self, other: StepSizes) -> bool:
-        """Whether a step of ``other`` sizes can be padded to these: a prompt whose first token is its own is a chunk, too."""
+        """Whether a step of ``other`` sizes can be padded to these: a prompt whose first token is its own is
+        a chunk, too."""
         if (self.kind == "decode") != (other.kind == "decode") or self.of_all != other.of_all:
             return False
         if self.kind == "prefill" and other.kind == "chunk" and other.context:
@@ -156,10 +160,11 @@ class StepSizes:
 
 
 class CompiledSizes:
-    """Which sizes have programs: while others are being compiled, a step is padded to the smallest of these that holds it.
+    """Which sizes have programs: while others are being compiled, a step is padded to the smallest of these
+    that holds it.
 
-    Any thread may `add`; ``wanted``: of each sizes without a program, the rows of padding that it would have saved steps, and
-    one for each step.
+    Any thread may `add`; ``wanted``: of each sizes without a program, the rows of padding that it would have
+    saved steps, and one for each step.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -175,7 +180,8 @@ class CompiledSizes:
         self._shapes = tuple(dict.fromkeys((*self._shapes, *shapes)))
 
     def fit(self, wanted: StepSizes) -> StepSizes:
-        """As `Buckets.fit`; sizes that nothing compiled holds are given as they are, to be compiled at once."""
+        """As `Buckets.fit`; sizes that nothing compiled holds are given as they are, to be compiled at
+        once."""
         found = self.buckets.fit(wanted)
         if found in self._shapes:
             return found
@@ -216,7 +222,8 @@ def _doubling(start: int, until: int, stop: int) -> tuple[int, ...]:
 
 
 def _contexts(most: int, cut: Cut) -> tuple[int, ...]:
-    """Steps of 64 up to 512, then eight an octave; 64, 128, then two an octave; or from 2,048 on one in two octaves."""
+    """Steps of 64 up to 512, then eight an octave; 64, 128, then two an octave; or from 2,048 on one in two
+    octaves."""
     if cut in ("doubling", "few"):
         return (*(n for n in (2048, 8192, 32768, 131072) if n < most), most)
     even = {"fine": range(64, 512, 64), "coarse": (64, 128)}[cut]

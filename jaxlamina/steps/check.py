@@ -1,4 +1,5 @@
-"""Whether a plan can be run as it stands. Knows what a step needs, not how plans are made: it reads the finished lists only."""
+"""Whether a plan can be run as it stands. Knows what a step needs, not how plans are made: it reads the
+finished lists only."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from jaxlamina.steps.tasks import (
 def check_plan(plan: Plan, layout: Layout) -> None:
     """Raises a ``ValueError`` that names the first conflict, if there is one.
 
-    In this order: a rank runs a slice whose weights it does not have; a slice, an attention, an append or a payload is
-    missing, twice or unknown; the lists, run with every message blocking both ends, stop short: ends do not match, wait in a
-    circle, or want what is not there yet.
+    In this order: a rank runs a slice whose weights it does not have; a slice, an attention, an append or a
+    payload is missing, twice or unknown; the lists, run with every message blocking both ends, stop short:
+    ends do not match, wait in a circle, or want what is not there yet.
     """
     for rank, tasks in plan.model.items():
         for task in tasks:

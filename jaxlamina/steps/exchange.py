@@ -8,8 +8,9 @@ import msgspec
 
 
 class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor that a program sends to or receives from another rank; "all" is a collective of all ranks, peer -1. What is
-    "put" into a peer's memory and there taken ("take") is an exchange for which the sender does not wait."""
+    """One tensor that a program sends to or receives from another rank; "all" is a collective of all ranks,
+    peer -1. What is "put" into a peer's memory and there taken ("take") is an exchange for which the sender
+    does not wait."""
 
     op: Literal["send", "recv", "all", "put", "take"]
     peer: int

@@ -1,4 +1,5 @@
-"""How a job's pools are laid out, as plans need it: workers, partition, replicas or stages. Pure: ranks and sizes."""
+"""How a job's pools are laid out, as plans need it: workers, partition, replicas or stages. Pure: ranks and
+sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Layout:
         return self.partition == "heads" or len(self.workers) == 1
 
     def model_rank(self, slice_: int) -> int:
-        """Who runs a slice of a step that is one batch, and has its attention: the first replica, or the slice's stage."""
+        """Who runs a slice of a step that is one batch, and has its attention: the first replica, or the
+        slice's stage."""
         return self.stages[slice_] if self.stages else 0
 
     def slices_on(self, rank: int, n_slices: int) -> range:

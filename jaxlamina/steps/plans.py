@@ -1,10 +1,12 @@
 """From a step's shape and the layout to a plan: for each rank an ordered list of tasks. Pure.
 
-Whatever combinations of layouts and kinds of step there are is decided here: `why_not` says what cannot be, `plan_of` makes the
-lists, and interpreters run them as they are (`jaxlamina.ranks.model_programs`, `jaxlamina.ranks.attention_programs`).
+Whatever combinations of layouts and kinds of step there are is decided here: `why_not` says what cannot be,
+`plan_of` makes the lists, and interpreters run them as they are (`jaxlamina.ranks.model_programs`,
+`jaxlamina.ranks.attention_programs`).
 
-Sources: Lamina 2025 §4.2.2 (q first, then k and v), §4.3 (staggered batches), §5 (prefill workers: their k and v are taken in
-after what model workers wait for); Lamina 2024 §5.2.1 (messages in parts), §5.6 (a chunk alongside a decode step).
+Sources: Lamina 2025 §4.2.2 (q first, then k and v), §4.3 (staggered batches), §5 (prefill workers: their k
+and v are taken in after what model workers wait for); Lamina 2024 §5.2.1 (messages in parts), §5.6 (a chunk
+alongside a decode step).
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ from jaxlamina.steps.tasks import (
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """What goes through the slices together: rows of one token each, then a prompt's tokens as rows, if there is one
-    alongside; or prompts alone. ``first_segment``: of the step's segments (`StepShape.segments`), the one that the first of
-    these is, or is a part of; it is part ``index`` of ``of`` equal ones. ``n_parts``: of its messages."""
+    """What goes through the slices together: rows of one token each, then a prompt's tokens as rows, if there
+    is one alongside; or prompts alone. ``first_segment``: of the step's segments (`StepShape.segments`), the
+    one that the first of these is, or is a part of; it is part ``index`` of ``of`` equal ones. ``n_parts``:
+    of its messages."""
 
     segments: tuple[StepShape, ...]
     first_segment: int = 0
@@ -59,8 +62,9 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """``model``: of each model rank and prefill worker that takes part; shards of a replica all do what its first one does.
-    ``pool``: of every attention worker. ``intake``: what rank 0 does after all this by a program of its own."""
+    """``model``: of each model rank and prefill worker that takes part; shards of a replica all do what its
+    first one does. ``pool``: of every attention worker. ``intake``: what rank 0 does after all this by a
+    program of its own."""
 
     n_layers: int
     batches: tuple[PlannedBatch, ...]
@@ -84,12 +88,14 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
     if shape.chunk is not None and (n > 1 or shape.mini_batches > 1):
         name, value = ("n_batches", n) if n > 1 else ("mini_batches", shape.mini_batches)
         return (
-            f"mixed_steps=True computes a prompt along with rows that are one batch, not with {name}={value}: take {name}=1, "
+            f"mixed_steps=True computes a prompt along with rows that are one batch, not with "
+            f"{name}={value}: take {name}=1, "
             "or mixed_steps=False"
         )
     if shape.mini_batches > 1 and not layout.by_heads:
         return (
-            f"mini_batches={shape.mini_batches} cuts up the messages of a batch of which each worker has all tokens: take "
+            f"mini_batches={shape.mini_batches} cuts up the messages of a batch of which each worker has "
+            f"all tokens: take "
             "partition='heads', or mini_batches=1"
         )
     if shape.mini_batches > 1 and n > 1:
@@ -104,7 +110,8 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
 
 @cache
 def plan_of(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
-    """The plan of a step of this shape for a model with ``n_layers`` attention operators. ``UserError`` as `why_not` says."""
+    """The plan of a step of this shape for a model with ``n_layers`` attention operators. ``UserError`` as
+    `why_not` says."""
     if reason := why_not(layout, shape):
         raise UserError(reason)
     rows, *beside = shape.parts
@@ -146,8 +153,8 @@ def _layer_of(task: Task) -> int:
 def _taken_in(
     pool: Sequence[Task], batches: Sequence[PlannedBatch], after: Sequence[list[Task]]
 ) -> list[Task]:
-    """The pool's list with what prefill workers compute meanwhile: each layer of it comes after the layer's last task of the
-    rows, for whose answers model ranks wait."""
+    """The pool's list with what prefill workers compute meanwhile: each layer of it comes after the layer's
+    last task of the rows, for whose answers model ranks wait."""
     found: list[Task] = []
     left = [sum(_ends_layer(task) == i for task in pool) for i in range(len(after))]
     for task in pool:
@@ -160,7 +167,8 @@ def _taken_in(
 
 
 def _ends_layer(task: Task) -> int | None:
-    """The layer of a batch that this may be the last task of: its answer, or without one what stores its tokens."""
+    """The layer of a batch that this may be the last task of: its answer, or without one what stores its
+    tokens."""
     if isinstance(task, Send):
         return task.payload.layer
     if isinstance(task, Swap):
@@ -172,7 +180,8 @@ def _ends_layer(task: Task) -> int | None:
 def _in_turn(
     layout: Layout, shape: StepShape, n_layers: int, n_batches_before: int = 0, n_segments_before: int = 0
 ) -> Plan:
-    """A step of one batch: model and pool take turns, layer by layer; from stage to stage where there are several."""
+    """A step of one batch: model and pool take turns, layer by layer; from stage to stage where there are
+    several."""
     index = n_batches_before
     batch = PlannedBatch(shape.segments, n_segments_before, n_parts=shape.mini_batches)
     model: dict[int, list[Task]] = {}
@@ -212,7 +221,8 @@ def _layer(
         q, kv, [out] = Payload("q", index, k), Payload("kv", index, k), outs
         model = [RunSlice(index, k, "q"), Send(q, POOL), RunSlice(index, k, "kv"), Send(kv, POOL), *own]
         return [*model, Receive(out, POOL)], [Receive(q, rank), Receive(kv, rank), *answers[0]]
-    # A part is sent before the answer to the one before it is asked for: so a worker has it when it is done with that.
+    # A part is sent before the answer to the one before it is asked for: so a worker has it when it is done
+    # with that.
     first, *others = (Payload("qkv", index, k, p) for p in parts)
     of_model: list[Task] = [RunSlice(index, k), Send(first, POOL)]
     of_pool: list[Task] = [Receive(first, rank)]
@@ -224,8 +234,8 @@ def _layer(
 
 # --- several staggered batches ---
 def _staggered(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
-    """The order that a schedule has. q goes with k and v, or before them. The last slices of all batches are one where one rank
-    runs them all: it reads their weights, the longest of all, once."""
+    """The order that a schedule has. q goes with k and v, or before them. The last slices of all batches are
+    one where one rank runs them all: it reads their weights, the longest of all, once."""
     n = shape.n_batches
     schedule = schedule_of(layout, n, n_layers)
     one = msgspec.structs.replace(shape, batch=shape.batch_each, n_batches=1)
@@ -265,7 +275,8 @@ def _slices(item: SliceRun, q_first: bool) -> list[Task]:
 
 
 def _exchanged(item: PoolExchange, peer: int, receives: str, q_first: bool) -> Task:
-    """An exchange as that end of it does it which receives attention output, or what comes in to be attended to."""
+    """An exchange as that end of it does it which receives attention output, or what comes in to be attended
+    to."""
     to_pool = None if item.send is None else Payload("kv" if q_first else "qkv", *item.send)
     from_pool = None if item.receive is None else Payload("out", *item.receive)
     send, receive = (to_pool, from_pool) if receives == "out" else (from_pool, to_pool)

@@ -10,13 +10,14 @@ import msgspec
 class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A bucket: everything of a step that its programs are compiled for.
 
-    ``batch`` requests with ``tokens`` new tokens each and room for ``context`` stored ones; ``rows`` and ``new`` are
-    how many requests and new tokens an attention worker serves where it does not serve all. ``q_first``: q travels
-    alone, before k and v are computed. ``n_batches``: the requests go as so many staggered batches of equal size, of
-    each of which ``rows`` and ``new`` are. ``chunk``: of a decode step, the part of a prompt that is computed alongside,
-    itself a step of one request. ``mini_batches``: the requests' messages of each layer go in so many parts. ``of_all``:
-    logits of all tokens of prompts, not of each one's last. ``rank``: the prefill worker that runs it; 0: model ranks do.
-    ``prefills``: what prefill workers run at the same time, a part each.
+    ``batch`` requests with ``tokens`` new tokens each and room for ``context`` stored ones; ``rows`` and
+    ``new`` are how many requests and new tokens an attention worker serves where it does not serve all.
+    ``q_first``: q travels alone, before k and v are computed. ``n_batches``: the requests go as so many
+    staggered batches of equal size, of each of which ``rows`` and ``new`` are. ``chunk``: of a decode step,
+    the part of a prompt that is computed alongside, itself a step of one request. ``mini_batches``: the
+    requests' messages of each layer go in so many parts. ``of_all``: logits of all tokens of prompts, not of
+    each one's last. ``rank``: the prefill worker that runs it; 0: model ranks do. ``prefills``: what prefill
+    workers run at the same time, a part each.
     """
 
     kind: Literal["decode", "prefill", "chunk"]
@@ -35,7 +36,8 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parts(self) -> tuple[StepShape, ...]:
-        """What model ranks run, or a prefill worker if they run nothing, and what prefill workers run beside it."""
+        """What model ranks run, or a prefill worker if they run nothing, and what prefill workers run beside
+        it."""
         return (msgspec.structs.replace(self, prefills=()), *self.prefills)
 
     def part_of(self, prefill_rank: int) -> StepShape | None:
@@ -50,13 +52,15 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def segments(self) -> tuple[StepShape, ...]:
-        """What attention workers are told of one by one: its rows or prompts, the chunk alongside, prefill workers' parts."""
+        """What attention workers are told of one by one: its rows or prompts, the chunk alongside, prefill
+        workers' parts."""
         own = msgspec.structs.replace(self, chunk=None, mini_batches=1, prefills=())
         return (own, *([] if self.chunk is None else [self.chunk]), *self.prefills)
 
     @property
     def logits_of(self) -> tuple[int, ...]:
-        """What there are logits of in one staggered batch: ``[B]`` requests, or ``[B, T]`` tokens; of a chunk alongside one more."""
+        """What there are logits of in one staggered batch: ``[B]`` requests, or ``[B, T]`` tokens; of a chunk
+        alongside one more."""
         n = self.batch_each + (self.chunk is not None)
         return (n, self.tokens) if self.of_all else (n,)
 

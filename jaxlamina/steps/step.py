@@ -11,8 +11,8 @@ from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 class PromptPart:
     """Prompts, or what follows their stored tokens.
 
-    scored: logits after every token are wanted, and not after the last one alone. worker: the prefill worker that computes
-    them, by its index, where there are prefill workers.
+    scored: logits after every token are wanted, and not after the last one alone. worker: the prefill worker
+    that computes them, by its index, where there are prefill workers.
     """
 
     batch: PrefillBatch
@@ -22,15 +22,16 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class Step:
-    """Rows that get one token each, and prompts that are computed with them. Either may be missing. A prompt may follow
-    tokens of one before it."""
+    """Rows that get one token each, and prompts that are computed with them. Either may be missing. A prompt
+    may follow tokens of one before it."""
 
     decodes: DecodeBatch | None = None
     prompts: tuple[PromptPart, ...] = ()
 
     @property
     def alongside(self) -> PrefillBatch | None:
-        """The prompt whose tokens can be rows of the decode step's program: one, with rows beside it, and not scored."""
+        """The prompt whose tokens can be rows of the decode step's program: one, with rows beside it, and not
+        scored."""
         if self.decodes is None or len(self.prompts) != 1 or self.prompts[0].scored:
             return None
         return self.prompts[0].batch

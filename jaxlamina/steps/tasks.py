@@ -1,7 +1,8 @@
-"""What a rank does in a step, as data. A plan is a list of these for each rank; interpreters run them, and checks and
-drawings read them. Pure.
+"""What a rank does in a step, as data. A plan is a list of these for each rank; interpreters run them, and
+checks and drawings read them. Pure.
 
-A batch is what goes through the slices together, counted from 0 within the step; layers are attention operators.
+A batch is what goes through the slices together, counted from 0 within the step; layers are attention
+operators.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ FRONT = 0
 
 
 class Payload(NamedTuple):
-    """What one message carries. Messages of a batch's rows may go in parts; ``out`` is attention output, or what of it the
-    stored tokens give; of logits ``layer`` is the number of layers."""
+    """What one message carries. Messages of a batch's rows may go in parts; ``out`` is attention output, or
+    what of it the stored tokens give; of logits ``layer`` is the number of layers."""
 
     what: Literal["q", "kv", "qkv", "out", "logits"]
     batch: int
@@ -44,8 +45,8 @@ class Logits:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention. On a model rank: of prompts' new tokens among themselves. On an attention worker: over what it has stored,
-    and over the new tokens where they are part of its answer."""
+    """Attention. On a model rank: of prompts' new tokens among themselves. On an attention worker: over what
+    it has stored, and over the new tokens where they are part of its answer."""
 
     batch: int
     layer: int
@@ -84,8 +85,9 @@ class Swap:
 
 @dataclass(frozen=True)
 class HandOver:
-    """A batch's context before a slice goes from one model rank to the next; in both ranks' lists. With it goes the attention
-    output that ``source`` has put together, or q, k and v, of which ``target`` adds the new tokens' own attention, or neither."""
+    """A batch's context before a slice goes from one model rank to the next; in both ranks' lists. With it
+    goes the attention output that ``source`` has put together, or q, k and v, of which ``target`` adds the
+    new tokens' own attention, or neither."""
 
     batch: int
     slice: int

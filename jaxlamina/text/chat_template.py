@@ -1,9 +1,8 @@
 """Chat templates: the Jinja program of a model that turns messages into one prompt.
 
-Templates come with models from strangers, so they run in jinja2's immutable sandbox and see plain data only; what bounds
-their time and memory is `template_process`.
-The environment is the one of transformers (`apply_chat_template`): same filters, functions and tags. Knows
-nothing of tokens.
+Templates come with models from strangers, so they run in jinja2's immutable sandbox and see plain data only;
+what bounds their time and memory is `template_process`. The environment is the one of transformers
+(`apply_chat_template`): same filters, functions and tags. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from jaxlamina.errors import UserError
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what an assistant wrote, for training; here it is its body."""
+    """`{% generation %}…{% endgeneration %}` marks what an assistant wrote, for training; here it is its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

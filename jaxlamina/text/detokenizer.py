@@ -1,9 +1,9 @@
 """Token ids to text one at a time, never half a character.
 
 Every token stands for some bytes; text is those bytes decoded as UTF-8, with one U+FFFD for each maximal
-invalid run (what `tokenizers` and Python both do). So a streamed text is by construction the text of the whole
-sequence. Knows the decoders of byte-level BPE and of SentencePiece-like vocabularies; for any other it asks
-`tokenizers` for the whole text again each time. Knows nothing of prompts or stop strings.
+invalid run (what `tokenizers` and Python both do). So a streamed text is by construction the text of the
+whole sequence. Knows the decoders of byte-level BPE and of SentencePiece-like vocabularies; for any other it
+asks `tokenizers` for the whole text again each time. Knows nothing of prompts or stop strings.
 """
 
 from __future__ import annotations

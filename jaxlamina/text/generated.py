@@ -28,7 +28,8 @@ class NoText:
 
 
 class GeneratedText:
-    """The text so far, cut at the first stop string, before it or with ``include_stop`` behind it; `release` never shows what a stop string may yet claim."""
+    """The text so far, cut at the first stop string, before it or with ``include_stop`` behind it; `release`
+    never shows what a stop string may yet claim."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False
@@ -42,7 +43,8 @@ class GeneratedText:
         self._n_released = 0
 
     def add(self, token_id: int, *, may_stop: bool = True) -> bool:
-        """Takes in a token; True if a stop string is now complete. Without ``may_stop`` its text cannot be part of one."""
+        """Takes in a token; True if a stop string is now complete. Without ``may_stop`` its text cannot be
+        part of one."""
         return self._extend(self._detokenizer.add(token_id), may_stop)
 
     def finish(self) -> bool:
@@ -50,7 +52,8 @@ class GeneratedText:
         return self.stopped_by is None and self._extend(self._detokenizer.finish(), may_stop=True)
 
     def release(self, *, finished: bool) -> str:
-        """Text not released before. Unless ``finished``, an end that may grow into a stop string stays back."""
+        """Text not released before. Unless ``finished``, an end that may grow into a stop string stays
+        back."""
         held = 0 if finished else max((_overlap(self.text, s) for s in self._stop), default=0)
         end = max(self._n_released, len(self.text) - held)
         new = self.text[self._n_released : end]

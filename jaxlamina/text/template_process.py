@@ -1,8 +1,8 @@
 """Chat templates in a process of their own: time and memory of a template are bounded, whatever is in it.
 
-A template is a program that comes with a model, from strangers: it may loop for ever, or double a string until nothing is
-left, and in C, where no counter sees it. The process is started with the first chat, kept, and ended where a template goes
-beyond its bounds. Knows `chat_template` alone; nothing of tokens, and no JAX.
+A template is a program that comes with a model, from strangers: it may loop for ever, or double a string
+until nothing is left, and in C, where no counter sees it. The process is started with the first chat, kept,
+and ended where a template goes beyond its bounds. Knows `chat_template` alone; nothing of tokens, and no JAX.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jaxlamina.errors import UserError
 from jaxlamina.text.chat_template import plain, render_chat
 
 CPU_S = "JAXLAMINA_TEMPLATE_CPU_S"
-"""In the environment: seconds of a core that one chat's prompt may take; an ordinary one takes a thousandth."""
+"""In the environment: seconds of a core that one chat's prompt may take; an ordinary one takes a
+thousandth."""
 MOST_BYTES = 1 << 30
 MOST_CHARACTERS = 1 << 26
 

@@ -34,7 +34,8 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 class Tokenizer:
     """One vocabulary with its chat template.
 
-    `inner` encodes; `named_tokens` are strings such as `bos_token` for the template; `eos_token_ids` end a text.
+    `inner` encodes; `named_tokens` are strings such as `bos_token` for the template; `eos_token_ids` end a
+    text.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":  # Rust's, which is no `Exception`
                 raise
             raise UserError(
-                f"the model's tokenizer failed on the prompt ({str(error).partition(chr(10))[0][:120]}): see whether its tokenizer.json "
+                f"the model's tokenizer failed on the prompt ({str(error).partition(chr(10))[0][:120]}): "
+                f"see whether its tokenizer.json "
                 "is whole"
             ) from None
 
@@ -99,7 +101,8 @@ class Tokenizer:
     ) -> IncrementalDetokenizer:
         """A fresh stream of text: `.add(token_id)` for each token, `.finish()` at the end.
 
-        ``spaces_between_special_tokens``: False leaves out the blanks that some decoders put between two special tokens.
+        ``spaces_between_special_tokens``: False leaves out the blanks that some decoders put between two
+        special tokens.
         """
         if self._bytes is not None:  # these put none
             return ByteDetokenizer(self._bytes, skip_special_tokens)
@@ -136,15 +139,17 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt for `messages`; `variables` (tools, documents, …) go to the template, the model's own or `chat_template`.
+        """The prompt for `messages`; `variables` (tools, documents, …) go to the template, the model's own or
+        `chat_template`.
 
-        `continue_final_message`: it ends with the last message's content, so that the model goes on with that, and
-        `add_generation_prompt` must be false. Raises `UserError` if the model has no chat template, the template refuses the
-        messages, or leaves out the one that is to be continued.
+        `continue_final_message`: it ends with the last message's content, so that the model goes on with
+        that, and `add_generation_prompt` must be false. Raises `UserError` if the model has no chat template,
+        the template refuses the messages, or leaves out the one that is to be continued.
         """
         if continue_final_message and add_generation_prompt:
             raise UserError(
-                "continue_final_message goes on with the last message, add_generation_prompt begins another: give one"
+                "continue_final_message goes on with the last message, add_generation_prompt begins "
+                "another: give one"
             )
         template = chat_template or self.chat_template
         if template is None:
@@ -218,7 +223,8 @@ def tokenizer_from_folder(folder: Path, eos_token_ids: Sequence[int] = ()) -> To
 
 
 def generation_eos_ids(folder: Path) -> list[int]:
-    """End tokens in generation_config.json, which often knows the end of a turn where config.json does not."""
+    """End tokens in generation_config.json, which often knows the end of a turn where config.json does
+    not."""
     ends = _json(folder / "generation_config.json").get("eos_token_id")
     found = ends if isinstance(ends, list) else [] if ends is None else [ends]
     for i in found:

@@ -31,13 +31,15 @@ def why_no_rank(claimed: AnyHello, n_ranks: int, job: str, describe: Callable[[i
     """What is wrong with the protocol, the job or the rank that a Hello of any protocol claims, or None."""
     if not _same(claimed.job, job):
         line = (
-            f"a process that was started as rank {claimed.rank} is of another job than {describe(0)}: start all ranks by "
+            f"a process that was started as rank {claimed.rank} is of another job than {describe(0)}: start "
+            f"all ranks by "
             f"one launcher, or with one {JOB} in their environment"
         )
         return Refusal(line, line)
     if claimed.protocol != PROTOCOL:
         line = (
-            f"rank {claimed.rank} speaks control protocol {claimed.protocol}, {describe(0)} speaks {PROTOCOL}: "
+            f"rank {claimed.rank} speaks control protocol {claimed.protocol}, {describe(0)} speaks "
+            f"{PROTOCOL}: "
             "install the same version of jaxlamina on all hosts"
         )
         return Refusal(line, line)
@@ -67,7 +69,8 @@ def read_hello(body: bytes | bytearray, who: str) -> Hello | Refusal:
 def first_difference(
     hello: Hello, config: Config, versions: Mapping[str, str], describe: Callable[[int], str]
 ) -> Refusal | None:
-    """The first key of ``config``, then of ``versions``, that differs from rank 0's, with both values for rank 0; or None."""
+    """The first key of ``config``, then of ``versions``, that differs from rank 0's, with both values for
+    rank 0; or None."""
     who, here = f"{describe(hello.rank)} on {hello.host}", describe(0)
     for what, end, theirs, ours in (
         ("was started with another configuration", "start all ranks with the same", hello.config, config),

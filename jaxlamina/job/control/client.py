@@ -34,12 +34,13 @@ _RANK_0_FIRST_S = 5.0  # how much longer we wait than rank 0, which knows who is
 class ControlClient:
     """Every other rank's end. Made when it is: rank 0 has been reached, and all ranks are there and agree.
 
-    - ``address``: rank 0's, "host:port"; tried until ``deadline_s`` has passed, and then as long again for the others.
+    - ``address``: rank 0's, "host:port"; tried until ``deadline_s`` has passed, and then as long again for
+      the others.
     - ``hello``: who this is (``hello_of`` makes one).
     - ``on_fault(rank, line)``: called once at most, from a thread of the channel, with the first bad news.
 
-    ``UserError`` where rank 0 is not reached, refuses this rank (it says why), or the group does not come about.
-    ``epoch``: the group's, from rank 0.
+    ``UserError`` where rank 0 is not reached, refuses this rank (it says why), or the group does not come
+    about. ``epoch``: the group's, from rank 0.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class ControlClient:
     def receive(self, deadline_s: float | None) -> Message:
         """The next message. ``deadline_s`` None: as long as rank 0 is there.
 
-        `ControlError` as soon as any rank has failed or gone, if nothing came within ``deadline_s``, and after a Bye.
+        `ControlError` as soon as any rank has failed or gone, if nothing came within ``deadline_s``, and
+        after a Bye.
         """
         until = None if deadline_s is None else time.monotonic() + deadline_s
         while True:

@@ -1,7 +1,7 @@
 """One peer over one TCP connection: a thread that reads, a thread that keeps it alive, sends from any thread.
 
-Whatever ends a connection (closed, broken, silent, or bytes that are no message) is told once, as text. Knows nothing
-of ranks or of what a message means, but for Ping and Pong.
+Whatever ends a connection (closed, broken, silent, or bytes that are no message) is told once, as text. Knows
+nothing of ranks or of what a message means, but for Ping and Pong.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ConnectionEnded(ConnectionError):
 class Connection:
     """``run`` in a thread of its own; it returns when the connection has ended, after ``on_end(why)``.
 
-    ``on_message`` gets every message but Ping and Pong, in the thread of ``run``. ``why`` goes on from "it": "closed
-    its control connection". The peer answers our Pings and we answer its, so the two need not agree on ``heartbeat_s``
-    (seconds between our Pings).
+    ``on_message`` gets every message but Ping and Pong, in the thread of ``run``. ``why`` goes on from "it":
+    "closed its control connection". The peer answers our Pings and we answer its, so the two need not agree
+    on ``heartbeat_s`` (seconds between our Pings).
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class Connection:
             self._has_ended.set()
 
     def send(self, message: Message, wait_s: float | None = None) -> None:
-        """`MessageError` or `FrameError` for what cannot be sent, `ConnectionEnded` if the peer is no longer there.
+        """`MessageError` or `FrameError` for what cannot be sent, `ConnectionEnded` if the peer is no longer
+        there.
 
-        It waits as long as the peer goes on reading; with ``wait_s`` no longer than that, and then the connection is
-        given up if part of the message has left.
+        It waits as long as the peer goes on reading; with ``wait_s`` no longer than that, and then the
+        connection is given up if part of the message has left.
         """
         self.send_frame(frame(encode(message)), wait_s)
 
@@ -94,7 +95,8 @@ class Connection:
         self._stop()
 
     def wait_ended(self, seconds: float) -> bool:
-        """Whether ``run`` has come to its end, after at most ``seconds``; at once in the thread of ``run``."""
+        """Whether ``run`` has come to its end, after at most ``seconds``; at once in the thread of
+        ``run``."""
         if threading.current_thread() is self._thread:
             return False
         return self._has_ended.wait(seconds)
@@ -125,7 +127,8 @@ class Connection:
         self._stopped = True
         self._pong_is_due.set()
         try:
-            # Not close: the threads that wait on this descriptor are to wake up, and it must not be another's meanwhile.
+            # Not close: the threads that wait on this descriptor are to wake up, and it must not be another's
+            # meanwhile.
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it has ended already

@@ -1,7 +1,8 @@
 """Who connects to rank 0, until it is known who that is: one thread for all, however many they are.
 
 Anyone who reaches the port can connect. Whoever does has some seconds and 64 KiB for a Hello; of more than
-`MOST_GUESTS` at once the one that has said nothing for longest goes. Knows Hello; whether it is a rank's is for others.
+`MOST_GUESTS` at once the one that has said nothing for longest goes. Knows Hello; whether it is a rank's is
+for others.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class _Guest:
 class Door:
     """Hears all that connect to ``listener``, until `close`, in a thread of its own.
 
-    - ``on_hello(sock, address, reader, claimed, body)``: takes the socket over and returns None, or returns why not, which the other
-      side is told.
+    - ``on_hello(sock, address, reader, claimed, body)``: takes the socket over and returns None, or returns
+      why not, which the other side is told.
     - ``on_stranger(text)``: somebody connected and said nothing that could be answered.
     """
 
@@ -59,7 +60,8 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody comes in any more. Who has connected by now is still heard, for as long as last words take; not waited for."""
+        """Nobody comes in any more. Who has connected by now is still heard, for as long as last words take;
+        not waited for."""
         self._waker.close()
 
     def wait_closed(self) -> None:
@@ -83,8 +85,8 @@ class Door:
                     self._drop(guest, "it said nothing whole in time")
 
     def _come_in(self) -> bool:
-        """One that waits to, if there is one: the others are heard before the next, so that nobody who has said who it is has
-        to make room unheard."""
+        """One that waits to, if there is one: the others are heard before the next, so that nobody who has
+        said who it is has to make room unheard."""
         try:
             sock, peer = self._listener.accept()
         except BlockingIOError:
@@ -141,7 +143,8 @@ class Door:
             self._tell(guest, why_not)
 
     def _tell(self, guest: _Guest, reason: str) -> None:
-        """A guest is told to go, and has time to read that: closed with something unread, TCP would take it back."""
+        """A guest is told to go, and has time to read that: closed with something unread, TCP would take it
+        back."""
         try:
             guest.sock.send(b"".join(frame(encode(Refused(reason)))))
             guest.sock.shutdown(socket.SHUT_WR)

@@ -1,4 +1,5 @@
-"""Where a message begins and ends in a stream of bytes: four bytes that say whose stream it is, a length, a body.
+"""Where a message begins and ends in a stream of bytes: four bytes that say whose stream it is, a length, a
+body.
 
 Pure functions of bytes; knows nothing of sockets or of what a body holds.
 """
@@ -9,7 +10,8 @@ import struct
 from collections.abc import Iterator
 
 LARGEST_BYTES = 1 << 30
-"""The largest body between ranks that know each other: KV that moves is sent in several messages if it is more."""
+"""The largest body between ranks that know each other: KV that moves is sent in several messages if it is
+more."""
 
 _MAGIC = (
     b"JXLc"  # not ASCII digits or a plausible length: an HTTP request or an ssh banner is told apart at once
@@ -23,7 +25,8 @@ class FrameError(ValueError):
 
 
 def frame(body: bytes, largest_bytes: int = LARGEST_BYTES) -> tuple[bytes, ...]:
-    """``body`` as it goes into the stream, in one piece or, where a copy would cost more than a packet, in two.
+    """``body`` as it goes into the stream, in one piece or, where a copy would cost more than a packet, in
+    two.
 
     `FrameError` if the other side would refuse it for its size.
     """
@@ -38,7 +41,8 @@ def frame(body: bytes, largest_bytes: int = LARGEST_BYTES) -> tuple[bytes, ...]:
 class FrameReader:
     """Bodies out of a stream that arrives in any pieces: ``feed`` a piece, then take all ``bodies``.
 
-    While a large body comes in, ``space`` is where its next bytes may be put without a copy; say ``filled`` then.
+    While a large body comes in, ``space`` is where its next bytes may be put without a copy; say ``filled``
+    then.
     """
 
     def __init__(self, largest_bytes: int = LARGEST_BYTES) -> None:

@@ -1,7 +1,8 @@
 """What rank 0 and the attention ranks say to each other: typed messages, as msgpack.
 
-``encode`` and ``decode`` are all there is to it; a message that came over the wire has been checked against its type,
-and so has each array in it. Knows nothing of sockets, devices or models, and never unpickles anything.
+``encode`` and ``decode`` are all there is to it; a message that came over the wire has been checked against
+its type, and so has each array in it. Knows nothing of sockets, devices or models, and never unpickles
+anything.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
 PROTOCOL = 6
-"""Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and Refused."""
+"""Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and
+Refused."""
 
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
@@ -55,8 +57,8 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, array: Any) -> Array:
-        """``array`` (anything `numpy.asarray` takes, a JAX array too), copied. ``ValueError`` for a dtype that no
-        message can carry."""
+        """``array`` (anything `numpy.asarray` takes, a JAX array too), copied. ``ValueError`` for a dtype
+        that no message can carry."""
         values = np.asarray(array)
         if not values.dtype.isnative:
             values = values.astype(values.dtype.newbyteorder("="))
@@ -88,8 +90,8 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class Hello(_Message, frozen=True):
-    """A rank's first words. ``config``: what it was started with; ``versions``: of the libraries that must agree; ``job``: the
-    word of its job, "" where it has none."""
+    """A rank's first words. ``config``: what it was started with; ``versions``: of the libraries that must
+    agree; ``job``: the word of its job, "" where it has none."""
 
     protocol: int
     rank: int
@@ -115,11 +117,11 @@ class Refused(_Message, frozen=True):
 class Setup(_Message, frozen=True):
     """What an attention rank needs to know of the model and of its KV slots.
 
-    ``kv_slots``: as many as the user asked for, or None to fill the memory with at most ``most_slots`` and at least
-    ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``n_host_slots``: as many as the user
-    asked for, or None for as many as pay. ``stages``: the model rank that runs
-    each slice, where model ranks are stages of a pipeline. ``channel_scales``: each layer's `ChannelScales` for KV that is
-    scaled by channel.
+    ``kv_slots``: as many as the user asked for, or None to fill the memory with at most ``most_slots`` and at
+    least ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``n_host_slots``:
+    as many as the user asked for, or None for as many as pay. ``stages``: the model rank that runs each
+    slice, where model ranks are stages of a pipeline. ``channel_scales``: each layer's `ChannelScales` for KV
+    that is scaled by channel.
     """
 
     layers: tuple[Layer, ...]
@@ -135,9 +137,9 @@ class Setup(_Message, frozen=True):
 
 
 class SetupModel(_Message, frozen=True):
-    """To a model rank other than rank 0, whose weights rank 0 then sends by the transport: the model (`config`, as of
-    Hugging Face), the dtype of weights, and how KV is kept; which parameters it gets; ``partition`` and ``stages``, as of
-    Setup. It answers ModelReady."""
+    """To a model rank other than rank 0, whose weights rank 0 then sends by the transport: the model
+    (`config`, as of Hugging Face), the dtype of weights, and how KV is kept; which parameters it gets;
+    ``partition`` and ``stages``, as of Setup. It answers ModelReady."""
 
     config: dict[str, Any]
     dtype: str
@@ -152,7 +154,8 @@ class ModelReady(_Message, frozen=True):
 
 
 class SlotsFound(_Message, frozen=True):
-    """Slots of the whole memory pool, as far as this rank's memory goes; and of the host's, as far as its host's does."""
+    """Slots of the whole memory pool, as far as this rank's memory goes; and of the host's, as far as its
+    host's does."""
 
     n_slots: int
     n_host_slots: int
@@ -168,8 +171,9 @@ class Allocated(_Message, frozen=True):
 
 
 class Prepare(_Message, frozen=True):
-    """Compile the program of a bucket, do not run it. ``traceable``: so that a trace names each of its kernels. ``wait``: for
-    what is being compiled since `PrepareLater`; if not, the answer may be that it is not done."""
+    """Compile the program of a bucket, do not run it. ``traceable``: so that a trace names each of its
+    kernels. ``wait``: for what is being compiled since `PrepareLater`; if not, the answer may be that it is
+    not done."""
 
     shape: StepShape
     traceable: bool = False
@@ -177,7 +181,8 @@ class Prepare(_Message, frozen=True):
 
 
 class PrepareLater(_Message, frozen=True):
-    """`Prepare` will come: begin with it, go on with other messages, and answer nothing yet. ``behind``: steps run meanwhile."""
+    """`Prepare` will come: begin with it, go on with other messages, and answer nothing yet. ``behind``:
+    steps run meanwhile."""
 
     shape: StepShape
     traceable: bool = False
@@ -185,8 +190,8 @@ class PrepareLater(_Message, frozen=True):
 
 
 class Prepared(_Message, frozen=True):
-    """``exchanges`` of the compiled program, in the order in which they are run, None while it is being compiled; ``seconds``
-    that compiling took."""
+    """``exchanges`` of the compiled program, in the order in which they are run, None while it is being
+    compiled; ``seconds`` that compiling took."""
 
     shape: StepShape
     exchanges: tuple[Exchange, ...] | None
@@ -197,16 +202,17 @@ class Prepared(_Message, frozen=True):
 
 
 class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is not as it was in an array: ``values`` int32 ``[n]`` at places ``at`` int32 ``[n]`` of it in one line."""
+    """What is not as it was in an array: ``values`` int32 ``[n]`` at places ``at`` int32 ``[n]`` of it in one
+    line."""
 
     at: Array
     values: Array
 
 
 class RunStep(_Message, frozen=True):
-    """Run the program of ``shape`` once, on arrays of each of its segments (`StepShape.segments`): slot tables, lengths,
-    positions, … ``tables``: of each segment, how its slot table differs from that of the last step's segment in the same place;
-    None where it is among the arrays."""
+    """Run the program of ``shape`` once, on arrays of each of its segments (`StepShape.segments`): slot
+    tables, lengths, positions, … ``tables``: of each segment, how its slot table differs from that of the
+    last step's segment in the same place; None where it is among the arrays."""
 
     step: int
     epoch: int
@@ -243,7 +249,8 @@ class ForgetHost(_Message, frozen=True):
 
 
 class TakeRows(_Message, frozen=True):
-    """Answer with the contents of ``slots`` int32 ``[n]``, as Rows. ``host``: of the host's slots, which are empty then."""
+    """Answer with the contents of ``slots`` int32 ``[n]``, as Rows. ``host``: of the host's slots, which are
+    empty then."""
 
     slots: Array
     host: bool = False
@@ -270,8 +277,9 @@ class Recorded(_Message, frozen=True):
     """A rank's time by a device's trace, in nanoseconds of its host's clock, int64.
 
     ``steps`` [n, 2]: when each was begun and was done. ``spans`` [m, 6]: stream, kind (its place in
-    `jaxlamina.profiling.KINDS`), index, batch, start, end. ``meetings`` [k, 5]: step, peer (-1: all
-    ranks), way (`jaxlamina.profiling.timeline`), start, end. ``error``: why there is nothing in them, where that is so.
+    `jaxlamina.profiling.KINDS`), index, batch, start, end. ``meetings`` [k, 5]: step, peer (-1: all ranks),
+    way (`jaxlamina.profiling.timeline`), start, end. ``error``: why there is nothing in them, where that is
+    so.
     """
 
     host: str
@@ -287,15 +295,16 @@ class Recorded(_Message, frozen=True):
 
 
 class Observe(_Message, frozen=True):
-    """Begin to record what the device does, without waiting for steps; or end it, and answer with Observed."""
+    """Begin to record what the device does, without waiting for steps; or end it, and answer with
+    Observed."""
 
     begin: bool
 
 
 class Observed(_Message, frozen=True):
-    """What a rank's device did in a stretch of time, in nanoseconds: in all, computing, in exchanges while it computed
-    nothing, and idle, that in ``n_gaps`` gaps. ``kernels``: (name, nanoseconds, runs) of what took the most. ``error``: why
-    there is nothing in it, where that is so."""
+    """What a rank's device did in a stretch of time, in nanoseconds: in all, computing, in exchanges while it
+    computed nothing, and idle, that in ``n_gaps`` gaps. ``kernels``: (name, nanoseconds, runs) of what took
+    the most. ``error``: why there is nothing in it, where that is so."""
 
     host: str
     window_ns: int = 0
@@ -376,7 +385,8 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """``MessageError`` for what msgpack cannot hold: an int of more than 64 bits, a str with a lone surrogate."""
+    """``MessageError`` for what msgpack cannot hold: an int of more than 64 bits, a str with a lone
+    surrogate."""
     try:
         return _encoder.encode(message)
     except (OverflowError, TypeError, UnicodeEncodeError, ValueError) as error:

@@ -56,16 +56,19 @@ class _Member:
 
 
 class ControlServer:
-    """Rank 0's end. Listens from the start, so that ranks can come while rank 0 is still busy; then ``gather``.
+    """Rank 0's end. Listens from the start, so that ranks can come while rank 0 is still busy; then
+    ``gather``.
 
     - ``address``: "host:port", of this host. Port 0 takes any that is free; ``self.address`` then has it.
     - ``config``, ``versions``: what every rank must have been started with.
-    - ``job``: the word of this job. A rank with the same word that cannot take part ends the job before it has begun. Anyone
-      else who comes with a Hello that does not fit is turned away alone, and so are all where there is no word ("").
-    - ``on_refused(line)``: somebody was turned away alone; called a few times at most, from a thread of the channel.
+    - ``job``: the word of this job. A rank with the same word that cannot take part ends the job before it
+      has begun. Anyone else who comes with a Hello that does not fit is turned away alone, and so are all
+      where there is no word ("").
+    - ``on_refused(line)``: somebody was turned away alone; called a few times at most, from a thread of the
+      channel.
     - ``describe(rank)``: as in "rank 2 (attention worker 1)".
-    - ``on_fault(rank, line)``: called once at most, from a thread of the channel, with the first bad news after
-      ``gather``; the others have been told by then.
+    - ``on_fault(rank, line)``: called once at most, from a thread of the channel, with the first bad news
+      after ``gather``; the others have been told by then.
 
     ``UserError`` where ``address`` cannot be listened on.
     """
@@ -109,8 +112,8 @@ class ControlServer:
         """Returns when every rank from 1 on is there and has been welcomed.
 
         `UserError`, after every rank that did come has been told the same, if some have not come after
-        ``deadline_s``, or one came that cannot take part (configuration, versions, a number that is taken or does
-        not exist), or ended again.
+        ``deadline_s``, or one came that cannot take part (configuration, versions, a number that is taken or
+        does not exist), or ended again.
         """
         until = time.monotonic() + deadline_s
         with self._changed:
@@ -143,8 +146,8 @@ class ControlServer:
     def receive(self, rank: int, kind: type[M], deadline_s: float) -> M:
         """The next message of ``rank``, which must be a ``kind``.
 
-        `ControlError` if it is another, if none came within ``deadline_s``, or as soon as any rank has failed or gone.
-        Messages of a rank are for one thread to receive.
+        `ControlError` if it is another, if none came within ``deadline_s``, or as soon as any rank has failed
+        or gone. Messages of a rank are for one thread to receive.
         """
         until = time.monotonic() + deadline_s
         member = self._members[rank]
@@ -233,7 +236,8 @@ class ControlServer:
         return verdict.told
 
     def _stranger(self, text: str, line: str | None = None) -> None:
-        """Anyone can connect (a port scan, a load balancer's probe, a rank of another job): that must not end this one."""
+        """Anyone can connect (a port scan, a load balancer's probe, a rank of another job): that must not end
+        this one."""
         with self._changed:
             self._strangers.append(text)
             self._n_refused += line is not None
@@ -255,7 +259,8 @@ class ControlServer:
             return hello
         if claimed.rank in self._members:
             line = (
-                f"two processes were started as {who}: {self._members[claimed.rank].place} and {_place(hello)}; give "
+                f"two processes were started as {who}: {self._members[claimed.rank].place} and "
+                f"{_place(hello)}; give "
                 "every process a rank of its own, and end what is left of an older job"
             )
             return Refusal(line, line)

@@ -46,10 +46,11 @@ def listen(address: str) -> socket.socket:
 
 
 def connect(address: str, deadline_s: float, whose: str) -> socket.socket:
-    """A connection to ``whose`` address, tried again and again for ``deadline_s``: it may start later than we.
+    """A connection to ``whose`` address, tried again and again for ``deadline_s``: it may start later than
+    we.
 
-    A name that is not known yet is tried again too: where pods get theirs when they start, that is how it begins.
-    `UserError` when the deadline has passed.
+    A name that is not known yet is tried again too: where pods get theirs when they start, that is how it
+    begins. `UserError` when the deadline has passed.
     """
     host, port = parse_address(address)
     until = time.monotonic() + deadline_s
@@ -65,6 +66,7 @@ def connect(address: str, deadline_s: float, whose: str) -> socket.socket:
             why = error.strerror or str(error)
         time.sleep(min(_RETRY_S, max(0.0, until - time.monotonic())))
     raise UserError(
-        f"{whose} was not reached at {address} within {deadline_s:g} s ({why}): it must be running, and the address must "
+        f"{whose} was not reached at {address} within {deadline_s:g} s ({why}): it must be running, and the "
+        f"address must "
         "be one of its host that other hosts reach"
     )

@@ -1,6 +1,8 @@
-"""Deadlines for what a thread may wait on for ever: a step whose peer has gone sits in a device call, not in Python.
+"""Deadlines for what a thread may wait on for ever: a step whose peer has gone sits in a device call, not in
+Python.
 
-One thread looks after all of them. Knows nothing of JAX, ranks or what is done about it: that is for ``on_late``.
+One thread looks after all of them. Knows nothing of JAX, ranks or what is done about it: that is for
+``on_late``.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ class _Job:
 
 
 class Watchdog:
-    """``begin`` something and say when it is ``done``; if that takes more than ``deadline_s`` seconds, ``on_late(line)``
-    is called, once for it and from the watchdog's thread.
+    """``begin`` something and say when it is ``done``; if that takes more than ``deadline_s`` seconds,
+    ``on_late(line)`` is called, once for it and from the watchdog's thread.
 
-    ``where()``: how far what is late has come, as in "last completed exchange 12 of 93"; asked when something is late, and put
-    into the line. ``now``: seconds of a clock that only goes forward. ``begin``, ``done`` and ``restart`` take microseconds and
-    wake no thread, so every step can have its ticket.
+    ``where()``: how far what is late has come, as in "last completed exchange 12 of 93"; asked when something
+    is late, and put into the line. ``now``: seconds of a clock that only goes forward. ``begin``, ``done``
+    and ``restart`` take microseconds and wake no thread, so every step can have its ticket.
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str, deadline_s: float | None = None) -> int:
-        """A ticket for ``what``, as in "step 12 (decode, batch 8, context 256)"; ``deadline_s``: another than usual."""
+        """A ticket for ``what``, as in "step 12 (decode, batch 8, context 256)"; ``deadline_s``: another than
+        usual."""
         seconds = deadline_s or self.deadline_s
         job = _Job(what, seconds, self._now() + seconds)
         with self._lock:
@@ -95,8 +98,8 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        # Short sleeps: one that takes much longer than asked was a stop of this process (Ctrl-Z), and so of what it
-        # waits for. That time counts for nobody.
+        # Short sleeps: one that takes much longer than asked was a stop of this process (Ctrl-Z), and so of
+        # what it waits for. That time counts for nobody.
         asked, wait_s = self._now(), min(_SLEEP_S, self.deadline_s)
         while not self._closed.wait(wait_s):
             overslept_s = self._now() - asked - wait_s

@@ -1,4 +1,5 @@
-"""Who runs what when in a decode step, as data: `make_schedule` makes it, `check` proves it, `bubbles` weighs it.
+"""Who runs what when in a decode step, as data: `make_schedule` makes it, `check` proves it, `bubbles` weighs
+it.
 
 `balanced` shares slices out among a pipeline's stages.
 """

@@ -19,9 +19,10 @@ _POOL = "the attention pool"
 def check(schedule: Schedule) -> None:
     """Raises a ``ValueError`` that names the first conflict, if there is one.
 
-    In this order: something is missing, twice or unknown; a slice or a context is on the wrong replica, or an exchange at
-    it; something starts before what it needs has ended; a replica or the pool does two things at once, or not in the
-    listed order; the programs, run in their order with every message blocking both ends, lock up.
+    In this order: something is missing, twice or unknown; a slice or a context is on the wrong replica, or an
+    exchange at it; something starts before what it needs has ended; a replica or the pool does two things at
+    once, or not in the listed order; the programs, run in their order with every message blocking both ends,
+    lock up.
     """
     _check_complete(schedule)
     _check_places(schedule)
@@ -50,7 +51,8 @@ def _name(item: _Item) -> str:
     return f"{what} {item.slice} of batch {item.batch} in step {item.step}"
 
 
-# -- the order ----------------------------------------------------------------------------------------------------
+# -- the order
+# ----------------------------------------------------------------------------------------------------
 
 
 def _check_complete(s: Schedule) -> None:
@@ -106,7 +108,8 @@ def _check_places(s: Schedule) -> None:
             _conflict(f"{_name(e)}, but replica {right} runs the slice after it")
 
 
-# -- the times ----------------------------------------------------------------------------------------------------
+# -- the times
+# ----------------------------------------------------------------------------------------------------
 
 
 def _tolerance_s(s: Schedule) -> float:
@@ -163,7 +166,8 @@ def _needs(
     slices: dict[tuple[int, int, int], SliceRun],
     attention: dict[tuple[int, int, int], AttentionRun],
 ) -> Iterator[tuple[SliceRun | AttentionRun | PoolExchange, SliceRun | AttentionRun | PoolExchange]]:
-    """What must end and what may start then: slice, sending, attention, receipt, slice; a token, the next step."""
+    """What must end and what may start then: slice, sending, attention, receipt, slice; a token, the next
+    step."""
     for (step, batch, k), run in slices.items():
         if k == 0 and step > 0:
             yield slices[step - 1, batch, s.n_layers], run
@@ -180,11 +184,13 @@ def _needs(
             yield e, slices[e.step, e.receive.batch, e.receive.layer + 1]
 
 
-# -- the programs -------------------------------------------------------------------------------------------------
+# -- the programs
+# -------------------------------------------------------------------------------------------------
 
 
 def _check_programs(s: Schedule) -> None:
-    """Runs all programs with no clock: a message passes when both ends have come to it, a run when its input is there."""
+    """Runs all programs with no clock: a message passes when both ends have come to it, a run when its input
+    is there."""
     programs = _programs(s)
     at = dict.fromkeys(programs, 0)
     done: set[Hashable] = set()
@@ -248,15 +254,16 @@ def _outputs(item: _Item) -> list[Hashable]:
     return [(name, step, *operator) for name, operator in sides if operator is not None]
 
 
-# -- the waiting --------------------------------------------------------------------------------------------------
+# -- the waiting
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shares:
     """What a replica or the pool does with its time; the four add up to 1.
 
-    ``idle_within``: waiting between its first and its last run of one step. ``idle_boundary``: waiting from its last run
-    of a step to its first of the next.
+    ``idle_within``: waiting between its first and its last run of one step. ``idle_boundary``: waiting from
+    its last run of a step to its first of the next.
     """
 
     busy: float
@@ -277,9 +284,10 @@ class Bubbles:
 def bubbles(schedule: Schedule) -> Bubbles:
     """How much of a step every replica and the pool wait, of a schedule that `check` accepts.
 
-    Measured over a resource's last whole cycle: from its first run of the last step but one to its first run of the last
-    one, so neither the filling of the pipeline nor its draining is in it; the more steps before, the less is left of
-    the start. A schedule of one step has no boundary: from its first to its last run, and ``step_s`` is all of it.
+    Measured over a resource's last whole cycle: from its first run of the last step but one to its first run
+    of the last one, so neither the filling of the pipeline nor its draining is in it; the more steps before,
+    the less is left of the start. A schedule of one step has no boundary: from its first to its last run, and
+    ``step_s`` is all of it.
     """
     s = schedule
     step = max(s.n_steps - 2, 0)

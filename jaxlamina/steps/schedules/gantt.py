@@ -1,4 +1,5 @@
-"""A schedule drawn as Lamina 2025, Figure 8: a row a replica or stage and one for the attention pool, a colour a batch.
+"""A schedule drawn as Lamina 2025, Figure 8: a row a replica or stage and one for the attention pool, a
+colour a batch.
 
 Knows a finished `Schedule` and nothing of how it came about. Needs matplotlib.
 """
@@ -28,7 +29,8 @@ _LETTER_IN, _MARGIN_IN = 0.07, 0.05  # of a label, inches
 
 
 def check(schedule: Schedule, path: Path) -> None:
-    """Raises `UserError` if ``path`` could not be drawn, or the schedule has more batches than there are colours."""
+    """Raises `UserError` if ``path`` could not be drawn, or the schedule has more batches than there are
+    colours."""
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise UserError(f"--gantt {str(path)!r} must end in .svg, .png or .pdf")
     if not path.absolute().parent.is_dir():

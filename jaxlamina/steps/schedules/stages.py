@@ -1,4 +1,5 @@
-"""Which slices make up which stage of a pipeline. Knows costs and nothing of what they are: bytes, or seconds."""
+"""Which slices make up which stage of a pipeline. Knows costs and nothing of what they are: bytes, or
+seconds."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from itertools import accumulate
 def balanced(costs: Sequence[float], n_stages: int) -> tuple[int, ...]:
     """Each slice's stage, for slices of these costs: every stage has some slices in a row, one at least.
 
-    The costliest stage costs as little as can be, then the next costliest, and so on. ``ValueError`` for more stages
-    than slices.
+    The costliest stage costs as little as can be, then the next costliest, and so on. ``ValueError`` for more
+    stages than slices.
 
     >>> balanced([5, 1, 1, 1, 4], 2)
     (0, 0, 1, 1, 1)
@@ -19,8 +20,8 @@ def balanced(costs: Sequence[float], n_stages: int) -> tuple[int, ...]:
     if not 1 <= n_stages <= n:
         raise ValueError(f"{n_stages=} must be within 1 … {n}, the slices")
     up_to = [0, *accumulate(costs)]
-    # By slices so far, the best stages for them: their costs, the highest first, and where each one ends. What is added to
-    # two lists alike leaves them in the order they were in, so the best goes on from a best.
+    # By slices so far, the best stages for them: their costs, the highest first, and where each one ends.
+    # What is added to two lists alike leaves them in the order they were in, so the best goes on from a best.
     best: dict[int, tuple[tuple[float, ...], tuple[int, ...]]] = {0: ((), ())}
     for n_more in reversed(range(n_stages)):
         best = {

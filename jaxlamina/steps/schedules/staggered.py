@@ -1,15 +1,18 @@
-"""The schedule of decode steps: n batches over model replicas that share one attention pool (Lamina 2025 §4.3).
+"""The schedule of decode steps: n batches over model replicas that share one attention pool (Lamina 2025
+§4.3).
 
-Everything follows from one list. A step's slices get slots in turn, slot ``s = slice * n_batches + batch``: first
-slice 0 of every batch, then slice 1 of every batch. Every replica runs its slices, and the pool its attention
-operators, in the order of their slots. Nothing ever waits for a later slot, so no durations can lock it up, and the
-order is the same whatever they are; they decide the times alone.
+Everything follows from one list. A step's slices get slots in turn, slot ``s = slice * n_batches + batch``:
+first slice 0 of every batch, then slice 1 of every batch. Every replica runs its slices, and the pool its
+attention operators, in the order of their slots. Nothing ever waits for a later slot, so no durations can
+lock it up, and the order is the same whatever they are; they decide the times alone.
 
-In the rotational mode slot s falls on replica ``s mod (n - 1)``. If every slice takes t and attention t / (n - 1), slot s
-starts at ``s * t / (n - 1)``, just when that replica is done with slot ``s - (n - 1)`` and the pool with ``s - n``.
+In the rotational mode slot s falls on replica ``s mod (n - 1)``. If every slice takes t and attention t / (n
+- 1), slot s starts at ``s * t / (n - 1)``, just when that replica is done with slot ``s - (n - 1)`` and the
+pool with ``s - n``.
 
-In the mode "stages" a replica is a stage of a pipeline: it has some slices in a row, and no other replica has them. Its
-slots are in another order, in which pairs of batches follow each other from stage to stage (`Schedule.turn`).
+In the mode "stages" a replica is a stage of a pipeline: it has some slices in a row, and no other replica has
+them. Its slots are in another order, in which pairs of batches follow each other from stage to stage
+(`Schedule.turn`).
 
 Knows neither models, devices nor transports: the programs read the order, drawings and simulators the times.
 """
@@ -29,11 +32,13 @@ MODES: tuple[str, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class Durations:
-    """How long things take, in seconds (any unit will do if it is one). ``ValueError`` for what is not above 0.
+    """How long things take, in seconds (any unit will do if it is one). ``ValueError`` for what is not above
+    0.
 
-    The first slice has the embedding, the last one the LM head; None: as long as any other. An exchange occupies its
-    replica and the pool for ``t_exchange_s``, since one program a rank runs it in line; 0 leaves it out. Migrations
-    take no time here: they are small enough to go while attention runs (Lamina 2024 §5.1.1).
+    The first slice has the embedding, the last one the LM head; None: as long as any other. An exchange
+    occupies its replica and the pool for ``t_exchange_s``, since one program a rank runs it in line; 0 leaves
+    it out. Migrations take no time here: they are small enough to go while attention runs (Lamina 2024
+    §5.1.1).
     """
 
     t_slice_s: float = 1.0
@@ -91,11 +96,13 @@ class AttentionRun:
 
 @dataclass(frozen=True)
 class PoolExchange:
-    """One meeting of a replica and the pool: q, k and v of ``send`` go in, the output of ``receive`` comes out.
+    """One meeting of a replica and the pool: q, k and v of ``send`` go in, the output of ``receive`` comes
+    out.
 
-    Both are there if they fall together: the replica has ended one batch's slice and next wants another batch's
-    attention, which the pool has ended by then. It starts when both sides have come and there is no waiting for a
-    message otherwise. q may go ahead of k and v (q first); it is then a part of this exchange that goes early.
+    Both are there if they fall together: the replica has ended one batch's slice and next wants another
+    batch's attention, which the pool has ended by then. It starts when both sides have come and there is no
+    waiting for a message otherwise. q may go ahead of k and v (q first); it is then a part of this exchange
+    that goes early.
     """
 
     step: int
@@ -110,10 +117,11 @@ class PoolExchange:
 class Migration:
     """A batch's context (the residual stream) goes from one replica to the one that runs ``slice``.
 
-    It may take from ``start_s``, when ``source`` has ended the slice before, until ``end_s``, when ``target`` begins
-    this one: the time of the attention between. It must not hold up ``source``, which runs another slice by then: send
-    it without waiting, or by way of the pool: inside source's exchange after the slice before, and target's before this.
-    From stage to stage it goes at the place in the step's order that ``slice`` has, and may hold ``source`` up.
+    It may take from ``start_s``, when ``source`` has ended the slice before, until ``end_s``, when ``target``
+    begins this one: the time of the attention between. It must not hold up ``source``, which runs another
+    slice by then: send it without waiting, or by way of the pool: inside source's exchange after the slice
+    before, and target's before this. From stage to stage it goes at the place in the step's order that
+    ``slice`` has, and may hold ``source`` up.
     """
 
     step: int
@@ -127,12 +135,13 @@ class Migration:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``n_steps`` decode steps of ``n_batches`` batches. What is in a tuple is in the order in which it is run.
+    """``n_steps`` decode steps of ``n_batches`` batches. What is in a tuple is in the order in which it is
+    run.
 
-    ``replicas[r]`` are the slices of replica r; ``attention`` and ``exchanges`` are the pool's. A replica has its
-    exchanges in the pool's order. A step is complete in itself: every step has the same order, and nothing but the
-    sampled tokens goes from one to the next, so one program a rank serves all steps. ``stages``: each slice's replica,
-    in the mode "stages".
+    ``replicas[r]`` are the slices of replica r; ``attention`` and ``exchanges`` are the pool's. A replica has
+    its exchanges in the pool's order. A step is complete in itself: every step has the same order, and
+    nothing but the sampled tokens goes from one to the next, so one program a rank serves all steps.
+    ``stages``: each slice's replica, in the mode "stages".
     """
 
     mode: str
@@ -148,7 +157,8 @@ class Schedule:
     stages: tuple[int, ...] = ()
 
     def replica_of(self, batch: int, slice_: int) -> int:
-        """Where a slice runs. Rotational: ``(batch + slice) mod (n - 1)``; fixed: ``batch mod n_replicas``."""
+        """Where a slice runs. Rotational: ``(batch + slice) mod (n - 1)``; fixed: ``batch mod
+        n_replicas``."""
         if self.mode == "stages":
             return self.stages[slice_]
         return (batch + slice_ if self.mode == "rotational" else batch) % self.n_replicas
@@ -161,11 +171,11 @@ class Schedule:
     def turn(self, batch: int, slice_: int) -> tuple[int, ...]:
         """What a step's slots are sorted by.
 
-        Over stages a slot has a round. Two batches go through a stage side by side, so that slices run for one while
-        attention is computed for the other; when they are done, and the next stage with the two before them, they go
-        there. A stage has as many rounds for each pair as the longest stage has slices. Within a round first
-        batches come before second ones, whatever their stage: the pool need not wait for the second slice of one stage
-        while it could serve another.
+        Over stages a slot has a round. Two batches go through a stage side by side, so that slices run for
+        one while attention is computed for the other; when they are done, and the next stage with the two
+        before them, they go there. A stage has as many rounds for each pair as the longest stage has slices.
+        Within a round first batches come before second ones, whatever their stage: the pool need not wait for
+        the second slice of one stage while it could serve another.
         """
         if self.mode != "stages":
             return slice_, batch
@@ -176,10 +186,10 @@ class Schedule:
     def replica_program(self, replica: int, step: int = 0) -> tuple[SliceRun | PoolExchange | Migration, ...]:
         """All that one replica does in a step, in order.
 
-        Between two slices: exchanges with the pool, the next slice's context if it comes from elsewhere, and this
-        slice's context if it goes elsewhere. In this order nothing locks up even if every message blocks both ends
-        (`check` tries it), but sending a context must not block in a rotation: its target runs a slice of its own for a
-        while yet.
+        Between two slices: exchanges with the pool, the next slice's context if it comes from elsewhere, and
+        this slice's context if it goes elsewhere. In this order nothing locks up even if every message blocks
+        both ends (`check` tries it), but sending a context must not block in a rotation: its target runs a
+        slice of its own for a while yet.
         """
         mine = [e for e in self.exchanges if e.replica == replica and e.step == step]
         before = {_input_of(e.receive): e for e in mine if e.receive is not None and e.send is None}
@@ -196,7 +206,8 @@ class Schedule:
                 program.append(before.pop(key, None))
             ready = leaving
             if self.mode == "stages":
-                # In the step's order, of which every program is a part: so none waits for another in a circle.
+                # In the step's order, of which every program is a part: so none waits for another in a
+                # circle.
                 ready = [m for m in leaving if self.turn(m.batch, m.slice) < self.turn(*key)]
                 program += [*ready, before.get(key), comes.get(key), run]
             else:  # All send at once around a ring, so each takes first.
@@ -207,7 +218,8 @@ class Schedule:
         return tuple(item for item in (*program, *leaving) if item is not None)
 
     def pool_program(self, step: int = 0) -> tuple[AttentionRun | PoolExchange, ...]:
-        """All that the pool does in a step, in order: an operator follows the exchange that brings its q, k and v."""
+        """All that the pool does in a step, in order: an operator follows the exchange that brings its q, k
+        and v."""
         runs = {run.operator: run for run in self.attention if run.step == step}
         program: list[AttentionRun | PoolExchange] = []
         for exchange in self.exchanges:
@@ -232,23 +244,28 @@ def make_schedule(
 
     Modes:
 
-    - ``"none"``: one batch on one replica, which waits for attention after every slice, as the pool does for it.
-    - ``"rotational"``: n batches, n - 1 replicas, slice k of batch j on replica ``(j + k) mod (n - 1)``, all counted
-      from 0 (Lamina 2025 §4.3). k counts anew in every step, so that all steps are one program. Unless ``n_layers + 1``
-      is a multiple of n - 1 replicas wait for that where steps meet.
-    - ``"fixed"``: batch j always on replica ``j mod n_replicas``, no migrations (Lamina 2024 §5.1.2). Replicas are
-      n - 1 unless given, as many as the rotation has; then replica 0 has two batches if n is above 2, sets the pace and
-      the others wait. ``n_replicas=n`` is the paper's Figure 8b. With n = 2 it is the rotation.
+    - ``"none"``: one batch on one replica, which waits for attention after every slice, as the pool does for
+      it.
+    - ``"rotational"``: n batches, n - 1 replicas, slice k of batch j on replica ``(j + k) mod (n - 1)``, all
+      counted from 0 (Lamina 2025 §4.3). k counts anew in every step, so that all steps are one program.
+      Unless ``n_layers + 1`` is a multiple of n - 1 replicas wait for that where steps meet.
+    - ``"fixed"``: batch j always on replica ``j mod n_replicas``, no migrations (Lamina 2024 §5.1.2).
+      Replicas are n - 1 unless given, as many as the rotation has; then replica 0 has two batches if n is
+      above 2, sets the pace and the others wait. ``n_replicas=n`` is the paper's Figure 8b. With n = 2 it is
+      the rotation.
     - ``"stages"``: slice k of every batch on replica ``stages[k]``: 0 for the first ones, then 1, and so on
-      (`jaxlamina.steps.schedules.balanced`). Batches go from stage to stage in pairs, so 2 for each stage keep all at work
-      but for the filling and draining of the pipeline; fewer, and one alone, take turns on the stages.
+      (`jaxlamina.steps.schedules.balanced`). Batches go from stage to stage in pairs, so 2 for each stage
+      keep all at work but for the filling and draining of the pipeline; fewer, and one alone, take turns on
+      the stages.
 
-    Times are those of list scheduling: everything starts as soon as the order, its resource and its input allow. Only
-    a step's first slice on replica r keeps the stagger, ``r * t_slice_s / n_replicas`` behind replica 0: started sooner,
-    it would end before the pool had time for it. ``ValueError`` for what cannot be.
+    Times are those of list scheduling: everything starts as soon as the order, its resource and its input
+    allow. Only a step's first slice on replica r keeps the stagger, ``r * t_slice_s / n_replicas`` behind
+    replica 0: started sooner, it would end before the pool had time for it. ``ValueError`` for what cannot
+    be.
 
-    With equal slices of t and attention of t / (n - 1), a rotation's replicas and pool never wait within a step. From a
-    step to the next it takes ``n * (n_layers + 1) + (-(n_layers + 1)) mod (n - 1)`` times t / (n - 1).
+    With equal slices of t and attention of t / (n - 1), a rotation's replicas and pool never wait within a
+    step. From a step to the next it takes ``n * (n_layers + 1) + (-(n_layers + 1)) mod (n - 1)`` times t / (n
+    - 1).
     """
     for name, value in (("n_layers", n_layers), ("n_steps", n_steps)):
         if value < 1:
@@ -318,7 +335,8 @@ class _Maker:
         self.pool_free_s = 0.0
         self.ended_s = [0.0] * plan.n_batches  # when each batch's last slice has ended
         self.begun_s: list[float] = []  # when each replica began with this step
-        # The paper's t / (n - 1), but where attention is shorter no replica need wait that long for its turn in the pool.
+        # The paper's t / (n - 1), but where attention is shorter no replica need wait that long for its turn
+        # in the pool.
         self.stagger_s = min(self.durations.t_slice_s / plan.n_replicas, self.durations.t_attention_s)
 
     def add(self, step: int) -> None:
@@ -348,7 +366,8 @@ class _Maker:
         )
 
     def _slots(self) -> Iterator[tuple[int, int, int, tuple[int, int] | None]]:
-        """A step's slots: batch, slice, replica, and the batch and slice that this replica runs next in the step."""
+        """A step's slots: batch, slice, replica, and the batch and slice that this replica runs next in the
+        step."""
         every = [(b, k) for k in range(self.plan.n_layers + 1) for b in range(self.plan.n_batches)]
         following: list[tuple[int, int] | None] = [None] * self.plan.n_replicas
         rows = []
