@@ -24,7 +24,10 @@ from launch.options import LaunchOptions, parse
 from launch.processes import FIRST_PID, LAUNCHED, end_with_parent
 from launch.roles import Place, place
 
-WHAT = "One rank of a job: rank 0 runs COMMAND, the others work for it. Started by mpirun, srun or jaxlamina launch."
+WHAT = (
+    "One rank of a job: rank 0 runs COMMAND, the others work for it. Started by mpirun, srun or jaxlamina "
+    "launch."
+)
 
 
 def run() -> None:

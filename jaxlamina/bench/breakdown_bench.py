@@ -55,7 +55,8 @@ class Breakdown:
             "n_unmatched_exchanges": t.n_unmatched,
             "pools": {pool: {"ms": t.ms(ranks), "shares": t.shares(ranks)} for pool, ranks in groups.items()},
             "ranks": [
-                {"rank": x.rank, "name": x.name, "pool": x.pool, "ms": t.ms([x.rank]), "shares": t.shares([x.rank])}
+                {"rank": x.rank, "name": x.name, "pool": x.pool}
+                | {"ms": t.ms([x.rank]), "shares": t.shares([x.rank])}
                 for x in t.traces
             ],
         }  # fmt: skip

@@ -67,7 +67,8 @@ def exchange_command(
 def _title(found: ExchangeReport, where: Machine) -> str:
     kinds = [kind for kinds in found.devices.values() for kind in kinds]
     device = where.device if found.devices and not found.on_gpus else kinds[0]
-    return f"Ping-pong between two ranks inside a program; {device}, JAX {where.versions['jax']}, {where.date[:10]}"
+    when = f"JAX {where.versions['jax']}, {where.date[:10]}"
+    return f"Ping-pong between two ranks inside a program; {device}, {when}"
 
 
 def _parts(found: ExchangeReport) -> Iterator[Part]:

@@ -40,13 +40,15 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "python-multipar
 BASE_MEND = "pip install --upgrade jaxlamina (in a checkout: pip install -e .)"
 _ASK_JAX = """
 import json, jax
-print(json.dumps([{"platform": d.platform, "kind": d.device_kind, "name": str(d)} for d in jax.local_devices()]))
+found = [(d.platform, d.device_kind, str(d)) for d in jax.local_devices()]
+print(json.dumps([dict(zip(("platform", "kind", "name"), one)) for one in found]))
 """
 _ASK_MPI = """
 import json
 from mpi4py import MPI
 import mpi4jax
-print(json.dumps({"library": MPI.Get_library_version().split(",")[0].strip(), "cuda": mpi4jax.has_cuda_support()}))
+library = MPI.Get_library_version().split(",")[0].strip()
+print(json.dumps({"library": library, "cuda": mpi4jax.has_cuda_support()}))
 """
 
 

@@ -268,7 +268,8 @@ def _not_cached(name: str, why: str) -> str:
 
 
 def _broken_off(repository: str, error: Exception) -> str:
-    return f"{repository} did not come whole from {_hub()} ({_first(error)}): run it again, which goes on from there"
+    what = f"{repository} did not come whole from {_hub()} ({_first(error)})"
+    return f"{what}: run it again, which goes on from there"
 
 
 def _first(error: BaseException) -> str:

@@ -99,11 +99,12 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
             "partition='heads', or mini_batches=1"
         )
     if shape.mini_batches > 1 and n > 1:
-        return f"mini_batches={shape.mini_batches} and n_batches={n} are two ways to cut up a batch: take one of them"
+        both = f"mini_batches={shape.mini_batches} and n_batches={n}"
+        return f"{both} are two ways to cut up a batch: take one of them"
     if n > 1 and (n < most or (layout.mode == "rotational" and n != most + 1)):
         return (
-            f"{n} staggered batches do not go over {most} replicas of the model with pipelining={layout.mode!r}: take "
-            f"{most + 1}"
+            f"{n} staggered batches do not go over {most} replicas of the model with "
+            f"pipelining={layout.mode!r}: take {most + 1}"
         )
     return None
 

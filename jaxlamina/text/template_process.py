@@ -35,7 +35,10 @@ _WALL_S = (
     120.0  # of a start, and of a prompt on a busy host; then it is in something that cannot be interrupted
 )
 _TOO_LONG = "the model's chat template did not end within {:g} s: give another by --chat-template"
-_TOO_LARGE = f"the model's chat template needs more than {MOST_BYTES >> 20} MiB for these messages: give another by --chat-template"
+_TOO_LARGE = (
+    f"the model's chat template needs more than {MOST_BYTES >> 20} MiB for these messages: give another by "
+    "--chat-template"
+)
 
 
 class _Process:

@@ -285,7 +285,8 @@ class ControlServer:
         )
         if self._strangers:
             line += f", but for {'; '.join(self._strangers)}"
-        return f"{line}; see what {'it' if len(missing) == 1 else 'they'} printed, and whether that address is reached"
+        who = "it" if len(missing) == 1 else "they"
+        return f"{line}; see what {who} printed, and whether that address is reached"
 
     # From the readers' threads
 
