@@ -123,8 +123,8 @@ def _show(title: str, schedule: Schedule, waits: Bubbles) -> None:
     print_table(out, table)
     rate = schedule.n_batches / waits.step_s
     note = (
-        "idle within a step: between its first and its last work; at its ends: before the first and after the "
-        "last"
+        "idle within a step: between its first and its last work; at its ends: before the first and "
+        "after the last"
     )
     out.print(note, style="dim", highlight=False, soft_wrap=True)
     line = f"a decode step every {1e3 * waits.step_s:,.3f} ms, {rate:,.1f} batch steps a second"
