@@ -158,8 +158,7 @@ class Metrics:
 
     def _of_pools(self, pools: PoolTimes) -> Iterator[Metric]:
         own = [*self._labels.values()]
-        what = "Of a decode step's time, what a pool's ranks spent so, their mean; the last step that was "
-            "recorded."
+        what = "Of a decode step's time, what a pool's ranks spent so, their mean, in the last step recorded."
         seconds = GaugeMetricFamily(
             "jaxlamina:pool_step_seconds", what, labels=[*self._labels, "pool", "part"]
         )
