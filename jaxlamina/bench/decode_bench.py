@@ -144,13 +144,11 @@ def measure(
     async_scheduling: bool = True,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> DecodeReport:
-    """Times greedy decoding by every peer at every batch size, in interleaved rounds. ``async_scheduling``:
-    our engine's.
+    """Times greedy decoding by every peer at every batch size, in interleaved rounds.
 
-    A peer that fails is left out from then on, with its error as the reason. `on_progress(what, done,
-    total)`.
-
-    Raises `UserError` if none of the peers could be measured, or the sequence is longer than the model's.
+    A peer that fails is left out from then on, with its error as the reason. ``async_scheduling``: of our
+    engine. ``on_progress``: is told what is done next, how many things are done, and how many there are.
+    `UserError` if none of the peers could be measured, or the sequence is longer than the model's.
     """
     length = n_prompt + n_steps
     if length + 1 > config.max_position_embeddings:
@@ -192,8 +190,8 @@ def measure(
         peaks = {name: p.peak_memory_bytes() for name, p in processes.items()}
     if not processes:
         raise UserError("no peer could be measured: " + "; ".join(missing.values()))
-    complete = {key: found for key, found in runs.items() if key[0] in processes}
     names = list(processes)
+    complete = {key: found for key, found in runs.items() if key[0] in names}
     report = DecodeReport(
         model=model,
         n_prompt_tokens=n_prompt,
