@@ -5,6 +5,7 @@
 #   make test-all            soaks and full matrices too
 #   make test-newest         kernels, splitter and compatibility on the newest JAX that a newer Python here can have
 #   make test-gpu            on a machine with GPUs: the exactness gate, whose record goes to docs/gpu-gate.md
+#   make pictures            draw the pictures of docs/architecture.md anew
 #   make lint                formatting, lint, types
 #   make clean               forget .venv and caches of the tools
 #
@@ -40,7 +41,7 @@ NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py
   tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
   tests/test_tpu_kernel.py
 
-.PHONY: pictures help demo test test-all test-newest test-kernels test-gpu lint clean mpi
+.PHONY: help demo test test-all test-newest test-kernels test-gpu pictures lint clean mpi
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -129,10 +130,6 @@ $(STAMPS)/mpi: $(STAMPS)/dev
 	  echo "mpi4jax could not be built (see $$log): tests marked mpi will be skipped" >&2; \
 	fi
 
-# The pictures of docs/architecture.md.
-pictures: $(STAMPS)/dev
-	@$(BIN)/python docs/pictures.py
-
 demo: $(STAMPS)/model
 	@$(BIN)/jaxlamina generate "$$PROMPT"
 
@@ -160,8 +157,12 @@ test-newest:
 test-kernels: $(STAMPS)/kernels
 	@$(BIN)/python -c 'import jax, sys; print(f"JAX {jax.__version__}, Python {sys.version.split()[0]}")'
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(NEWEST_TESTS) $(TESTS)
+
 test-gpu: $(STAMPS)/dev mpi
 	@$(BIN)/python tests/gpu_gate.py --record docs/gpu-gate.md $(GATE)
+
+pictures: $(STAMPS)/dev
+	@$(BIN)/python docs/pictures.py
 
 lint: $(STAMPS)/dev
 	@$(BIN)/ruff check .

@@ -1,219 +1,371 @@
-"""Draws docs/images/rooms.svg and docs/images/step.svg from the code: `python docs/pictures.py`.
+"""Draws the two pictures of architecture.md: `make pictures`, or `python docs/pictures.py`.
 
-The rooms are the packages of `jaxlamina/`, by the floors that tests/test_rooms.py holds. The tasks of the step are those of
-a real plan (`jaxlamina.steps.plans.plan_of`).
+``rooms`` has the rooms by floors. Floors and imports are those that `tests/test_rooms.py` reads. An arrow
+that follows from others is left out. ``step`` has the life of a step, with the tasks that `plan_of` gives two
+ranks. Both are SVG as text.
 """
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from test_rooms import FLOORS, imports, room_of, sources
+from test_rooms import FLOORS, ROOMS, imports, room_of, sources
 
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.steps.tasks import Append, Attend, Logits, Receive, RunSlice, Send, Task
+from jaxlamina.steps.tasks import Append, Attend, Logits, Payload, Receive, RunSlice, Send, Task
 
-INK, FAINT, PAPER = "#222", "#b8b8b8", "#fff"
-MODEL, MEMORY, HOST = "#dbe9f6", "#fde3cf", "#eeeeee"
-FONT = 'font-family="Helvetica, Arial, sans-serif"'
-
-
-class Picture:
-    """Elements of an SVG."""
-
-    def __init__(self, width: int, height: int) -> None:
-        self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
-            f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
-            (
-                '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-                f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>'
-            ),
-        ]
-
-    def text(self, x: float, y: float, words: str, size: int = 13, **how: str) -> None:
-        given = {"fill": INK, "text-anchor": "middle"} | {k.replace("_", "-"): v for k, v in how.items()}
-        more = " ".join(f'{name}="{value}"' for name, value in given.items())
-        self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" {FONT} font-size="{size}" {more}>{escape(words)}</text>'
-        )
-
-    def box(self, x: float, y: float, w: float, h: float, fill: str) -> None:
-        self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="5" fill="{fill}" stroke="{INK}"/>'
-        )
-
-    def line(self, x: float, y: float, to_x: float, to_y: float, color: str = INK, tip: bool = True) -> None:
-        end = ' marker-end="url(#tip)"' if tip else ""
-        self.parts.append(
-            f'<path d="M{x:.1f},{y:.1f} L{to_x:.1f},{to_y:.1f}" stroke="{color}" fill="none"{end}/>'
-        )
-
-    def svg(self) -> str:
-        return "\n".join([*self.parts, "</svg>", ""])
+INK, SOFT, LINE = "#1b1f24", "#4f5863", "#68727e"
+BLUE, GREEN, AMBER, VIOLET, GREY = "#e4eefb", "#e5f4e8", "#fbf1dc", "#f4edfb", "#f0f1f3"
+MARGIN = 20
 
 
-def purpose(room: str) -> str:
-    """The first sentence of a room's own description."""
-    path = ROOT / "jaxlamina" / room
-    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    said = ast.get_docstring(ast.parse(source)) or ""
-    first = " ".join(said.split("\n\n")[0].split()).replace("`", "")
-    return first.partition(". ")[0].rstrip(".")
+# --- SVG ---
+def text(x: float, y: float, words: str, *, size: int = 11, anchor: str = "middle", style: str = "") -> str:
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" {style}>{escape(words)}</text>'
+    )
 
 
-def arrows() -> set[tuple[str, str]]:
-    """Which room imports which, at run time."""
-    found = set()
-    for path in sources("jaxlamina"):
-        own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for name in imports(path, types=False):
-            if name.startswith("jaxlamina."):
-                found.add((own, "cli" if name.startswith("jaxlamina.cli") else room_of(name)))
-    return {(a, b) for a, b in found if a != b}
+def rectangle(x: float, y: float, width: float, height: float, fill: str) -> str:
+    size = f'width="{width:g}" height="{height:g}"'
+    return f'<rect x="{x:g}" y="{y:g}" {size} rx="4" fill="{fill}" stroke="{LINE}"/>'
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, name: str, *lines: str) -> Iterator[str]:
+    """A name and lines under it, in the middle of a rectangle."""
+    yield rectangle(x, y, width, height, fill)
+    top = y + height / 2 - 7 * len(lines) + 4
+    size = 13 if len(name) < width / 9 else 11
+    yield text(x + width / 2, top, name, size=size, style='font-weight="700"')
+    for n, line in enumerate(lines, 1):
+        yield text(x + width / 2, top + 14 * n, line, size=10, style=f'fill="{SOFT}"')
+
+
+def left(x: float, y: float, words: str, *, size: int = 12) -> str:
+    """Soft words that begin at x."""
+    return text(x, y, words, size=size, anchor="start", style=f'fill="{SOFT}"')
+
+
+def heading(words: str, under: str) -> Iterator[str]:
+    yield text(MARGIN, 26, words, size=18, anchor="start", style='font-weight="700"')
+    yield left(MARGIN, 46, under)
+
+
+def arrow(*points: tuple[float, float]) -> str:
+    way = " ".join(f"{x:g},{y:g}" for x, y in points)
+    style = f'fill="none" stroke="{LINE}" stroke-width="1.4" marker-end="url(#head)"'
+    return f'<polyline points="{way}" {style}/>'
+
+
+def picture(width: float, height: float, title: str, parts: Iterable[str]) -> str:
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    font = 'font-family="Helvetica, Arial, DejaVu Sans, sans-serif"'
+    marker = 'id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto"'
+    lines = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} fill="{INK}">',
+        f"<title>{escape(title)}</title>",
+        f'<defs><marker {marker}><path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/></marker></defs>',
+        f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
+        *parts,
+        "</svg>",
+    )
+    return "\n".join(lines) + "\n"
+
+
+# --- the rooms ---
+GROUND = " ".join(FLOORS[:3]).split()  # every room imports these
+SHARED = [name for name in GROUND if name != "__init__"]
+COLUMN = {
+    "text": 0, "weights": 1, "model_files": 1, "models": 1, "steps": 3, "kv": 3, "launch": 3, "sampling": 4,
+}  # fmt: skip
+SPINE = 2  # the column of all others
+HINT = {
+    "pallas_kernels": "attention kernels",
+    "splitter": "cuts a model at attention",
+    "steps": "steps, plans, tasks",
+    "models": "what a model computes",
+    "text": "tokenizer, detokenizer",
+    "model_files": "finds a model's files",
+    "kv": "who owns which KV slot",
+    "weights": "reads checkpoints",
+    "workers": "weights and KV on devices",
+    "transports": "tensors between ranks",
+    "sampling": "from logits to tokens",
+    "job": "processes of one job",
+    "profiling": "timelines of ranks",
+    "ranks": "each rank's programs",
+    "run": "executors of steps",
+    "engine": "admission and scheduling",
+    "llm": "the Python interface",
+    "server": "OpenAI's API",
+    "cli": "the commands",
+    "bench": "measurements",
+    "launch": "starts ranks",
+    "main": "the command line's start",
+}
+SHOWN = {
+    "main": "cli/main.py",
+    "llm": "llm.py",
+    "launch": "launch/",
+    "splitter": "splitter/",
+    "pallas_kernels": "pallas_kernels/",
+}
+FILL = {
+    BLUE: "main bench launch cli server llm",
+    GREEN: "engine sampling text",
+    AMBER: "run ranks profiling job transports workers",
+    VIOLET: "weights model_files models kv steps",
+    GREY: "splitter pallas_kernels",
+}
+MEANING = {
+    BLUE: "ways in",
+    GREEN: "requests",
+    AMBER: "running steps",
+    VIOLET: "models, KV slots, plans",
+    GREY: "below jaxlamina: for any JAX function",
+}
+BOX, TALL, GAP, DROP = 176, 38, 20, 20
+
+
+def fill_of(room: str) -> str:
+    return next(colour for colour, names in FILL.items() if room in names.split())
+
+
+def room_imports() -> dict[str, set[str]]:
+    """Room -> the rooms that it imports at run time; all ground files are one room."""
+    found: dict[str, set[str]] = {}
+    for package in ROOMS:
+        for path in sources(package):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            own = _shown_as(module)
+            others = {_shown_as(name) for name in imports(path, types=False) if name.split(".")[0] in ROOMS}
+            found.setdefault(own, set()).update(others - {own})
+    return found
+
+
+def _shown_as(module: str) -> str:
+    package = module.split(".")[0]
+    if package != "jaxlamina":
+        return package
+    room = room_of(module)
+    return "ground" if room in GROUND else "main" if room == "__main__" else room
+
+
+def needed(graph: Mapping[str, set[str]]) -> Iterator[tuple[str, str]]:
+    """The arrows that do not follow from others; none to the ground, which all may import."""
+
+    def below(room: str) -> set[str]:
+        return {deeper for other in graph.get(room, ()) for deeper in {other} | below(other)}
+
+    for room in sorted(graph.keys() - {"ground"}):
+        direct = graph[room] - {"ground"}
+        yield from ((room, other) for other in sorted(direct) if not any(other in below(x) for x in direct))
+
+
+def rows_of_rooms(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The floors, the ground first; neighbours that do not import each other share a row."""
+    floors = [["pallas_kernels"], ["splitter"], *([*floor.split()] for floor in FLOORS[3:])]
+    rows: list[list[str]] = []
+    for floor in floors:
+        rooms = [*(room for room in floor if room != "__main__"), *(["launch"] if "bench" in floor else [])]
+        if rows and not any(other in rows[-1] for room in rooms for other in graph[room]):
+            rows[-1] += rooms
+        else:
+            rows.append(rooms)
+    return rows
 
 
 def rooms() -> str:
-    """Floors from the top; beside each room what it is, and the rooms that it imports."""
-    named = [[name for name in floor.split() if (ROOT / "jaxlamina" / name).is_dir()] for floor in FLOORS]
-    order = [name for floor in reversed(named) for name in floor]
-    known = arrows()
-    width, row, left = 1240, 34, 150
-    picture = Picture(width, 60 + row * len(order))
-    picture.text(
-        20, 26, "Rooms of jaxlamina/: each imports only from rooms below it", 16, text_anchor="start"
-    )
-    picture.text(width - 20, 26, "imports", 12, text_anchor="end", fill="#666")
-    colors = {
-        "steps": MODEL,
-        "kv": MEMORY,
-        "workers": MODEL,
-        "ranks": MODEL,
-        "run": MODEL,
-        "engine": "#e4f2dc",
-    }
-    for i, name in enumerate(order):
-        y = 44 + i * row
-        picture.box(20, y, left - 40, row - 8, colors.get(name, HOST))
-        picture.text(20 + (left - 40) / 2, y + 17, name, 13)
-        said = purpose(name)
-        picture.text(
-            left,
-            y + 17,
-            said if len(said) < 72 else said[:69].rsplit(" ", 1)[0] + " …",
-            12,
-            text_anchor="start",
+    graph = room_imports()
+    rows = rows_of_rooms(graph)
+    place = {room: (COLUMN.get(room, SPINE), n) for n, row in enumerate(rows) for room in row}
+    top = 64
+    height = top + len(rows) * (TALL + DROP)
+
+    def corner(column: int, row: int) -> tuple[float, float]:
+        return MARGIN + column * (BOX + GAP), top + (len(rows) - 1 - row) * (TALL + DROP)
+
+    def clear(column: int, low: int, high: int) -> bool:
+        return not any(c == column and low < r < high for c, r in place.values())
+
+    def way(room: str, other: str) -> str:
+        (c, r), (to, below) = place[room], place[other]
+        (x, y), (tx, ty) = corner(c, r), corner(to, below)
+        middle, side = x + BOX / 2, x if to < c else x + BOX
+        if c == to and clear(c, below, r):
+            return arrow((middle, y + TALL), (middle, ty))
+        if r == below + 1:
+            return arrow(
+                (middle, y + TALL), (middle, ty + TALL / 2), (tx if to > c else tx + BOX, ty + TALL / 2)
+            )
+        if clear(to, below, r + 1):
+            return arrow((side, y + TALL / 2), (tx + BOX / 2, y + TALL / 2), (tx + BOX / 2, ty))
+        near = tx if to > c else tx + BOX
+        lane = near + (-GAP / 2 if to > c else GAP / 2)
+        return arrow((side, y + TALL / 2), (lane, y + TALL / 2), (lane, ty + TALL / 2), (near, ty + TALL / 2))
+
+    def parts() -> Iterator[str]:
+        under = (
+            "An arrow means: imports. Imports only go down. An arrow that follows from others is left out."
         )
-        used = [other for other in order if (name, other) in known]
-        if used:
-            picture.text(width - 20, y + 17, ", ".join(used), 10, text_anchor="end", fill="#666")
-    return picture.svg()
+        yield from heading("The rooms, by floors", under)
+        for n, (colour, means) in enumerate(MEANING.items()):
+            yield rectangle(MARGIN, 64 + 22 * n, 16, 14, colour)
+            yield text(MARGIN + 24, 75 + 22 * n, means, anchor="start")
+        yield from (way(room, other) for room, other in needed(graph))
+        for room, at in place.items():
+            yield from box(*corner(*at), BOX, TALL, fill_of(room), SHOWN.get(room, room), HINT[room])
+        (x, y), width = corner(3, 0), 2 * BOX + GAP
+        if "pallas_kernels" in graph["ground"]:
+            yield arrow((x, y + TALL / 2), (corner(SPINE, 0)[0] + BOX, y + TALL / 2))
+        yield from box(x, y, width, TALL, "#ffffff", ", ".join(SHARED), "every room above may import these")
+
+    return picture(2 * MARGIN + 5 * BOX + 4 * GAP, height, "The rooms of JaxLamina, by floors", parts())
 
 
-def words_of(task: Task) -> tuple[str, str | None]:
-    """What is shown of a task, and the message that it sends or takes."""
+# --- a step's life ---
+BEFORE = (
+    ("request", "server/service.py", "what a client asks"),
+    ("text", "text/tokenizer.py", "tokens of the prompt"),
+    ("admission", "engine/admission.py", "is it possible?"),
+    ("scheduler", "engine/scheduler.py", "who runs, which slots"),
+    ("Step", "steps/step.py", "rows and prompts"),
+    ("plan", "steps/plans.py", "tasks for each rank"),
+)
+AFTER = (
+    ("logits", "run/executor.py", "one row per request"),
+    ("sampling", "sampling/sampler.py", "one token per row"),
+    ("text", "text/generated.py", "text, stop strings"),
+    ("stream", "server/service.py", "events to the client"),
+)
+N_LAYERS = 2
+WIDE, HIGH, LINE_HIGH = 140, 58, 30
+
+
+def tasks_of_two_ranks() -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """(the model rank's tasks, the attention rank's) of a decode step."""
+    shape = StepShape("decode", batch=4, tokens=1, context=64)
+    plan = plan_of(Layout(workers=(1,), partition="heads"), shape, N_LAYERS)
+    return plan.model[0], plan.pool
+
+
+def in_time(
+    model: tuple[Task, ...], pool: tuple[Task, ...]
+) -> Iterator[tuple[int, Task | None, Task | None]]:
+    """(line, the model rank's task, the attention rank's): a message's two ends share a line."""
+    lines, todo = [0, 0], [list(model), list(pool)]
+    while any(todo):
+        for side in (0, 1):
+            while todo[side] and not isinstance(todo[side][0], Send | Receive):
+                task = todo[side].pop(0)
+                yield (lines[side], None, task) if side else (lines[side], task, None)
+                lines[side] += 1
+        if all(todo):
+            ends = todo[0].pop(0), todo[1].pop(0)
+            assert payload_of(ends[0]) == payload_of(ends[1]), "a message whose ends do not meet"
+            yield (max(lines), *ends)
+            lines = [max(lines) + 1] * 2
+
+
+def payload_of(task: Task) -> Payload:
+    assert isinstance(task, Send | Receive)
+    return task.payload
+
+
+def said(task: Task) -> str:
     if isinstance(task, RunSlice):
-        piece = {"whole": "", "q": ": q", "kv": ": k, v"}[task.piece]
-        return f"slice {task.index}{piece}", None
-    if isinstance(task, Send | Receive):
-        payload = task.payload
-        names = {"q": "q", "kv": "k, v", "qkv": "q, k, v", "out": "output", "logits": "logits"}
-        return ("send " if isinstance(task, Send) else "take ") + names[
-            payload.what
-        ], f"{payload.what} {payload.layer}"
-    if isinstance(task, Attend):
-        return f"attend {task.layer}", None
-    if isinstance(task, Append):
-        return f"store {task.layer}", None
-    assert isinstance(task, Logits), task
-    return "last slice", None
+        piece = {"whole": "whole", "q": "as far as q", "kv": "on to k and v"}[task.piece]
+        return f"RunSlice {task.index}: {piece}"
+    if isinstance(task, Attend | Append):
+        return (
+            f"Attend, layer {task.layer}" if isinstance(task, Attend) else f"Append k, v, layer {task.layer}"
+        )
+    assert isinstance(task, Logits)
+    return "Logits: the last slice"
 
 
 def step() -> str:
-    """From a request to its text, and below it what two ranks do in a step of a model with two attention operators."""
-    chain: Sequence[tuple[str, str, str]] = (
-        ("text/", "prompt", ""),
-        ("engine/admission", "tokens", ""),
-        ("engine/scheduler", "request", ""),
-        ("steps/plans", "Step", ""),
-        ("run/", "tasks", ""),
-        ("sampling/", "logits", ""),
-        ("engine/postprocess", "token", ""),
-        ("server/", "text", ""),
-    )
-    layout = Layout(workers=(1,), partition="heads")
-    plan = plan_of(layout, StepShape("decode", 1, 1, 64), 2)
-    lanes = [("model rank 0", MODEL, plan.model[0]), ("attention rank 1", MEMORY, plan.pool)]
-    height = 30
-    places = _in_time([tasks for _, _, tasks in lanes])
-    picture = Picture(1180, 200 + height * (1 + max(max(lane) for lane in places)))
-    picture.text(20, 26, "A step's life", 16, text_anchor="start")
-    w, gap = 118, 26
-    for i, (room, comes, _) in enumerate(chain):
-        x = 20 + i * (w + gap)
-        picture.box(x, 60, w, 34, HOST)
-        picture.text(x + w / 2, 82, room, 11)
-        if i:
-            picture.line(x - gap, 77, x, 77)
-        picture.text(x - gap / 2 if i else x + w / 2, 52, comes, 11, fill="#444")
-    picture.text(
-        20,
-        140,
-        "Its tasks, q first, as plan_of gives them for one model rank and one attention rank",
-        14,
-        text_anchor="start",
-    )
-    ends: dict[str, tuple[float, float, bool]] = {}
-    for lane, (name, fill, tasks) in enumerate(lanes):
-        x = 200 + lane * 460
-        picture.text(x + 110, 172, name, 13, font_weight="bold")
-        for task, at in zip(tasks, places[lane], strict=True):
-            y = 184 + at * height
-            said, message = words_of(task)
-            picture.box(x, y, 220, height - 8, fill)
-            picture.text(x + 110, y + 15, said, 12)
-            if message is None:
+    every = list(in_time(*tasks_of_two_ranks()))
+    n_lines = 1 + max(line for line, *_ in every)
+    run_top = 172
+    first = run_top + 84
+    run_end = first + n_lines * LINE_HIGH + 12
+    after_top = run_end + 34
+    height, width = after_top + HIGH + 44, 2 * MARGIN + 6 * WIDE + 5 * GAP
+    lanes, task_wide = (width * 0.3, width * 0.7), 200
+
+    def stages(of: tuple[tuple[str, str, str], ...], y: float, x: float) -> Iterator[str]:
+        for n, (name, path, does) in enumerate(of):
+            assert (ROOT / "jaxlamina" / path).exists(), path
+            begin = x + n * (WIDE + GAP)
+            yield from box(begin, y, WIDE, HIGH, fill_of(path.split("/")[0]), name, does, path)
+            if n:
+                yield arrow((begin - GAP, y + HIGH / 2), (begin, y + HIGH / 2))
+
+    def message(y: float, mine: Task, theirs: Task) -> Iterator[str]:
+        payload, sends = payload_of(mine), isinstance(mine, Send)
+        begin, end = lanes if sends else lanes[::-1]
+        yield arrow((begin, y), (end, y))
+        words = {"kv": "k, v", "out": "attention output"}.get(payload.what, payload.what)
+        yield text(width / 2, y - 5, f"{words} of layer {payload.layer}")
+        for lane, task in zip(lanes, (mine, theirs), strict=True):
+            outside = lane - 8 if lane == lanes[0] else lane + 8
+            anchor = "end" if lane == lanes[0] else "start"
+            name = f"{type(task).__name__} {payload.what}"
+            yield text(outside, y + 4, name, size=10, anchor=anchor, style=f'fill="{SOFT}"')
+
+    def parts() -> Iterator[str]:
+        about = (
+            f"One decode step of a model with {N_LAYERS} attention layers, over two ranks. Time goes down."
+        )
+        yield from heading("A step's life", about)
+        yield from stages(BEFORE, 66, MARGIN)
+        plan_x = width - MARGIN - WIDE / 2
+        yield arrow((plan_x, 66 + HIGH), (plan_x, run_top))
+        yield rectangle(MARGIN, run_top, width - 2 * MARGIN, run_end - run_top, "#fffdf7")
+        y = run_top + 20
+        yield text(MARGIN + 12, y, "executor.run(step)", size=13, anchor="start", style='font-weight="700"')
+        yield left(
+            MARGIN + 180, y, "run/executor.py: each rank runs its list of tasks as one program", size=10
+        )
+        heads = ("rank 0: model worker, has the weights", "rank 1: attention worker, has the KV slots")
+        for lane, words in zip(lanes, heads, strict=True):
+            yield text(lane, run_top + 50, words, size=12, style='font-weight="700"')
+            ends = f'x1="{lane:g}" y1="{run_top + 60}" x2="{lane:g}" y2="{run_end - 8}"'
+            yield f'<line {ends} stroke="{LINE}" stroke-dasharray="3 3"/>'
+        for line, mine, theirs in every:
+            y = first + line * LINE_HIGH
+            if mine and theirs:
+                yield from message(y, mine, theirs)
                 continue
-            here = (x + (220 if lane == 0 else 0), y + 11, isinstance(task, Send))
-            if message in ends:
-                a, b = (ends[message], here) if ends[message][2] else (here, ends[message])
-                picture.line(a[0], a[1], b[0], b[1])
-            ends[message] = here
-    return picture.svg()
+            task, lane, fill = (mine, lanes[0], AMBER) if mine else (theirs, lanes[1], VIOLET)
+            assert task is not None
+            yield rectangle(lane - task_wide / 2, y - 11, task_wide, 22, fill)
+            yield text(lane, y + 4, said(task), size=12)
+        yield arrow((lanes[0], run_end - 8), (lanes[0], after_top))
+        yield from stages(AFTER, after_top, lanes[0] - WIDE / 2)
+        last = "The scheduler puts the new tokens into its next step. A request leaves when its text ends."
+        yield left(MARGIN, height - 14, last)
+
+    return picture(width, height, "The life of a step", parts())
 
 
-def _in_time(lanes: Sequence[Sequence[Task]]) -> list[list[int]]:
-    """A row for each task, so that a message is taken after it is sent."""
-    sent: dict[str, int] = {}
-    places: list[list[int]] = [[] for _ in lanes]
-    left = [list(tasks) for tasks in lanes]
-    while any(left):
-        for lane, tasks in enumerate(left):
-            while tasks:
-                _, message = words_of(tasks[0])
-                at = places[lane][-1] + 1 if places[lane] else 0
-                if isinstance(tasks[0], Receive):
-                    if message not in sent:
-                        break
-                    at = max(at, sent[str(message)] + 1)
-                if isinstance(tasks[0], Send):
-                    sent[str(message)] = at
-                places[lane].append(at)
-                tasks.pop(0)
-    return places
+PICTURES = {"rooms": rooms, "step": step}
 
 
-PICTURES = {"rooms.svg": rooms, "step.svg": step}
+def path_of(name: str) -> Path:
+    return ROOT / "docs" / "images" / f"{name}.svg"
+
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
-        (ROOT / "docs" / "images" / name).write_text(draw())
+        path_of(name).write_text(draw())
+        print(f"{path_of(name).relative_to(ROOT)}: written")

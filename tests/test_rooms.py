@@ -4,7 +4,6 @@ imports."""
 from __future__ import annotations
 
 import ast
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -173,12 +172,3 @@ def test_no_two_public_classes_share_a_name():
                     places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     shared = {name: where for name, where in places.items() if len(where) > 1}
     assert not shared, shared
-
-
-def test_the_pictures_of_the_rooms_and_of_a_step_are_those_of_the_code():
-    """Else: make pictures."""
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
-    for name, draw in pictures.PICTURES.items():
-        assert (ROOT / "docs" / "images" / name).read_text() == draw(), name
