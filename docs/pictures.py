@@ -187,6 +187,7 @@ def rooms() -> str:
     graph = room_imports()
     rows = rows_of_rooms(graph)
     place = {room: (COLUMN.get(room, SPINE), n) for n, row in enumerate(rows) for room in row}
+    assert place.keys() == HINT.keys(), "each room wants a hint, a colour and a column"
     top = 64
     height = top + len(rows) * (TALL + DROP)
 
