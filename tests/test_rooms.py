@@ -131,6 +131,8 @@ POLICY = (
     "jaxlamina/steps/table.py",
     "jaxlamina/steps/tasks.py",
     "jaxlamina/transports/exchanges.py",
+    "jaxlamina/transports/hlo.py",
+    "jaxlamina/transports/scopes.py",
     "launch/commands.py",
     "launch/devices.py",
     "launch/roles.py",

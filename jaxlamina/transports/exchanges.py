@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlamina.steps.exchange import Exchange
+from jaxlamina.transports.hlo import Instruction, Module, read_module
 from jaxlamina.transports.scopes import Scope, scope_in
 from pallas_kernels.gpu.mail import Ring
 
-_HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT\s+)?%?([\w.\-]+) = ")
-_BRACKET = re.compile(r"[()\[\]{}]")
-_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
-_LAYOUT = re.compile(r"\]\{([\d,]+)")
 _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
 _TARGET = re.compile(r'custom_call_target="mpi_(\w+?)_ffi"')
 # A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced in.
-_BY_MEMORY = re.compile(r'op_name="[^"]*exchange/(put|take)\.(\d+)/')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_BY_MEMORY = re.compile(r".*exchange/(put|take)\.(\d+)/")
 _PAIR = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _AXES = re.compile(r"replica_groups=\S*mesh\S*\[(.*?)\]\s*\{(.*?)\}")
@@ -36,15 +29,8 @@ _AXES = re.compile(r"replica_groups=\S*mesh\S*\[(.*?)\]\s*\{(.*?)\}")
 _COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-broadcast"}
 _RAGGED = "ragged-all-to-all"
 
-_DTYPES = {
-    "pred": "bool",
-    "bf16": "bfloat16",
-    **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
-    **{f"s{n}": f"int{n}" for n in (2, 4, 8, 16, 32, 64)},
-    **{f"u{n}": f"uint{n}" for n in (2, 4, 8, 16, 32, 64)},
-    "c64": "complex64",
-    "c128": "complex128",
-}
+# An instruction and its computation's, by name -> what it exchanges.
+_Reader = Callable[[Instruction, Mapping[str, Instruction]], Sequence[Any]]
 
 
 def mpi_exchanges(hlo: str, world: int | None = None) -> tuple[Exchange, ...]:
@@ -55,7 +41,7 @@ def mpi_exchanges(hlo: str, world: int | None = None) -> tuple[Exchange, ...]:
     listed; else only sends and receives are: a collective may be of this rank alone, and meet nobody.
     Raises ValueError where the list cannot be known: a loop of unknown length, branches that differ.
     """
-    return _Module(hlo).expand(lambda i, shapes: _mpi(i, shapes, world))
+    return _expand(_scheduled(hlo), lambda i, others: _mpi(i, others, world))
 
 
 def xla_exchanges(hlo: str, rank: int) -> tuple[Exchange, ...]:
@@ -65,25 +51,25 @@ def xla_exchanges(hlo: str, rank: int) -> tuple[Exchange, ...]:
     Raises ValueError as `mpi_exchanges`, for a collective of some of the ranks, and for an array that does not lie in memory
     row by row.
     """
-    return _Module(hlo).expand(lambda i, shapes: _xla(i, shapes, rank))
+    return _expand(_scheduled(hlo), lambda i, others: _xla(i, others, rank))
 
 
 def in_order(hlo: str, rank: int) -> tuple[Exchange | Scope, ...]:
     """A program's exchanges as `xla_exchanges`, and between them the scopes of what is computed, in the order of execution."""
 
-    def read(i: _Instruction, shapes: _Shapes) -> Sequence[Exchange | Scope]:
-        op_name = _OP_NAME.search(i.attributes)
-        scope = scope_in(op_name[1]) if op_name else None
-        return _xla(i, shapes, rank) or ([] if scope is None else [scope])
+    def read(i: Instruction, others: Mapping[str, Instruction]) -> Sequence[Exchange | Scope]:
+        scope = scope_in(i.op_name or "")
+        return _xla(i, others, rank) or ([] if scope is None else [scope])
 
-    return _Module(hlo).expand(read)
+    return _expand(_scheduled(hlo), read)
 
 
 def by_instruction(hlo: str, rank: int | None) -> dict[str, list[Exchange]]:
     """Instruction -> what it exchanges: by XLA's collectives as partition ``rank``, or by mpi4jax (None)."""
-    every = [i for lines in _Module(hlo).computations.values() for i in lines]
-    shapes = {i.name: i.shape for i in every}
-    found = {i.name: _mpi(i, shapes, None) if rank is None else _xla(i, shapes, rank) for i in every}
+    every = {i.name: i for i in _scheduled(hlo).instructions()}
+    found = {
+        name: _mpi(i, every, None) if rank is None else _xla(i, every, rank) for name, i in every.items()
+    }
     return {name: list(exchanges) for name, exchanges in found.items() if exchanges}
 
 
@@ -207,154 +193,54 @@ def _place(lists: Mapping[int, Sequence[Exchange]], rank: int, i: int, describe:
     return f"{describe(rank)}, exchange {i + 1} of {len(lists[rank])}: {does.get(e.op, f'a collective of {what}')}"
 
 
-# ---- HLO
+# ---- the list of one rank
 
 
-@dataclass(frozen=True)
-class _Instruction:
-    """``rest``: the line from the bracket of its operands on. Most instructions' are never looked into."""
-
-    name: str
-    shape: str
-    opcode: str
-    rest: str
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        inside = self.rest[1 : _end(self.rest, 0) - 1]
-        return tuple(part.split()[-1].lstrip("%") for part in _parts(inside) if part.strip())
-
-    @property
-    def attributes(self) -> str:
-        return self.rest[_end(self.rest, 0) :]
+def _scheduled(hlo: str) -> Module:
+    module = read_module(hlo)
+    if not module.is_scheduled:
+        raise ValueError("the text must be of a scheduled module: compiled.as_text() of a jitted function")
+    return module
 
 
-# A computation's instructions' shapes by name, and what one instruction exchanges.
-_Shapes = Mapping[str, str]
-_Reader = Callable[[_Instruction, _Shapes], Sequence[Any]]
+def _expand(module: Module, reader: _Reader) -> tuple[Any, ...]:
+    """What ``reader`` finds from the entry on, in the order of execution."""
+    known: dict[str, tuple[Any, ...]] = {}
 
-
-class _Module:
-    """A scheduled HLO module's computations, in the order of its text, which is that of execution."""
-
-    def __init__(self, hlo: str) -> None:
-        if "is_scheduled=true" not in hlo.split("\n", 1)[0]:
-            raise ValueError(
-                "the text must be of a scheduled module: compiled.as_text() of a jitted function"
-            )
-        self.computations: dict[str, list[_Instruction]] = {}
-        self._entry: str | None = None
-        current: list[_Instruction] | None = None
-        for line in hlo.splitlines():
-            if line[:1].isspace():
-                if current is not None:
-                    current.extend(_instruction(line))
-            elif header := _HEADER.match(line):
-                if line.startswith("HloModule"):
-                    continue
-                current = self.computations.setdefault(header[2], [])
-                self._entry = header[2] if header[1] else self._entry
-            else:
-                current = None
-        if self._entry is None:
-            raise ValueError("the text holds no ENTRY computation")
-
-    def expand(self, reader: _Reader) -> tuple[Any, ...]:
-        assert self._entry is not None
-        return self._expand(self._entry, reader, {})
-
-    def _expand(self, name: str, reader: _Reader, known: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+    def computation(name: str) -> tuple[Any, ...]:
         if name not in known:
-            instructions = self.computations[name]
-            shapes = {i.name: i.shape for i in instructions}
-            found: list[Any] = []
-            for instruction in instructions:
-                found += reader(instruction, shapes)
-                found += self._called(instruction, reader, known)
-            known[name] = tuple(found)
+            here = {i.name: i for i in module.computations[name]}
+            known[name] = tuple(
+                x for i in here.values() for x in (*reader(i, here), *_called(i, computation))
+            )
         return known[name]
 
-    def _called(self, i: _Instruction, reader: _Reader, known: dict[str, tuple[Any, ...]]) -> Sequence[Any]:
-        if i.opcode == "while":
-            (body,) = _computations(i, "body")
-            (condition,) = _computations(i, "condition")
-            once = self._expand(condition, reader, known) + self._expand(body, reader, known)
-            count = _TRIP_COUNT.search(i.attributes)
-            if any(isinstance(e, Exchange) for e in once) and not count:
-                raise ValueError(
-                    f"the loop {i.name!r} has exchanges in it and no fixed number of turns: give it a static bound"
-                )
-            return once * int(count[1]) if count else ()
-        if i.opcode == "conditional":
-            names = _computations(i, "branch_computations", "true_computation", "false_computation")
-            branches = [self._expand(name, reader, known) for name in names]
-            exchanged = [[e for e in b if isinstance(e, Exchange)] for b in branches]
-            if any(b != exchanged[0] for b in exchanged):
-                raise ValueError(f"the branches of {i.name!r} have different exchanges")
-            return branches[0]
-        if i.opcode in ("call", "fusion", "async-start", "custom-call"):
-            names = _computations(i, "to_apply", "calls", "called_computations")
-            return [e for name in names for e in self._expand(name, reader, known)]
-        return ()
+    return computation(module.entry)
 
 
-def _instruction(line: str) -> Iterator[_Instruction]:
-    start = _INSTRUCTION.match(line)
-    if not start:
-        return
-    at = _end(line, start.end()) if line[start.end()] == "(" else line.find(" ", start.end())
-    opcode = _OPCODE.match(line, at)
-    if at < 0 or not opcode:
-        return
-    yield _Instruction(start[1], line[start.end() : at], opcode[1], line[opcode.end() - 1 :])
+def _called(i: Instruction, computation: Callable[[str], tuple[Any, ...]]) -> Sequence[Any]:
+    if i.opcode == "while":
+        (body,), (condition,) = i.called("body"), i.called("condition")
+        once = computation(condition) + computation(body)
+        count = _TRIP_COUNT.search(i.attributes)
+        if any(isinstance(e, Exchange) for e in once) and not count:
+            raise ValueError(
+                f"the loop {i.name!r} has exchanges in it and no fixed number of turns: give it a static bound"
+            )
+        return once * int(count[1]) if count else ()
+    if i.opcode == "conditional":
+        names = i.called("branch_computations", "true_computation", "false_computation")
+        branches = [computation(name) for name in names]
+        exchanged = [[e for e in b if isinstance(e, Exchange)] for b in branches]
+        if any(b != exchanged[0] for b in exchanged):
+            raise ValueError(f"the branches of {i.name!r} have different exchanges")
+        return branches[0]
+    if i.opcode in ("call", "fusion", "async-start", "custom-call"):
+        return [e for name in i.called("to_apply", "calls", "called_computations") for e in computation(name)]
+    return ()
 
 
-def _end(line: str, at: int) -> int:
-    """Where the bracket that opens at ``at`` is closed, one past it."""
-    depth = 0
-    for found in _BRACKET.finditer(line, at):
-        depth += 1 if found[0] in "([{" else -1
-        if depth == 0:
-            return found.end()
-    return len(line)
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Split at commas outside brackets, without comments."""
-    text = re.sub(r"/\*.*?\*/", "", text)
-    depth = start = 0
-    for i, c in enumerate(text):
-        depth += (c in "([{") - (c in ")]}")
-        if c == "," and depth == 0:
-            yield text[start:i]
-            start = i + 1
-    yield text[start:]
-
-
-def _computations(i: _Instruction, *attributes: str) -> list[str]:
-    names: list[str] = []
-    for attribute in attributes:
-        if found := re.search(rf"[,\s]{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", i.attributes):
-            names += [name.strip().lstrip("%") for name in found[1].strip("{}").split(",") if name.strip()]
-    return names
-
-
-def _arrays(shape: str) -> list[tuple[tuple[int, ...], str]]:
-    """The shapes and dtypes of an instruction's arrays: a tuple's all, in order; no tokens."""
-    found = []
-    for dtype, sizes in _ARRAY.findall(shape):
-        if dtype != "token":
-            name = _DTYPES.get(dtype, dtype.replace("f8", "float8_", 1))
-            found.append((tuple(int(n) for n in sizes.split(",") if n), name))
-    return found
-
-
-def _layouts(shape: str) -> list[list[int]]:
-    """Of an instruction's arrays the dimensions from that with neighbours in memory on, where they are written."""
-    return [[int(n) for n in found.split(",")] for found in _LAYOUT.findall(shape)]
-
-
-def _mpi(i: _Instruction, shapes: _Shapes, world: int | None) -> Sequence[Exchange]:
+def _mpi(i: Instruction, others: Mapping[str, Instruction], world: int | None) -> Sequence[Exchange]:
     target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
     if not target:
         return ()
@@ -362,9 +248,9 @@ def _mpi(i: _Instruction, shapes: _Shapes, world: int | None) -> Sequence[Exchan
     if world is not None and communicator != world:
         return ()
     if call == "recv":
-        ((shape, dtype),) = _arrays(i.shape)
+        ((shape, dtype),) = i.arrays
         return (Exchange("recv", _integer(i, "source"), shape, dtype),)
-    operands = [array for name in i.operands for array in _arrays(shapes[name])]
+    operands = [array for name in i.operands for array in others[name].arrays]
     if call == "send":
         ((shape, dtype),) = operands
         return (Exchange("send", _integer(i, "dest"), shape, dtype),)
@@ -375,7 +261,7 @@ def _mpi(i: _Instruction, shapes: _Shapes, world: int | None) -> Sequence[Exchan
     return tuple(Exchange("all", -1, shape, dtype) for shape, dtype in operands or [((), "bool")])
 
 
-def _integer(i: _Instruction, name: str) -> int:
+def _integer(i: Instruction, name: str) -> int:
     found = re.search(rf"[{{\s,]{name} = (-?\d+) : i64", i.attributes)
     if not found:
         raise ValueError(
@@ -384,20 +270,20 @@ def _integer(i: _Instruction, name: str) -> int:
     return int(found[1])
 
 
-def _xla(i: _Instruction, shapes: _Shapes, rank: int) -> Sequence[Exchange]:
+def _xla(i: Instruction, others: Mapping[str, Instruction], rank: int) -> Sequence[Exchange]:
     if i.opcode == "custom-call":
-        return _by_memory(i, shapes)
+        return _by_memory(i, others)
     opcode = i.opcode.removesuffix("-start")
     if opcode in ("send", "recv"):
         raise ValueError(f"{i.name!r} is a {opcode} made from a permute, which is not understood here")
     if opcode not in _COLLECTIVES | {_RAGGED, "collective-permute"}:
         return ()
-    if any(order != sorted(order, reverse=True) for order in _layouts(i.shape)):
+    if any(order != sorted(order, reverse=True) for order in i.layouts):
         raise ValueError(
             f"{i.name!r} sends an array whose dimensions lie in memory in an order that XLA chose on this rank alone, "
             f"{i.shape}: send it in one dimension"
         )
-    operands = [array for name in i.operands for array in _arrays(shapes[name])]
+    operands = [array for name in i.operands for array in others[name].arrays]
     if opcode == "collective-permute":
         text = re.search(r"source_target_pairs=\{(.*?\})?\}", i.attributes)
         assert text, i.attributes
@@ -417,16 +303,15 @@ def _xla(i: _Instruction, shapes: _Shapes, rank: int) -> Sequence[Exchange]:
     return [Exchange("all", -1, shape, dtype) for shape, dtype in operands]
 
 
-def _by_memory(i: _Instruction, shapes: _Shapes) -> Sequence[Exchange]:
-    found = _BY_MEMORY.search(i.attributes)
+def _by_memory(i: Instruction, others: Mapping[str, Instruction]) -> Sequence[Exchange]:
+    found = _BY_MEMORY.match(i.op_name or "")
     if not found:
         return ()
-    text = shapes[i.operands[0]] if found[1] == "put" else i.shape
-    ((shape, dtype),) = _arrays(text)
+    ((shape, dtype),) = (others[i.operands[0]] if found[1] == "put" else i).arrays
     return (Exchange("put" if found[1] == "put" else "take", int(found[2]), shape, dtype),)
 
 
-def _takes_part(i: _Instruction, rank: int) -> bool:
+def _takes_part(i: Instruction, rank: int) -> bool:
     """Whether a collective is of all ranks; False if it is of ``rank`` alone, or not of it."""
     if axes := _AXES.search(i.attributes):
         sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes[1])}
@@ -443,7 +328,7 @@ def _takes_part(i: _Instruction, rank: int) -> bool:
     return n_mine > 1
 
 
-def _groups(i: _Instruction) -> list[list[int]]:
+def _groups(i: Instruction) -> list[list[int]]:
     """The ranks of each group of a collective; none where all ranks are one."""
     found = _GROUPS.search(i.attributes)
     if not found:

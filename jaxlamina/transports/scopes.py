@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Literal, NamedTuple
+
+from jaxlamina.transports.hlo import Instruction, Module, read_module
 
 Kind = Literal["model", "attention", "exchange", "other", "bubble"]
 KINDS: tuple[Kind, ...] = ("model", "attention", "exchange", "other", "bubble")
 
 _KIND_OF: dict[str, Kind] = {"slice": "model", "attention": "attention"}
 _SCOPE = re.compile(r"(?:^|/)(?:(slice|attention)\.(\d+)\.batch\.(\d+)|exchange)(?=/|$)")
-_HEADER = re.compile(r"(?:ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT\s+)?%?([\w.\-]+) = (.*)")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CALLED = re.compile(
-    r"[,\s](?:calls|to_apply|body|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
-)
-_COMPUTES = re.compile(r"\s(?:dot|fusion|custom-call|convolution|call)\(")
-_FUSION = re.compile(r"\sfusion\(")
+_CALLED = ("calls", "to_apply", "body", "branch_computations", "called_computations")
+_COMPUTES = {"dot", "fusion", "custom-call", "convolution", "call"}
 # Instructions of one slice or layer are within so many stretches between exchanges, or it is one of a function that was
 # lowered once: it then has the names of its first call, whoever calls it.
 _MOST_STRETCHES = 3
@@ -40,18 +36,9 @@ class Scope(NamedTuple):
 EXCHANGE, OTHER = Scope("exchange"), Scope("other")
 
 
-class _Line(NamedTuple):
-    own: Scope | None
-    is_fusion: bool
-    called: tuple[str, ...]
-
-
 def module_name(hlo: str) -> str:
     """The name that a program's events carry as their module."""
-    found = re.match(r"HloModule ([\w.\-]+)", hlo)
-    if not found:
-        raise ValueError("the text must be of a compiled program: compiled.as_text() of a jitted function")
-    return found[1]
+    return read_module(hlo).name
 
 
 def scope_in(op_name: str) -> Scope | None:
@@ -69,28 +56,19 @@ def scopes_of(hlo: str) -> dict[str, Scope]:
     One without a scope in its own metadata has that of what it calls: a fusion the commonest in it, any other call the
     only one (what it calls has events of its own). ``ValueError`` if ``hlo`` is no HLO module.
     """
-    module_name(hlo)
-    computations: dict[str, dict[str, _Line]] = {}
-    for name, line in _lines(hlo):
-        here = computations.setdefault(name, {})
-        if found := _INSTRUCTION.match(line):
-            here[found[1]] = _read(found[2])
+    module = read_module(hlo)
     known: dict[str, Counter[Scope]] = {}
-    scopes = {}
-    for lines in computations.values():
-        for name, read in lines.items():
-            scope = read.own or _of_called(read, computations, known)
-            if scope is not None:
-                scopes[name] = scope
-    return scopes
+    return {
+        i.name: scope
+        for i in module.instructions()
+        if (scope := scope_in(i.op_name or "") or _of_called(i, module, known)) is not None
+    }
 
 
 def entry_of(hlo: str) -> list[str]:
     """The entry computation's instructions in the order in which they are run."""
-    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
-    assert entry is not None, "no entry computation"
-    found = (_INSTRUCTION.match(line) for computation, line in _lines(hlo) if computation == entry[1])
-    return [x[1] for x in found if x]
+    module = read_module(hlo)
+    return [i.name for i in module.computations[module.entry]]
 
 
 def by_stretch(
@@ -112,8 +90,7 @@ def by_stretch(
 
 def nameless(hlo: str) -> set[str]:
     """Computing instructions that have no name at all: XLA made them out of others, as it turns products round on a CPU."""
-    found = (_INSTRUCTION.match(line) for _, line in _lines(hlo))
-    return {x[1] for x in found if x and _COMPUTES.search(x[2]) and not _OP_NAME.search(x[2])}
+    return {i.name for i in read_module(hlo).instructions() if i.opcode in _COMPUTES and i.op_name is None}
 
 
 def by_neighbours(
@@ -148,60 +125,31 @@ def _stretches(entry: Sequence[str], exchanges: Container[str]) -> list[list[str
 
 def started_by(hlo: str) -> dict[str, list[str]]:
     """What each ``async-start`` runs: that is one event, of the start's name."""
-    within: dict[str, list[str]] = {}
-    starts: dict[str, tuple[str, ...]] = {}
-    for computation, line in _lines(hlo):
-        if found := _INSTRUCTION.match(line):
-            within.setdefault(computation, []).append(found[1])
-            if " async-start(" in line:
-                starts[found[1]] = _read(found[2]).called
-    return {name: [x for c in called for x in within.get(c, ())] for name, called in starts.items()}
+    module = read_module(hlo)
+    return {
+        i.name: [x.name for name in i.called(*_CALLED) for x in module.computations.get(name, ())]
+        for i in module.instructions()
+        if i.opcode == "async-start"
+    }
 
 
-def _lines(hlo: str) -> Iterator[tuple[str, str]]:
-    """(computation, line of it)."""
-    current = None
-    for line in hlo.splitlines():
-        if line[:1].isspace():
-            if current is not None:
-                yield current, line
-        else:
-            found = None if line.startswith("HloModule") else _HEADER.match(line)
-            current = found[1] if found else None
-
-
-def _read(text: str) -> _Line:
-    op_name = _OP_NAME.search(text)
-    called = [
-        name.strip().lstrip("%")
-        for found in _CALLED.finditer(text)
-        for name in found[1].strip("{}").split(",")
-        if name.strip()
-    ]
-    return _Line(scope_in(op_name[1]) if op_name else None, bool(_FUSION.search(text)), tuple(called))
-
-
-def _of_called(
-    line: _Line, computations: dict[str, dict[str, _Line]], known: dict[str, Counter[Scope]]
-) -> Scope | None:
+def _of_called(i: Instruction, module: Module, known: dict[str, Counter[Scope]]) -> Scope | None:
     inside: Counter[Scope] = Counter()
-    for name in line.called:
-        inside += _inside(name, computations, known)
-    if not inside or (len(inside) > 1 and not line.is_fusion):
+    for name in i.called(*_CALLED):
+        inside += _inside(name, module, known)
+    if not inside or (len(inside) > 1 and i.opcode != "fusion"):
         return None
     return max(inside, key=lambda scope: (inside[scope], scope))
 
 
-def _inside(
-    name: str, computations: dict[str, dict[str, _Line]], known: dict[str, Counter[Scope]]
-) -> Counter[Scope]:
+def _inside(name: str, module: Module, known: dict[str, Counter[Scope]]) -> Counter[Scope]:
     """How many instructions of each scope a computation has, with all that it calls."""
     if name not in known:
         found: Counter[Scope] = Counter()
-        for line in computations.get(name, {}).values():
-            if line.own is not None:
-                found[line.own] += 1
-            for called in line.called:
-                found += _inside(called, computations, known)
+        for i in module.computations.get(name, ()):
+            if (own := scope_in(i.op_name or "")) is not None:
+                found[own] += 1
+            for called in i.called(*_CALLED):
+                found += _inside(called, module, known)
         known[name] = found
     return known[name]
