@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pallas_kernels import compat
+from splitter.block import variables
 from splitter.mincut import CutGraph, Op
 from splitter.operator import attention_p
 from splitter.trace import SplitError, Traced
@@ -157,11 +158,6 @@ class Analysis:
 
     def dep(self, atom: Any) -> Dependence:
         return Dependence() if isinstance(atom, compat.Literal) else self.depends[atom]
-
-
-def variables(atoms: Any) -> list[Any]:
-    """The atoms that are variables, literals left out."""
-    return [a for a in atoms if not isinstance(a, compat.Literal)]
 
 
 def analyse(traced: Traced, *, recompute: bool = True) -> Analysis:

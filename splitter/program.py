@@ -1,4 +1,4 @@
-"""Pieces of a flat jaxpr that run: blocks of equations, the parts of a slice, and what makes two of them equal.
+"""The parts of a slice, as blocks of a flat jaxpr's equations, and what makes two blocks equal.
 
 A part is a plain Python function of tuples of arrays, so a caller may jit it alone, with its neighbours, or as part
 of a whole step. Knows nothing of cuts: it is told which equations to run.
@@ -7,8 +7,7 @@ of a whole step. Knows nothing of cuts: it is told which equations to run.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -16,26 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import compat
-from splitter.trace import read
+from splitter.block import Block, variables
 
 Arrays = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Equations in order, the variables they start from and those they yield."""
-
-    invars: tuple[Any, ...]
-    eqns: tuple[compat.JaxprEqn, ...]
-    outvars: tuple[Any, ...]
-
-    def __call__(self, args: Sequence[Any]) -> list[Any]:
-        env = dict(zip(self.invars, args, strict=True))
-        for eqn in self.eqns:
-            env.update(
-                zip(eqn.outvars, compat.bind_eqn(eqn, [read(env, a) for a in eqn.invars]), strict=True)
-            )
-        return [read(env, a) for a in self.outvars]
 
 
 def canonical(*blocks: Block, extra: Hashable = ()) -> str:
@@ -75,8 +57,7 @@ def _parameter(value: Any) -> Hashable:
     """An equation's parameter as something that prints the same exactly when it means the same."""
     if compat.is_jaxpr(value):
         inner, consts = compat.open_jaxpr(value)
-        block = Block((*inner.constvars, *inner.invars), tuple(inner.eqns), tuple(inner.outvars))
-        return ("jaxpr", canonical(block), tuple(_constant(c) for c in consts))
+        return ("jaxpr", canonical(Block.of(inner)), tuple(_constant(c) for c in consts))
     if isinstance(value, tuple | list):
         return tuple(_parameter(v) for v in value)
     if isinstance(value, np.ndarray):
@@ -126,10 +107,10 @@ class SliceProgram:
 
     def q_needs(self, i: int) -> bool:
         """Whether q depends on argument ``i`` of `q_part`, parameters, context and attention output in a row (-1: that)."""
-        wanted = {a for a in self._first.outvars[:1] if not isinstance(a, compat.Literal)}
+        wanted = set(variables(self._first.outvars[:1]))
         for eqn in reversed(self._first.eqns):
             if wanted & set(eqn.outvars):
-                wanted |= {a for a in eqn.invars if not isinstance(a, compat.Literal)}
+                wanted.update(variables(eqn.invars))
         return self._first.invars[i] in wanted
 
     def kv_part(self, params: Arrays, rest: Arrays, tie: Any | None = None) -> tuple[Any, Any, Arrays]:
@@ -164,6 +145,6 @@ def first_use(eqns: Iterable[compat.JaxprEqn], outvars: Iterable[Any]) -> list[A
     """Variables in the order in which equations, then results, read them."""
     order: dict[Any, None] = {}
     for eqn in eqns:
-        order.update((a, None) for a in eqn.invars if not isinstance(a, compat.Literal))
-    order.update((a, None) for a in outvars if not isinstance(a, compat.Literal))
+        order.update(dict.fromkeys(variables(eqn.invars)))
+    order.update(dict.fromkeys(variables(outvars)))
     return list(order)

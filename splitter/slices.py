@@ -18,10 +18,11 @@ import numpy as np
 from jax import tree_util
 
 from pallas_kernels import compat
-from splitter.analysis import Analysis, SiteRegion, analyse, cut_graph, variables
+from splitter.analysis import Analysis, SiteRegion, analyse, cut_graph
+from splitter.block import Block, variables
 from splitter.mincut import Cut, plan_cuts
 from splitter.operator import DEFAULT_OPERATORS, attention_p
-from splitter.program import Arrays, Block, SliceProgram, canonical, first_use
+from splitter.program import Arrays, SliceProgram, canonical, first_use
 from splitter.report import SplitReport, make_report
 from splitter.trace import SplitError, Traced, trace
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from pallas_kernels import compat
+from splitter.block import Block, Read, as_it_is
 from splitter.operator import DEFAULT_OPERATORS, marking
 
 
@@ -51,19 +53,16 @@ class Traced:
 
     def eval(self, params: Any, *inputs: Any, attend: Callable[..., Any] | None = None) -> Any:
         """Run the function unsplit. `attend(i, q, k, v) -> out`, when given, stands in for attention operator i."""
-        flat = self.flatten(params, inputs)
-        index = {position: i for i, position in enumerate(self.sites)}
+        sites = count()
 
-        def run(position: int, eqn: compat.JaxprEqn, args: Sequence[Any]) -> list[Any]:
-            if attend is not None and position in index:
-                return [attend(index[position], *args[:3])]
-            return compat.bind_eqn(eqn, args)
+        def site(eqn: compat.JaxprEqn, read: Read) -> list[Any]:
+            return [attend(next(sites), *(read(a) for a in eqn.invars[:3]))]  # type: ignore[misc]
 
-        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        env.update(zip(self.jaxpr.invars, flat, strict=True))
-        for position, eqn in enumerate(self.jaxpr.eqns):
-            env.update(zip(eqn.outvars, run(position, eqn, [read(env, a) for a in eqn.invars]), strict=True))
-        return tree_util.tree_unflatten(self.out_tree, [read(env, a) for a in self.jaxpr.outvars])
+        operators = () if attend is None else {self.jaxpr.eqns[i].primitive.name for i in self.sites}
+        args = [*self.consts, *self.flatten(params, inputs)]
+        return tree_util.tree_unflatten(
+            self.out_tree, Block.of(self.jaxpr)(args, dict.fromkeys(operators, site))
+        )
 
     def flatten(self, params: Any, inputs: Sequence[Any]) -> list[Any]:
         """Parameters and inputs as one flat list. Raises SplitError when a tree differs from the traced one."""
@@ -75,11 +74,6 @@ class Traced:
                 f"parameters {p_tree} for {self.params_tree}, inputs {x_tree} for {self.inputs_tree}"
             )
         return [*p, *x]
-
-
-def read(env: dict[Any, Any], atom: Any) -> Any:
-    """An equation's operand: a literal's value, or what `env` holds for the variable."""
-    return atom.val if isinstance(atom, compat.Literal) else env[atom]
 
 
 def trace(
@@ -103,7 +97,7 @@ def trace(
     inner, consts = compat.open_jaxpr(closed)
 
     def flat_fn(*args: Any) -> list[Any]:
-        return _inline(inner, consts, args, wanted)
+        return _inline(inner, [*consts, *args], wanted)
 
     params_flat, params_tree = tree_util.tree_flatten(params)
     inputs_flat, inputs_tree = tree_util.tree_flatten(tuple(inputs))
@@ -150,28 +144,27 @@ def _dtype(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
-def _inline(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wanted: frozenset[Any]) -> list[Any]:
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [read(env, a) for a in eqn.invars]
+def _inline(jaxpr: Any, args: Sequence[Any], wanted: frozenset[Any]) -> list[Any]:
+    """``args``: the values of its constants, then its arguments."""
+
+    def in_place(eqn: compat.JaxprEqn, read: Read) -> list[Any]:
+        # One body; custom_vjp's forward and backward rules are callables, not jaxprs.
+        inner, consts = compat.open_jaxpr(next(compat.sub_jaxprs(eqn)))
+        return _inline(inner, [*consts, *map(read, eqn.invars)], wanted)
+
+    def otherwise(eqn: compat.JaxprEqn, read: Read) -> list[Any]:
+        if not _holds(eqn, wanted):
+            return as_it_is(eqn, read)
         name = eqn.primitive.name
-        if name in _INLINE:
-            # One body; custom_vjp's forward and backward rules are callables, not jaxprs.
-            inner, inner_consts = compat.open_jaxpr(next(compat.sub_jaxprs(eqn)))
-            out = _inline(inner, inner_consts, operands, wanted)
-        elif not _holds(eqn, wanted):
-            out = compat.bind_eqn(eqn, operands)
-        elif name == "scan":
-            out = _unroll(eqn, operands, wanted)
-        else:
-            raise SplitError(
-                f"an attention operator lies inside `{name}` at {compat.where(eqn)}: how often it runs, or whether, "
-                "is decided by data or by another construct that cannot be cut; take it out of there, or use a "
-                "Python loop or jax.lax.scan over the layers"
-            )
-        env.update(zip(eqn.outvars, out, strict=True))
-    return [read(env, a) for a in jaxpr.outvars]
+        if name == "scan":
+            return _unroll(eqn, [read(a) for a in eqn.invars], wanted)
+        raise SplitError(
+            f"an attention operator lies inside `{name}` at {compat.where(eqn)}: how often it runs, or whether, "
+            "is decided by data or by another construct that cannot be cut; take it out of there, or use a "
+            "Python loop or jax.lax.scan over the layers"
+        )
+
+    return Block.of(jaxpr)(args, dict.fromkeys(_INLINE, in_place), otherwise)
 
 
 def _holds(eqn: compat.JaxprEqn, wanted: frozenset[Any]) -> bool:
@@ -197,7 +190,7 @@ def _unroll(eqn: compat.JaxprEqn, operands: Sequence[Any], wanted: frozenset[Any
     for i in reversed(range(length)) if p["reverse"] else range(length):
         # Static slices of stacked weights are views: the slicer moves them to load time.
         x = [jax.lax.index_in_dim(s, i, axis=0, keepdims=False) for s in xs]
-        out = _inline(body, body_consts, [*fixed, *carry, *x], wanted)
+        out = _inline(body, [*body_consts, *fixed, *carry, *x], wanted)
         carry, steps[i] = out[:n_carry], out[n_carry:]
     return [*carry, *(jnp.stack(ys) for ys in zip(*steps, strict=True))]
 

@@ -22,6 +22,7 @@ from jaxlamina.transports import Transport
 from pallas_kernels import compat
 from pallas_kernels.order import tied, zero_after
 from splitter import Traced
+from splitter.block import Read, Rule, as_it_is, run_by_rules, together, variables
 
 _Axes = dict[str, int]
 
@@ -46,7 +47,7 @@ def _axes_of(traced: Traced, params: Sequence[str], n_shards: int) -> _Axes:
         for operand, v in enumerate(eqn.invars):
             if not isinstance(v, compat.Literal) and v in names:
                 axes.setdefault(names[v], set()).add(_free_axis(eqn, operand, n_shards))
-    outputs = {names[v] for v in traced.jaxpr.outvars if not isinstance(v, compat.Literal) and v in names}
+    outputs = {names[v] for v in variables(traced.jaxpr.outvars) if v in names}
     found = {name: next(iter(of)) for name, of in axes.items() if len(of) == 1 and name not in outputs}
     return {name: axis for name, axis in found.items() if axis is not None}
 
@@ -98,79 +99,54 @@ def with_shards(
     likes = jax.tree.leaves(whole)
 
     def run(weights: Any, *others: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(step, return_shape=True)(whole, *others)
-        jaxpr, consts = compat.open_jaxpr(closed)
-        values = dict(zip(jaxpr.constvars, consts, strict=True))
         leaves = jax.tree.leaves(weights)
-        values.update(zip(jaxpr.invars, [*leaves, *jax.tree.leaves(others)], strict=True))
-        shared = {
-            v
-            for v, own, like in zip(jaxpr.invars[: len(likes)], leaves, likes, strict=True)
-            if own.shape != like.shape
-        }
-        found = _Evaluation(jaxpr, values, shared, transport, tuple(ranks)).run()
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+        def rules(jaxpr: Any) -> dict[str, Rule]:
+            own = zip(jaxpr.invars[: len(likes)], leaves, likes, strict=True)
+            shared = {v for v, x, like in own if x.shape != like.shape}
+            return {"dot_general": _products(jaxpr, shared, transport, tuple(ranks))}
+
+        return run_by_rules(step, (whole, *others), (weights, *others), rules)
 
     return run
 
 
-class _Evaluation:
-    def __init__(
-        self,
-        jaxpr: Any,
-        values: dict[Any, Any],
-        shared: set[Any],
-        transport: Transport,
-        ranks: tuple[int, ...],
-    ) -> None:
-        self.jaxpr, self.values, self.shared = jaxpr, values, shared
-        self.transport, self.ranks = transport, ranks
-        self.last: jax.Array | None = None
-        self.groups: dict[Any, list[compat.JaxprEqn]] = {}
-        for eqn in jaxpr.eqns:
-            if (operand := self._weight(eqn)) is not None:
-                key = (eqn.invars[1 - operand], operand, eqn.outvars[0].aval.dtype)  # type: ignore[attr-defined]
-                self.groups.setdefault(key, []).append(eqn)
-        self.first = {id(group[0]): group for group in self.groups.values()}
-        self.taken = {id(eqn) for group in self.groups.values() for eqn in group}
+def _products(jaxpr: Any, shared: set[Any], transport: Transport, ranks: tuple[int, ...]) -> Rule:
+    """The rule of products with weights that are shared out: those of the same rows give one message to each other rank."""
+    groups: dict[Any, list[compat.JaxprEqn]] = {}
+    for eqn in jaxpr.eqns:
+        if (operand := _weight(eqn, shared, len(ranks))) is not None:
+            key = (eqn.invars[1 - operand], operand, eqn.outvars[0].aval.dtype)
+            groups.setdefault(key, []).append(eqn)
+    last: jax.Array | None = None
 
-    def run(self) -> list[Any]:
-        for eqn in self.jaxpr.eqns:
-            if id(eqn) in self.first:
-                self._exchange(self.first[id(eqn)])
-            elif id(eqn) not in self.taken:
-                outs = compat.bind_eqn(eqn, [self._read(a) for a in eqn.invars])
-                self.values.update(zip(eqn.outvars, outs, strict=True))
-        return [self._read(v) for v in self.jaxpr.outvars]
-
-    def _read(self, atom: Any) -> Any:
-        return atom.val if isinstance(atom, compat.Literal) else self.values[atom]
-
-    def _weight(self, eqn: compat.JaxprEqn) -> int | None:
-        """Which operand is a weight that is shared out."""
-        mine = [n for n, a in enumerate(eqn.invars) if not isinstance(a, compat.Literal) and a in self.shared]
-        if not mine:
-            return None
-        if len(mine) > 1 or _free_axis(eqn, mine[0], len(self.ranks)) is None:
-            raise UserError(
-                f"a weight that is shared out is read by {eqn.primitive.name} too: take fewer shards"
-            )
-        return mine[0]
-
-    def _exchange(self, group: Sequence[compat.JaxprEqn]) -> None:
-        """This rank's columns of all products of a group as one message to each of the others."""
-        weight = self._weight(group[0])
-        own = [compat.bind_eqn(eqn, [self._read(a) for a in eqn.invars])[0] for eqn in group]
-        axis = 0 if weight == 0 else own[0].ndim - 1  # a product keeps its left operand's dimension first
-        sizes = [x.shape[axis] for x in own]
+    def exchanged(group: Sequence[compat.JaxprEqn], read: Read) -> list[jax.Array]:
+        nonlocal last
+        own = [as_it_is(eqn, read)[0] for eqn in group]
+        # A product keeps its left operand's dimension first.
+        axis = 0 if _weight(group[0], shared, len(ranks)) == 0 else own[0].ndim - 1
         # All of a step's exchanges between shards are in one order by data: k and v, whose messages are alike, could come to
         # be taken for each other.
-        parts, self.last = _gathered(jnp.concatenate(own, axis=axis), self.transport, self.ranks, self.last)
-        start = 0
-        for eqn, size in zip(group, sizes, strict=True):
-            pieces = [jax.lax.slice_in_dim(p, start, start + size, axis=axis) for p in parts]
-            self.values[eqn.outvars[0]] = jnp.concatenate(pieces, axis=axis)
-            start += size
+        parts, last = _gathered(jnp.concatenate(own, axis=axis), transport, ranks, last)
+        found, start = [], 0
+        for x in own:
+            end = start + x.shape[axis]
+            pieces = [jax.lax.slice_in_dim(p, start, end, axis=axis) for p in parts]
+            found.append(jnp.concatenate(pieces, axis=axis))
+            start = end
+        return found
+
+    return together(groups.values(), exchanged)
+
+
+def _weight(eqn: compat.JaxprEqn, shared: set[Any], n_shards: int) -> int | None:
+    """Which operand is a weight that is shared out."""
+    mine = [n for n, a in enumerate(eqn.invars) if not isinstance(a, compat.Literal) and a in shared]
+    if not mine:
+        return None
+    if len(mine) > 1 or _free_axis(eqn, mine[0], n_shards) is None:
+        raise UserError(f"a weight that is shared out is read by {eqn.primitive.name} too: take fewer shards")
+    return mine[0]
 
 
 def needing(xs: Sequence[jax.Array]) -> jax.Array:

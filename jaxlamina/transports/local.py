@@ -20,7 +20,8 @@ from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports import compiler_options
 from jaxlamina.workers.workspace import program_bytes
 from pallas_kernels import compat
-from splitter.program import Block, canonical
+from splitter.block import Block, variables
+from splitter.program import canonical
 
 _send_p = compat.Primitive("local_send")
 _send_p.multiple_results = True
@@ -281,15 +282,15 @@ def _cut(jaxpr: Any, donated: set[Any]) -> tuple[_Piece | _Message, ...]:
             groups[-1][0].append(eqn)
     last_read: dict[Any, int] = {}
     for n, (eqns, exchange) in enumerate(groups):
-        last_read.update((v, 2 * n) for eqn in eqns for v in _variables(eqn.invars))
-        last_read.update((v, 2 * n + 1) for v in _variables([] if exchange is None else exchange.invars))
-    last_read.update((v, 2 * len(groups)) for v in _variables(jaxpr.outvars))
+        last_read.update((v, 2 * n) for eqn in eqns for v in variables(eqn.invars))
+        last_read.update((v, 2 * n + 1) for v in variables([] if exchange is None else exchange.invars))
+    last_read.update((v, 2 * len(groups)) for v in variables(jaxpr.outvars))
     steps: list[_Piece | _Message] = []
     for n, (eqns, exchange) in enumerate(groups):
         if eqns:
             made = [v for eqn in eqns for v in eqn.outvars]
             given = list(
-                dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars) if v not in set(made))
+                dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in set(made))
             )
             kept = [v for v in made if last_read.get(v, 0) > 2 * n]
             drops = tuple(v for v in given if last_read[v] == 2 * n)
@@ -320,13 +321,9 @@ def _given_away(
 
 
 def _read_by_somebody(jaxpr: Any) -> list[Any]:
-    wanted, kept = set(_variables(jaxpr.outvars)), []
+    wanted, kept = set(variables(jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive in (_send_p, _recv_p) or wanted & set(eqn.outvars):
             kept.append(eqn)
-            wanted.update(_variables(eqn.invars))
+            wanted.update(variables(eqn.invars))
     return kept[::-1]
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [a for a in atoms if not isinstance(a, compat.Literal)]

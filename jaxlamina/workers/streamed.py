@@ -7,14 +7,14 @@ author wrote it. Knows nothing of slices, exchanges or attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from pallas_kernels import compat
 from pallas_kernels.products import FEWEST_ROWS, MOST_ROWS, stream_products, supports
+from splitter.block import Read, Rule, run_by_rules, together
 
 _SMALL_BYTES = 1 << 20  # a weight that is not worth a kernel of its own kind
 
@@ -29,49 +29,34 @@ def with_streamed_products(function: Callable[..., Any], device: jax.Device) -> 
 
     Results differ from the function's as two matrix products of the same precision differ.
     """
-    return _rewritten(function) if streams_products(device) else function
 
-
-def _rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        jaxpr, consts = compat.open_jaxpr(closed)
-        values = dict(zip(jaxpr.constvars, consts, strict=True))
-        values.update(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
-        return jax.tree.unflatten(jax.tree.structure(shapes), _evaluate(jaxpr, values))
+        return run_by_rules(function, args, args, _rules)
 
-    return run
+    return run if streams_products(device) else function
 
 
-@dataclass(frozen=True)
-class _Product:
-    """A `dot_general` of rows by a whole weight ``[N, K]``."""
-
-    position: int
-    eqn: compat.JaxprEqn
-
-    @property
-    def rows(self) -> Any:
-        return self.eqn.invars[0]
-
-    @property
-    def weight(self) -> Any:
-        return self.eqn.invars[1]
-
-    @property
-    def result(self) -> Any:
-        return self.eqn.outvars[0]
+def _rules(jaxpr: Any) -> dict[str, Rule]:
+    return {"dot_general": together(products(jaxpr), _streamed)}
 
 
-def products(jaxpr: Any) -> list[list[_Product]]:
-    """The products that can be streamed, those of the same rows together, in the order of their first."""
+def _streamed(group: Sequence[compat.JaxprEqn], read: Read) -> list[Any]:
+    x = read(group[0].invars[0])
+    likes: list[Any] = [eqn.outvars[0].aval for eqn in group]
+    with compat.context_of(group[0]):
+        weights = [read(eqn.invars[1]) for eqn in group]
+        outs = stream_products(x.reshape(-1, x.shape[-1]), weights, dtype=likes[0].dtype)
+    return [out.reshape(like.shape) for out, like in zip(outs, likes, strict=True)]
+
+
+def products(jaxpr: Any) -> list[list[compat.JaxprEqn]]:
+    """The products that can be streamed, each a `dot_general` of rows by a whole weight ``[N, K]``: those of the same rows
+    together, in the order of their first."""
     arguments = {*jaxpr.invars, *jaxpr.constvars}
-    groups: dict[Any, list[_Product]] = {}
-    for position, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name != "dot_general" or not _is_product(eqn, arguments):
-            continue
-        product = _Product(position, eqn)
-        groups.setdefault((product.rows, product.result.aval.dtype), []).append(product)
+    groups: dict[Any, list[compat.JaxprEqn]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and _is_product(eqn, arguments):
+            groups.setdefault((eqn.invars[0], eqn.outvars[0].aval.dtype), []).append(eqn)
     return list(groups.values())
 
 
@@ -93,28 +78,3 @@ def _is_product(eqn: compat.JaxprEqn, arguments: set[Any]) -> bool:
 def _as_tuples(numbers: Any) -> Any:
     (a, b), (c, d) = numbers
     return (tuple(a), tuple(b)), (tuple(c), tuple(d))
-
-
-def _evaluate(jaxpr: Any, values: dict[Any, Any]) -> list[Any]:
-    groups = products(jaxpr)
-    at = {group[0].position: group for group in groups}
-    taken = {product.position for group in groups for product in group}
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, compat.Literal) else values[atom]
-
-    for position, eqn in enumerate(jaxpr.eqns):
-        if position in at:
-            group = at[position]
-            x = read(group[0].rows)
-            with compat.context_of(eqn):
-                outs = stream_products(
-                    x.reshape(-1, x.shape[-1]),
-                    [read(p.weight) for p in group],
-                    dtype=group[0].result.aval.dtype,
-                )
-            for product, out in zip(group, outs, strict=True):
-                values[product.result] = out.reshape(product.result.aval.shape)
-        elif position not in taken:
-            values.update(zip(eqn.outvars, compat.bind_eqn(eqn, [read(a) for a in eqn.invars]), strict=True))
-    return [read(v) for v in jaxpr.outvars]

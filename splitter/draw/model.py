@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from pallas_kernels import compat
-from splitter.analysis import variables
+from splitter.block import variables
 from splitter.draw.groups import DrawnGroup, Flow, Operation, group_operations
 from splitter.draw.text import human_bytes, shape_text
 from splitter.slices import SplitModel
