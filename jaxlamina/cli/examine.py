@@ -33,7 +33,6 @@ BASE_PACKAGES = (
     ("flax", "flax"),
     ("orbax-checkpoint", "orbax.checkpoint"),
     ("tokenizers", "tokenizers"),
-    ("safetensors", "safetensors"),
     ("jinja2", "jinja2"),
 )
 SERVER_PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "python-multipart", "prometheus-client")
