@@ -246,9 +246,8 @@ def attention_workspace_bytes(
         for shape in steps:
             end = LocalTransport(1, 2, device, CompiledPieces())
             program = AttentionProgram(end, layout, [spec], [n], shape)
-            cut = end.compile(
-                program.step, pools, pools, step_inputs_of(layout, shape, [spec]), donate_argnums=(0, 1)
-            )
+            inputs = step_inputs_of(layout, shape, [spec])
+            cut = end.compile_later(program.step, pools, pools, inputs, donate_argnums=(0, 1))()
             messages = (e for e in cut.exchanges() if e.op == "recv")
             n_bytes = sum(math.prod(e.shape) * jnp.dtype(e.dtype).itemsize for e in messages)
             found.append(cut.workspace_bytes() + n_bytes)

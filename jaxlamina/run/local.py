@@ -197,9 +197,8 @@ class LocalExecutor(Executor):
         end = LocalTransport(w + 1, len(self.pools) + 1, self.pools[w].device, self._pieces)
         known = end, self.layout, self._own_specs, self._own_n_query_heads, shape
         inputs = step_inputs_of(self.layout, shape, self._own_specs)
-        program = end.compile(
-            AttentionProgram(*known).step, *self._pools_like[w], inputs, donate_argnums=(0, 1)
-        )
+        step = AttentionProgram(*known).step
+        program = end.compile_later(step, *self._pools_like[w], inputs, donate_argnums=(0, 1))()
         program.what = f"attend, {shape}"
         return program
 

@@ -38,7 +38,8 @@ class Program(Protocol):
 
 
 class TracedEnd(Protocol):
-    """One rank's end of all exchanges, for programs while they are traced."""
+    """One rank's end of all exchanges, for programs while they are traced. A transport says how one message is sent and
+    received; those of several are one after another, where it knows no better way."""
 
     rank: int
     device: jax.Device
@@ -58,23 +59,26 @@ class TracedEnd(Protocol):
     ) -> jax.Array:
         """Sends ``xs[i]``, all alike, to rank ``to[i]``: one message to several workers, who meet it by ``recv_part``.
         As ``send``."""
-        ...
+        for x, rank in zip(xs, to, strict=True):
+            after = self.send(x, rank, after)
+        assert after is not None, "nothing is sent"
+        return after
 
     def recv_part(
         self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
     ) -> jax.Array:
         """One of the ``of`` parts that ``source`` sends by ``send_each``."""
-        ...
+        return self.recv(like, source, after)
 
     def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
         """One of the ``of`` parts that ``to`` gets by ``recv_each``. As ``send``."""
-        ...
+        return self.send(x, to, after)
 
     def recv_each(
         self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
     ) -> list[jax.Array]:
         """What each of ``sources`` sends by ``send_part``, all alike."""
-        ...
+        return [self.recv(like, source, after) for source in sources]
 
     def swap_each(
         self,
@@ -85,13 +89,15 @@ class TracedEnd(Protocol):
     ) -> list[jax.Array]:
         """A send and a receive that fall together, as one: ``xs[i]``, all alike, to rank ``with_[i]``, and what each of
         them sends, an array like ``like``. They meet it by ``swap_part``."""
-        ...
+        got = self.recv_each(like, with_, after)
+        self.send_each(xs, with_, after)
+        return got
 
     def swap_part(
         self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
     ) -> jax.Array:
         """Sends ``x`` and gives what ``with_`` sends: one of the ``of`` ends of its ``swap_each``."""
-        ...
+        return self.recv(like, with_, self.send(x, with_, after))
 
 
 class Transport(TracedEnd, Protocol):
@@ -100,19 +106,19 @@ class Transport(TracedEnd, Protocol):
     name: str
     n_ranks: int
     # Whether a step's messages are written into the receiver's memory, so that nobody waits for the other end.
-    by_memory: bool
+    by_memory: bool = False
     # Why some go another way all the same, if they were to go so.
-    why_not_by_memory: str
+    why_not_by_memory: str = ""
     # Whether a trace shall name every kernel of programs compiled from now on: see `compiler_options`.
-    traceable: bool
+    traceable: bool = False
     # Programs that were found on disk, and not traced.
-    n_kept: int
+    n_kept: int = 0
 
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
     ) -> Program:
         """``function`` as a program of this rank for arguments like ``args`` (arrays or shapes). No array of it is 0-d."""
-        ...
+        return self.compile_later(function, *args, donate_argnums=donate_argnums)()
 
     def compile_later(
         self,
@@ -128,24 +134,24 @@ class Transport(TracedEnd, Protocol):
 
     def name_of(self, *what: object) -> str | None:
         """As `kept_programs.name_of`, of a program of this rank that exchanges; None where it is good for one run only."""
-        ...
+        return None
 
     def kept(self, name: str) -> tuple[Program, Any] | None:
         """The program that was kept under that name, and its note."""
-        ...
+        return None
 
     def where(self) -> str:
         """How far the exchanges of the program that the device is at have come, with layer and batch, for somebody who waits
         for it; "" where that leaves no mark, as calls of MPI and collectives do not. From any thread, within a second."""
-        ...
+        return ""
 
     def bind(self, tree: Any) -> Any:
         """Arrays of this rank's device as a program takes them; for those that outlive a step."""
-        ...
+        return tree
 
     def unbind(self, tree: Any) -> Any:
         """Arrays as a program takes or gives them, as plain arrays on this rank's device: the same memory."""
-        ...
+        return tree
 
 
 def open_transport(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxlamina.steps.exchange import Exchange
-from jaxlamina.transports import compiler_options
+from jaxlamina.transports import Transport, compiler_options
 from jaxlamina.workers.workspace import program_bytes
 from pallas_kernels import compat
 from splitter.block import Block, variables
@@ -48,15 +48,13 @@ class HandedOver:
         return self.waiting[source, to].popleft()
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """One rank's end. Sends give no tie: pieces run in the order they were traced in. ``after`` is not needed."""
 
-    name, by_memory, is_one_program = "local", False, False
-    why_not_by_memory = ""
+    name, is_one_program = "local", False
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device, compiled: CompiledPieces) -> None:
         self.rank, self.n_ranks, self.device, self._compiled = rank, n_ranks, device, compiled
-        self.traceable, self.n_kept = False, 0
 
     # --- traced ---
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> Any:
@@ -70,39 +68,14 @@ class LocalTransport:
         for x, rank in zip(xs, to, strict=True):
             self.send(x, rank)
 
-    def recv_each(
-        self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
-    ) -> list[jax.Array]:
-        return [self.recv(like, source) for source in sources]
-
-    def swap_each(
-        self,
-        xs: Sequence[jax.Array],
-        like: jax.ShapeDtypeStruct,
-        with_: Sequence[int],
-        after: jax.Array | None = None,
-    ) -> list[jax.Array]:
-        answers = self.recv_each(like, with_)
-        self.send_each(xs, with_)
-        return answers
-
-    def recv_part(
-        self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
-    ) -> jax.Array:
-        return self.recv(like, source)
-
-    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> Any:
-        self.send(x, to)
-
-    def swap_part(
-        self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
-    ) -> jax.Array:
-        self.send(x, with_)
-        return self.recv(like, with_)
-
     # --- programs ---
-    def compile_later(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = (), **_: Any
+    def compile_later(  # type: ignore[override]  # a program that `run_together` runs, and nobody calls
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        donate_argnums: Sequence[int] = (),
+        behind: bool = False,
+        keep: tuple[str, Any] | None = None,
     ) -> Callable[[], CutProgram]:
         with jax.default_device(self.device):  # kernels are picked by it
             traced = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -112,23 +85,6 @@ class LocalTransport:
         given_away = {starts[n] + i for n in set(donated) for i in range(n_leaves[n])}
         program = CutProgram(self.rank, self.device, traced, given_away, self._compiled)
         return lambda: program
-
-    def compile(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
-    ) -> CutProgram:
-        return self.compile_later(function, *args, donate_argnums=donate_argnums)()
-
-    def name_of(self, *what: object) -> None:
-        """None are kept here: JAX's own cache has pieces."""
-
-    def kept(self, name: str) -> None:
-        """As `name_of`."""
-
-    def bind(self, tree: Any) -> Any:
-        return tree
-
-    def unbind(self, tree: Any) -> Any:
-        return tree
 
 
 class _Piece(NamedTuple):

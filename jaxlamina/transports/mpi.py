@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxlamina.errors import UserError
 from jaxlamina.steps.exchange import Exchange
-from jaxlamina.transports import SPAN, compiler_options
+from jaxlamina.transports import SPAN, Transport, compiler_options
 from jaxlamina.transports.exchanges import mpi_exchanges
 from pallas_kernels.order import tied
 
@@ -28,7 +28,7 @@ _ITS_OWN = {
 }
 
 
-class MpiTransport:
+class MpiTransport(Transport):
     """A rank of MPI_COMM_WORLD. Knows no device but its own; MPI moves tensors through the hosts' memory unless it was
     built for GPUs."""
 
@@ -37,9 +37,6 @@ class MpiTransport:
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
-        self.traceable = self.by_memory = False
-        self.n_kept = 0
-        self.why_not_by_memory = ""
         try:
             import mpi4jax
             from mpi4py import MPI
@@ -82,19 +79,6 @@ class MpiTransport:
                 self._mpi.send(wire, dest=rank, comm=self._world)
         return self._mpi.allreduce(jnp.zeros((), jnp.float32), op=self._sum, comm=self._self)
 
-    def recv_part(
-        self, like: jax.ShapeDtypeStruct, source: int, of: int, after: jax.Array | None = None
-    ) -> jax.Array:
-        return self.recv(like, source, after)
-
-    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
-        return self.send(x, to, after)
-
-    def recv_each(
-        self, like: jax.ShapeDtypeStruct, sources: Sequence[int], after: jax.Array | None = None
-    ) -> list[jax.Array]:
-        return [self.recv(like, source) for source in sources]
-
     def swap_each(
         self,
         xs: Sequence[jax.Array],
@@ -107,17 +91,6 @@ class MpiTransport:
         got = [self._recv(like, rank, tied(self._place(like), xs[0])) for rank in with_]
         self.send_each(xs, with_, after)
         return got
-
-    def swap_part(
-        self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
-    ) -> jax.Array:
-        self.send(x, with_, after)
-        return self.recv(like, with_)
-
-    def compile(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
-    ) -> MpiProgram:
-        return self.compile_later(function, *args, donate_argnums=donate_argnums)()
 
     def compile_later(
         self,
@@ -137,12 +110,6 @@ class MpiTransport:
 
     def name_of(self, *what: object) -> str | None:
         return None  # a program has its communicators' addresses
-
-    def kept(self, name: str) -> None:
-        return None
-
-    def where(self) -> str:
-        return ""
 
     def bind(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlamina.errors import UserError
 from jaxlamina.process import kept_programs
 from jaxlamina.steps.exchange import Exchange
-from jaxlamina.transports import SPAN, compiler_options
+from jaxlamina.transports import SPAN, Transport, compiler_options
 from jaxlamina.transports.exchanges import xla_exchanges
 from jaxlamina.transports.mailbox import Mailbox
 from jaxlamina.transports.progress import Launches, Way, messages_of
@@ -36,7 +36,7 @@ from pallas_kernels.order import tied, zero_after
 AXIS = "ranks"
 
 
-class XlaTransport:
+class XlaTransport(Transport):
     """A process of `jax.distributed`, of which each has one device. Arrays keep their leading dimension: a rank's
     ``[d, …]`` is its part of an array ``[n_ranks * d, …]`` of which no other rank has any part."""
 
@@ -45,7 +45,6 @@ class XlaTransport:
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device, peer_memory: bool = True) -> None:
         self.rank, self.n_ranks, self.device = rank, n_ranks, device
-        self.traceable = False
         firsts = {d.process_index: d for d in reversed(jax.devices(device.platform))}
         if len(firsts) != n_ranks or jax.process_index() != rank:
             raise UserError(
@@ -69,7 +68,6 @@ class XlaTransport:
         self._table: Any = ()  # of the mailbox, as programs take it
         if n_ranks > 2:
             self._meet()
-        self.why_not_by_memory = ""
         if peer_memory and device.platform == "gpu" and n_ranks > 1:
             box = Mailbox(rank, n_ranks, device, Ring(), self._gather)
             self.why_not_by_memory = box.why_not
@@ -77,7 +75,6 @@ class XlaTransport:
                 self._mail, self._table = Mail(box), self.bind(box.table)
         self.by_memory = self._mail is not None
         self.launches = Launches()
-        self.n_kept = 0  # programs that were found on disk
 
     def _gather(self, own: np.ndarray) -> np.ndarray:
         """Every rank's array ``[k]``, all alike, as ``[n_ranks, k]``."""
@@ -106,12 +103,8 @@ class XlaTransport:
     def send_each(
         self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
     ) -> jax.Array:
-        assert len(xs), "nothing is sent"
         if not self._are_all(len(xs), xs[0]):
-            for x, rank in zip(xs, to, strict=True):
-                after = self.send(x, rank, after)
-            assert after is not None
-            return after
+            return super().send_each(xs, to, after)
         return self._tie(self._all_to_all(tied(self._rows(xs, to), after)))
 
     def recv_part(
@@ -217,11 +210,6 @@ class XlaTransport:
             if known is not None and (known.shape, known.dtype) == (like.shape, like.dtype):
                 return known
         return jnp.broadcast_to(zero_after(after).astype(like.dtype), like.shape)
-
-    def compile(
-        self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
-    ) -> XlaProgram:
-        return self.compile_later(function, *args, donate_argnums=donate_argnums)()
 
     def compile_later(
         self,
