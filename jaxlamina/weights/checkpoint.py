@@ -19,7 +19,7 @@ import numpy as np
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import find
 from jaxlamina.models import ModelConfig, abstract_params
-from jaxlamina.text.tokenizer import Tokenizer, generation_eos_ids
+from jaxlamina.text.tokenizer import Tokenizer, generation_eos_ids, tokenizer_from_folder
 from jaxlamina.weights.streaming import Progress, StoredTensor, place, stream, target_dtype
 
 Kind = Literal["safetensors", "gguf", "orbax"]
@@ -31,10 +31,7 @@ class Checkpoint(ABC):
 
     kind: Kind
     path: Path  # the folder, or the .gguf file
-
-    @property
-    @abstractmethod
-    def config(self) -> ModelConfig: ...
+    config: ModelConfig
 
     @property
     @abstractmethod
@@ -56,9 +53,13 @@ class Checkpoint(ABC):
     def host_tensors(self, dtype: Any, progress: Progress | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Every (name, array) of `load`, on the host and one at a time, for a writer that keeps none."""
 
-    @abstractmethod
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer, made once; `UserError` if it has none."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return tokenizer_from_folder(self.path, self.config.eos_token_ids)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

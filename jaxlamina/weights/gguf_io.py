@@ -87,12 +87,8 @@ class GgufCheckpoint(StreamedCheckpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = read_gguf(path)
-        self._config = ModelConfig.from_hf(hf_config(self._file))
+        self.config = ModelConfig.from_hf(hf_config(self._file))
         _ = self.stored  # so that a wrong tensor is an error now and not after a prompt
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
 
     @property
     def own_dtype(self) -> str | None:
@@ -134,9 +130,6 @@ class GgufCheckpoint(StreamedCheckpoint):
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf(self._file.metadata, str(self.path))
-
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
 
 
 def hf_name(name: str) -> str:

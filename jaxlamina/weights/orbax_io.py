@@ -21,7 +21,6 @@ import numpy as np
 from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
-from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import Checkpoint, Placement, expected_shapes, read_json
 from jaxlamina.weights.fit import check_fit
 from jaxlamina.weights.streaming import Progress, target_dtype
@@ -42,13 +41,9 @@ class OrbaxCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._config = ModelConfig.from_hf(read_json(path / "config.json"))
+        self.config = ModelConfig.from_hf(read_json(path / "config.json"))
         _check_files(path)
-        check_fit(expected_shapes(self._config), {n: s for n, (s, _) in self._stored.items()}, str(path))
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
+        check_fit(expected_shapes(self.config), {n: s for n, (s, _) in self._stored.items()}, str(path))
 
     @property
     def own_dtype(self) -> str | None:
@@ -126,13 +121,6 @@ class OrbaxCheckpoint(Checkpoint):
         return UserError(
             f"{self.path / PARAMS} cannot be read as an Orbax checkpoint ({reason}); write it again"
         )
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return tokenizer_from_folder(self.path, self.config.eos_token_ids)
-
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
 
 
 def write_orbax(folder: Path, params: Mapping[str, jax.Array]) -> None:

@@ -20,7 +20,6 @@ from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.model_files.hub import INDEX_NAME, SINGLE_NAME
 from jaxlamina.models import ModelConfig
-from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes, read_json
 from jaxlamina.weights.fit import check_fit, is_buffer, model_names
 from jaxlamina.weights.streaming import StoredTensor
@@ -48,12 +47,8 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._config = ModelConfig.from_hf(read_json(path / "config.json"))
+        self.config = ModelConfig.from_hf(read_json(path / "config.json"))
         _ = self.stored  # so that a truncated file or a wrong tensor is an error now and not after a prompt
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
 
     @property
     def own_dtype(self) -> str | None:
@@ -84,13 +79,6 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
                 f"supported: {', '.join(FLOATS)}"
             )
         return found
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return tokenizer_from_folder(self.path, self.config.eos_token_ids)
-
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
 
 
 def read_header(path: Path) -> dict[str, tuple[str, StoredTensor]]:
