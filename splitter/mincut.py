@@ -46,12 +46,10 @@ class CutGraph:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut at one attention: the values that cross it, their bytes, and the operators it moved to its source
-    side that no earlier cut had."""
+    """The cut at one attention: the values that cross it, and their bytes."""
 
     context: tuple[int, ...]
     context_bytes: int
-    new_source_ops: tuple[int, ...]
 
 
 @dataclass
@@ -102,7 +100,7 @@ def plan_cuts(g: CutGraph) -> list[Cut]:
         known = live.union(*(g.ops[o].writes for o in moved)) if moved else set(live)
         active = {o for o in candidates if o not in source}
         context = tuple(v for v in sorted(known) if step.needed_later(v, active, {}))
-        cuts.append(Cut(context, sum(g.value_bytes[v] for v in context), tuple(sorted(moved))))
+        cuts.append(Cut(context, sum(g.value_bytes[v] for v in context)))
         live = {*context, g.site_writes[i]}
     return cuts
 

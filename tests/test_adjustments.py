@@ -17,8 +17,15 @@ from test_engine import LetterTokenizer, V, run
 from test_parallel_sampling import dice, logits_after
 
 from jaxlamina.errors import UserError
-from jaxlamina.sampling.adjustments import Adjusted, adjust, bans_of, build, mask_of
+from jaxlamina.sampling.adjustments import Adjusted, Adjustments, bans_of, build, mask_of, stages
 from jaxlamina.sampling.params import SamplingParams
+
+
+def adjust(logits: jax.Array, a: Adjustments) -> jax.Array:
+    for stage, arrays in stages(a):
+        logits = stage(logits, *arrays)
+    return logits
+
 
 ADJUST = jax.jit(adjust)
 MASK = partial(np.asarray, dtype=np.uint32)

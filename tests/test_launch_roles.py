@@ -19,12 +19,10 @@ def test_two_model_workers_and_one_attention_worker():
         Role(2, "attention", 0, 0, 0),
     )
     assert (list(pools.model_ranks), list(pools.attention_ranks)) == ([0, 1], [2])
-    assert pools.replica_groups == ((0, 1),)
 
 
 def test_two_replicas_are_two_groups():
     pools = Pools(4, 2, n_replicas=2)
-    assert pools.replica_groups == ((0, 1), (2, 3))
     assert [(r.replica, r.shard) for r in pools.roles[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -34,10 +32,9 @@ def test_roles_and_groups_partition_the_ranks(shards, replicas, n_attention):
     assert [r.rank for r in pools.roles] == list(range(pools.n_ranks))
     assert [*pools.model_ranks, *pools.attention_ranks] == list(range(pools.n_ranks))
     assert [r.rank for r in pools.roles if r.pool == "model"] == list(pools.model_ranks)
-    assert [rank for group in pools.replica_groups for rank in group] == list(pools.model_ranks)
     for role in pools.roles:
         if role.pool == "model":
-            assert pools.replica_groups[role.replica][role.shard] == role.rank
+            assert role.replica * shards + role.shard == role.rank
         else:
             assert pools.attention_ranks[role.index] == role.rank
 

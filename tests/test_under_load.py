@@ -100,14 +100,14 @@ def test_a_window_of_this_process(llm: LLM):
     found = observer.end()
     [(name, own)] = found.ranks
     assert name == "this process" and not own.error
-    assert 0 < own.compute_ns < own.window_ns and own.exchange_ns == 0 and 0 < found.idle_share < 1
+    assert 0 < own.compute_ns < own.window_ns and own.exchange_ns == 0 and 0 < own.share("idle_ns") < 1
     # The last decode step is launched ahead of a token that ends it, or is not.
     assert found.n_prefill_steps == 1 and found.n_decode_steps in (39, 40) and found.n_prompt_tokens in (1, 3)
     assert found.lines()[0].startswith(
         f"{found.seconds:.2f} s under load: {found.n_decode_steps} decode steps"
     )
     told = found.to_dict()
-    assert told["ranks"][0]["idle"] == found.idle_share and told["wait_s"] <= told["seconds"]
+    assert told["ranks"][0]["idle"] == own.share("idle_ns") and told["wait_s"] <= told["seconds"]
 
 
 def test_one_window_is_recorded_once_in_its_time(llm: LLM):

@@ -107,12 +107,6 @@ class Pools:
     def prefill_ranks(self) -> Sequence[int]:
         return range(self.n_model + self.n_attention, self.n_ranks)
 
-    @property
-    def replica_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each model replica: its tensor-parallel group."""
-        n = self.n_shards
-        return tuple(tuple(range(r * n, (r + 1) * n)) for r in range(self.n_replicas))
-
     def __str__(self) -> str:
         dop = f"({self.n_model}, {self.n_attention})"
         return f"{dop} + {self.n_prefill} for prefill" if self.n_prefill else dop

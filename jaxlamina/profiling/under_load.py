@@ -137,11 +137,6 @@ class UnderLoad:
     launch_s: float
     wait_s: float
 
-    @property
-    def idle_share(self) -> float:
-        """Of this process's device, of the time."""
-        return self.ranks[0][1].share("idle_ns")
-
     def to_dict(self) -> dict[str, Any]:
         found = asdict(self)
         del found["ranks"]

@@ -174,7 +174,8 @@ def _table(
 
 
 def stages(a: Adjustments) -> list[tuple[Callable[..., jax.Array], tuple[Any, ...]]]:
-    """What ``a`` asks for, in order: functions of logits ``[B, V]`` float32 and of the arrays beside them."""
+    """What ``a`` asks for, in order: functions of logits ``[B, V]`` float32 and of the arrays beside them. Masked and banned
+    tokens become -inf; then biases are added; then penalties are taken."""
     found: list[tuple[Callable[..., jax.Array], tuple[Any, ...]]] = []
     if a.masks is not None:
         found.append((_masked, (a.masks,)))
@@ -187,14 +188,6 @@ def stages(a: Adjustments) -> list[tuple[Callable[..., jax.Array], tuple[Any, ..
     if a.penalties is not None:
         found.append((_penalised, (a.penalties, a.newest)))
     return found
-
-
-def adjust(logits: jax.Array, a: Adjustments) -> jax.Array:
-    """``logits`` [B, V] float32 as ``a`` asks: masked and banned tokens are -inf; then biases are added; then
-    penalties."""
-    for stage, arrays in stages(a):
-        logits = stage(logits, *arrays)
-    return logits
 
 
 def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:

@@ -216,12 +216,10 @@ class PythonicParser(CallParser):
 
     def __init__(self) -> None:
         self._held: list[str] = []
-        self._n_held = 0
         self._is_text = self._begins = False
 
     def add(self, text: str) -> tuple[str, list[Call]]:
         self._held.append(text)
-        self._n_held += len(text)
         if not (self._is_text or self._begins):
             held = "".join(self._held)
             self._begins = self._BEGINS.match(held) is not None
