@@ -174,8 +174,8 @@ def _table(
 
 
 def stages(a: Adjustments) -> list[tuple[Callable[..., jax.Array], tuple[Any, ...]]]:
-    """What ``a`` asks for, in order: functions of logits ``[B, V]`` float32 and of the arrays beside them. Masked and banned
-    tokens become -inf; then biases are added; then penalties are taken."""
+    """What ``a`` asks for, in order: functions of logits ``[B, V]`` float32 and of the arrays beside them.
+    Masked and banned tokens become -inf; then biases are added; then penalties are taken."""
     found: list[tuple[Callable[..., jax.Array], tuple[Any, ...]]] = []
     if a.masks is not None:
         found.append((_masked, (a.masks,)))
