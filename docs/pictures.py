@@ -334,9 +334,8 @@ def step() -> str:
         yield rectangle(MARGIN, run_top, width - 2 * MARGIN, run_end - run_top, "#fffdf7")
         y = run_top + 20
         yield text(MARGIN + 12, y, "executor.run(step)", size=13, anchor="start", style='font-weight="700"')
-        yield left(
-            MARGIN + 180, y, "run/executor.py: each rank runs its list of tasks as one program", size=10
-        )
+        how = "run/executor.py: each rank runs its list of tasks as one program. "
+        yield left(MARGIN + 180, y, how + "Attend starts on stored tokens when q is there.", size=10)
         heads = ("rank 0: model worker, has the weights", "rank 1: attention worker, has the KV slots")
         for lane, words in zip(lanes, heads, strict=True):
             yield text(lane, run_top + 50, words, size=12, style='font-weight="700"')

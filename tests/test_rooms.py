@@ -4,6 +4,7 @@ imports."""
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,16 @@ def test_no_two_public_classes_share_a_name():
                     places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     shared = {name: where for name, where in places.items() if len(where) > 1}
     assert not shared, shared
+
+
+def test_architecture_lists_the_rooms_from_the_top_floor_to_the_ground():
+    rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    listed = [re.findall(r"`(?:cli/)?(\w+)(?:/|\.py)`", row) for row in rows]
+    named = [set(floor.split()) - {"__init__", "__main__"} for floor in reversed(FLOORS)]
+    top = listed.index(["main"])
+    lines = iter(listed[top:])
+    for floor in named:
+        found: set[str] = set()
+        while found < floor:
+            found |= set(next(lines))
+        assert found == floor
