@@ -7,17 +7,22 @@ any model: what it does not recognise keeps its scope's or its primitive's name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from splitter.draw.names import (
+    ACTIVATIONS,
     ARITHMETIC,
+    FEATURES,
     HEAD_WORDS,
     JOINT_TITLES,
     LAYOUT,
     LIGHT,
     LOOKUPS,
     PRODUCTS,
+    TURNS,
+    WEAK_FEATURES,
     joined,
     shared_name,
     short_name,
@@ -84,7 +89,6 @@ class _Grouping:
         self.flow = flow
         self.ops = flow.operations
         self.parent = list(range(len(self.ops)))
-        self.kind: dict[int, str] = {}  # by representative
         self.producer = {v: i for i, op in enumerate(self.ops) for v in op.writes}
         self.consumers: dict[int, list[int]] = {}
         for i, op in enumerate(self.ops):
@@ -92,17 +96,11 @@ class _Grouping:
                 self.consumers.setdefault(v, []).append(i)
         self.role = [self._role(op) for op in self.ops]
         self.root: dict[int, int] = {}  # operation -> the operation its only source of activations is
-        self.joint: set[int] = set()
-        self.settled: set[int] = set()  # light operations that are part of a heavy one
-        self._trace_roots()
-        self._settle_heads()
+        self.joint: set[int] = set()  # light operations of more than one source
         self._connect()
         self._absorb()
-        self._join_sums()
         self._place_free()
-        self.kind = {g: self._kind(g, members) for g, members in self._members().items()}
         self._find_mlps()
-        self._join_unknown()
         self._break_cycles()
 
     # --- basics ---
@@ -113,10 +111,9 @@ class _Grouping:
             i = self.parent[i]
         return i
 
-    def union(self, i: int, j: int) -> int:
+    def union(self, i: int, j: int) -> None:
         a, b = sorted((self.find(i), self.find(j)))
         self.parent[b] = a
-        return a
 
     def _members(self) -> dict[int, list[int]]:
         members: dict[int, list[int]] = {}
@@ -136,172 +133,196 @@ class _Grouping:
     def _activations(self, op: Operation) -> list[int]:
         return [v for v in dict.fromkeys(op.reads) if v not in self.flow.free and v not in self.flow.given]
 
-    def _used_only_by(self, v: int, i: int) -> bool:
+    def _sole_reader(self, v: int, i: int) -> bool:
         return self.consumers.get(v) == [i] and v not in self.flow.outputs
 
-    # --- step 1: light operations belong to the one activation they derive from ---
+    def _leaves(self, members: Sequence[int]) -> bool:
+        return any(v in self.flow.outputs for i in members for v in self.ops[i].writes)
 
-    def _trace_roots(self) -> None:
-        bundles: dict[Hashable, int] = {}
-        for i, op in enumerate(self.ops):
-            if self.role[i] == "bundle":
-                self.root[i] = self.union(bundles.setdefault(op.bundle, i), i)
-            elif self.role[i] == "heavy":
-                self.root[i] = i
-            elif self.role[i] == "light":
-                self._root_of_light(i, op)
+    def _readers(self, members: Sequence[int]) -> set[int]:
+        """Groups that read what `members` write, without their own."""
+        found = {self.find(c) for i in members for v in self.ops[i].writes for c in self.consumers.get(v, ())}
+        return found - {self.find(i) for i in members}
 
-    def _root_of_light(self, i: int, op: Operation) -> None:
-        sources = self._activations(op)
-        roots = {self.root[self.producer[v]] for v in sources if v in self.producer}
-        if len(roots) != 1:
-            self.root[i] = i
-            self.joint.add(i)
-            return
-        (root,) = roots
-        self.root[i] = root
-        # A bias, a scale, a reshape straight behind a product and read by nothing else is part of it.
-        tail = (
-            len(sources) == 1
-            and op.name in LAYOUT | ARITHMETIC
-            and self.find(self.producer[sources[0]]) == self.find(root)
-            and self._used_only_by(sources[0], i)
-            and op.place == self.ops[root].place
-            and self.role[root] != "bundle"
-            and not any(v in self.flow.given for v in op.reads)
-        )
-        if tail:
-            self.union(root, i)
-            self.settled.add(i)
-
-    def _settle_heads(self) -> None:
-        """A change of layout for the sake of one product, lookup, … is part of that."""
-        for i in reversed(range(len(self.ops))):
-            op = self.ops[i]
-            readers = {c for v in op.writes for c in self.consumers.get(v, ())}
-            if (
-                self.role[i] != "light"
-                or op.name not in LAYOUT
-                or i in self.joint | self.settled
-                or len(readers) != 1
-            ):
-                continue
-            (reader,) = readers
-            is_heavy = self.role[reader] == "heavy" or reader in self.settled
-            if is_heavy and self.ops[reader].place == op.place and not self.flow.outputs & set(op.writes):
-                self.union(reader, i)
-                self.settled.add(i)
-
-    # --- step 2: connected light operations with one root, or of inputs alone, are one group ---
+    # --- what belongs together ---
 
     def _connect(self) -> None:
+        """Light operations that derive from one activation and are connected are one group."""
+        bundles: dict[Hashable, int] = {}
+        tails: set[int] = set()
         for i, op in enumerate(self.ops):
+            role = self.role[i]
+            if role == "bundle":
+                self.root[i] = bundles.setdefault(op.bundle, i)
+                self.union(self.root[i], i)
+            if role == "heavy":
+                self.root[i] = i
+            if role not in ("light", "given"):
+                continue
+            sources = self._activations(op)
+            roots = {self.root[self.producer[v]] for v in sources if v in self.producer}
+            self.root[i] = roots.pop() if len(roots) == 1 else i
+            if role == "light" and self.root[i] == i:
+                self.joint.add(i)
             for v in op.reads:
-                j = self.producer.get(v)
-                if j is None or self.ops[j].place != op.place or self.role[j] != self.role[i]:
+                j = self.producer.get(v, i)
+                if i == j or self.ops[j].place != op.place:
                     continue
-                same_root = (
-                    self.role[i] == "light"
-                    and self.root[i] == self.root[j]
-                    and not {i, j} & self.settled
-                    and self.root[i] not in (i, j)
-                )
-                if same_root or self.role[i] == "given":
+                if i in self.joint:
+                    together = (
+                        j in self.joint and op.name == self.ops[j].name == "add"
+                    )  # x + a + b is one sum
+                    together = together and self._sole_reader(v, i)
+                elif self.role[j] == "heavy" or j in tails:
+                    # A bias, a scale, a reshape straight behind a product and read by nothing else is part of it.
+                    together = op.name in LAYOUT | ARITHMETIC and sources == [v] and self._sole_reader(v, i)
+                    together = together and not any(u in self.flow.given for u in op.reads)
+                    tails |= {i} if together else set()
+                else:
+                    together = self.role[j] == role and (role == "given" or self.root[i] not in (i, j))
+                if together:
                     self.union(i, j)
 
-    def _features(self, members: Iterable[int]) -> list[str]:
-        """What a group of light operations computes, as titles; empty for mere layout and arithmetic."""
-        members = list(members)
-        names = {self.ops[i].name for i in members}
+    def _absorb(self) -> None:
+        """Layout and arithmetic of no name of its own goes to what it derives from, or to its only reader."""
+        for g, members in self._members().items():
+            light = all(self.role[i] in ("light", "given") and i not in self.joint for i in members)
+            if not light or self._features(members):
+                continue
+            readers = set() if self._leaves(members) else self._readers(members)
+            for other in (self.root[g], *(readers if len(readers) == 1 else ())):
+                if other != g and self.ops[other].place == self.ops[g].place and self.role[other] != "bundle":
+                    self.union(other, g)
+                    break
+
+    def _place_free(self) -> None:
+        """What only prepares weights (a broadcast, a cast) belongs to whoever reads the result."""
+        for i in reversed(range(len(self.ops))):
+            readers = [c for v in self.ops[i].writes for c in self.consumers.get(v, ())]
+            for c in readers if self.role[i] == "free" else ():
+                if self.ops[c].place == self.ops[i].place and self.role[c] != "bundle":
+                    self.union(i, c)
+                    break
+
+    def _find_mlps(self) -> None:
+        """Products with an activation function between them, one value in and one out, are one MLP."""
+        members = self._members()
+        kind = {g: self._describe(ms)[0] for g, ms in members.items()}
+        reads = {g: {v for i in ms for v in self._activations(self.ops[i])} for g, ms in members.items()}
+        for g in [g for g in members if kind[g] == "projection"]:
+            inside, entries, stack = {g}, set(), [g]
+            while stack:
+                for v in reads[stack.pop()]:
+                    h = self.find(self.producer[v]) if v in self.producer else -1
+                    if h in inside:
+                        continue
+                    # Part of it is what nothing else reads.
+                    if (
+                        kind.get(h) in ("projection", "activation", "multiply")
+                        and self.ops[h].place == self.ops[g].place
+                        and not self._leaves(members[h])
+                        and self._readers(members[h]) <= inside
+                    ):
+                        inside.add(h)
+                        stack.append(h)
+                        entries -= {w for i in members[h] for w in self.ops[i].writes}
+                    else:
+                        entries.add(v)
+            kinds = [kind[h] for h in inside]
+            if "activation" in kinds and kinds.count("projection") >= 2 and len(entries) <= 1:
+                for h in inside:
+                    self.union(g, h)
+
+    def _break_cycles(self) -> None:
+        """Should groups need each other, their operations stand alone: a picture must flow one way."""
+        while True:
+            members = {g: ms for g, ms in self._members().items() if self.role[g] != "bundle"}
+            after = {g: self._readers(ms) & members.keys() for g, ms in members.items()}
+            try:
+                TopologicalSorter(after).prepare()
+                return
+            except CycleError as error:
+                for g in error.args[1][1:]:
+                    for i in members[g]:
+                        self.parent[i] = i
+
+    # --- names ---
+
+    def groups(self) -> tuple[DrawnGroup, ...]:
+        rows = []
+        for _, members in sorted(self._members().items()):
+            rows.append((self._describe(members), members, self._weights(members)))
+        embeddings = {w for (kind, _, _), _, weights in rows if kind == "embedding" for w in weights}
+        made = []
+        for (kind, title, detail), members, weights in rows:
+            named = any(w in embeddings or HEAD_WORDS.search(short_name(w)) for w in weights)
+            if kind == "projection" and named and self._leaves(members):
+                kind, title, detail = "head", "LM head", title
+            place = self.ops[members[0]].place
+            made.append(DrawnGroup(kind, title, detail, tuple(members), place, weights))
+        return tuple(made)
+
+    def _describe(self, members: Sequence[int]) -> tuple[str, str, str]:
+        """Kind, title and detail of a group."""
+        names = shared_name(self._weights(members))
+        heavy = [i for i in members if self.role[i] == "heavy"]
+        bound = [i for i in members if self.role[i] != "free"]
+        if not bound:
+            return "weights", "Weights", names
+        if (bundle := self.ops[bound[0]].bundle) is not None:
+            return self.flow.bundles[bundle]
+        scopes = {self.ops[i].scope for i in bound}
+        scope = scopes.pop().rsplit("/", 1)[-1] if len(scopes) == 1 else ""
+        features = self._features(bound)
+        if heavy and self.ops[heavy[0]].name in PRODUCTS:
+            if len(heavy) > 1:
+                return "mlp", "MLP", names.replace("_proj", "")
+            return ("projection", names, "") if names else ("product", "Product", scope)
+        if heavy and self.ops[heavy[0]].name in LOOKUPS and names:
+            computed = any(self._activations(self.ops[i]) for i in heavy)
+            return ("lookup", "Lookup", names) if computed else ("embedding", "Embed", names)
+        joint = [i for i in members if i in self.joint]
+        primitives = list(dict.fromkeys(self.ops[i].name for i in heavy or joint or bound))
+        kind = "other"
+        if not heavy and joint:
+            kind = {("add",): "add", ("mul",): "multiply"}.get(tuple(primitives), kind)
+        elif not heavy and self.role[bound[0]] == "given":
+            kind = "given"
+        elif features and not heavy and features[0] in ACTIVATIONS:
+            kind = "activation"
+        if features:
+            return kind, " · ".join(features), names
+        if scope and kind not in ("add", "multiply"):
+            return kind, scope, joined(primitives)
+        return kind, joined([JOINT_TITLES.get(p, p) for p in primitives]), names
+
+    def _features(self, members: Sequence[int]) -> list[str]:
+        """What light operations compute, as titles; empty for mere layout and arithmetic."""
+        ordered = [self.ops[i].name for i in members]
+        names = set(ordered)
         own = {v for i in members for v in self.ops[i].writes}
         reads_given = any(v in self.flow.given and v not in own for i in members for v in self.ops[i].reads)
-        turns = "mul" in names and names & {"concatenate", "slice", "split", "select_n", "neg", "rev"}
         found = []
-        if names & {"rsqrt", "sqrt", "pow"} and names & {"reduce_sum"}:
-            ordered = [self.ops[i].name for i in sorted(members)]
-            root = min(ordered.index(n) for n in ("rsqrt", "sqrt", "pow") if n in names)
+        if (roots := names & {"rsqrt", "sqrt", "pow"}) and "reduce_sum" in names:
+            root = min(ordered.index(n) for n in roots)
             found.append("LayerNorm" if ordered[:root].count("reduce_sum") > 1 else "RMSNorm")
         if "exp" in names and "reduce_sum" in names:
             found.append("Softmax")
         if names & {"cos", "sin"}:
             found.append("Rotary tables")
-        elif reads_given and turns:
+        elif reads_given and "mul" in names and names & TURNS:
             found.append("Rotary")
-        if "logistic" in names:
-            found.append("SiLU" if "mul" in names else "Sigmoid")
-        elif names & {"erf", "erfc"} or ("tanh" in names and names & {"integer_pow", "pow"}):
-            found.append("GELU")
-        elif "tanh" in names:
-            found.append("Soft cap" if names & {"mul", "div"} else "Tanh")
-        elif "log1p" in names:
-            found.append("Softplus")
-        elif names & {"max", "clamp"} and not found:
-            found.append("ReLU" if "max" in names else "Clamp")
-        if names & {"argmax", "argmin"}:
-            found.append("Argmax" if "argmax" in names else "Argmin")
-        if names & {"iota", "lt", "le", "gt", "ge"} and "select_n" not in names and not found:
-            found.append("Mask")
+        found += [title for needed, title in FEATURES if needed <= names][:1]
+        if not found:
+            found = [title for needed, title in WEAK_FEATURES if needed & names and "select_n" not in names][
+                :1
+            ]
         return found
 
-    # --- step 3: layout and arithmetic of no name of its own goes to its neighbour ---
-
-    def _absorb(self) -> None:
-        for g, members in self._members().items():
-            if any(self.role[i] not in ("light", "given") or self.root.get(i) == i for i in members):
-                continue
-            if self._features(members):
-                continue
-            root = self.root.get(g)
-            if root is not None and self.ops[root].place == self.ops[g].place and self.role[root] != "bundle":
-                self.union(root, g)
-                continue
-            readers = self._readers(members)
-            if len(readers) == 1 and not any(
-                v in self.flow.outputs for i in members for v in self.ops[i].writes
-            ):
-                (reader,) = readers
-                if self.ops[reader].place == self.ops[g].place and self.role[reader] != "bundle":
-                    self.union(reader, g)
-
-    def _readers(self, members: Iterable[int]) -> set[int]:
-        own = set(members)
-        return {
-            self.find(c)
-            for i in own
-            for v in self.ops[i].writes
-            for c in self.consumers.get(v, ())
-            if c not in own
-        }
-
-    def _join_sums(self) -> None:
-        """`x + a + b` is one sum."""
-        for i in sorted(self.joint):
-            op = self.ops[i]
-            for v in self._activations(op) if op.name == "add" else ():
-                j = self.producer.get(v, i)
-                if (
-                    j in self.joint
-                    and self.ops[j].name == "add"
-                    and self.ops[j].place == op.place
-                    and self._used_only_by(v, i)
-                ):
-                    self.union(i, j)
-
-    def _place_free(self) -> None:
-        """What only prepares weights (a broadcast, a cast) belongs to whoever reads the result."""
-        for i in reversed(range(len(self.ops))):
-            if self.role[i] != "free":
-                continue
-            readers = [c for v in self.ops[i].writes for c in self.consumers.get(v, ())]
-            same = [c for c in readers if self.ops[c].place == self.ops[i].place and self.role[c] != "bundle"]
-            if same:
-                self.union(i, same[0])
-
-    # --- step 4: names, MLPs, the rest ---
-
-    def _weights(self, members: Iterable[int]) -> tuple[str, ...]:
+    def _weights(self, members: Sequence[int]) -> tuple[str, ...]:
+        """Parameters that a group reads, also through what only prepares them."""
         names: dict[str, None] = {}
-        stack = [v for i in sorted(members, reverse=True) for v in reversed(self.ops[i].reads)]
+        stack = [v for i in reversed(members) for v in reversed(self.ops[i].reads)]
         seen: set[int] = set()
         while stack:
             v = stack.pop()
@@ -313,161 +334,3 @@ class _Grouping:
             elif v in self.producer:
                 stack.extend(self.ops[self.producer[v]].reads)
         return tuple(names)
-
-    def _kind(self, g: int, members: Sequence[int]) -> str:
-        roles = {self.role[i] for i in members}
-        if "bundle" in roles:
-            return "bundle"
-        heavy = [self.ops[i].name for i in members if self.role[i] == "heavy"]
-        if heavy:
-            if heavy[0] in PRODUCTS:
-                return "projection" if self._weights(members) else "product"
-            if heavy[0] not in LOOKUPS or not self._weights(members):
-                return "other"
-            chosen = [v for i in members if self.role[i] == "heavy" for v in self._activations(self.ops[i])]
-            return "lookup" if chosen else "embedding"
-        if roles == {"free"}:
-            return "weights"
-        features = self._features(members)
-        if "given" in roles:
-            return "tables" if "Rotary tables" in features else "given"
-        if self.joint & set(members):
-            names = {self.ops[i].name for i in self.joint & set(members)}
-            return "add" if names == {"add"} else "multiply" if names == {"mul"} else "other"
-        if any(f in ("RMSNorm", "LayerNorm") for f in features):
-            return "norm"
-        if features in (["SiLU"], ["GELU"], ["ReLU"], ["Sigmoid"], ["Tanh"]):
-            return "activation"
-        return "rotary" if features == ["Rotary"] else "other"
-
-    def _find_mlps(self) -> None:
-        """Products with an activation function between them, one value in and one out, are one MLP."""
-        members = self._members()
-        for g in [g for g, kind in self.kind.items() if kind == "projection"]:
-            if self.find(g) != g or self.kind[g] != "projection":
-                continue
-            inside, entries, stack = {g}, set(), [g]
-            while stack:
-                for v in self._reads(members[stack.pop()]):
-                    h = self.find(self.producer[v]) if v in self.producer else -1
-                    if h in inside:
-                        continue
-                    if self._within_mlp(h, g, inside, members):
-                        inside.add(h)
-                        stack.append(h)
-                    else:
-                        entries.add(v)
-            kinds = [self.kind[h] for h in inside]
-            entries -= {v for h in inside for i in members[h] for v in self.ops[i].writes}
-            if "activation" in kinds and kinds.count("projection") >= 2 and len(entries) <= 1:
-                for h in inside:
-                    self.union(g, h)
-                self.kind[self.find(g)] = "mlp"
-
-    def _reads(self, members: Sequence[int]) -> list[int]:
-        own = {v for i in members for v in self.ops[i].writes}
-        return [v for i in members for v in self._activations(self.ops[i]) if v not in own]
-
-    def _within_mlp(self, h: int, g: int, inside: set[int], members: Mapping[int, list[int]]) -> bool:
-        """Whether group h, which feeds an MLP that ends in g, is part of it: nothing else reads its results."""
-        if h < 0 or self.kind[h] not in ("projection", "activation", "multiply"):
-            return False
-        leaves = any(v in self.flow.outputs for i in members[h] for v in self.ops[i].writes)
-        return self.ops[h].place == self.ops[g].place and not leaves and self._readers(members[h]) <= inside
-
-    def _join_unknown(self) -> None:
-        """Neighbouring light operations of no known kind and of one scope are one group."""
-        for i, op in enumerate(self.ops):
-            for v in self._activations(op):
-                j = self.producer.get(v, i)
-                a, b = self.find(i), self.find(j)
-                if (
-                    a != b
-                    and self.kind[a] == self.kind[b] == "other"
-                    and self.role[i] == self.role[j] == "light"
-                    and (self.ops[j].place, self.ops[j].scope) == (op.place, op.scope)
-                    and self._used_only_by(v, i)
-                ):
-                    self.kind[self.union(a, b)] = "other"
-
-    def _break_cycles(self) -> None:
-        """Should groups need each other, their operations stand alone: a picture must flow one way."""
-        while cyclic := self._in_cycles():
-            members = self._members()
-            for i in [i for g in cyclic for i in members[g]]:
-                self.parent[i] = i
-                self.kind[i] = self._kind(i, [i])
-
-    def _in_cycles(self) -> set[int]:
-        """Groups that lie on a cycle, or between two."""
-        members = self._members()
-        after = {g: self._readers(ms) for g, ms in members.items()}
-        before: dict[int, set[int]] = {g: set() for g in members}
-        for g, readers in after.items():
-            for r in readers:
-                before[r].add(g)
-        left = set(members)
-        for towards, away in ((before, after), (after, before)):
-            waiting = {g: len(towards[g] & left) for g in left}
-            ready = [g for g in left if not waiting[g]]
-            while ready:
-                g = ready.pop()
-                left.discard(g)
-                for r in away[g] & left:
-                    waiting[r] -= 1
-                    if not waiting[r]:
-                        ready.append(r)
-        return {g for g in left if len(members[g]) > 1 and self.kind[g] != "bundle"}
-
-    # --- step 5: names ---
-
-    def groups(self) -> tuple[DrawnGroup, ...]:
-        embeddings = {
-            w for g, ms in self._members().items() if self.kind[g] == "embedding" for w in self._weights(ms)
-        }
-        made = []
-        for g, members in sorted(self._members().items()):
-            kind, weights = self.kind[g], self._weights(members)
-            if kind == "bundle":
-                kind, title, detail = self.flow.bundles[self.ops[g].bundle]
-            else:
-                title, detail = self._title(kind, members, weights)
-                if kind == "projection" and self._is_head(members, weights, embeddings):
-                    kind, title, detail = "head", "LM head", title
-            made.append(DrawnGroup(kind, title, detail, tuple(members), self.ops[g].place, weights))
-        return tuple(made)
-
-    def _is_head(self, members: Sequence[int], weights: Sequence[str], embeddings: set[str]) -> bool:
-        ends = any(v in self.flow.outputs for i in members for v in self.ops[i].writes)
-        return ends and any(w in embeddings or HEAD_WORDS.search(short_name(w)) for w in weights)
-
-    def _title(self, kind: str, members: Sequence[int], weights: Sequence[str]) -> tuple[str, str]:
-        names = shared_name(weights)
-        if kind == "projection":
-            return names, ""
-        if kind == "embedding":
-            return "Embed", names
-        if kind == "lookup":
-            return "Lookup", names
-        if kind == "mlp":
-            return "MLP", names.replace("_proj", "")
-        if kind == "weights":
-            return "Weights", names
-        if kind == "product":
-            return "Product", self._scope(members)
-        features = self._features(i for i in members if self.role[i] != "free")
-        if features:
-            return " · ".join(features), names
-        wanted = [i for i in members if self.role[i] == "heavy"] or [i for i in members if i in self.joint]
-        primitives = list(
-            dict.fromkeys(self.ops[i].name for i in wanted or members if self.role[i] != "free")
-        )
-        scope = self._scope(members)
-        if kind not in ("add", "multiply") and scope:
-            return scope, joined(primitives)
-        return joined([JOINT_TITLES.get(p, p) for p in primitives]), names
-
-    def _scope(self, members: Sequence[int]) -> str:
-        """The last part of the scope that all members share, or nothing."""
-        scopes = {self.ops[i].scope for i in members if self.role[i] != "free"}
-        return scopes.pop().rsplit("/", 1)[-1] if len(scopes) == 1 else ""

@@ -35,6 +35,22 @@ JOINT_TITLES = {
     "add": "Add", "add_any": "Add", "sub": "Subtract", "mul": "Multiply", "div": "Divide", "select_n": "Select",
     "concatenate": "Concatenate",
 }  # fmt: skip
+# What light operations are, by the primitives that all must be among them; the first that fits.
+FEATURES = tuple(
+    (_words(needed), title)
+    for needed, title in (
+        ("logistic mul", "SiLU"), ("logistic", "Sigmoid"), ("erf", "GELU"), ("erfc", "GELU"),
+        ("tanh integer_pow", "GELU"), ("tanh pow", "GELU"), ("tanh mul", "Soft cap"), ("tanh div", "Soft cap"),
+        ("tanh", "Tanh"), ("log1p", "Softplus"), ("argmax", "Argmax"), ("argmin", "Argmin"),
+    )
+)  # fmt: skip
+# If none fits: by the primitives of which one must be among them. What selects is no name of its own.
+WEAK_FEATURES = tuple(
+    (_words(some), title)
+    for some, title in (("max", "ReLU"), ("clamp", "Clamp"), ("iota lt le gt ge", "Mask"))
+)
+ACTIVATIONS = ("SiLU", "GELU", "ReLU", "Sigmoid", "Tanh")
+TURNS = _words("concatenate slice split select_n neg rev")  # what rotary embedding swaps halves with
 HEAD_WORDS = re.compile(r"head|embed|vocab|logit|wte|unembed|output", re.IGNORECASE)
 # Last parts of a parameter's path that name the array and not the layer; and those of a box around the array.
 _LEAVES = _words("weight kernel bias scale embedding w b")
