@@ -116,7 +116,6 @@ def test_jax_internals_are_imported_in_one_file():
 POLICY = (
     "splitter/mincut.py",
     "splitter/draw/groups.py",
-    "splitter/draw/layout.py",
     "jaxlamina/steps/buckets.py",
     "jaxlamina/job/cluster.py",
     "jaxlamina/engine/policies.py",

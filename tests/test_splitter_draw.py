@@ -3,6 +3,7 @@ offline."""
 
 from __future__ import annotations
 
+import ast
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -18,8 +19,8 @@ from draw_examples import IDS, MODELS, drawn
 from splitter import attention, split
 from splitter.draw import to_html, to_svg
 from splitter.draw.model import KV, ModelView, Q
-from splitter.draw.scene import folded, make_scene, shown_slices
-from splitter.draw.svg import COLOURS
+from splitter.draw.scene import folded, letter, make_scene, shown_slices
+from splitter.draw.svg import COLOURS, slots_of
 from splitter.draw.text import human_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,20 @@ def boxes_of(root: ET.Element) -> dict[str, tuple[float, float, float, float]]:
             assert g.attrib["data-key"] not in found, "two boxes have one key"
             found[g.attrib["data-key"]] = (x, y, x + w, y + h)
     return found
+
+
+def ends_of(path: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Where a path of M, H, V and q commands starts and ends."""
+    first = x, y = (0.0, 0.0)
+    for command, rest in re.findall(r"([MHVq])([^MHVq]*)", path):
+        numbers = [float(n) for n in rest.split()]
+        if command == "M":
+            first = x, y = numbers[0], numbers[1]
+        elif command == "q":
+            x, y = x + numbers[2], y + numbers[3]
+        else:
+            x, y = (numbers[0], y) if command == "H" else (x, numbers[0])
+    return first, (x, y)
 
 
 def text_of(element: ET.Element) -> str:
@@ -57,8 +72,7 @@ def test_every_operator_of_the_shown_slices_appears_exactly_once(name, layers):
     if 0 in shown:
         expected |= {f"op:0:{g}" for g, group in enumerate(view.groups) if group.kind == "aux"}
     ends = {run[-1] for run in folded(model.n + 1, shown)} - {model.n}
-    regions = [f"attention:{view.group_of[view.numbers([r.out])[0]]}" for r in model.analysis.regions]
-    expected |= {regions[i] for i in ends}
+    expected |= {f"attention:{i}" for i in ends}
     got = [g.attrib["data-op"] for g in root.iter(f"{SVG}g") if "data-op" in g.attrib]
     assert len(got) == len(set(got)), "an operator is drawn twice"
     assert set(got) == expected
@@ -76,7 +90,7 @@ def test_cuts_carry_the_weights_of_the_report(name):
         assert int(cuts[i].attrib["data-bytes"]) == cut.context_bytes
         assert f"context kept at cut {i}: {cut.context_bytes:,} bytes" in text_of(cuts[i])
         assert f"min cut {i}: {human_bytes(cut.context_bytes)}" in text_of(cuts[i])
-        ports = [g for key, g in keyed.items() if key.startswith(f"port:{i}:")]
+        ports = [g for key, g in keyed.items() if key.startswith((f"port:{i}:", f"cut:{i}:none"))]
         assert sorted(int(g.attrib["data-bytes"]) for g in ports) == (
             sorted(v.size_bytes for v in cut.context) or [0]
         )
@@ -115,29 +129,49 @@ def test_q_is_sent_before_anything_of_the_k_v_part(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_lines_say_what_each_operator_reads(name):
-    """Following the lines up from a box gives the boxes that make the values it reads; labels carry their
-    bytes."""
+    """The lines of a box come from the boxes that make the values it reads."""
     model = drawn(name)
     view = ModelView(model)
-    scene = make_scene(view, slice(None))
     above: dict[str, set[str]] = {}
-    for start, end in scene.edges:
-        above.setdefault(end, set()).add(start)
-
-    def makers(key):
-        ends = above.get(key, set())
-        return {m for e in ends for m in (makers(e) if scene.marks[e].kind == "value" else {e})}
-
+    for path in ET.fromstring(to_svg(model, layers=slice(None))).iter(f"{SVG}path"):
+        if path.get("class") == "edge":
+            above.setdefault(path.attrib["data-to"], set()).add(path.attrib["data-from"])
+    home = {v: f"in:{v}" for v in view.context(0)}
     for i in range(model.n + 1):
         groups = [g for part in (Q, KV) for g in view.part(i, part)]
         for g in groups:
             inside = {f"op:{i}:{h}" for h in groups if h != g and view.writes(h) & set(view.reads(g))}
-            got = makers(f"op:{i}:{g}")
-            assert {k for k in got if k.startswith("op:")} == inside
-            context = set(view.reads(g)) & set(view.context(i))
+            got = above.get(f"op:{i}:{g}", set())
+            assert {k for k in got if k.startswith(f"op:{i}:")} == inside
             made = {v for h in groups for v in view.writes(h)}
-            kept = {(f"in:{v}" if i == 0 else f"port:{i - 1}:{v}") for v in context - made}
-            assert {k for k in got if k.startswith(("in:", "port:"))} == kept
+            kept = {home[v] for v in {*view.reads(g)} & {*view.context(i)} - made}
+            assert {k for k in got if not k.startswith((f"op:{i}:", "recv:"))} == kept
+        home |= {v: f"op:{i}:{g}" for g in groups for v in view.writes(g)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_line_is_drawn_from_box_to_box(name):
+    """A line starts at one of its boxes, passes the cuts that it names, and ends at the other box."""
+    root = ET.fromstring(to_svg(drawn(name)))
+    boxes = boxes_of(root)
+    for path in (p for p in root.iter(f"{SVG}path") if p.get("class") == "edge"):
+        (x0, y0), (x1, y1) = ends_of(path.attrib["d"])
+        for (x, y), key in (((x0, y0), path.attrib["data-from"]), ((x1, y1), path.attrib["data-to"])):
+            left, top, right, bottom = boxes[key]
+            assert left - 0.1 <= x <= right + 0.1 and top - 0.1 <= y <= bottom + 0.1, (name, key)
+        assert y0 < y1, "lines lead downwards"
+        assert set(path.attrib["data-via"].split()) <= boxes.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lanes_are_shared_only_by_one_value_after_the_other(name):
+    links = make_scene(ModelView(drawn(name)), slice(None)).links
+    rows = [
+        (link, slot, max([*link.readers, *link.ports]))
+        for link, slot in zip(links, slots_of(links), strict=True)
+    ]
+    for (a, i, last_a), (b, j, last_b) in combinations(rows, 2):
+        assert i != j or last_a <= b.start or last_b <= a.start
 
 
 def test_equal_slices_are_folded():
@@ -255,3 +289,34 @@ def test_the_page_lists_every_cut_with_its_bytes(name):
 def test_the_example_picture_is_a_drawing():
     root = ET.parse(ROOT / "docs" / "images" / "split-llama.svg").getroot()
     assert root.tag == f"{SVG}svg" and "Attention" in text_of(root) and "equal slices" in text_of(root)
+
+
+# --- numbers, and what the drawings know ---
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (4608, "4.5 KiB"), (4616, "4.51 KiB"), (393216, "384 KiB"),
+        (10240, "10 KiB"), (1048575, "1 MiB"), (3 << 30, "3 GiB"), (2**50 * 2000, "2000 PiB"),
+    ],
+)  # fmt: skip
+def test_bytes_for_people(n, text):
+    assert human_bytes(n) == text
+
+
+def test_letters_of_programs():
+    assert [letter(i) for i in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
+
+
+@pytest.mark.parametrize("name", ["groups", "names", "text"])
+def test_policy_of_the_drawings_is_pure_python(name):
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / "splitter" / "draw" / f"{name}.py").read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    own = {f"splitter.draw.{n}" for n in ("groups", "names", "text")}
+    rooms = ("jax", "numpy", "pallas_kernels", "splitter")
+    assert not {m for m in imported if m.split(".")[0] in rooms} - own

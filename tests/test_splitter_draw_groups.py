@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitter.draw import to_svg
-from splitter.draw.groups import Flow, Operation, group_operations
+from splitter.draw.groups import Bundle, Flow, Operation, group_operations
 from splitter.draw.model import KV, ModelView, Q
 from splitter.draw.names import path_of, short_name
 
@@ -62,7 +62,7 @@ def test_a_cache_stays_with_its_attention():
 
 
 def op(name, reads, writes, **kw):
-    return Operation(name, tuple(reads), tuple(writes), kw.pop("place", "here"), **kw)
+    return Operation(name, tuple(reads), tuple(writes), frozenset({kw.pop("place", "here")}), **kw)
 
 
 def test_unknown_operators_keep_their_scope_or_primitive():
@@ -82,14 +82,14 @@ def test_unknown_operators_keep_their_scope_or_primitive():
 
 
 def test_places_are_never_mixed_and_bundles_stay_whole():
+    pool = Bundle("operands", "Mask", "of inputs")
     flow = Flow(
         operations=(
             op("mul", [0], [1], place="a"),
-            op("exp", [1], [2], place="b", bundle="pool"),
+            op("exp", [1], [2], place="b", bundle=pool),
             op("add", [2], [3], place="b"),
-            op("neg", [1], [4], place="c", bundle="pool"),
+            op("neg", [1], [4], place="c", bundle=pool),
         ),
-        bundles={"pool": ("operands", "Mask", "of inputs")},
     )
     groups = group_operations(flow)
     assert [g.members for g in groups] == [(0,), (1, 3), (2,)]

@@ -30,19 +30,30 @@ from splitter.draw.names import (
 
 
 @dataclass(frozen=True)
+class Bundle:
+    """What a group that is not of a slice is for. `which` tells bundles of one kind apart."""
+
+    kind: str
+    title: str
+    detail: str
+    which: Hashable = None
+
+
+@dataclass(frozen=True)
 class Operation:
     """One equation. `reads` and `writes` are value numbers, literals left out.
 
-    place: where it runs; operations of different places never share a group. scope: its `jax.named_scope` path.
-    bundle: operations with one bundle form one group whatever they compute, under the title in `Flow.bundles`.
+    place: where it runs, e.g. in parts of slices; operations of different places never share a group.
+    scope: its `jax.named_scope` path.
+    bundle: operations with one bundle form one group whatever they compute.
     """
 
     name: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    place: Hashable = None
+    place: frozenset[Hashable] = frozenset()
     scope: str = ""
-    bundle: Hashable | None = None
+    bundle: Bundle | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,6 @@ class Flow:
 
     weights: value -> path of the parameter it is, or is a view of. free: values of parameters and constants alone.
     given: values of inputs and constants alone (positions, masks, rotary tables). outputs: the model's results.
-    bundles: bundle -> (kind, title, detail).
     """
 
     operations: tuple[Operation, ...]
@@ -59,7 +69,6 @@ class Flow:
     free: frozenset[int] = frozenset()
     given: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
-    bundles: Mapping[Hashable, tuple[str, str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class DrawnGroup:
     title: str
     detail: str
     members: tuple[int, ...]
-    place: Hashable
+    place: frozenset[Hashable]
     weights: tuple[str, ...]
 
 
@@ -148,11 +157,11 @@ class _Grouping:
 
     def _connect(self) -> None:
         """Light operations that derive from one activation and are connected are one group."""
-        bundles: dict[Hashable, int] = {}
+        bundles: dict[Bundle, int] = {}
         tails: set[int] = set()
         for i, op in enumerate(self.ops):
             role = self.role[i]
-            if role == "bundle":
+            if op.bundle is not None:
                 self.root[i] = bundles.setdefault(op.bundle, i)
                 self.union(self.root[i], i)
             if role == "heavy":
@@ -210,20 +219,16 @@ class _Grouping:
         kind = {g: self._describe(ms)[0] for g, ms in members.items()}
         reads = {g: {v for i in ms for v in self._activations(self.ops[i])} for g, ms in members.items()}
         for g in [g for g in members if kind[g] == "projection"]:
-            inside, entries, stack = {g}, set(), [g]
+            inside, entries, stack = [g], set[int](), [g]
             while stack:
-                for v in reads[stack.pop()]:
+                for v in reads[stack.pop()] - {
+                    w for h in inside for i in members[h] for w in self.ops[i].writes
+                }:
                     h = self.find(self.producer[v]) if v in self.producer else -1
-                    if h in inside:
-                        continue
-                    # Part of it is what nothing else reads.
-                    if (
-                        kind.get(h) in ("projection", "activation", "multiply")
-                        and self.ops[h].place == self.ops[g].place
-                        and not self._leaves(members[h])
-                        and self._readers(members[h]) <= inside
-                    ):
-                        inside.add(h)
+                    fits = kind.get(h) in ("projection", "activation", "multiply")
+                    fits = fits and self.ops[h].place == self.ops[g].place and not self._leaves(members[h])
+                    if fits and self._readers(members[h]) <= {*inside}:  # nothing else reads it
+                        inside.append(h)
                         stack.append(h)
                         entries -= {w for i in members[h] for w in self.ops[i].writes}
                     else:
@@ -270,7 +275,7 @@ class _Grouping:
         if not bound:
             return "weights", "Weights", names
         if (bundle := self.ops[bound[0]].bundle) is not None:
-            return self.flow.bundles[bundle]
+            return bundle.kind, bundle.title, bundle.detail
         scopes = {self.ops[i].scope for i in bound}
         scope = scopes.pop().rsplit("/", 1)[-1] if len(scopes) == 1 else ""
         features = self._features(bound)
@@ -285,7 +290,7 @@ class _Grouping:
         primitives = list(dict.fromkeys(self.ops[i].name for i in heavy or joint or bound))
         kind = "other"
         if not heavy and joint:
-            kind = {("add",): "add", ("mul",): "multiply"}.get(tuple(primitives), kind)
+            kind = {"add": "add", "mul": "multiply"}.get(" ".join(primitives), kind)
         elif not heavy and self.role[bound[0]] == "given":
             kind = "given"
         elif features and not heavy and features[0] in ACTIVATIONS:

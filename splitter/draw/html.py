@@ -27,42 +27,28 @@ table { border-collapse: collapse; margin: 4px 0 8px 20px; }
 th, td { text-align: left; padding: 2px 14px 2px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 .soft { color: var(--soft); }
-#tip { position: fixed; display: none; max-width: 520px; padding: 8px 10px; background: var(--raised); color: var(--ink);
+#tip { position: fixed; right: 16px; bottom: 16px; max-width: 520px; padding: 8px 10px; background: var(--raised);
   border: 1px solid var(--line); border-radius: 6px; font-size: 12px; white-space: pre-wrap; overflow-wrap: anywhere;
   pointer-events: none; }
 [data-key]:focus { outline: 2px solid var(--soft); }
 .split-graph .dim { opacity: 0.25; } .split-graph .lit { stroke-width: 2.4; }
 """
 
-# Titles become a panel that follows the pointer or the keyboard; the lines of a box stand out while it is looked at.
+# Titles become a panel at the foot of the page; the lines of a box stand out while it is looked at.
 _SCRIPT = """
-const tip = document.getElementById("tip"), svg = document.querySelector(".split-graph");
-const edges = [...svg.querySelectorAll(".edge")];
-function light(key) {
-  for (const e of edges) {
-    const on = key !== null && (e.dataset.from === key || e.dataset.to === key);
-    e.classList.toggle("lit", on); e.classList.toggle("dim", key !== null && !on);
-  }
+const tip = document.getElementById("tip"), edges = [...document.querySelectorAll(".split-graph .edge")];
+function show(text, key) {
+  tip.textContent = text; tip.hidden = !text;
+  const on = e => [e.dataset.from, e.dataset.to, ...e.dataset.via.split(" ")].includes(key), any = edges.some(on);
+  for (const e of edges) { e.classList.toggle("lit", on(e)); e.classList.toggle("dim", any && !on(e)); }
 }
-function hide() { tip.style.display = "none"; light(null); }
-function show(text, key, x, y) {
-  tip.textContent = text; tip.style.display = "block";
-  const w = tip.offsetWidth, h = tip.offsetHeight;
-  tip.style.left = Math.max(4, Math.min(x + 14, innerWidth - w - 4)) + "px";
-  tip.style.top = Math.max(4, y + 18 + h > innerHeight ? y - h - 10 : y + 18) + "px";
-  light(edges.some(e => e.dataset.from === key || e.dataset.to === key) ? key : null);
-}
-for (const g of svg.querySelectorAll("g")) {
-  const title = g.querySelector(":scope > title");
-  if (!title) continue;
-  const text = title.textContent, key = g.dataset.key || "";
+for (const title of document.querySelectorAll(".split-graph g > title")) {
+  const g = title.parentNode, text = title.textContent;
   title.remove(); g.setAttribute("tabindex", "0"); g.setAttribute("aria-label", text);
-  g.addEventListener("mousemove", e => show(text, key, e.clientX, e.clientY));
-  g.addEventListener("mouseleave", hide);
-  g.addEventListener("focus", () => { const r = g.getBoundingClientRect(); show(text, key, r.right, r.top); });
-  g.addEventListener("blur", hide);
+  for (const on of ["mouseenter", "focus"]) g.addEventListener(on, () => show(text, g.dataset.key));
+  for (const off of ["mouseleave", "blur"]) g.addEventListener(off, () => show("", null));
 }
-document.addEventListener("keydown", e => { if (e.key === "Escape") hide(); });
+document.addEventListener("keydown", e => { if (e.key === "Escape") show("", null); });
 """
 
 
@@ -70,93 +56,87 @@ def render_html(view: ModelView, svg: str) -> str:
     """The page. `svg` is the drawing to put into it."""
     r = view.report
     title = f"{r.n_slices} slices at {r.n_attention} attention operators"
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(r.line())}.</p>",
-        '<p class="soft">Point at a box or a cut, or move through them with the tab key, for details.</p>',
-        f'<div class="picture">{svg}</div>',
-        "<h2>Cuts</h2>",
-        *_cuts(view),
-        "<h2>Slices</h2>",
-        *_slices(view),
-        *_rest(view),
-        '<div id="tip" role="status"></div>',
-        f"<script>{_SCRIPT}</script>",
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body>\n</html>\n"
-    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p>{escape(r.line())}.</p>
+<p class="soft">Point at a box or a cut, or move through them with the tab key, for details.</p>
+<div class="picture">{svg}</div>
+<h2>Cuts</h2>
+{_cuts(view)}
+<h2>Slices</h2>
+{_slices(view)}
+{_rest(view)}
+<div id="tip" role="status" hidden></div>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
 
 
-def _details(summary: str, inside: Iterable[str], *, data: str = "") -> str:
-    return f"<details{data}><summary>{summary}</summary>{''.join(inside)}</details>"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; cells that start with a digit are aligned as numbers."""
-    top = "".join(f"<th>{escape(h)}</th>" for h in head)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{' class=n' if c[:1].isdigit() else ''}>{escape(c)}</td>" for c in row)
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{top}</tr>{body}</table>"
+def _details(summary: str, *tables: tuple[Sequence[str], Iterable[Sequence[str]]], data: str = "") -> str:
+    """Tables, each a head and its rows, behind a summary; cells that start with a digit are aligned as numbers."""
+    text = f"<details{data}><summary>{escape(summary)}</summary>"
+    for head, rows in tables:
+        text += "<table><tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr>"
+        for row in rows:
+            cells = (f"<td{' class=n' if c[:1].isdigit() else ''}>{escape(c)}</td>" for c in row)
+            text += f"<tr>{''.join(cells)}</tr>"
+        text += "</table>"
+    return text + "</details>\n"
 
 
 def _both(n: int) -> str:
     return f"{n:,} B" if n < 1024 else f"{n:,} B ({human_bytes(n)})"
 
 
-def _cuts(view: ModelView) -> Iterable[str]:
+def _cuts(view: ModelView) -> str:
+    text = ""
     for i, cut in enumerate(view.report.cuts):
+        kept, exchanged = _both(cut.context_bytes), _both(cut.exchanged_bytes)
         context = [(v.name, shape_text(v.dtype, v.shape), _both(v.size_bytes)) for v in cut.context]
-        exchanged = [
-            ("q, out", _both(cut.q_bytes)),
-            ("k and v, out", _both(cut.kv_bytes)),
-            ("attention, back", _both(cut.out_bytes)),
-        ]
-        yield _details(
-            f"min cut {i} at {escape(cut.attention)}: <b>{_both(cut.context_bytes)}</b> kept, "
-            f"{_both(cut.exchanged_bytes)} exchanged",
-            [
-                _table(("kept on the model worker", "shape", "bytes"), context),
-                _table(("exchanged with the memory pool", "bytes"), exchanged),
-            ],
+        sizes = (("q, out", cut.q_bytes), ("k and v, out", cut.kv_bytes), ("attention, back", cut.out_bytes))
+        text += _details(
+            f"min cut {i} at {cut.attention}: {kept} kept, {exchanged} exchanged",
+            (("kept on the model worker", "shape", "bytes"), context),
+            (("exchanged with the memory pool", "bytes"), [(what, _both(n)) for what, n in sizes]),
             data=f' data-list-cut="{i}" data-bytes="{cut.context_bytes}"',
         )
+    return text
 
 
-def _slices(view: ModelView) -> Iterable[str]:
+def _operator(view: ModelView, g: int) -> tuple[str, str, str]:
+    group = view.groups[g]
+    return group.title, group.detail, f"{len(group.members)} equations"
+
+
+def _slices(view: ModelView) -> str:
+    text = ""
     for s in view.model.slices:
-        rows = []
-        for part, name in ((Q, "q part" if s.index < view.model.n else "final"), (KV, "k, v part")):
-            for g in view.part(s.index, part):
-                group = view.groups[g]
-                rows.append((name, group.title, group.detail, f"{len(group.members)} equations"))
-        yield _details(
-            f"slice {s.index}: program {letter(view.programs[s.index])}, {len(s.eqn_positions)} equations",
-            [_table(("part", "operator", "parameters", "size"), rows)],
+        parts = ((Q, "q part" if s.index < view.model.n else "final"), (KV, "k, v part"))
+        rows = [(name, *_operator(view, g)) for part, name in parts for g in view.part(s.index, part)]
+        summary = (
+            f"slice {s.index}: program {letter(view.programs[s.index])}, {len(s.eqn_positions)} equations"
         )
+        text += _details(summary, (("part", "operator", "parameters", "size"), rows))
+    return text
 
 
-def _rest(view: ModelView) -> Iterable[str]:
-    r = view.report
-    rows = [
-        (group.title, group.detail, f"{len(group.members)} equations")
-        for group in view.groups
-        if group.kind in ("aux", "state", "load", "operands", "unused")
-    ]
-    outputs = [(name, "computed beside slice 0") for name in r.aux_outputs]
-    outputs += [(name, "the attention side's state") for name in r.state_outputs]
-    if not rows and not outputs:
-        return
-    yield "<h2>Outside the slices</h2>"
+def _rest(view: ModelView) -> str:
+    kinds = ("aux", "state", "load", "operands", "unused")
+    rows = [_operator(view, g) for g, group in enumerate(view.groups) if group.kind in kinds]
+    outputs = [(name, "computed beside slice 0") for name in view.report.aux_outputs]
+    outputs += [(name, "the attention side's state") for name in view.report.state_outputs]
+    text = "<h2>Outside the slices</h2>\n" if rows or outputs else ""
     if rows:
-        yield _details("operators", [_table(("operators", "what for", "size"), rows)])
+        text += _details("operators", (("operators", "what for", "size"), rows))
     if outputs:
-        yield _details(f"{len(outputs)} outputs", [_table(("output", "where"), outputs)])
+        text += _details(f"{len(outputs)} outputs", (("output", "where"), outputs))
+    return text

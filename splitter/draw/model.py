@@ -5,14 +5,14 @@ The one place of the drawings that reads jaxprs. Knows nothing of layout or SVG.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from pallas_kernels import compat
 from splitter.block import variables
-from splitter.draw.groups import DrawnGroup, Flow, Operation, group_operations
+from splitter.draw.groups import Bundle, DrawnGroup, Flow, Operation, group_operations
 from splitter.draw.text import human_bytes, shape_text
 from splitter.slices import SplitModel
 
@@ -47,25 +47,25 @@ class ModelView:
         self.operands = [self._closure(r.private) for r in self.a.regions]
         self.flow = self._flow()
         self.groups: tuple[DrawnGroup, ...] = group_operations(self.flow)
-        self.group_of = {v: g for g, group in enumerate(self.groups) for v in self._writes(group)}
+        self.group_of = {v: g for g in range(len(self.groups)) for v in self.writes(g)}
 
     # --- what a drawing asks ---
 
     def part(self, i: int, part: str) -> list[int]:
         """Groups that run in one part of slice i, in order."""
-        return [
-            g
-            for g, group in enumerate(self.groups)
-            if isinstance(group.place, frozenset) and (i, part) in group.place
-        ]
+        return [g for g, group in enumerate(self.groups) if (i, part) in group.place]
+
+    def weights(self, i: int) -> set[str]:
+        """Parameters that slice i reads."""
+        return {w for part in (Q, KV) for g in self.part(i, part) for w in self.groups[g].weights}
 
     def reads(self, g: int) -> list[int]:
-        own = self._writes(self.groups[g])
+        own = self.writes(g)
         found = dict.fromkeys(v for i in self.groups[g].members for v in self.flow.operations[i].reads)
         return [v for v in found if v not in own]
 
     def writes(self, g: int) -> set[int]:
-        return self._writes(self.groups[g])
+        return {v for i in self.groups[g].members for v in self.flow.operations[i].writes}
 
     def numbers(self, atoms: Iterable[Any]) -> list[int]:
         return [self.number[v] for v in variables(atoms)]
@@ -119,7 +119,7 @@ class ModelView:
         shown = [self._equation(i) for i in group.members[:10]]
         more = len(group.members) - len(shown)
         lines += [*shown, *([f"… and {more} more equations"] if more else [])]
-        if isinstance(group.place, frozenset) and (times := len(group.place)) > 1:
+        if (times := len(group.place)) > 1:
             lines.append(f"cheap: computed again in {times} places rather than carried")
         return "\n".join(lines)
 
@@ -130,9 +130,6 @@ class ModelView:
         return f"{eqn.primitive.name} → {', '.join(avals)}" + (f"  ({stack})" if stack else "")
 
     # --- the flow ---
-
-    def _writes(self, group: DrawnGroup) -> set[int]:
-        return {v for i in group.members for v in self.flow.operations[i].writes}
 
     def _closure(self, wanted: Sequence[Any]) -> set[int]:
         """Positions of all equations that `wanted` derives from, up to the attention operators."""
@@ -146,48 +143,36 @@ class ModelView:
             stack.extend(variables(self.eqns[position].invars))
         return found
 
-    def _places(self) -> list[Hashable]:
+    def _places(self) -> list[frozenset[tuple[int, str]]]:
         places: list[set[tuple[int, str]]] = [set() for _ in self.eqns]
         for s in self.model.slices:
             for k, position in enumerate(s.eqn_positions):
                 places[position].add((s.index, Q if k < s.n_q_eqns else KV))
         return [frozenset(p) for p in places]
 
-    def _bundles(self, places: Sequence[Hashable]) -> dict[int, Hashable]:
-        """What is not part of a slice, by what it is for; the first of these that applies."""
-        outputs = list(zip(self.jaxpr.outvars, self.a.kinds, strict=True))
-        bundle: dict[int, Hashable] = {p: ("attention", i) for p, i in self.a.in_region.items()}
-
-        def put(positions: Iterable[int], name: Hashable) -> None:
-            for p in positions:
-                if not places[p]:
-                    bundle.setdefault(p, name)
-
-        sites: dict[int, list[int]] = {}
+    def _bundles(self, places: Sequence[frozenset[Any]]) -> dict[int, Bundle]:
+        """What is not part of a slice, by what it is for; the last of these that applies."""
+        sites: dict[int, tuple[int, ...]] = {}
         for i, positions in enumerate(self.operands):
             for p in positions:
-                sites.setdefault(p, []).append(i)
-        for p, used in sites.items():
-            put([p], ("operands", tuple(used)))
-        put(self._closure([v for s in self.model.slices for v in s.param_vars]), "load")
-        put(self._closure([v for v, kind in outputs if kind == "aux"]), "aux")
-        put(self._closure([v for v, kind in outputs if kind == "state"]), "state")
-        put(range(len(self.eqns)), "unused")
-        return bundle
-
-    def _titles(self, bundles: Iterable[Hashable]) -> dict[Hashable, tuple[str, str, str]]:
-        titles: dict[Hashable, tuple[str, str, str]] = {
-            "load": ("load", "Views of weights", "taken once, at load time"),
-            "aux": ("aux", "Other outputs", "that depend on no attention"),
-            "state": ("state", "Attention's state", "outputs made of the updated caches"),
-            "unused": ("unused", "Unused", "no output needs these"),
+                sites[p] = (*sites.get(p, ()), i)
+        outputs = list(zip(self.jaxpr.outvars, self.a.kinds, strict=True))
+        loaded = self._closure([v for s in self.model.slices for v in s.param_vars])
+        aux, state = (self._closure([v for v, k in outputs if k == kind]) for kind in ("aux", "state"))
+        masks = "from the inputs: masks, positions, caches"
+        bundle: dict[int, Bundle] = {}
+        for positions, title in (
+            (set(range(len(self.eqns))), ("unused", "Unused", "no output needs these")),
+            (state, ("state", "Attention's state", "outputs made of the updated caches")),
+            (aux, ("aux", "Other outputs", "that depend on no attention")),
+            (loaded, ("load", "Views of weights", "taken once, at load time")),
+        ):
+            bundle |= {p: Bundle(*title) for p in positions if not places[p]}
+        bundle |= {p: Bundle("operands", "Own operands", masks, i) for p, i in sites.items() if not places[p]}
+        sites_of = self.a.in_region.items()
+        return bundle | {
+            p: Bundle("attention", "Attention", self.model.sites[i].name, i) for p, i in sites_of
         }
-        for b in bundles:
-            if isinstance(b, tuple) and b[0] == "attention":
-                titles[b] = ("attention", "Attention", self.model.sites[b[1]].name)
-            elif isinstance(b, tuple):
-                titles[b] = ("operands", "Own operands", "from the inputs: masks, positions, caches")
-        return titles
 
     def _flow(self) -> Flow:
         places = self._places()
@@ -204,32 +189,20 @@ class ModelView:
             for p, eqn in enumerate(self.eqns)
         )
         weights = self._weights()
-        free = {n for v, n in self.number.items() if self._is_free(v)}
-        touched = set(weights) | {n for n in free if self._has_weights(n)}
+        free, touched = set(), set(weights)
+        for v, n in self.number.items():
+            d = self.a.depends.get(v)
+            if d is None or not (d.inputs or d.level >= 0 or d.state):
+                free.add(n)
+                if d is not None and d.params:
+                    touched.add(n)
         for op in operations:
             if touched & set(op.reads):
                 touched.update(op.writes)
-        given = {
-            n
-            for v, n in self.number.items()
-            if n not in touched and n not in free and self.a.depends[v].level < 0
-        }
-        return Flow(
-            operations=operations,
-            weights=weights,
-            free=frozenset(free),
-            given=frozenset(given),
-            outputs=frozenset(self.numbers(self.jaxpr.outvars)),
-            bundles=self._titles(dict.fromkeys(bundles.values())),
-        )
-
-    def _is_free(self, v: Any) -> bool:
-        d = self.a.depends.get(v)
-        return d is None or (not d.inputs and d.level < 0 and not d.state)
-
-    def _has_weights(self, n: int) -> bool:
-        d = self.a.depends.get(self.variable[n])
-        return d is not None and d.params
+        rest = [(v, n) for v, n in self.number.items() if n not in touched | free]
+        given = frozenset(n for v, n in rest if self.a.depends[v].level < 0)
+        outputs = frozenset(self.numbers(self.jaxpr.outvars))
+        return Flow(operations, weights, frozenset(free), given, outputs)
 
     def _weights(self) -> dict[int, str]:
         """Value -> name of the parameter it is, or is a view of: `params['layers']['q'][3]`."""
@@ -247,10 +220,6 @@ class ModelView:
             read = self.number[eqn.invars[0]]
             if read in names and eqn.outvars[0] in self.a.view:
                 starts = eqn.params.get("start_indices")
-                index = (
-                    f"[{starts[0]}]"
-                    if starts and eqn.invars[0].aval.shape != eqn.outvars[0].aval.shape
-                    else ""
-                )
-                names[self.number[eqn.outvars[0]]] = names[read] + index
+                is_part = starts and eqn.invars[0].aval.shape != eqn.outvars[0].aval.shape
+                names[self.number[eqn.outvars[0]]] = names[read] + (f"[{starts[0]}]" if is_part else "")
         return names

@@ -1,6 +1,7 @@
 """A scene as SVG: compute pool on the left, memory pool on the right, cuts as dashed lines between slices.
 
-One self-contained picture that follows the reader's light or dark setting. Knows nothing of models.
+Boxes stand in one column. A value that the next box reads goes straight down; every other value runs in a lane to the
+left of the boxes. One self-contained picture that follows the reader's light or dark setting. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from splitter.draw.layout import DrawnPlacement, arrange
-from splitter.draw.scene import DETAIL, LABEL, TITLE, Band, CutMark, Mark, Scene
+from splitter.draw.scene import Band, Link, Mark, Scene
 from splitter.draw.text import human_bytes, span, text_width
 
 _MARGIN, _GUTTER, _CHANNEL, _TOP = 20.0, 148.0, 118.0, 96.0
-_PAD = 7.0  # of a slice around its rows
+_GAP = 24.0  # between two rows
+_BAND_MIN = 46.0  # height of a slice's first row, for the slice's name
+_LANE, _BEND = 16.0, 6.0  # width of a lane; radius of a line's corners
+TITLE, DETAIL, LABEL = 12.0, 10.0, 10.0  # font sizes
 
 # class -> (light, dark). Text stands on these grounds with a contrast of at least 4.5:1.
 COLOURS = {
@@ -42,18 +45,15 @@ text {{ font-family: system-ui, "Segoe UI", Helvetica, Arial, "DejaVu Sans", san
 .edge {{ fill: none; stroke: {line}; stroke-width: 1.2; }}
 .head {{ fill: {line}; }}
 .exchange {{ fill: none; stroke: {mem}; stroke-width: 1.6; }}
-.exchange-head {{ fill: {mem}; }}
-.op rect, .port rect, .input rect, .output rect {{ fill: {paper}; stroke: {line}; }}
+.xhead {{ fill: {mem}; }}
+.op rect, .port rect, .input rect, .output rect, .fold rect {{ fill: {paper}; stroke: {line}; }}
 .again rect {{ stroke-dasharray: 3 2; }}
-.fold rect {{ fill: {paper}; stroke: {line}; }}
-.pill rect {{ fill: {mem-fill}; stroke: {mem}; }}
-.attention rect {{ fill: {mem-fill}; stroke: {mem}; stroke-width: 1.4; }}
+.pill rect, .attention rect {{ fill: {mem-fill}; stroke: {mem}; }}
 .port rect {{ stroke: {cut}; }}
 .cut {{ stroke: {cut}; stroke-width: 1.5; stroke-dasharray: 7 5; }}
 .cut-text {{ font-size: 11px; font-weight: 700; fill: {cut}; }}
 .half {{ stroke: {soft}; stroke-width: 0.8; stroke-dasharray: 1 4; }}
 """
-_TINT_RULES = ".p{k} .band {{ fill: {p}; stroke: {line}; }} .p{k} .ground-p {{ fill: {p}; }} .on-p{k} rect {{ fill: {p}; }}\n"
 
 
 def render_svg(scene: Scene, *, heading: str, notes: Sequence[str] = ()) -> str:
@@ -64,265 +64,263 @@ def render_svg(scene: Scene, *, heading: str, notes: Sequence[str] = ()) -> str:
 def style(dark: int) -> str:
     """The style rules in light (0) or dark (1)."""
     colours = {name: pair[dark] for name, pair in COLOURS.items()}
-    rules = _RULES.format_map(colours)
+    rules = _RULES.format_map(colours).strip().splitlines()
     for k in range(_N_TINTS):
-        rules += _TINT_RULES.format(k=k, p=colours[f"p{k}"], line=colours[f"p{k}-line"])
-    scoped = [
-        f".split-graph {rule}" if not rule.startswith(".p") or " " in rule else rule
-        for rule in rules.strip().splitlines()
-    ]
-    return "\n".join(scoped)
+        rules.append(f".p{k} {{ fill: {colours[f'p{k}']}; stroke: {colours[f'p{k}-line']}; }}")
+    return "\n".join(f".split-graph {rule}" for rule in rules)
+
+
+def slots_of(links: Sequence[Link]) -> list[int]:
+    """For each link, in order of their first rows, a lane that is free from its first row to its last."""
+    until: list[int] = []
+    slots = []
+    for link in links:
+        slot = next((k for k, row in enumerate(until) if row <= link.start), len(until))
+        until[slot : slot + 1] = [max([*link.readers, *link.ports])]
+        slots.append(slot)
+    return slots
+
+
+def _is_small(mark: Mark) -> bool:
+    return not mark.kind.startswith(("op", "fold", "attention"))
+
+
+def _box_size(mark: Mark) -> tuple[float, float]:
+    """Width and height of a box; a row of a cut has no box of its own."""
+    if mark.kind == "cut":
+        return 0.0, 20.0
+    if _is_small(mark):
+        return text_width(mark.lines[0], LABEL) + 18, 20.0
+    widths = [text_width(t, DETAIL if k else TITLE, bold=not k) for k, t in enumerate(mark.lines)]
+    return max(64.0, max(widths) + 22), 14.0 + 13 * len(mark.lines)
+
+
+def _arrow(name: str, size: int) -> str:
+    return (
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="{size}" markerHeight="{size}" '
+        f'orient="auto"><path class="{name}" d="M0 0.8 8 4 0 7.2z"/></marker>'
+    )
 
 
 class _Painter:
+    """Rows from top to bottom. To the left of the boxes run the lanes, one per link, wide ones for what cuts keep."""
+
     def __init__(self, scene: Scene, heading: str, notes: Sequence[str]) -> None:
         self.scene, self.heading, self.notes = scene, heading, notes
-        self.place: DrawnPlacement = arrange(scene.boxes, list(scene.edges))
-        self.box = {b.key: b for b in scene.boxes}
-        self.top = _TOP + 16.0 * len(notes)
-        self.graph_x = _MARGIN + _GUTTER
-        self.band_right = self.graph_x + self.place.width + 12
-        self.pool_right = self.band_right + 10
-        texts = [(t, k == 0) for c in scene.cuts for k, t in enumerate(c.lines)]
-        self.mem_width = max([176.0, *(text_width(t, TITLE if b else DETAIL, bold=b) + 26 for t, b in texts)])
+        self.size = [_box_size(mark) for mark in scene.rows]
+        kept = [link for link in scene.links if link.ports]
+        passing = [link for link in scene.links if not link.ports and max(link.readers) > link.start + 1]
+        wide, narrow = slots_of(kept), slots_of(passing)
+        width = [80.0] * (1 + max(wide, default=0))
+        for link, slot in zip(kept, wide, strict=True):
+            width[slot] = max(width[slot], *(_box_size(port)[0] + 14 for port in link.ports.values()))
+        left = [_MARGIN + _GUTTER + sum(width[:slot]) for slot in range(len(width) + 1)]
+        lanes_end = left[-1] + _LANE * (1 + max(narrow, default=-1))
+        self.lane = {k.key: left[s] + width[s] / 2 for k, s in zip(kept, wide, strict=True)}
+        self.lane |= {k.key: lanes_end - _LANE * (s + 0.5) for k, s in zip(passing, narrow, strict=True)}
+        self.nothing = left[0] + width[0] / 2  # where an empty cut says so
+        column = max(w for w, _ in self.size)
+        self.x = lanes_end + 16 + column / 2  # of the boxes' centres
+        self.band_right = self.x + column / 2 + 16
         self.mem_x = self.band_right + _CHANNEL
+        operators = [band.attention for band in scene.bands if band.attention]
+        self.mem_width = max([176.0, *(_box_size(mark)[0] + 4 for mark in operators)])
         note_width = max([text_width(heading, 16, bold=True), *(text_width(n, 11) for n in notes)])
         self.width = max(self.mem_x + self.mem_width + 14 + _MARGIN, note_width + 2 * _MARGIN)
-        self.bottom = self.top + self.place.height + 16
-        self.height = self.bottom + 74
+        self.room = [h for _, h in self.size]
+        for band in scene.bands:
+            self.room[band.first] = max(self.room[band.first], _BAND_MIN)
+        self.top = self.bottom = _TOP + 16.0 * len(notes)
+        self.y: list[float] = []  # of the rows' centres
+        for room in self.room:
+            self.y.append(self.bottom + room / 2)
+            self.bottom += room + _GAP
+        self.straight: dict[int, int] = {}  # row -> bytes that the next row reads of it
+        self.meeting: dict[int, list[tuple[int, float, str]]] = {}  # row -> lanes that meet its box
+        for link in scene.links:
+            for row in link.readers:
+                if self._is_straight(link.start, row):
+                    self.straight[link.start] = self.straight.get(link.start, 0) + link.size_bytes
+                else:
+                    self.meeting.setdefault(row, []).append((0, -self.lane[link.key], link.key))
+            if link.key in self.lane:
+                self.meeting.setdefault(link.start, []).append((1, self.lane[link.key], link.key))
         self.out: list[str] = []
 
-    def at(self, key: str) -> tuple[float, float]:
-        x, y = self.place.centre[key]
-        return self.graph_x + x, self.top + y
-
-    def row_y(self, row: int, share: float) -> float:
-        return self.top + self.place.row_top[row] + share * self.place.row_height[row]
-
     def text(self) -> str:
+        rows, links, bands = self.scene.rows, self.scene.links, self.scene.bands
         self._grounds()
-        for band in self.scene.bands:
+        for band in bands:
             self._band(band)
-        for cut in self.scene.cuts:
-            self._cut_line(cut)
-        self._edges()
-        for key, mark in self.scene.marks.items():
-            self._box(key, mark)
-        self._memory_pool()
+        for row, mark in enumerate(rows):
+            if mark.kind == "cut" and mark.lines:
+                self._cut(mark, self.y[row])
+        for link in links:
+            self._link(link)
+        for row, mark in enumerate(rows):
+            ports = [(port, self.lane[k.key]) for k in links if row in k.ports for port in [k.ports[row]]]
+            if mark.kind != "cut":
+                ports = [(mark, self.x)]
+            elif mark.lines and not ports:
+                port = Mark(
+                    f"{mark.key}:none", "port", ("nothing",), "nothing is kept across this cut", None, 0
+                )
+                ports = [(port, self.nothing)]
+            for port, x in ports:
+                self._box(port, x, self.y[row], *_box_size(port))
+        for band, below in pairwise(bands):
+            self._attention(band, below)
         self._legend()
-        w, h = f"{self.width:.0f}", f"{self.height:.0f}"
-        head = (
+        w, h = f"{self.width:.0f}", f"{self.bottom + 74:.0f}"
+        return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="split-graph" width="{w}" height="{h}" '
             f'viewBox="0 0 {w} {h}" role="img">\n<title>{escape(self.heading)}</title>\n'
             f"<style>\n{style(0)}\n@media (prefers-color-scheme: dark) {{\n{style(1)}\n}}\n</style>\n"
-            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-            'orient="auto"><path class="head" d="M0 0.8 8 4 0 7.2z"/></marker>'
-            '<marker id="xhead" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
-            'orient="auto"><path class="exchange-head" d="M0 0.8 8 4 0 7.2z"/></marker></defs>\n'
+            f"<defs>{_arrow('head', 7)}{_arrow('xhead', 6)}</defs>\n" + "\n".join(self.out) + "\n</svg>\n"
         )
-        return head + "\n".join(self.out) + "\n</svg>\n"
 
     # --- grounds ---
 
     def _grounds(self) -> None:
-        self._rect(0, 0, self.width, self.height, "ground", radius=0)
+        self._rect(0, 0, self.width, self.bottom + 74, "ground", radius=0)
         self._text(_MARGIN, 32, self.heading, "heading")
         for k, note in enumerate(self.notes):
             self._text(_MARGIN, 51 + 16 * k, note, "note")
         y = self.top - 44
-        self._rect(_MARGIN - 10, y, self.pool_right - _MARGIN + 10, self.bottom - y, "pool", radius=10)
-        self._rect(self.mem_x - 14, y, self.mem_width + 28, self.bottom - y, "pool", radius=10)
-        self.out.append(
-            f'<text class="column" x="{_MARGIN + 2:.1f}" y="{y + 20:.1f}">Compute pool'
-            '<tspan class="note" dx="8">model workers, weights</tspan></text>'
-        )
-        self._text(self.mem_x, y + 20, "Memory pool", "column")
-        self._text(self.mem_x, y + 35, "attention workers, KV cache", "note")
+        for x, width, name, note in (
+            (_MARGIN - 10, self.band_right - _MARGIN + 20, "Compute pool", "model workers, weights"),
+            (self.mem_x - 14, self.mem_width + 28, "Memory pool", "attention workers, KV cache"),
+        ):
+            self._rect(x, y, width, self.bottom - y, "pool", radius=10)
+            self._text(x + 14, y + 18, name, "column")
+            self._text(x + 14, y + 32, note, "note")
 
     def _band(self, band: Band) -> None:
-        top, bottom = self.row_y(band.first, 0) - _PAD, self.row_y(band.last, 1) + _PAD
-        tint = f"p{band.program % _N_TINTS}"
-        self.out.append(f'<g class="{tint}" data-slices="{band.slices[0]}-{band.slices[-1]}">')
-        if band.folded and len(band.slices) > 1:
-            self._rect(_MARGIN + 5, top + 5, self.band_right - _MARGIN - 5, bottom - top, "band", radius=8)
-        self._rect(_MARGIN, top, self.band_right - _MARGIN - 5 * band.folded, bottom - top, "band", radius=8)
-        self._text(_MARGIN + 10, top + 20, band.title, "t")
-        for k, line in enumerate(band.details):
-            self._text(_MARGIN + 10, top + 35 + 13 * k, line, "d")
-        if band.middle is not None and not band.folded:
-            y = self.row_y(band.middle, 1) + 5
-            self.out.append(
-                f'<line class="half" x1="{_MARGIN + 8:.1f}" y1="{y:.1f}" x2="{self.band_right - 8:.1f}" y2="{y:.1f}"/>'
-            )
+        top = self.y[band.first] - self.room[band.first] / 2 - _GAP / 2 + 3
+        height = self.y[band.last] + self.room[band.last] / 2 + _GAP / 2 - 3 - top
+        many = len(band.slices) > 1
+        self.out.append(f'<g data-slices="{band.slices[0]}-{band.slices[-1]}">')
+        for shift in (5, 0) if many else (0,):
+            width = self.band_right - _MARGIN - 5 * many
+            self._rect(_MARGIN + shift, top + shift, width, height, f"p{band.program % _N_TINTS}", radius=8)
+        for k, line in enumerate(band.lines):
+            self._text(_MARGIN + 10, top + 20 + 14 * k, line, "d" if k else "t")
+        if band.attention and not band.is_folded:
+            y = self.y[band.middle] + self.size[band.middle][1] / 2 + _GAP / 2
+            self._line(_MARGIN + 8, y, self.band_right - 8, "half")
             self._text(_MARGIN + 10, y - 7, "▲ q part: q goes first", "d")
             self._text(_MARGIN + 10, y + 15, "▼ k, v part", "d")
         self.out.append("</g>")
 
-    def _cut_line(self, cut: CutMark) -> None:
-        y = self.row_y(cut.row, 0.5)
-        label = f"min cut {cut.site}: {human_bytes(cut.context_bytes)}"
-        self.out.append(f'<g data-cut="{cut.site}" data-bytes="{cut.context_bytes}">')
-        self.out.append(f"<title>{escape(cut.cut_tip)}</title>")
-        self.out.append(
-            f'<line class="cut" x1="{_MARGIN - 10:.1f}" y1="{y:.1f}" x2="{self.mem_x - 14:.1f}" y2="{y:.1f}"/>'
-        )
-        self._text(_MARGIN, y - 4, label, "cut-text")
+    def _cut(self, mark: Mark, y: float) -> None:
+        data = f'data-cut="{mark.key.split(":")[1]}" data-bytes="{mark.size_bytes}"'
+        self.out.append(f"<g {data}><title>{escape(mark.tip)}</title>")
+        self._line(_MARGIN - 10, y, self.mem_x - 14, "cut")
+        self._text(_MARGIN, y - 4, mark.lines[0], "cut-text")
         self.out.append("</g>")
 
     # --- graph ---
 
-    def _edges(self) -> None:
-        edges = list(self.scene.edges)
-        routes = [[(self.graph_x + x, self.top + y) for x, y in r] for r in self.place.routes]
-        self._fan(edges, routes, end=1)
-        self._fan(edges, routes, end=0)
-        for (start, end), points in zip(edges, routes, strict=True):
-            marks = self.scene.marks
-            arrow = "" if marks[end].kind == "value" else ' marker-end="url(#head)"'
-            d = self._path(points, start, end)
-            self.out.append(
-                f'<path class="edge" data-from="{escape(start)}" data-to="{escape(end)}" d="{d}"{arrow}/>'
-            )
+    def _is_straight(self, start: int, row: int) -> bool:
+        return row == start + 1 and self.scene.rows[start].kind != "cut"
 
-    def _fan(
-        self, edges: list[tuple[str, str]], routes: list[list[tuple[float, float]]], *, end: int
-    ) -> None:
-        """Let the edges that meet at one side of a box meet it at different places, in the order they come from."""
-        meeting: dict[str, dict[float, list[int]]] = {}
-        for k, edge in enumerate(edges):
-            near = routes[k][-2 if end else 1]
-            meeting.setdefault(edge[end], {}).setdefault(near[0], []).append(k)
-        for key, by_x in meeting.items():
-            if self.scene.marks[key].kind in ("value", "pill"):
-                continue
-            step = min(18.0, 0.7 * self.box[key].width / len(by_x))
-            for j, x in enumerate(sorted(by_x)):
-                shift = (j - (len(by_x) - 1) / 2) * step
-                for k in by_x[x]:
-                    px, py = routes[k][-end]
-                    routes[k][-end] = (px + shift, py)
+    def _left(self, row: int, key: str) -> tuple[float, float]:
+        """Where a lane meets the left side of a box: those that come in above, in the order that crosses least."""
+        keys = [k for _, _, k in sorted(self.meeting[row])]
+        width, height = self.size[row]
+        return self.x - width / 2, self.y[row] + ((keys.index(key) + 1) / (len(keys) + 1) - 0.5) * height
 
-    def _path(self, points: list[tuple[float, float]], start: str, end: str) -> str:
-        points = list(points)
-        from_side = self.box[start].pinned and self._dock(points, 0, start)
-        to_side = self.box[end].pinned and self._dock(points, -1, end)
-        d = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
-        for k, ((x0, y0), (x1, y1)) in enumerate(pairwise(points)):
-            if abs(x0 - x1) < 0.5:
-                d.append(f"L{x1:.1f} {y1:.1f}")
-            elif to_side and k == len(points) - 2:
-                d.append(f"C{x0:.1f} {y1:.1f} {x0 + 0.3 * (x1 - x0):.1f} {y1:.1f} {x1:.1f} {y1:.1f}")
-            elif from_side and k == 0:
-                d.append(f"C{x1 + 0.3 * (x0 - x1):.1f} {y0:.1f} {x1:.1f} {y0:.1f} {x1:.1f} {y1:.1f}")
+    def _link(self, link: Link) -> None:
+        """One line per row that reads the link, straight down or by its lane; else down to the last cut it is kept at."""
+        rows, start, lane = self.scene.rows, link.start, self.lane.get(link.key, 0.0)
+        origin, begin = rows[start].key, f"M{lane:.1f} {self.y[start]:.1f}"
+        if rows[start].kind == "cut":
+            origin = link.ports[start].key
+        elif lane:
+            x, y = self._left(start, link.key)
+            begin = f"M{x:.1f} {y:.1f}H{lane + _BEND:.1f}q-{_BEND} 0 -{_BEND} {_BEND}"
+            if not link.ports and rows[start].operator is not None:
+                self._value(x - 4, y + 11, link.size_bytes, link.tip, anchor="end")
+        ends = []
+        for row in link.readers:
+            if self._is_straight(start, row):
+                top, bottom = self.y[start] + self.size[start][1] / 2, self.y[row] - self.size[row][1] / 2
+                ends.append((rows[row].key, f"M{self.x:.1f} {top:.1f}V{bottom:.1f}"))
+                size = self.straight.pop(start, 0)
+                if size and rows[start].operator is not None and rows[row].kind != "output":
+                    self._value(self.x + 6, top + 15, size, link.tip)
             else:
-                bend = 0.55 * (y1 - y0)
-                d.append(f"C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1:.1f}")
-        return " ".join(d)
+                x, y = self._left(row, link.key)
+                turn = f"V{y - _BEND:.1f}q0 {_BEND} {_BEND} {_BEND}H{x:.1f}"
+                ends.append((rows[row].key, begin + turn))
+        last = max([start, *link.ports])
+        if last > max([start, *link.readers]):
+            ends.append((link.ports[last].key, f"{begin}V{self.y[last] - 10:.1f}"))
+        via = " ".join(port.key for port in link.ports.values())
+        for to, d in ends:
+            data = f'data-from="{origin}" data-to="{to}" data-via="{via}"'
+            self.out.append(f'<path class="edge" {data} d="{d}" marker-end="url(#head)"/>')
 
-    def _dock(self, points: list[tuple[float, float]], end: int, key: str) -> bool:
-        """Where a line meets a box at the right edge: its left side (True), or its top or bottom if right there."""
-        (x, y), half = self.at(key), self.box[key].width / 2
-        near = points[-2 if end else 1][0]
-        if near < x - half - 10:
-            points[end] = (x - half, y)
-            return True
-        points[end] = (min(max(near, x - half + 10), x + half - 10), points[end][1])
-        return False
-
-    def _box(self, key: str, mark: Mark) -> None:
-        b, (x, y) = self.box[key], self.at(key)
-        look = f"op {mark.kind}" if mark.operator is not None else mark.kind
-        data = f' data-op="{escape(key)}"' if mark.operator is not None else ""
-        size = f' data-bytes="{mark.size_bytes}"' if mark.size_bytes is not None else ""
-        band = next((s for s in self.scene.bands if s.first <= b.row <= s.last), None)
-        if mark.kind == "value" and band:
-            look += f" on-p{band.program % _N_TINTS}"
-        self.out.append(f'<g class="{look}" data-key="{escape(key)}"{data}{size}>')
-        if mark.tip:
-            self.out.append(f"<title>{escape(mark.tip)}</title>")
-        left, top = x - b.width / 2, y - b.height / 2
-        if mark.kind == "fold many":
-            for shift in (6, 3):
-                self._rect(left + shift, top + shift, b.width, b.height, "", radius=6)
-        radius = {"value": 2.0, "pill": 10.0, "input": 10.0, "output": 10.0, "port": 10.0}.get(mark.kind, 6.0)
-        self._rect(left, top, b.width, b.height, "", radius=radius)
-        small = mark.kind in ("value", "port", "input", "output", "pill")
-        self._lines(x, y, mark.lines, small=small)
+    def _value(self, x: float, y: float, size_bytes: int, tip: str, *, anchor: str = "start") -> None:
+        self.out.append(f'<g class="value" data-bytes="{size_bytes}"><title>{escape(tip)}</title>')
+        self._text(x, y, human_bytes(size_bytes), "l", anchor=anchor)
         self.out.append("</g>")
 
-    def _lines(self, x: float, y: float, lines: Sequence[str], *, small: bool = False) -> None:
-        """Lines of text centred on (x, y), the first one larger."""
-        heights = [LABEL] * len(lines) if small else [TITLE + 1] + [DETAIL + 3] * (len(lines) - 1)
-        base = y - sum(heights) / 2
-        for k, (line, h) in enumerate(zip(lines, heights, strict=True)):
-            base += h
-            cls = "l" if small else "t" if k == 0 else "d"
-            self._text(x, base - 0.2 * h, line, cls, anchor="middle")
+    def _box(self, mark: Mark, x: float, y: float, width: float, height: float) -> None:
+        """A box around (x, y); the first of its lines is larger."""
+        data = f' data-op="{mark.key}"' if mark.operator is not None else ""
+        data += f' data-bytes="{mark.size_bytes}"' if mark.size_bytes is not None else ""
+        self.out.append(
+            f'<g class="{mark.kind}" data-key="{mark.key}"{data}><title>{escape(mark.tip)}</title>'
+        )
+        small = _is_small(mark)
+        for shift in (6, 3, 0) if mark.kind.endswith("many") else (0,):
+            left, top = x - width / 2 + shift, y - height / 2 + shift
+            self._rect(left, top, width, height, "", radius=10 if small else 6)
+        base = y - 6.5 * len(mark.lines) - 3.5
+        for k, line in enumerate(mark.lines):
+            self._text(x, base + 13 * (k + 1), line, "l" if small else "d" if k else "t", anchor="middle")
+        self.out.append("</g>")
 
     # --- memory pool ---
 
-    def _memory_pool(self) -> None:
-        centre = self.mem_x + self.mem_width / 2
-        ends: list[tuple[int, float, float]] = []
-        for c in self.scene.cuts:
-            top, bottom = self.at(c.send_q)[1] - 16, self.at(c.receive)[1] + 16
-            ends.append((c.site, top, bottom))
-            name = " ".join(map(str, c.operators))
-            self.out.append(f'<g class="attention" data-key="attention:{c.site}" data-op="attention:{name}">')
-            self.out.append(f"<title>{escape(c.tip)}</title>")
-            self._rect(self.mem_x, top, self.mem_width, bottom - top, "", radius=8)
-            self._lines(centre, (top + bottom) / 2, c.lines)
-            self.out.append("</g>")
-            for key, what in ((c.send_q, "q"), (c.send_kv, "k, v")):
-                self._exchange(key, what, back=False)
-            self._exchange(c.receive, "out", back=True)
-        for (a, _, above), (b, below, _) in pairwise(ends):
-            if b > a + 1:
-                y, hidden = (above + below) / 2, list(range(a + 1, b))
-                self.out.append(f'<g class="attention" data-folded="{hidden[0]}-{hidden[-1]}">')
-                for shift in (5, 0):
-                    self._rect(self.mem_x + 8 + shift, y - 17 + shift, self.mem_width - 16, 32, "", radius=8)
-                self._lines(
-                    centre, y, (f"× {len(hidden)} attention", f"operator{'s' * (b > a + 2)} {span(hidden)}")
-                )
-                self.out.append("</g>")
-
-    def _exchange(self, key: str, what: str, *, back: bool) -> None:
-        (x, y), size = self.at(key), self.scene.marks[key].size_bytes or 0
-        start, end = x + self.box[key].width / 2, self.mem_x
-        if back:
-            start, end = end, start
-        self.out.append(
-            f'<path class="exchange" d="M{start:.1f} {y:.1f}L{end:.1f} {y:.1f}" marker-end="url(#xhead)"/>'
-        )
-        self._text(
-            (self.pool_right + self.mem_x - 14) / 2,
-            y - 5,
-            f"{what} {human_bytes(size)}",
-            "l",
-            anchor="middle",
-        )
+    def _attention(self, band: Band, below: Band) -> None:
+        """The attention operator between two bands; those inside of a folded band stand above it as one box."""
+        assert band.attention
+        x, top, bottom = self.mem_x + self.mem_width / 2, self.y[band.middle] - 16, self.y[below.first] + 16
+        self._box(band.attention, x, (top + bottom) / 2, self.mem_width, bottom - top)
+        for row, what in ((band.middle, "q"), (band.last, "k, v"), (below.first, "out")):
+            y, ends = self.y[row], [self.x + self.size[row][0] / 2, self.mem_x]
+            start, end = reversed(ends) if what == "out" else ends
+            d = f"M{start:.1f} {y:.1f}H{end:.1f}"
+            self.out.append(f'<path class="exchange" d="{d}" marker-end="url(#xhead)"/>')
+            text = f"{what} {human_bytes(self.scene.rows[row].size_bytes or 0)}"
+            self._text((self.band_right + self.mem_x - 4) / 2, y - 5, text, "l", anchor="middle")
+        if hidden := band.slices[:-1]:
+            lines = (f"× {len(hidden)} attention", f"operator{'s' * (len(hidden) > 1)} {span(hidden)}")
+            mark = Mark(f"hidden:{hidden[0]}", "attention many", lines, "as the one below")
+            above = self.y[band.first] + 16 if band.first > 1 else self.y[0]
+            self._box(mark, x - 3, (above + top) / 2, self.mem_width - 16, 34)
 
     def _legend(self) -> None:
-        y = self.bottom + 22
-        x = _MARGIN
-        self.out.append(
-            f'<line class="cut" x1="{x:.1f}" y1="{y - 4:.1f}" x2="{x + 36:.1f}" y2="{y - 4:.1f}"/>'
-        )
-        text = "minimum cut; the values on it are the context that the model worker keeps"
-        self._text(x + 44, y, text, "note")
-        text = "a number on a line is the bytes of its value; q goes first, then k and v (Lamina 2025, 4.2)"
-        y += 18
-        self._text(x + 44, y, text, "note")
-        if not any(m.kind.endswith(" again") for m in self.scene.marks.values()):
-            return
-        y += 18
-        self.out.append('<g class="op again">')
-        self._rect(x, y - 13, 36, 14, "", radius=4)
-        self.out.append("</g>")
-        self._text(x + 44, y, "cheap, so computed again in each slice rather than carried", "note")
+        texts = [
+            "minimum cut; the values on it are the context that the model worker keeps",
+            "a number on a line is the bytes of its value; q goes first, then k and v (Lamina 2025, 4.2)",
+        ]
+        x, y = _MARGIN, self.bottom + 22
+        self._line(x, y - 4, x + 36, "cut")
+        if any(mark.kind.endswith(" again") for mark in self.scene.rows):
+            texts.append("cheap, so computed again in each slice rather than carried")
+            self.out.append('<g class="op again">')
+            self._rect(x, y + 23, 36, 14, "", radius=4)
+            self.out.append("</g>")
+        for k, text in enumerate(texts):
+            self._text(x + 44, y + 18 * k, text, "note")
 
     # --- primitives ---
+
+    def _line(self, x: float, y: float, to: float, cls: str) -> None:
+        self.out.append(f'<line class="{cls}" x1="{x:.1f}" y1="{y:.1f}" x2="{to:.1f}" y2="{y:.1f}"/>')
 
     def _rect(self, x: float, y: float, w: float, h: float, cls: str, *, radius: float) -> None:
         name = f' class="{cls}"' if cls else ""
