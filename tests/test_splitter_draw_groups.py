@@ -112,6 +112,23 @@ def test_an_mlp_is_not_taken_over_a_value_that_others_read():
     assert [(g.title, g.detail) for g in group_operations(alone)] == [("MLP", "up · down")]
 
 
+def test_a_change_of_layout_for_one_product_is_part_of_it():
+    """As where every projection transposes its own copy of the input: still one value into one MLP."""
+    operations = (
+        op("rsqrt", [0], [1]),
+        op("transpose", [1], [2]),
+        op("dot_general", [2, 10], [3]),
+        op("logistic", [3], [4]),
+        op("transpose", [1], [5]),
+        op("dot_general", [5, 11], [6]),
+        op("mul", [4, 6], [7]),
+        op("dot_general", [7, 12], [8]),
+    )
+    weights = {10: "params['gate']", 11: "params['up']", 12: "params['down']"}
+    groups = group_operations(Flow(operations, weights, frozenset(weights), outputs=frozenset({8})))
+    assert [(g.title, g.members) for g in groups] == [("rsqrt", (0,)), ("MLP", (1, 2, 3, 4, 5, 6, 7))]
+
+
 @st.composite
 def flows(draw):
     """Random graphs of operations, with weights, inputs, places and bundles."""

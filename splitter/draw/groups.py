@@ -22,7 +22,6 @@ from splitter.draw.names import (
     LOOKUPS,
     PRODUCTS,
     TURNS,
-    WEAK_FEATURES,
     joined,
     shared_name,
     short_name,
@@ -106,6 +105,8 @@ class _Grouping:
         self.role = [self._role(op) for op in self.ops]
         self.root: dict[int, int] = {}  # operation -> the operation its only source of activations is
         self.joint: set[int] = set()  # light operations of more than one source
+        self.heads: set[int] = set()  # changes of layout for the sake of one product, lookup, …: part of that
+        self._find_heads()
         self._connect()
         self._absorb()
         self._place_free()
@@ -155,6 +156,16 @@ class _Grouping:
 
     # --- what belongs together ---
 
+    def _find_heads(self) -> None:
+        for i, op in reversed([*enumerate(self.ops)]):
+            readers = {c for v in op.writes for c in self.consumers.get(v, ())}
+            if self.role[i] != "light" or op.name not in LAYOUT or len(readers) != 1 or self._leaves([i]):
+                continue
+            (c,) = readers
+            if self.ops[c].place == op.place and (self.role[c] == "heavy" or c in self.heads):
+                self.heads.add(i)
+                self.union(c, i)
+
     def _connect(self) -> None:
         """Light operations that derive from one activation and are connected are one group."""
         bundles: dict[Bundle, int] = {}
@@ -175,13 +186,12 @@ class _Grouping:
                 self.joint.add(i)
             for v in op.reads:
                 j = self.producer.get(v, i)
-                if i == j or self.ops[j].place != op.place:
+                if i == j or i in self.heads or self.ops[j].place != op.place:
                     continue
-                if i in self.joint:
+                if i in self.joint:  # x + a + b is one sum
                     together = (
-                        j in self.joint and op.name == self.ops[j].name == "add"
-                    )  # x + a + b is one sum
-                    together = together and self._sole_reader(v, i)
+                        j in self.joint and op.name == self.ops[j].name == "add" and self._sole_reader(v, i)
+                    )
                 elif self.role[j] == "heavy" or j in tails:
                     # A bias, a scale, a reshape straight behind a product and read by nothing else is part of it.
                     together = op.name in LAYOUT | ARITHMETIC and sources == [v] and self._sole_reader(v, i)
@@ -218,19 +228,18 @@ class _Grouping:
         members = self._members()
         kind = {g: self._describe(ms)[0] for g, ms in members.items()}
         reads = {g: {v for i in ms for v in self._activations(self.ops[i])} for g, ms in members.items()}
+        writes = {g: {v for i in ms for v in self.ops[i].writes} for g, ms in members.items()}
         for g in [g for g in members if kind[g] == "projection"]:
             inside, entries, stack = [g], set[int](), [g]
             while stack:
-                for v in reads[stack.pop()] - {
-                    w for h in inside for i in members[h] for w in self.ops[i].writes
-                }:
+                for v in reads[stack.pop()] - {w for h in inside for w in writes[h]}:
                     h = self.find(self.producer[v]) if v in self.producer else -1
                     fits = kind.get(h) in ("projection", "activation", "multiply")
                     fits = fits and self.ops[h].place == self.ops[g].place and not self._leaves(members[h])
                     if fits and self._readers(members[h]) <= {*inside}:  # nothing else reads it
                         inside.append(h)
                         stack.append(h)
-                        entries -= {w for i in members[h] for w in self.ops[i].writes}
+                        entries -= writes[h]
                     else:
                         entries.add(v)
             kinds = [kind[h] for h in inside]
@@ -254,12 +263,10 @@ class _Grouping:
     # --- names ---
 
     def groups(self) -> tuple[DrawnGroup, ...]:
-        rows = []
-        for _, members in sorted(self._members().items()):
-            rows.append((self._describe(members), members, self._weights(members)))
-        embeddings = {w for (kind, _, _), _, weights in rows if kind == "embedding" for w in weights}
+        rows = [(self._describe(ms), self._weights(ms), ms) for _, ms in sorted(self._members().items())]
+        embeddings = {w for (kind, _, _), weights, _ in rows if kind == "embedding" for w in weights}
         made = []
-        for (kind, title, detail), members, weights in rows:
+        for (kind, title, detail), weights, members in rows:
             named = any(w in embeddings or HEAD_WORDS.search(short_name(w)) for w in weights)
             if kind == "projection" and named and self._leaves(members):
                 kind, title, detail = "head", "LM head", title
@@ -317,12 +324,7 @@ class _Grouping:
             found.append("Rotary tables")
         elif reads_given and "mul" in names and names & TURNS:
             found.append("Rotary")
-        found += [title for needed, title in FEATURES if needed <= names][:1]
-        if not found:
-            found = [title for needed, title in WEAK_FEATURES if needed & names and "select_n" not in names][
-                :1
-            ]
-        return found
+        return found or [title for needed, title in FEATURES if needed <= names][:1]
 
     def _weights(self, members: Sequence[int]) -> tuple[str, ...]:
         """Parameters that a group reads, also through what only prepares them."""

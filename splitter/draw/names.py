@@ -41,14 +41,9 @@ FEATURES = tuple(
     for needed, title in (
         ("logistic mul", "SiLU"), ("logistic", "Sigmoid"), ("erf", "GELU"), ("erfc", "GELU"),
         ("tanh integer_pow", "GELU"), ("tanh pow", "GELU"), ("tanh mul", "Soft cap"), ("tanh div", "Soft cap"),
-        ("tanh", "Tanh"), ("log1p", "Softplus"), ("argmax", "Argmax"), ("argmin", "Argmin"),
+        ("tanh", "Tanh"), ("log1p", "Softplus"), ("max", "ReLU"), ("clamp", "Clamp"),
     )
 )  # fmt: skip
-# If none fits: by the primitives of which one must be among them. What selects is no name of its own.
-WEAK_FEATURES = tuple(
-    (_words(some), title)
-    for some, title in (("max", "ReLU"), ("clamp", "Clamp"), ("iota lt le gt ge", "Mask"))
-)
 ACTIVATIONS = ("SiLU", "GELU", "ReLU", "Sigmoid", "Tanh")
 TURNS = _words("concatenate slice split select_n neg rev")  # what rotary embedding swaps halves with
 HEAD_WORDS = re.compile(r"head|embed|vocab|logit|wte|unembed|output", re.IGNORECASE)
