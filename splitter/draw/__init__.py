@@ -1,7 +1,8 @@
 """Drawings of a split model: the partitioned computation graph of Lamina 2025, Figure 6, as SVG or HTML.
 
-Operators are nodes, edges carry the bytes of their values, slices are coloured regions of the compute pool, attention
-stands between them in the memory pool, and dashed lines are the minimum cuts. Knows nothing of files or the CLI.
+Operators are nodes, edges carry the bytes of their values, slices are coloured regions of the compute pool,
+attention stands between them in the memory pool, and dashed lines are the minimum cuts. Knows nothing of
+files or the CLI.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ def to_svg(split_model: SplitModel, *, layers: slice | None = None) -> str:
     """The partitioned graph as one SVG text, without scripts or references to anything outside.
 
     Args:
-      layers: which slices to draw in full, e.g. `slice(0, 3)` or `slice(None)` for all of them; slice i is the one
-        that ends by sending q, k, v to attention i. None draws the first slice of every program and the last slice.
-        The rest is folded into "× 28 equal slices".
+      layers: which slices to draw in full, e.g. `slice(0, 3)` or `slice(None)` for all of them; slice i
+        is the one that ends by sending q, k, v to attention i. None draws the first slice of every
+        program and the last slice. The rest is folded into "× 28 equal slices".
     """
     return _draw(ModelView(split_model), layers)
 
 
 def to_html(split_model: SplitModel, *, layers: slice | None = None) -> str:
-    """The same as one HTML file with details on hovering and the list of cuts; needs no network. `layers` as above."""
+    """The same as one HTML file with details on hovering and the list of cuts. It needs no network."""
     view = ModelView(split_model)
     return render_html(view, _draw(view, layers))
 

@@ -1,8 +1,9 @@
 """Which equations of a traced model a reader would call one operator, as policy on plain data.
 
-A layer is some sixty equations; a reader sees a norm, a projection, rotary embedding, an MLP. `group_operations` puts
-every operation in exactly one group and names it, by what it computes and by the parameters it reads. It works on
-any model: what it does not recognise keeps its scope's or its primitive's name. Knows nothing of JAX or of drawing.
+A layer is some sixty equations; a reader sees a norm, a projection, rotary embedding, an MLP.
+`group_operations` puts every operation in exactly one group and names it, by what it computes and by the
+parameters it reads. It works on any model: what it does not recognise keeps its scope's or its primitive's
+name. Knows nothing of JAX or of drawing.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class Operation:
 class Flow:
     """A model's operations in order of execution, and what is known of its values.
 
-    weights: value -> path of the parameter it is, or is a view of. free: values of parameters and constants alone.
-    given: values of inputs and constants alone (positions, masks, rotary tables). outputs: the model's results.
+    weights: value -> path of the parameter it is, or is a view of. outputs: the model's results.
+    free: values of parameters and constants alone.
+    given: values of inputs and constants alone (positions, masks, rotary tables).
     """
 
     operations: tuple[Operation, ...]
@@ -105,7 +107,7 @@ class _Grouping:
         self.role = [self._role(op) for op in self.ops]
         self.root: dict[int, int] = {}  # operation -> the operation its only source of activations is
         self.joint: set[int] = set()  # light operations of more than one source
-        self.heads: set[int] = set()  # changes of layout for the sake of one product, lookup, …: part of that
+        self.heads: set[int] = set()  # light operations that prepare the operand of one heavy operation
         self._find_heads()
         self._connect()
         self._absorb()
@@ -157,6 +159,7 @@ class _Grouping:
     # --- what belongs together ---
 
     def _find_heads(self) -> None:
+        """A change of layout for the sake of one product, lookup, … is part of that."""
         for i, op in reversed([*enumerate(self.ops)]):
             readers = {c for v in op.writes for c in self.consumers.get(v, ())}
             if self.role[i] != "light" or op.name not in LAYOUT or len(readers) != 1 or self._leaves([i]):
@@ -193,7 +196,7 @@ class _Grouping:
                         j in self.joint and op.name == self.ops[j].name == "add" and self._sole_reader(v, i)
                     )
                 elif self.role[j] == "heavy" or j in tails:
-                    # A bias, a scale, a reshape straight behind a product and read by nothing else is part of it.
+                    # A bias, a scale or a reshape that alone reads a product is part of it.
                     together = op.name in LAYOUT | ARITHMETIC and sources == [v] and self._sole_reader(v, i)
                     together = together and not any(u in self.flow.given for u in op.reads)
                     tails |= {i} if together else set()

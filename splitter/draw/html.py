@@ -13,7 +13,8 @@ from splitter.draw.scene import letter
 from splitter.draw.text import human_bytes, shape_text
 
 _STYLE = """
-:root { color-scheme: light dark; --ground: #ffffff; --ink: #1b1f24; --soft: #4f5863; --line: #c9cfd6; --raised: #f5f6f8; }
+:root { color-scheme: light dark; --ground: #ffffff; --ink: #1b1f24; --soft: #4f5863; --line: #c9cfd6;
+  --raised: #f5f6f8; }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #14171b; --ink: #e6e9ed; --soft: #aab4bf; --line: #3a424c; --raised: #222831; }
 }
@@ -24,12 +25,13 @@ h1 { font-size: 20px; } h2 { font-size: 16px; }
 details { margin: 4px 0; } details details { margin-left: 20px; }
 summary { cursor: pointer; } summary:hover { background: var(--raised); }
 table { border-collapse: collapse; margin: 4px 0 8px 20px; }
-th, td { text-align: left; padding: 2px 14px 2px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th, td { text-align: left; vertical-align: top; padding: 2px 14px 2px 0; border-bottom: 1px solid var(--line);
+}
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
 .soft { color: var(--soft); }
-#tip { position: fixed; right: 16px; bottom: 16px; max-width: 520px; padding: 8px 10px; background: var(--raised);
-  border: 1px solid var(--line); border-radius: 6px; font-size: 12px; white-space: pre-wrap; overflow-wrap: anywhere;
-  pointer-events: none; }
+#tip { position: fixed; right: 16px; bottom: 16px; max-width: 520px; padding: 8px 10px; font-size: 12px;
+  background: var(--raised); border: 1px solid var(--line); border-radius: 6px; white-space: pre-wrap;
+  overflow-wrap: anywhere; pointer-events: none; }
 [data-key]:focus { outline: 2px solid var(--soft); }
 .split-graph .dim { opacity: 0.25; } .split-graph .lit { stroke-width: 2.4; }
 """
@@ -39,7 +41,7 @@ _SCRIPT = """
 const tip = document.getElementById("tip"), edges = [...document.querySelectorAll(".split-graph .edge")];
 function show(text, key) {
   tip.textContent = text; tip.hidden = !text;
-  const on = e => [e.dataset.from, e.dataset.to, ...e.dataset.via.split(" ")].includes(key), any = edges.some(on);
+  const on = ({dataset: d}) => [d.from, d.to, ...d.via.split(" ")].includes(key), any = edges.some(on);
   for (const e of edges) { e.classList.toggle("lit", on(e)); e.classList.toggle("dim", any && !on(e)); }
 }
 for (const title of document.querySelectorAll(".split-graph g > title")) {
@@ -82,7 +84,7 @@ def render_html(view: ModelView, svg: str) -> str:
 
 
 def _details(summary: str, *tables: tuple[Sequence[str], Iterable[Sequence[str]]], data: str = "") -> str:
-    """Tables, each a head and its rows, behind a summary; cells that start with a digit are aligned as numbers."""
+    """Tables, each a head and its rows, behind a summary. Cells that begin with a digit are numbers."""
     text = f"<details{data}><summary>{escape(summary)}</summary>"
     for head, rows in tables:
         text += "<table><tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr>"

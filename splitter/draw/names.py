@@ -63,7 +63,7 @@ def path_of(name: str) -> tuple[str, ...]:
 
 
 def short_name(name: str) -> str:
-    """What a reader would call the layer that a parameter belongs to: `q_proj`, `input_layernorm`, `embed_tokens`."""
+    """What a reader would call the layer that a parameter belongs to: `q_proj`, `input_layernorm`."""
     parts = list(path_of(name)) or [name]
     for last in (str.isdigit, _BOXES.__contains__, _LEAVES.__contains__, str.isdigit):
         if len(parts) > 1 and last(parts[-1]) and not (last is not str.isdigit and parts[-2].isdigit()):

@@ -1,7 +1,7 @@
 """The picture of a split model before it has coordinates: boxes in one column, and who reads whose values.
 
-Slices stand below each other, the queries' part of each above its keys' and values' part; runs of slices that are not
-shown in full are one box. Knows nothing of pixels.
+Slices stand below each other, the queries' part of each above its keys' and values' part. Runs of slices that
+are not shown in full are one box. Knows nothing of pixels.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from splitter.draw.text import human_bytes, shortened, span
 
 @dataclass(frozen=True)
 class Mark:
-    """A box, of a row of its own or on a lane. `lines`: its text, the first in bold; `tip`: the text to hover for.
+    """A box, in a row of its own or on a lane. `lines`: its text, the first in bold. `tip`: for hovering.
 
-    kind: op, fold, pill (a message), input, output, port (a value that is kept), attention, or cut: a row of ports.
+    kind: op, fold, pill (a message), input, output, port (a value that is kept), attention, or cut (a row of
+    ports).
     operator: the group it stands for, or None. size_bytes: what it carries.
     """
 
@@ -46,10 +47,10 @@ class Link:
 
 @dataclass
 class Band:
-    """A slice, or a run of them folded into one box: rows from `first` to `last`, which is "send k, v" but at the end.
+    """A slice, or a run of them folded into one box: rows from `first` to `last`.
 
-    middle: the row of "send q". attention: what follows the band; the cut at it is the row behind `last`, and the next
-    band begins with "receive" behind that.
+    middle: the row of "send q"; the last row is "send k, v". The final band has neither.
+    attention: what follows the band. The cut at it is the next row; the next band begins with "receive".
     """
 
     slices: tuple[int, ...]
@@ -72,7 +73,7 @@ class Scene:
 
 
 def shown_slices(n_slices: int, programs: Sequence[int], layers: slice | None, most: int = 6) -> set[int]:
-    """The slices to draw in full: of `layers`, or the first of every program, `most` at the most; always the last."""
+    """The slices to draw in full: those of `layers`, or the first of each program; always the last."""
     if layers is not None:
         return {*range(n_slices)[layers], n_slices - 1}
     firsts = [programs.index(p) for p in sorted(set(programs))]
@@ -161,7 +162,7 @@ class _Director:
         band.last = len(self.scene.rows) - 1
 
     def _groups(self, i: int, groups: Sequence[int]) -> None:
-        """The operators of one part of a slice, each below those it reads and straight below one if that goes."""
+        """Operators of one part of a slice. Each is below those it reads, straight below one if possible."""
         view = self.view
         made = {v: g for g in groups for v in view.writes(g)}
         above = {g: {made[v] for v in view.reads(g) if v in made} for g in groups}
@@ -204,7 +205,7 @@ class _Director:
     # --- between slices, and at the ends ---
 
     def _ports(self, values: Sequence[int], key: str, kind: str) -> None:
-        """The row that was just added shows `values`; those that came before and are not among them are gone."""
+        """The row that was just added shows `values`. Other values are not there any more."""
         row = len(self.scene.rows) - 1
         self.source = {n: self.source.get(n, row) for n in values}
         for n in values:

@@ -1,7 +1,8 @@
 """A scene as SVG: compute pool on the left, memory pool on the right, cuts as dashed lines between slices.
 
-Boxes stand in one column. A value that the next box reads goes straight down; every other value runs in a lane to the
-left of the boxes. One self-contained picture that follows the reader's light or dark setting. Knows nothing of models.
+Boxes stand in one column. A value that the next box reads goes straight down; every other value runs in a
+lane to the left of the boxes. One self-contained picture that follows the reader's light or dark setting.
+Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _arrow(name: str, size: int) -> str:
 
 
 class _Painter:
-    """Rows from top to bottom. To the left of the boxes run the lanes, one per link, wide ones for what cuts keep."""
+    """Rows from top to bottom. The lanes run to the left of the boxes; those of what cuts keep are wide."""
 
     def __init__(self, scene: Scene, heading: str, notes: Sequence[str]) -> None:
         self.scene, self.heading, self.notes = scene, heading, notes
@@ -225,13 +226,13 @@ class _Painter:
         return row == start + 1 and self.scene.rows[start].kind != "cut"
 
     def _left(self, row: int, key: str) -> tuple[float, float]:
-        """Where a lane meets the left side of a box: those that come in above, in the order that crosses least."""
+        """Where a lane meets the left side of a box; what comes in is above what goes out."""
         keys = [k for _, _, k in sorted(self.meeting[row])]
         width, height = self.size[row]
         return self.x - width / 2, self.y[row] + ((keys.index(key) + 1) / (len(keys) + 1) - 0.5) * height
 
     def _link(self, link: Link) -> None:
-        """One line per row that reads the link, straight down or by its lane; else down to the last cut it is kept at."""
+        """One line per row that reads the link, straight down or by its lane; else down to its last cut."""
         rows, start, lane = self.scene.rows, link.start, self.lane.get(link.key, 0.0)
         origin, begin = rows[start].key, f"M{lane:.1f} {self.y[start]:.1f}"
         if rows[start].kind == "cut":
@@ -285,7 +286,7 @@ class _Painter:
     # --- memory pool ---
 
     def _attention(self, band: Band, below: Band) -> None:
-        """The attention operator between two bands; those inside of a folded band stand above it as one box."""
+        """The attention operator between two bands. Those of a folded band are one box above it."""
         assert band.attention
         x, top, bottom = self.mem_x + self.mem_width / 2, self.y[band.middle] - 16, self.y[below.first] + 16
         self._box(band.attention, x, (top + bottom) / 2, self.mem_width, bottom - top)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Average advance of a character over the font size, for the widest of the usual sans-serif fonts (DejaVu, Verdana).
+# Average advance of a character over the font size, for the widest of the usual sans-serif fonts.
 _NARROW, _NORMAL, _WIDE = frozenset("iljtfr.,:;'|!()[] "), 0.63, frozenset("mwMW%@—…")
 
 
