@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jaxlamina.steps.exchange import Exchange
+from jaxlamina.transports import Program
 from jaxlamina.transports.exchanges import in_order
 from jaxlamina.transports.scopes import Scope, by_stretch
 
@@ -21,16 +22,8 @@ Counts = Mapping[Way, int]
 _KEPT = 64  # launches; an engine is two ahead at most
 
 
-class Launchable(Protocol):
-    """A compiled program."""
-
-    def exchanges(self) -> tuple[Exchange, ...]: ...
-
-    def hlo(self) -> str: ...
-
-
 class _Launch(NamedTuple):
-    program: Launchable
+    program: Program
     before: Counts  # messages of all programs launched before it
 
 
@@ -41,7 +34,7 @@ class Launches:
         self._total: Counter[Way] = Counter()
         self._last: deque[_Launch] = deque(maxlen=_KEPT)
 
-    def add(self, program: Launchable, messages: Counts) -> None:
+    def add(self, program: Program, messages: Counts) -> None:
         """``messages``: `messages_of` its exchanges."""
         self._last.append(_Launch(program, self._total.copy()))
         self._total.update(messages)

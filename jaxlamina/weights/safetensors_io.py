@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxlamina.dtypes import most_common_dtype
@@ -142,19 +143,24 @@ def _parse_header(text: bytes, path: Path) -> dict[str, Any]:
     return header
 
 
-def _parse_entry(name: str, info: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
-    def is_size(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+_Size = Annotated[int, msgspec.Meta(ge=0)]
 
+
+class _Entry(msgspec.Struct):
+    """A tensor of the header, as it is written."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _parse_entry(name: str, info: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
     corrupt = UserError(f"{path} has a corrupt header at tensor {name[:100]!r}; fetch it again")
-    if not isinstance(info, dict):
-        raise corrupt
-    dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
-    if not isinstance(dtype, str) or not isinstance(shape, list) or not all(map(is_size, shape)):
-        raise corrupt
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-        raise corrupt
-    begin, end = offsets
+    try:
+        entry = msgspec.convert(info, _Entry)
+    except msgspec.ValidationError:
+        raise corrupt from None
+    dtype, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
     if dtype in FLOATS:
         bits = np.dtype(FLOATS[dtype]).itemsize * 8
     elif dtype in _OTHER_BITS:
@@ -163,7 +169,7 @@ def _parse_entry(name: str, info: Any, path: Path) -> tuple[str, tuple[int, ...]
         raise UserError(f"{path}: tensor {name} has the unknown element type {dtype!r}")
     if (end - begin) * 8 != math.prod(shape) * bits:
         raise corrupt
-    return dtype, tuple(shape), begin, end
+    return dtype, shape, begin, end
 
 
 def _undecodable(raw: np.ndarray) -> np.ndarray:
