@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank and returns its exit code."""
     who = "error: "
     try:
-        here = _place_first(arguments)
+        here = _place_first()
         if here is not None:
             _redirect(here.rank)
             who = f"error: rank {here.rank}: "
@@ -102,7 +102,7 @@ def _check_starter(cluster: Cluster, here: Place) -> None:
         )
 
 
-def _place_first(arguments: Sequence[str] | None) -> Place | None:
+def _place_first() -> Place | None:
     """This process's place as far as the environment says it, so that also a bad option is said by its
     rank."""
     try:

@@ -117,8 +117,8 @@ class SplitModel:
         abstract = any(isinstance(flat[n], jax.ShapeDtypeStruct) for n in self.params_read(i))
         prologue = self._views(self.slices[i].param_vars)
         if abstract:
-            return tuple(jax.eval_shape(lambda *xs: prologue(self._with_consts(xs, prologue)), *flat))
-        return tuple(prologue(self._with_consts(flat, prologue)))
+            return tuple(jax.eval_shape(lambda *xs: prologue(self._with_consts(xs)), *flat))
+        return tuple(prologue(self._with_consts(flat)))
 
     def params_read(self, i: int) -> tuple[int, ...]:
         """Which of the model's parameters slice i reads: their places among the flattened pytree's leaves."""
@@ -151,20 +151,20 @@ class SplitModel:
         """
         regions = self.analysis.regions
         block = self._closure([v for r in regions for v in r.private], with_params=False)
-        values = iter(block(self._with_consts(tree_util.tree_leaves(tuple(inputs)), block)))
+        values = iter(block(self._with_consts(tree_util.tree_leaves(tuple(inputs)))))
         return tuple(tuple(next(values) for _ in r.private) for r in regions)
 
     def aux_outputs(self, params: Any, *inputs: Any) -> Arrays:
         """The outputs that depend on no attention (counters, say): computed beside slice 0. Jittable."""
         block = self._closure(self._outputs_of("aux"), with_params=True)
-        return tuple(block(self._with_consts(self.traced.flatten(params, inputs), block)))
+        return tuple(block(self._with_consts(self.traced.flatten(params, inputs))))
 
     def state_outputs(self, states: Sequence[Arrays], *inputs: Any) -> Arrays:
         """The outputs made of the attention side's state (updated caches), from every site's `attend` state."""
         known = [v for r in self.analysis.regions for v in r.state]
         block = self._closure(self._outputs_of("state"), with_params=False, known=known)
         values = [x for state in states for x in state]
-        return tuple(block((*values, *self._with_consts(tree_util.tree_leaves(tuple(inputs)), block))))
+        return tuple(block((*values, *self._with_consts(tree_util.tree_leaves(tuple(inputs))))))
 
     def merge_outputs(self, final: Any, aux: Arrays = (), state: Arrays = ()) -> Any:
         """The model's whole output from what `final`, `aux_outputs` and `state_outputs` gave."""
@@ -206,7 +206,7 @@ class SplitModel:
         positions = _needed(self.analysis, wanted, set(invars))
         return Block(invars, tuple(jaxpr.eqns[p] for p in positions), tuple(wanted))
 
-    def _with_consts(self, values: Sequence[Any], block: Block) -> Arrays:
+    def _with_consts(self, values: Sequence[Any]) -> Arrays:
         return (*(jnp.asarray(c) for c in self.traced.consts), *values)
 
 

@@ -127,7 +127,7 @@ def plan_of(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
         for task in own.pool:
             after_layer[_layer_of(task)].append(task)
     if beside:
-        pool = _taken_in(pool, rows_plan.batches, after_layer)
+        pool = _taken_in(pool, after_layer)
     intake = [
         Receive(Payload("logits", batch, n_layers), rank)
         for rank, tasks in model.items()
@@ -151,9 +151,7 @@ def _layer_of(task: Task) -> int:
     return task.payload.layer
 
 
-def _taken_in(
-    pool: Sequence[Task], batches: Sequence[PlannedBatch], after: Sequence[list[Task]]
-) -> list[Task]:
+def _taken_in(pool: Sequence[Task], after: Sequence[list[Task]]) -> list[Task]:
     """The pool's list with what prefill workers compute meanwhile: each layer of it comes after the layer's
     last task of the rows, for whose answers model ranks wait."""
     found: list[Task] = []

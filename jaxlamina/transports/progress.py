@@ -7,7 +7,7 @@ host, and is known to be over only by what comes after it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxlamina.steps.exchange import Exchange
@@ -39,7 +39,7 @@ class Launches:
         self._last.append(_Launch(program, self._total.copy()))
         self._total.update(messages)
 
-    def where(self, counts: Counts, rank: int, describe: Callable[[int], str] = "rank {}".format) -> str:
+    def where(self, counts: Counts, rank: int) -> str:
         """How far the device is, by the messages that it has put and taken so far (32 bits, which may have wrapped); "" if
         all is done."""
         for program, before in tuple(self._last):
