@@ -123,7 +123,6 @@ POLICY = (
     "jaxlamina/job/roles.py",
     "jaxlamina/steps/schedules/check.py",
     "jaxlamina/steps/schedules/staggered.py",
-    "jaxlamina/steps/check.py",
     "jaxlamina/steps/layout.py",
     "jaxlamina/steps/plans.py",
     "jaxlamina/steps/shape.py",

@@ -243,7 +243,6 @@ class _Ours:
         self, options: ThroughputOptions, longest: int, group: Group | None, kv_manager: str = "token"
     ) -> None:
         self.tokens: list[list[int]] = []
-        self._options = options
         self._llm = LLM(
             _source(options),
             dtype=options.dtype,
