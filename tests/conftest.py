@@ -18,6 +18,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import pytest
+from jaxtyping import install_import_hook
+
+# Every call of a function in these rooms is held to its annotations: an array's dtype and axes, letters that are the same
+# having the same size within a call. An int is a float, too. Ranks that tests start as processes are not held to them.
+CHECKED = ("pallas_kernels", "splitter", "jaxlamina.kv", "jaxlamina.ranks", "jaxlamina.transports", "jaxlamina.workers")
+install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
