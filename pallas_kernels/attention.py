@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels.causal import check_heads
 from pallas_kernels.dispatch import pick
@@ -25,32 +26,37 @@ from pallas_kernels.quantized import Pool, store, values_of, with_zeros, zeros_o
 from pallas_kernels.xla import scores_of, weigh
 
 
-def append(k_pool: Pool, v_pool: Pool, k_new: Array, v_new: Array, slots: Array) -> tuple[Pool, Pool]:
-    """Stores token m of k_new, v_new `[M, K, H]` at slots[m] of the pools `[S, K, H]`, quantised if they are.
+def append(
+    k_pool: Pool,
+    v_pool: Pool,
+    k_new: Float[Array, "M K H"],
+    v_new: Float[Array, "M K H"],
+    slots: Int32[Array, " M"],
+) -> tuple[Pool, Pool]:
+    """Stores token m at slots[m] of the pools, quantised if they are.
 
-    slots `[M]` int32; a slot >= S is dropped (padding). In place when the caller's jit donates the pools.
+    A slot >= S is dropped (padding). In place when the caller's jit donates the pools.
     """
     return store(k_pool, k_new, slots), store(v_pool, v_new, slots)
 
 
 def partial_attention(
-    q: Array,
+    q: Float[Array, "B Tq N H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    q_positions: Array | None = None,
+    q_positions: Int32[Array, "B Tq"] | None = None,
     return_mass: bool = False,
     backend: str | None = None,
-) -> tuple[Array, ...]:
+) -> tuple[Float32[Array, "B ..."], ...]:
     """Attention of a few queries a request over that request's stored tokens only, to be combined by lse.
 
-    q `[B, Tq, N, H]`; pools `[S, K, H]`, float or int8; slot_table `[B, C]` int32, of which row b's first
-    lengths[b] entries are read; lengths `[B]` int32. Queries are at q_positions `[B, Tq]`, or follow the stored
+    Of row b of slot_table the first lengths[b] entries are read. Queries are at q_positions, or follow the stored
     tokens (lengths[b] + t) when that is None; a query sees stored positions max(0, p - window + 1) .. p.
     Returns (out `[B, Tq, N, H]` float32, lse `[B, Tq, N]` float32); a query that sees nothing: out 0, lse -inf.
     With return_mass also mass `[B, C]` float32: the probability of each entry of the table within this partial,
@@ -78,29 +84,31 @@ def partial_attention(
 
 
 class _Zeros(NamedTuple):
-    """Zero points `[K, H]` of a layer's pools; None where there are none."""
+    """Zero points of a layer's pools; None where there are none."""
 
-    k: Array | None
-    v: Array | None
+    k: Float32[Array, "K H"] | None
+    v: Float32[Array, "K H"] | None
 
     @property
     def any(self) -> bool:
         return self.k is not None or self.v is not None
 
-    def less(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Keys and values `[..., K, H]` without them."""
+    def less(
+        self, k: Float[Array, "*n K H"], v: Float[Array, "*n K H"]
+    ) -> tuple[Float[Array, "*n K H"], Float[Array, "*n K H"]]:
+        """Keys and values without them."""
         return (
             k if self.k is None else (k - self.k).astype(k.dtype),
             v if self.v is None else (v - self.v).astype(v.dtype),
         )
 
-    def of_results(self, q: Array) -> Array:
-        """What v's add to each query head's result: `[N, H]`."""
+    def of_results(self, q: Float[Array, "B Tq N H"]) -> Float32[Array, "N H"]:
+        """What v's add to each query head's result."""
         assert self.v is not None
         return jnp.repeat(self.v, q.shape[2] // len(self.v), axis=0)
 
-    def onto(self, out: Array, q: Array) -> Array:
-        """Results `[..., N, H]` over values without them, with them."""
+    def onto(self, out: Float[Array, "B Tq N H"], q: Float[Array, "B Tq N H"]) -> Float[Array, "B Tq N H"]:
+        """Results over values without them, with them."""
         return out if self.v is None else (out + self.of_results(q)).astype(out.dtype)
 
 
@@ -112,8 +120,10 @@ def _zeros_of(k_pool: Pool, v_pool: Pool, softcap: float | None) -> _Zeros:
     return zeros
 
 
-def combine(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
-    """Attention over the union of disjoint token sets from each set's partial (out `[..., H]`, lse `[...]`).
+def combine(
+    outs: Sequence[Float[Array, "*n H"]], lses: Sequence[Float[Array, "*n"]]
+) -> tuple[Float[Array, "*n H"], Float32[Array, "*n"]]:
+    """Attention over the union of disjoint token sets from each set's partial.
 
     Returns the same pair for the union, so partials combine in any order and number. An empty partial has lse
     -inf and weighs nothing; where all are empty, out is 0 and lse -inf. Raises ValueError for no partials at
@@ -132,30 +142,29 @@ def combine(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]
 
 
 def decode_attention(
-    q: Array,
-    k_new: Array,
-    v_new: Array,
+    q: Float[Array, "B 1 N H"],
+    k_new: Float[Array, "B 1 K H"],
+    v_new: Float[Array, "B 1 K H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
-    new_slots: Array,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    new_slots: Int32[Array, " B"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    q_positions: Array | None = None,
+    q_positions: Int32[Array, "B Tq"] | None = None,
     read_first: bool = False,
     backend: str | None = None,
-) -> tuple[Pool, Pool, Array]:
+) -> tuple[Pool, Pool, Float[Array, "B 1 N H"]]:
     """One decode step of one layer: stores each request's new token and attends over its earlier tokens and
     it.
 
-    q `[B, 1, N, H]`; k_new, v_new `[B, 1, K, H]`; pools `[S, K, H]`, float or int8; slot_table `[B, C]` int32
-    with lengths `[B]` int32 earlier tokens (the new one not counted, nor looked for in the table); new_slots
-    `[B]` int32, >= S for a padding row, which is not stored. The new token itself is attended as it came, not as
-    an int8 pool stores it. Returns (k_pool, v_pool, out `[B, 1, N, H]` in q's dtype). Jit it with both pools
-    donated and the append is in place. q_positions, backend and errors as for `partial_attention`.
+    slot_table has lengths[b] earlier tokens (the new one not counted, nor looked for in the table); new_slots are
+    >= S for a padding row, which is not stored. The new token itself is attended as it came, not as an int8 pool
+    stores it. Returns (k_pool, v_pool, out in q's dtype). Jit it with both pools donated and the append is in
+    place. q_positions, backend and errors as for `partial_attention`.
 
     read_first: earlier tokens are attended before the new ones are stored, so that no work on them waits for k_new and
     v_new. Otherwise XLA is left to store them first, which is the faster order for what gathers the earlier ones.
@@ -185,24 +194,24 @@ def decode_attention(
 
 
 def attention_with_own(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    q_positions: Array | None = None,
+    q_positions: Int32[Array, "B Tq"] | None = None,
     backend: str | None = None,
-) -> Array:
+) -> Float[Array, "B 1 N H"]:
     """Attention of one query a request over its stored tokens and its own, which is not stored or not looked for there.
 
-    q `[B, 1, N, H]`; k, v `[B, 1, K, H]`; the rest as for `partial_attention`. Returns `[B, 1, N, H]` in q's dtype.
-    Nothing of a backend's work on stored tokens waits for k and v.
+    The result is in q's dtype; the rest as for `partial_attention`. Nothing of a backend's work on stored tokens
+    waits for k and v.
     """
     check_heads(q, k, v)
     scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
@@ -225,12 +234,16 @@ def attention_with_own(
 
 
 def token_partial(
-    q: Array, k: Array, v: Array, *, scale: float, softcap: float | None = None
-) -> tuple[Array, Array]:
-    """Attention of one query a request over one token, its own: q `[B, 1, N, H]`; k, v `[B, 1, K, H]`.
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Float32[Array, "B 1 N H"], Float32[Array, "B 1 N"]]:
+    """Attention of one query a request over one token, its own: (out, lse), as `partial_attention` gives them.
 
-    Returns (out `[B, 1, N, H]`, lse `[B, 1, N]`), float32, as `partial_attention` does. No softmax, so nothing but
-    elementwise work that XLA fuses with what is around it.
+    No softmax, so nothing but elementwise work that XLA fuses with what is around it.
     """
     check_heads(q, k, v)
     scores = scores_of(q, k, scale, softcap)  # [B, K, G, 1, 1]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Float32, Int32, Shaped
 
 from pallas_kernels import compat
 from pallas_kernels.dispatch import compute_capability, default_device, forced_backend
@@ -21,8 +22,8 @@ from pallas_kernels.xla import scores_of, visible, weigh
 _Q_BLOCK = 512
 
 
-def check_heads(q: Array, k: Array, v: Array) -> None:
-    """ValueError where q `[..., N, H]` does not fit keys and values `[..., K, H]`."""
+def check_heads(q: Float[Array, "... N H"], k: Shaped[Array, "... K H"], v: Shaped[Array, "... K H"]) -> None:
+    """ValueError where q does not fit keys and values."""
     if k.shape != v.shape:
         raise ValueError(f"{k.shape=} must equal {v.shape=}")
     if q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
@@ -33,19 +34,18 @@ def check_heads(q: Array, k: Array, v: Array) -> None:
 
 
 def causal_attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> Array:
-    """Causal self-attention of whole prompts: query t sees keys max(0, t - window + 1) .. t.
+) -> Float[Array, "B T N H"]:
+    """Causal self-attention of whole prompts, in q's dtype: query t sees keys max(0, t - window + 1) .. t.
 
-    q `[B, T, N, H]`, k and v `[B, T, K, H]` -> `[B, T, N, H]` in q's dtype. Right-padded prompts need no
-    mask: pads come after every real token and only pads see them. Raises ValueError where heads or head dims
-    do not fit.
+    Right-padded prompts need no mask: pads come after every real token and only pads see them. Raises ValueError
+    where heads or head dims do not fit.
     """
     check_heads(q, k, v)
     if _cudnn_serves(q, k, v, softcap):
@@ -54,20 +54,19 @@ def causal_attention(
 
 
 def causal_partial(
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array | None = None,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    lengths: Int32[Array, " B"] | None = None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> tuple[Array, Array]:
-    """`causal_attention` as a partial, to be combined by lse with attention over tokens before the chunk.
+) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """`causal_attention` as a partial, to be combined by lse with attention over tokens before the chunk: (out, lse).
 
-    lengths `[B]` int32: keys past them are not seen, and queries past them give unspecified numbers; T each
-    if None. Positions are within the chunk. Returns (out `[B, T, N, H]` float32, lse `[B, T, N]` float32).
-    Raises ValueError where heads or head dims do not fit.
+    lengths: keys past them are not seen, and queries past them give unspecified numbers; T each if None. Positions
+    are within the chunk. Raises ValueError where heads or head dims do not fit.
     """
     check_heads(q, k, v)
     if _cudnn_serves(q, k, v, softcap):

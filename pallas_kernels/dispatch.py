@@ -16,11 +16,12 @@ import importlib
 import os
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import jax
+from jax import Array
+from jaxtyping import Float
 
-from pallas_kernels.quantized import Pool
+from pallas_kernels.quantized import Like, Pool, PoolLike
 
 ENV_VAR = "JAXLAMINA_ATTENTION_BACKEND"
 _MODULES = {
@@ -82,7 +83,9 @@ def compute_capability(device: jax.Device) -> tuple[int, int]:
     return (int(major), int(minor or 0)) if major.isdigit() else (0, 0)
 
 
-def pick(q: Any, k_pool: Pool, *, return_mass: bool, backend: str | None = None) -> ModuleType:
+def pick(
+    q: Float[Array, "B Tq N H"], k_pool: Pool, *, return_mass: bool, backend: str | None = None
+) -> ModuleType:
     """The module to run this case. q and the pool are looked at for shape and dtype only.
 
     Raises ValueError where the forced backend does not support the case, naming why and the alternatives.
@@ -105,7 +108,7 @@ def pick(q: Any, k_pool: Pool, *, return_mass: bool, backend: str | None = None)
     raise AssertionError("the XLA backend serves every case")
 
 
-def why_not(name: str, q: Any, k_pool: Pool, *, return_mass: bool) -> str | None:
+def why_not(name: str, q: Float[Like, "B Tq N H"], k_pool: PoolLike, *, return_mass: bool) -> str | None:
     """None where the backend computes the case, else why it does not."""
     try:
         module = _module(name)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float32, Int32
 
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.gpu.mail import Carrier, Ring
@@ -24,15 +25,22 @@ def supports(device: jax.Device) -> bool:
     return device.platform == "gpu" and compute_capability(device) >= (9, 0)
 
 
-def n_bytes(like: Any) -> int:
+def n_bytes(like: Array | jax.ShapeDtypeStruct) -> int:
     """Of an array."""
     return math.prod(like.shape) * jnp.dtype(like.dtype).itemsize
 
 
-def put(x: Array, peers: Array, peer: int, tag: int, ring: Ring, after: Array | None = None) -> Array:
-    """Writes ``x`` into the peer's ring, once ``after`` is there. A float32 0 that is there when it is written.
+def put(
+    x: Array,
+    peers: Int32[Array, "n_ranks fields"],
+    peer: int,
+    tag: int,
+    ring: Ring,
+    after: Array | None = None,
+) -> Float32[Array, ""]:
+    """Writes ``x`` into the peer's ring, once ``after`` is there. A 0 that is there when it is written.
 
-    ``peers [n_ranks, N_FIELDS]`` int32: `gpu.mail`'s table, of which row ``peer`` is used; ``tag``: a number that no other
+    ``peers``: `gpu.mail`'s table, of which row ``peer`` is used; ``tag``: a number that no other
     call in the program has, or XLA would take two calls for one. x's bytes must be such as ``ring.carries``."""
     assert ring.carries(n_bytes(x)), f"{x.shape} {x.dtype} does not go through {ring}"
     given = [] if after is None else [after.reshape(-1)]
@@ -40,7 +48,12 @@ def put(x: Array, peers: Array, peer: int, tag: int, ring: Ring, after: Array | 
 
 
 def take(
-    like: jax.ShapeDtypeStruct, peers: Array, peer: int, tag: int, ring: Ring, after: Array | None = None
+    like: jax.ShapeDtypeStruct,
+    peers: Int32[Array, "n_ranks fields"],
+    peer: int,
+    tag: int,
+    ring: Ring,
+    after: Array | None = None,
 ) -> Array:
     """What the peer has `put`, waited for once ``after`` is there. Arguments as of `put`."""
     assert ring.carries(n_bytes(like)), f"{like.shape} {like.dtype} does not go through {ring}"

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels import compat
 from pallas_kernels.dispatch import default_device
@@ -26,7 +27,7 @@ from pallas_kernels.gpu.plan import make_plan
 from pallas_kernels.gpu.spec import LINE, Memory, Spec, Tuning
 from pallas_kernels.gpu.tunings import tuned
 from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine
-from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, values_of
+from pallas_kernels.quantized import ChannelQuantizedPool, Like, Pool, PoolLike, QuantizedPool, values_of
 
 _KINDS = {"bfloat16": "bf16", "float16": "f16", "int8": "int8"}
 _COMBINE_WARPS = 8
@@ -37,7 +38,7 @@ _POOLS = ("k_pool", "v_pool")
 _INPUTS = ("q", "k", "v", "k_lines", "v_lines", "k_scales", "v_scales", "table", "plan", "q_positions")
 
 
-def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
+def supports(q: Float[Like, "B Tq N H"], k_pool: PoolLike, *, return_mass: bool = False) -> str | None:
     """None if this backend computes the case, else why not."""
     values = values_of(k_pool)
     kind = _KINDS.get(jnp.dtype(values.dtype).name)
@@ -51,12 +52,12 @@ def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
 
 
 def partial_attention(
-    q: Array,
+    q: Float[Array, "B Tq N H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
-    q_positions: Array | None,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    q_positions: Int32[Array, "B Tq"] | None,
     *,
     scale: float,
     window: int | None = None,
@@ -64,8 +65,8 @@ def partial_attention(
     return_mass: bool = False,
     interpret: bool = False,
     tuning: Tuning | None = None,
-    plan: Array | None = None,
-) -> tuple[Array, Array]:
+    plan: Int32[Array, " plan"] | None = None,
+) -> tuple[Float32[Array, "B Tq N H"], Float32[Array, "B Tq N"]]:
     """As `pallas_kernels.partial_attention`; `plan` as `plan_for` gives it, made here if there is none."""
     reason = supports(q, k_pool, return_mass=return_mass)
     if reason is not None:
@@ -79,54 +80,54 @@ def partial_attention(
     return out, lse
 
 
-def supports_own_token(q: Any, k_pool: Pool) -> bool:
+def supports_own_token(q: Float[Array, "B Tq N H"], k_pool: Pool) -> bool:
     """Whether `attention_with_own` does the case."""
     by_channel = isinstance(k_pool, ChannelQuantizedPool)
     return q.dtype == jnp.bfloat16 and q.shape[1] == 1 and not by_channel and supports(q, k_pool) is None
 
 
 def attention_with_own(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     interpret: bool = False,
     tuning: Tuning | None = None,
-) -> Array:
+) -> Float32[Array, "B 1 N H"]:
     """As `pallas_kernels.attention_with_own`, where `supports_own_token`: the second kernel attends the own token."""
     given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
     return (_interpreted if interpret else _compiled)(*given, _own(q, k, v))[0]
 
 
-def supports_decode(q: Any, k_pool: Pool) -> bool:
+def supports_decode(q: Float[Array, "B Tq N H"], k_pool: Pool) -> bool:
     """Whether `decode_attention` does the case."""
     plain = not isinstance(k_pool, QuantizedPool) and values_of(k_pool).dtype == jnp.bfloat16
     return plain and compat.KERNELS_WRITE_ARGUMENTS and supports_own_token(q, k_pool)
 
 
 def decode_attention(
-    q: Array,
-    k_new: Array,
-    v_new: Array,
-    k_pool: Array,
-    v_pool: Array,
-    slot_table: Array,
-    lengths: Array,
-    new_slots: Array,
+    q: Float[Array, "B 1 N H"],
+    k_new: Float[Array, "B 1 K H"],
+    v_new: Float[Array, "B 1 K H"],
+    k_pool: Float[Array, "S K H"],
+    v_pool: Float[Array, "S K H"],
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    new_slots: Int32[Array, " B"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     interpret: bool = False,
     tuning: Tuning | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"], Float[Array, "B 1 N H"]]:
     """As `pallas_kernels.decode_attention`, where `supports_decode`: the second kernel stores the new tokens, too."""
     given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
     own = _own(q, k_new, v_new) | {"slots": new_slots.astype(jnp.int32), "k_pool": k_pool, "v_pool": v_pool}
@@ -139,12 +140,12 @@ def _own(q: Array, k: Array, v: Array) -> Own:
 
 
 def _given(
-    q: Array,
+    q: Float[Array, "B Tq N H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
-    q_positions: Array | None,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    q_positions: Int32[Array, "B Tq"] | None,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -172,10 +173,10 @@ def _given(
 
 
 def spec_for(
-    q: Array,
+    q: Float[Array, "B Tq N H"],
     k_pool: Pool,
-    slot_table: Array,
-    q_positions: Array | None,
+    slot_table: Int32[Array, "B C"],
+    q_positions: Int32[Array, "B Tq"] | None,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -201,7 +202,9 @@ def multiprocessors() -> int:
     return int(getattr(device, "core_count", 132)) if device.platform == "gpu" else 132
 
 
-def plan_for(spec: Spec, lengths: Array, q_positions: Array | None) -> Array:
+def plan_for(
+    spec: Spec, lengths: Int32[Array, " B"], q_positions: Int32[Array, "B Tq"] | None
+) -> Int32[Array, " plan"]:
     """The plan of a step; equal for all layers of equal spec, and XLA then computes it once."""
     first, end = jnp.zeros_like(lengths), lengths
     if spec.positions or spec.window is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float32, Shaped
 
 
-def zero_after(x: jax.Array) -> jax.Array:
-    """A float32 0 that depends on ``x``, whatever is in it; XLA cannot tell that it is 0.
+def zero_after(x: jax.Array) -> Float32[jax.Array, ""]:
+    """A 0 that depends on ``x``, whatever is in it; XLA cannot tell that it is 0.
 
     (``x * 0`` would be NaN for NaN, and a choice between two zeros is folded into 0.)
     """
@@ -17,6 +18,6 @@ def zero_after(x: jax.Array) -> jax.Array:
     return lax.shift_right_logical(lax.population_count(bits), jnp.uint32(6)).astype(jnp.float32)
 
 
-def tied(x: jax.Array, after: jax.Array | None) -> jax.Array:
+def tied(x: Shaped[jax.Array, "*n"], after: jax.Array | None) -> Shaped[jax.Array, "*n"]:
     """``x``, unchanged but dependent on ``after``."""
     return x if after is None else x + zero_after(after).astype(x.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float
 
 from pallas_kernels import compat
 from pallas_kernels.mosaic_gpu import multiprocessors
@@ -46,7 +47,7 @@ def padded_rows(n_rows: int) -> int:
     return -(-n_rows // _ROWS) * _ROWS
 
 
-def supports(n_rows: int, dtype: Any, weights: Sequence[tuple[int, int]]) -> str | None:
+def supports(n_rows: int, dtype: jax.typing.DTypeLike, weights: Sequence[tuple[int, int]]) -> str | None:
     """None if ``stream_products`` does rows of this type by weights ``[N, K]``, else why not."""
     if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
         return f"{jnp.dtype(dtype).name} is not a type of 16 bits"
@@ -86,13 +87,13 @@ def tuning_for(
 
 
 def stream_products(
-    x: Array,
-    weights: Sequence[Array],
+    x: Float[Array, "B D"],
+    weights: Sequence[Float[Array, "_ D"]],
     *,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     tuning: ProductTuning | None = None,
-) -> tuple[Array, ...]:
-    """``x w^T`` for every w: x ``[B, K]``, weights ``[N_i, K]`` of the same 16-bit type -> ``[B, N_i]`` in ``dtype``.
+) -> tuple[Float[Array, "B _"], ...]:
+    """``x w^T`` for every w, all of the same 16-bit type, in ``dtype``.
 
     Accumulated in float32; ``dtype`` is x's unless given.
 

@@ -7,11 +7,12 @@ section V.B). Knows arrays only: nothing of attention, nor of who owns a slot.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import BFloat16, Float, Float32, Int8, Int32, Shaped
 
 _STEPS = 127  # int8 values lie in -127 .. 127, symmetric about 0
 _SMALLEST_SCALE = 2.0**-126  # devices take anything smaller for 0
@@ -20,8 +21,8 @@ _SMALLEST_SCALE = 2.0**-126  # devices take anything smaller for 0
 class QuantizedPool(NamedTuple):
     """int8 keys or values, with a scale a slot and KV head: an element is values * scales."""
 
-    values: Array  # [S, K, H] int8
-    scales: Array  # [S, K] bfloat16
+    values: Int8[Array, "S K H"]
+    scales: BFloat16[Array, "S K"]
 
 
 class ChannelQuantizedPool(NamedTuple):
@@ -31,12 +32,14 @@ class ChannelQuantizedPool(NamedTuple):
     to the result, so `pallas_kernels.attention` sees to them outside.
     """
 
-    values: Array  # [S, K, H] int8
-    scales: Array  # [K, H] float32
-    zeros: Array | None = None  # [K, H] float32: what a channel's 0 stands for
+    values: Int8[Array, "S K H"]
+    scales: Float32[Array, "K H"]
+    zeros: Float32[Array, "K H"] | None = None  # what a channel's 0 stands for
 
 
-Pool: TypeAlias = Array | QuantizedPool | ChannelQuantizedPool
+Pool: TypeAlias = Float[Array, "S K H"] | QuantizedPool | ChannelQuantizedPool
+Like: TypeAlias = Array | jax.ShapeDtypeStruct
+PoolLike: TypeAlias = Pool | Shaped[jax.ShapeDtypeStruct, "S K H"]  # of its values alone
 
 
 def make_pool(
@@ -45,8 +48,8 @@ def make_pool(
     head_dim: int,
     dtype: jax.typing.DTypeLike = jnp.float32,
     *,
-    channel_scales: Array | None = None,
-    channel_zeros: Array | None = None,
+    channel_scales: Float[Array, "K H"] | None = None,
+    channel_zeros: Float[Array, "K H"] | None = None,
 ) -> Pool:
     """An empty pool `[S, K, H]` for the keys, or the values, of one layer.
 
@@ -70,8 +73,16 @@ def make_pool(
     return ChannelQuantizedPool(jnp.zeros(shape, jnp.int8), scales, zeros)
 
 
-def values_of(pool: Pool) -> Array:
-    """The pool's big array `[S, K, H]`, whatever the dtype it is stored in."""
+@overload
+def values_of(pool: Pool) -> Shaped[Array, "S K H"]: ...
+
+
+@overload
+def values_of(pool: PoolLike) -> Shaped[Like, "S K H"]: ...
+
+
+def values_of(pool: PoolLike) -> Shaped[Like, "S K H"]:
+    """The pool's big array, whatever the dtype it is stored in."""
     return pool.values if isinstance(pool, QuantizedPool | ChannelQuantizedPool) else pool
 
 
@@ -80,18 +91,18 @@ def is_quantized(pool: Pool) -> bool:
     return isinstance(pool, QuantizedPool | ChannelQuantizedPool)
 
 
-def zeros_of(pool: Pool) -> Array | None:
-    """The zero points `[K, H]` of a pool that has some."""
+def zeros_of(pool: Pool) -> Float32[Array, "K H"] | None:
+    """The zero points of a pool that has some."""
     return pool.zeros if isinstance(pool, ChannelQuantizedPool) else None
 
 
-def with_zeros(pool: Pool, zeros: Array | None) -> Pool:
+def with_zeros(pool: Pool, zeros: Float32[Array, "K H"] | None) -> Pool:
     """The same int8 values with these zero points, or none: with none they are what kernels take."""
     return pool._replace(zeros=zeros) if isinstance(pool, ChannelQuantizedPool) else pool
 
 
-def scales_up(absmax: Array) -> Array:
-    """bfloat16 scales, float32 absmax / 127 rounded **up**: the largest value must not need a step 128.
+def scales_up(absmax: Float32[Array, "*n"]) -> BFloat16[Array, "*n"]:
+    """Scales, float32 absmax / 127 rounded **up**: the largest value must not need a step 128.
 
     0 gives 0; inf and NaN stay what they are, so that an overflow reads back as one.
     """
@@ -102,8 +113,8 @@ def scales_up(absmax: Array) -> Array:
     return jnp.where(jnp.isfinite(scale), up, scale).astype(jnp.bfloat16)
 
 
-def quantise(rows: Array) -> tuple[Array, Array]:
-    """Rows `[..., K, H]` -> (int8 values `[..., K, H]`, bfloat16 scales `[..., K]`).
+def quantise(rows: Float[Array, "*n K H"]) -> tuple[Int8[Array, "*n K H"], BFloat16[Array, "*n K"]]:
+    """Rows as (values, scales).
 
     An element is off by at most half a scale, which is at most absmax / 127 * (1 + 2**-7).
     """
@@ -113,15 +124,20 @@ def quantise(rows: Array) -> tuple[Array, Array]:
     return jnp.round(rows / jnp.where(by == 0, 1.0, by)).astype(jnp.int8), scales
 
 
-def quantise_channels(rows: Array, scales: Array, zeros: Array | None = None) -> Array:
-    """Rows `[..., K, H]` -> int8 values by fixed scales `[K, H]` about zeros `[K, H]` (None: 0); what lies outside +-127
-    scales of them saturates."""
+def quantise_channels(
+    rows: Float[Array, "*n K H"],
+    scales: Float32[Array, "K H"],
+    zeros: Float32[Array, "K H"] | None = None,
+) -> Int8[Array, "*n K H"]:
+    """Rows by fixed scales about zeros (None: 0); what lies outside +-127 scales of them saturates."""
     steps = jnp.round(_less(rows, zeros) / jnp.where(scales == 0, 1.0, scales))
     return jnp.clip(steps, -_STEPS, _STEPS).astype(jnp.int8)
 
 
-def channel_scales_of(rows: Array, zeros: Array | None = None) -> Array:
-    """Scales `[K, H]` float32 from calibration rows `[..., K, H]`: each channel's farthest from zeros takes the last step.
+def channel_scales_of(
+    rows: Float[Array, "*n K H"], zeros: Float32[Array, "K H"] | None = None
+) -> Float32[Array, "K H"]:
+    """Scales from calibration rows: each channel's farthest from zeros takes the last step.
 
     A channel that is constant gets scale 1, as it has none of its own. With `channel_zeros_of` the rows as zeros it is eq. 7's
     (max - min) / (2**b - 1), but that -128 is not used.
@@ -131,8 +147,8 @@ def channel_scales_of(rows: Array, zeros: Array | None = None) -> Array:
     return jnp.where(absmax > 0, absmax / _STEPS, 1.0)
 
 
-def channel_zeros_of(rows: Array) -> Array:
-    """Zero points `[K, H]` float32 from calibration rows `[..., K, H]`: the middle of each channel's range.
+def channel_zeros_of(rows: Float[Array, "*n K H"]) -> Float32[Array, "K H"]:
+    """Zero points from calibration rows: the middle of each channel's range.
 
     In units of the rows, where eq. 7 rounds it to a whole step: it is kept apart, so nothing is gained by rounding.
     Source: ALISA section V.B, equation 7.
@@ -141,13 +157,13 @@ def channel_zeros_of(rows: Array) -> Array:
     return (jnp.max(rows, axis=over) + jnp.min(rows, axis=over)) / 2
 
 
-def _less(rows: Array, zeros: Array | None) -> Array:
+def _less(rows: Float[Array, "*n K H"], zeros: Float32[Array, "K H"] | None) -> Float32[Array, "*n K H"]:
     rows = rows.astype(jnp.float32)
     return rows if zeros is None else rows - zeros
 
 
-def store(pool: Pool, rows: Array, slots: Array) -> Pool:
-    """The pool with rows `[M, K, H]` at slots `[M]`, in the pool's own form; a slot outside 0 .. S-1 is dropped."""
+def store(pool: Pool, rows: Float[Array, "M K H"], slots: Int32[Array, " M"]) -> Pool:
+    """The pool with rows at slots, in the pool's own form; a slot outside 0 .. S-1 is dropped."""
 
     def write(array: Array, new: Array) -> Array:
         return array.at[slots].set(new.astype(array.dtype), mode="drop", wrap_negative_indices=False)
@@ -160,8 +176,8 @@ def store(pool: Pool, rows: Array, slots: Array) -> Pool:
     return write(pool, rows)
 
 
-def dequantise(pool: Pool) -> Array:
-    """The pool's elements `[S, K, H]` as float32 (a float pool's as they are)."""
+def dequantise(pool: Pool) -> Float[Array, "S K H"]:
+    """The pool's elements as float32 (a float pool's as they are)."""
     if isinstance(pool, QuantizedPool):
         return pool.values.astype(jnp.float32) * pool.scales.astype(jnp.float32)[..., None]
     if isinstance(pool, ChannelQuantizedPool):

@@ -12,20 +12,25 @@ is given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from jax import Array
+from jaxtyping import Float, Float64, Integer
 from numpy.typing import ArrayLike, NDArray
 
 from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool
 
 F64 = NDArray[np.float64]
+Arrays = Array | np.ndarray
 
 
 def _f64(x: ArrayLike) -> F64:
     return np.asarray(x).astype(np.float64)
 
 
-def dequantise(pool: ArrayLike | Pool) -> F64:
-    """A pool's elements `[S, K, H]`, whichever form it is kept in."""
+def dequantise(pool: ArrayLike | Pool) -> Float64[np.ndarray, "S K H"]:
+    """A pool's elements, whichever form it is kept in."""
     if isinstance(pool, QuantizedPool):
         with np.errstate(invalid="ignore"):  # a row that overflowed has an infinite scale
             return _f64(pool.values) * _f64(pool.scales)[..., None]
@@ -38,8 +43,10 @@ def _zeros(pool: ChannelQuantizedPool) -> F64:
     return _f64(0 if pool.zeros is None else pool.zeros)
 
 
-def quantise(rows: ArrayLike) -> tuple[F64, F64]:
-    """Rows `[M, K, H]` as int8 values and their scales `[M, K]`: the least bfloat16 >= absmax / 127; 0 for a 0 row."""
+def quantise(
+    rows: Float[Arrays, "M K H"],
+) -> tuple[Float64[np.ndarray, "M K H"], Float64[np.ndarray, "M K"]]:
+    """Rows as int8 values and their scales: the least bfloat16 >= absmax / 127; 0 for a 0 row."""
     rows = _f64(rows)
     exact = np.abs(rows).max(-1) / 127
     # A bfloat16 has 8 bits of fraction, the leading one included: scales of [2**e, 2**(e + 1)) are 2**(e - 7) apart.
@@ -48,15 +55,24 @@ def quantise(rows: ArrayLike) -> tuple[F64, F64]:
     return np.rint(rows / np.where(scales == 0, 1.0, scales)[..., None]), scales
 
 
-def quantise_channels(rows: ArrayLike, scales: ArrayLike) -> F64:
-    """Rows `[M, K, H]` as int8 values by fixed scales `[K, H]`, saturating at +-127."""
+def quantise_channels(
+    rows: Float[Arrays, "M K H"], scales: Float[Arrays, "K H"]
+) -> Float64[np.ndarray, "M K H"]:
+    """Rows as int8 values by fixed scales, saturating at +-127."""
     return np.clip(np.rint(_f64(rows) / _f64(scales)), -127, 127)
 
 
-def attend_one(q: F64, keys: F64, values: F64, *, scale: float, softcap: float | None) -> tuple[F64, F64]:
-    """One query `[N, H]` over exactly the tokens given, keys and values `[C, K, H]`.
+def attend_one(
+    q: Float64[np.ndarray, "N H"],
+    keys: Float64[np.ndarray, "C K H"],
+    values: Float64[np.ndarray, "C K H"],
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Float64[np.ndarray, "N H"], Float64[np.ndarray, " N"]]:
+    """One query over exactly the tokens given: (out, lse).
 
-    Returns (out `[N, H]`, lse `[N]`); over no tokens at all, out is 0 and lse is -inf.
+    Over no tokens at all, out is 0 and lse is -inf.
     """
     n_heads, head_dim = q.shape
     group = n_heads // keys.shape[1]
@@ -67,8 +83,10 @@ def attend_one(q: F64, keys: F64, values: F64, *, scale: float, softcap: float |
     return out, lse
 
 
-def probabilities_one(q: F64, keys: F64, *, scale: float, softcap: float | None) -> tuple[F64, F64]:
-    """One query `[N, H]` over keys `[C, K, H]`: (each key's softmax probability `[N, C]`, lse `[N]`)."""
+def probabilities_one(
+    q: Float64[np.ndarray, "N H"], keys: Float64[np.ndarray, "C K H"], *, scale: float, softcap: float | None
+) -> tuple[Float64[np.ndarray, "N C"], Float64[np.ndarray, " N"]]:
+    """One query over keys: (each key's softmax probability, lse)."""
     n_heads = q.shape[0]
     group = n_heads // keys.shape[1]
     probabilities = np.zeros((n_heads, keys.shape[0]))
@@ -87,18 +105,16 @@ def probabilities_one(q: F64, keys: F64, *, scale: float, softcap: float | None)
 
 
 def causal_partial(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
+    q: Float[Arrays, "B T N H"],
+    k: Float[Arrays, "B T K H"],
+    v: Float[Arrays, "B T K H"],
     lengths: ArrayLike | None = None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> tuple[F64, F64]:
-    """q `[B, T, N, H]`, k and v `[B, T, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`).
-
-    Each query attends over itself and what precedes it in the chunk, of row b's first lengths[b] tokens. Rows of
+) -> tuple[Float64[np.ndarray, "B T N H"], Float64[np.ndarray, "B T N"]]:
+    """(out, lse): each query attends over itself and what precedes it in the chunk, of row b's first lengths[b] tokens. Rows of
     queries past them mean nothing.
     """
     q, k, v = _f64(q), _f64(k), _f64(v)
@@ -114,27 +130,26 @@ def causal_partial(
 
 
 def causal_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
+    q: Float[Arrays, "B T N H"],
+    k: Float[Arrays, "B T K H"],
+    v: Float[Arrays, "B T K H"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> F64:
-    """q `[B, T, N, H]`, k and v `[B, T, K, H]` -> `[B, T, N, H]`: each query over itself and what precedes
-    it."""
+) -> Float64[np.ndarray, "B T N H"]:
+    """Each query over itself and what precedes it."""
     return causal_partial(q, k, v, scale=scale, window=window, softcap=softcap)[0]
 
 
 def append(
     k_pool: ArrayLike | Pool,
     v_pool: ArrayLike | Pool,
-    k_new: ArrayLike,
-    v_new: ArrayLike,
+    k_new: Float[Arrays, "M K H"],
+    v_new: Float[Arrays, "M K H"],
     slots: ArrayLike,
-) -> tuple[F64, F64]:
-    """The elements `[S, K, H]` of the pools with token m of k_new, v_new `[M, K, H]` at slots[m].
+) -> tuple[Float64[np.ndarray, "S K H"], Float64[np.ndarray, "S K H"]]:
+    """The elements of the pools with token m of k_new, v_new at slots[m].
 
     A slot outside 0..S-1 is dropped. What an int8 pool stores is what can be read back from it.
     """
@@ -159,14 +174,14 @@ def _seen(at: int, length: int, window: int | None) -> range:
     return range(0 if window is None else max(0, at - window + 1), min(length, at + 1))
 
 
-def _positions(q: F64, lengths: ArrayLike, q_positions: ArrayLike | None) -> NDArray[np.int64]:
+def _positions(q: F64, lengths: ArrayLike, q_positions: ArrayLike | None) -> Integer[np.ndarray, "B Tq"]:
     if q_positions is None:
         return np.asarray(lengths)[:, None] + np.arange(q.shape[1])
     return np.asarray(q_positions)
 
 
 def partial_attention(
-    q: ArrayLike,
+    q: Float[Arrays, "B Tq N H"],
     k_pool: ArrayLike | Pool,
     v_pool: ArrayLike | Pool,
     slot_table: ArrayLike,
@@ -176,11 +191,11 @@ def partial_attention(
     window: int | None = None,
     softcap: float | None = None,
     q_positions: ArrayLike | None = None,
-) -> tuple[F64, F64]:
-    """Attention of q `[B, Tq, N, H]` over the first lengths[b] slots of each row of slot_table `[B, C]`.
+) -> tuple[Float64[np.ndarray, "B Tq N H"], Float64[np.ndarray, "B Tq N"]]:
+    """Attention of q over the first lengths[b] slots of each row of slot_table `[B, C]`: (out, lse).
 
     Entry c of a row is the token at position c. Queries are at q_positions `[B, Tq]`, or follow the stored
-    tokens (lengths[b] + t) when that is None. Returns (out `[B, Tq, N, H]`, lse `[B, Tq, N]`).
+    tokens (lengths[b] + t) when that is None.
     """
     q, k, v = _f64(q), dequantise(k_pool), dequantise(v_pool)
     table, at = np.asarray(slot_table), _positions(q, lengths, q_positions)
@@ -193,7 +208,7 @@ def partial_attention(
 
 
 def attention_mass(
-    q: ArrayLike,
+    q: Float[Arrays, "B Tq N H"],
     k_pool: ArrayLike | Pool,
     slot_table: ArrayLike,
     lengths: ArrayLike,
@@ -202,8 +217,8 @@ def attention_mass(
     window: int | None = None,
     softcap: float | None = None,
     q_positions: ArrayLike | None = None,
-) -> F64:
-    """`[B, C]`: the probability that `partial_attention` gives each entry of slot_table `[B, C]`, summed over heads
+) -> Float64[np.ndarray, "B C"]:
+    """The probability that `partial_attention` gives each entry of slot_table `[B, C]`, summed over heads
     and queries; 0 past lengths."""
     q, k = _f64(q), dequantise(k_pool)
     table, at = np.asarray(slot_table), _positions(q, lengths, q_positions)
@@ -216,8 +231,10 @@ def attention_mass(
     return mass
 
 
-def combine(outs: list[ArrayLike], lses: list[ArrayLike]) -> tuple[F64, F64]:
-    """Attention over the union of disjoint token sets, from each set's (out `[..., H]`, lse `[...]`)."""
+def combine(
+    outs: Sequence[Float[Arrays, "*n H"]], lses: Sequence[Float[Arrays, "*n"]]
+) -> tuple[Float64[np.ndarray, "*n H"], Float64[np.ndarray, "*n"]]:
+    """Attention over the union of disjoint token sets, from each set's (out, lse)."""
     out = np.zeros_like(_f64(outs[0]))
     lse = np.full(out.shape[:-1], -np.inf)
     for index in np.ndindex(lse.shape):
@@ -232,9 +249,9 @@ def combine(outs: list[ArrayLike], lses: list[ArrayLike]) -> tuple[F64, F64]:
 
 
 def decode_attention(
-    q: ArrayLike,
-    k_new: ArrayLike,
-    v_new: ArrayLike,
+    q: Float[Arrays, "B 1 N H"],
+    k_new: Float[Arrays, "B 1 K H"],
+    v_new: Float[Arrays, "B 1 K H"],
     k_pool: ArrayLike | Pool,
     v_pool: ArrayLike | Pool,
     slot_table: ArrayLike,
@@ -244,11 +261,11 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> tuple[F64, F64, F64]:
+) -> tuple[Float64[np.ndarray, "S K H"], Float64[np.ndarray, "S K H"], Float64[np.ndarray, "B 1 N H"]]:
     """One new token a request: attends over the lengths[b] earlier tokens and itself, and is stored at
     new_slots[b].
 
-    Returns (the pools' elements, out `[B, 1, N, H]`); the new token is attended as it came.
+    Returns (each pool's elements, out); the new token is attended as it came.
     """
     q, k_one, v_one = _f64(q), _f64(k_new), _f64(v_new)
     k_old, v_old = dequantise(k_pool), dequantise(v_pool)

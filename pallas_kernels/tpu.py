@@ -22,9 +22,18 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Float32, Int32
 
 from pallas_kernels.precision import exact
-from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, is_quantized, values_of
+from pallas_kernels.quantized import (
+    ChannelQuantizedPool,
+    Like,
+    Pool,
+    PoolLike,
+    QuantizedPool,
+    is_quantized,
+    values_of,
+)
 
 # Mosaic takes no float16: "Only arguments with … bfloat16 or 32-bit element types are supported".
 _DTYPES = ("bfloat16", "float32", "int8")
@@ -72,7 +81,7 @@ class Buffers(NamedTuple):
     row_sem: Any
 
 
-def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
+def supports(q: Float[Like, "B Tq N H"], k_pool: PoolLike, *, return_mass: bool = False) -> str | None:
     """None if this backend computes the case, else why not."""
     name = jnp.dtype(values_of(k_pool).dtype).name
     if name not in _DTYPES:
@@ -85,21 +94,21 @@ def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
 
 
 def partial_attention(
-    q: Array,
+    q: Float[Array, "B Tq N H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
-    q_positions: Array | None,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    q_positions: Int32[Array, "B Tq"] | None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     return_mass: bool = False,
-    interpret: Any = False,
+    interpret: bool | pltpu.InterpretParams = False,
     tile_tokens: int | None = None,
     block_rows: int | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float32[Array, "B Tq N H"], Float32[Array, "B Tq N"]]:
     """As `pallas_kernels.partial_attention`. interpret: True, or `pltpu.InterpretParams`.
 
     tile_tokens and block_rows (rows of queries times G, a multiple of 8) are what fits if None.
@@ -152,8 +161,10 @@ def _product_dtype(q: Array, k_pool: Pool) -> Any:
     return q.dtype if is_quantized(k_pool) else jnp.promote_types(q.dtype, values_of(k_pool).dtype)
 
 
-def _blocked(q: Array, positions: Array, kv: int, block_rows: int | None) -> tuple[Array, Array]:
-    """q `[B, Tq, N, H]` -> (`[items, K, R, H]`, positions `[items, R]`, -1 for padding rows)."""
+def _blocked(
+    q: Float[Array, "B Tq N H"], positions: Int32[Array, "B Tq"], kv: int, block_rows: int | None
+) -> tuple[Float[Array, "items K R H"], Int32[Array, "items R"]]:
+    """(q, positions) in blocks, -1 for padding rows."""
     b, tq, n, h = q.shape
     group = n // kv
     most = block_rows or max(_SUBLANES, _ACCUMULATOR_BYTES // (kv * max(h, 128) * 4))
@@ -170,8 +181,7 @@ def _blocked(q: Array, positions: Array, kv: int, block_rows: int | None) -> tup
     return jnp.pad(q, ((0, 0), (0, 0), (0, pad), (0, 0))), jnp.pad(at, ((0, 0), (0, pad)), constant_values=-1)
 
 
-def _unblocked(x: Array, b: int, tq: int, n: int) -> Array:
-    """`[items, K, R, X]` -> `[B, Tq, N, X]`."""
+def _unblocked(x: Float32[Array, "items K R X"], b: int, tq: int, n: int) -> Float32[Array, "B Tq N X"]:
     items, kv, _, width = x.shape
     group, blocks = n // kv, items // b
     queries = -(-tq // blocks)
@@ -179,14 +189,15 @@ def _unblocked(x: Array, b: int, tq: int, n: int) -> Array:
     return jnp.moveaxis(x, 1, 2).reshape(b, blocks * queries, n, width)[:, :tq]
 
 
-def _tiled(table: Array, tile: int) -> Array:
-    """`[B, C]` -> `[B, tiles, tile]`."""
+def _tiled(table: Int32[Array, "B C"], tile: int) -> Int32[Array, "B tiles tile"]:
     b, c = table.shape
     return jnp.pad(table, ((0, 0), (0, -c % tile))).reshape(b, -1, tile)
 
 
-def _work(shape: TpuShape, lengths: Array, positions: Array) -> tuple[Array, Array, Array]:
-    """Of each item `[items]` int32: its first tile, its end in tokens (0: no work), the next item with work, or -1."""
+def _work(
+    shape: TpuShape, lengths: Int32[Array, " B"], positions: Int32[Array, "items R"]
+) -> tuple[Int32[Array, " items"], Int32[Array, " items"], Int32[Array, " items"]]:
+    """Of each item: its first tile, its end in tokens (0: no work), the next item with work, or -1."""
     last = jnp.max(positions, axis=1)
     end = jnp.minimum(jnp.repeat(lengths.astype(jnp.int32), shape.blocks), last + 1)
     first = jnp.zeros_like(end)
@@ -202,7 +213,7 @@ def _work(shape: TpuShape, lengths: Array, positions: Array) -> tuple[Array, Arr
 
 
 def _kernel(
-    shape: TpuShape, dtype: Any, pools: tuple[Any, Any], interpret: Any
+    shape: TpuShape, dtype: Any, pools: tuple[Any, Any], interpret: bool | pltpu.InterpretParams
 ) -> Callable[..., tuple[Array, Array]]:
     """The compiled-on-demand kernel: `(first, end, following, q, positions, table, k, v[, scales of each])`."""
     rows, width = shape.R, (shape.K, shape.H)

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jaxtyping import Float, Float32, Int32, Shaped
 
 from pallas_kernels.precision import exact
-from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, values_of
+from pallas_kernels.quantized import ChannelQuantizedPool, Like, Pool, PoolLike, QuantizedPool, values_of
 
 _PART_TOKENS = 512
 _LOG2E = math.log2(math.e)
@@ -54,7 +55,7 @@ class _Spec:
         return max(1, -(-self.C // _PART_TOKENS))
 
 
-def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
+def supports(q: Float[Like, "B Tq N H"], k_pool: PoolLike, *, return_mass: bool = False) -> str | None:
     """None if this backend computes the case, else why not."""
     del return_mass
     name = jnp.dtype(values_of(k_pool).dtype).name
@@ -66,19 +67,19 @@ def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
 
 
 def partial_attention(
-    q: Array,
+    q: Float[Array, "B Tq N H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
-    q_positions: Array | None,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    q_positions: Int32[Array, "B Tq"] | None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     return_mass: bool = False,
     interpret: bool = False,
-) -> tuple[Array, ...]:
+) -> tuple[Float32[Array, "B ..."], ...]:
     """As `pallas_kernels.partial_attention`."""
     b, tq, n, h = q.shape
     values = values_of(k_pool)
@@ -120,14 +121,14 @@ def partial_attention(
 class _Operands:
     """The kernels' inputs; scales are None where the pool has none a slot."""
 
-    bounds: Array  # [B, 2] int32: first position, and past the last
-    positions: Array  # [B, rows] int32
-    q: Array  # [B, K, rows, width]
-    table: Array  # [B, C] int32
-    k: Array  # [S, K, H]
-    v: Array
-    k_scales: Array | None  # [S, K]
-    v_scales: Array | None
+    bounds: Int32[Array, "B 2"]  # first position, and past the last
+    positions: Int32[Array, "B rows"]
+    q: Float[Array, "B K rows width"]
+    table: Int32[Array, "B C"]
+    k: Shaped[Array, "S K H"]
+    v: Shaped[Array, "S K H"]
+    k_scales: Float[Array, "S K"] | None
+    v_scales: Float[Array, "S K"] | None
 
     def arrays(self, with_values: bool) -> list[Array]:
         keys = [self.bounds, self.positions, self.q, self.table, self.k, self.k_scales]
@@ -146,15 +147,14 @@ def _pad(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, widths)
 
 
-def _rows(q: Array, spec: _Spec) -> Array:
-    """q `[B, Tq, N, H]` -> `[B, K, rows, width]`, a KV head's queries together, padded with zeros."""
+def _rows(q: Float[Array, "B Tq N H"], spec: _Spec) -> Float[Array, "B K rows width"]:
+    """A KV head's queries together, padded with zeros."""
     b, tq, n, h = q.shape
     rows = jnp.moveaxis(q.reshape(b, tq, spec.K, n // spec.K, h), 1, 2).reshape(b, spec.K, -1, h)
     return _pad(_pad(rows, 2, spec.row_groups * spec.R), 3, spec.width)
 
 
-def _queries(rows: Array, tq: int) -> Array:
-    """`[B, K, G * Tq, X]` -> `[B, Tq, N, X]`."""
+def _queries(rows: Float32[Array, "B K GTq X"], tq: int) -> Float32[Array, "B Tq N X"]:
     b, k, m, x = rows.shape
     return jnp.moveaxis(rows.reshape(b, k, tq, m // tq, x), 1, 2).reshape(b, tq, -1, x)
 
@@ -216,8 +216,10 @@ def _place(spec: _Spec) -> tuple[Any, Any, Any, Any]:
     return part, head_group // spec.row_groups, head_group % spec.row_groups, b
 
 
-def _attend(spec: _Spec, operands: _Operands, interpret: bool) -> tuple[Array, Array]:
-    """(out `[B, K, rows, H]`, lse `[B, K, rows]`), natural units."""
+def _attend(
+    spec: _Spec, operands: _Operands, interpret: bool
+) -> tuple[Float32[Array, "B K rows H"], Float32[Array, "B K rows"]]:
+    """(out, lse), natural units."""
     names = _names(spec, with_values=True)
 
     def kernel(*refs: Any) -> None:
@@ -271,8 +273,10 @@ def _attend(spec: _Spec, operands: _Operands, interpret: bool) -> tuple[Array, A
     return jnp.einsum("PBKR,PBKRH->BKRH", share, outs)[..., : spec.H], jnp.log(mass) + top
 
 
-def _mass(spec: _Spec, operands: _Operands, lse: Array, n_rows: int, interpret: bool) -> Array:
-    """Each slot's attention mass `[B, C]`, summed over queries and heads."""
+def _mass(
+    spec: _Spec, operands: _Operands, lse: Float32[Array, "B K rows"], n_rows: int, interpret: bool
+) -> Float32[Array, "B C"]:
+    """Each slot's attention mass, summed over queries and heads."""
     names = (*_names(spec, with_values=False), "lse")
 
     def kernel(*refs: Any) -> None:

@@ -7,37 +7,50 @@ only; who picks this backend is `dispatch`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from pallas_kernels.precision import exact
-from pallas_kernels.quantized import ChannelQuantizedPool, Pool, QuantizedPool, is_quantized, values_of
+from pallas_kernels.quantized import (
+    ChannelQuantizedPool,
+    Like,
+    Pool,
+    PoolLike,
+    QuantizedPool,
+    is_quantized,
+    values_of,
+)
 
 # Up to this many KV heads, one product with a block-diagonal q (all heads of a token at once, the others' zeros
 # included) beats K small products over strided heads; measured on a 2-core CPU at K = 3. With more heads the
 # products with zeros cost more than the strides.
 _BLOCK_DIAGONAL_HEADS = 4
 
+Partial: TypeAlias = tuple[Float32[Array, "*n H"], Float32[Array, "*n"]]  # (out, lse)
+
 # A block's gathered keys stay in a core's cache between gather and product.
 _BLOCK_BYTES = 2 << 20
 _BLOCK_TOKENS = 16, 256  # of a request in a block, at least and at most
 
 
-def supports(q: Any, k_pool: Pool, *, return_mass: bool = False) -> str | None:
+def supports(q: Float[Like, "B Tq N H"], k_pool: PoolLike, *, return_mass: bool = False) -> str | None:
     """None: every case is supported."""
     return None
 
 
-def capped(scores: Array, softcap: float | None) -> Array:
+def capped(scores: Float32[Array, "*n"], softcap: float | None) -> Float32[Array, "*n"]:
     """softcap * tanh(scores / softcap), or the scores as they are."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
-def scores_of(q: Array, k: Array, scale: float, softcap: float | None) -> Array:
-    """q `[B, T, N, H]`, k `[B, C, K, H]` -> float32 scores `[B, K, G, T, C]`."""
+def scores_of(
+    q: Float[Array, "B T N H"], k: Float[Array, "B C K H"], scale: float, softcap: float | None
+) -> Float32[Array, "B K G T C"]:
+    """Scores of each query with each key."""
     return capped(_products(q, k) * scale, softcap)
 
 
@@ -52,8 +65,8 @@ def _products(q: Array, k: Array) -> Array:
     )
 
 
-def weigh(weights: Array, v: Array) -> Array:
-    """Unnormalised weights `[B, K, G, T, C]` over v `[B, C, K, H]` -> float32 `[B, T, N, H]`."""
+def weigh(weights: Float32[Array, "B K G T C"], v: Float[Array, "B C K H"]) -> Float32[Array, "B T N H"]:
+    """The sum of v by weights, normalised or not."""
     b, kv, g, t, _ = weights.shape
     out = jnp.einsum(
         "BKGTC,BCKH->BTKGH",
@@ -65,7 +78,9 @@ def weigh(weights: Array, v: Array) -> Array:
     return out.reshape(b, t, kv * g, v.shape[-1])
 
 
-def softmax_parts(scores: Array, axis: int) -> tuple[Array, Array, Array]:
+def softmax_parts(
+    scores: Float32[Array, "*n"], axis: int
+) -> tuple[Float32[Array, "*n"], Float32[Array, " ..."], Float32[Array, " ..."]]:
     """Unnormalised weights, their sum and the maximum they were taken from, along one axis."""
     # Neither the output nor the lse depends on which maximum was taken, so its derivative is left out.
     top = jax.lax.stop_gradient(jnp.max(scores, axis=axis, keepdims=True, initial=-jnp.inf))
@@ -74,8 +89,10 @@ def softmax_parts(scores: Array, axis: int) -> tuple[Array, Array, Array]:
     return weights, jnp.sum(weights, axis=axis, keepdims=True), top
 
 
-def normalised(out: Array, total: Array, top: Array) -> tuple[Array, Array]:
-    """(out `[..., H]`, lse `[...]`) from the weighed values and their weights' sum; 0 and -inf over nothing."""
+def normalised(
+    out: Float32[Array, "*n H"], total: Float32[Array, "*n"], top: Float32[Array, "*n"]
+) -> tuple[Float32[Array, "*n H"], Float32[Array, "*n"]]:
+    """(out, lse) from the weighed values and their weights' sum; 0 and -inf over nothing."""
     nothing = total == 0
     out = jnp.where(nothing[..., None], 0.0, out / jnp.where(nothing, 1.0, total)[..., None])
     return out, jnp.log(total) + top
@@ -85,8 +102,8 @@ def _precision(q: Array, k: Array) -> jax.lax.Precision | None:
     return exact(jnp.promote_types(q.dtype, k.dtype))
 
 
-def _gather(pool: Array, slot_table: Array) -> Array:
-    """`[S, ...]` at slot_table `[B, C]` -> `[B, C, ...]`. Out-of-range slots read a real slot, never NaN.
+def _gather(pool: Shaped[Array, " S *row"], slot_table: Int32[Array, "B C"]) -> Shaped[Array, "B C *row"]:
+    """The pool's rows at slots. Out-of-range slots read a real slot, never NaN.
 
     Gathered as rows of K * H: on a CPU one long copy a token is four times as fast as K short ones.
     """
@@ -95,18 +112,16 @@ def _gather(pool: Array, slot_table: Array) -> Array:
 
 
 def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    seen: Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
+    seen: Bool[Array, "B T C"],
     scale: float,
     softcap: float | None,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
-) -> tuple[Array, Array, Array]:
-    """q `[B, T, N, H]` over gathered k, v `[B, C, K, H]` where seen `[B, T, C]`; scales `[B, C, K]` multiply rows.
-
-    Returns (out `[B, T, N, H]` float32, lse `[B, T, N]`, mass `[B, C]`); out 0, lse -inf and no mass where a
+    k_scales: Float32[Array, "B C K"] | None = None,
+    v_scales: Float32[Array, "B C K"] | None = None,
+) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"], Float32[Array, "B C"]]:
+    """q over gathered k and v; scales multiply rows of those. (out, lse, mass): out 0, lse -inf and no mass where a
     query sees nothing.
     """
     if k.shape[2] <= _BLOCK_DIAGONAL_HEADS:
@@ -176,9 +191,13 @@ def _block_tokens(batch: int, row_bytes: int) -> int:
 
 
 def visible(
-    slots: int, lengths: Array | None, q_positions: Array, window: int | None, first: Array | int = 0
-) -> Array:
-    """`[B, Tq, C]`: whether a query at its position sees the token at each of `slots` positions from `first` on."""
+    slots: int,
+    lengths: Int32[Array, " B"] | None,
+    q_positions: Int32[Array, "B Tq"],
+    window: int | None,
+    first: Int32[Array, ""] | int = 0,
+) -> Bool[Array, "B Tq C"]:
+    """Whether a query at its position sees the token at each of `slots` positions from `first` on."""
     at = first + jnp.arange(slots)
     seen = at <= q_positions[:, :, None]
     if lengths is not None:
@@ -187,19 +206,19 @@ def visible(
 
 
 def partial_attention(
-    q: Array,
+    q: Float[Array, "B Tq N H"],
     k_pool: Pool,
     v_pool: Pool,
-    slot_table: Array,
-    lengths: Array,
-    q_positions: Array | None,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    q_positions: Int32[Array, "B Tq"] | None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     return_mass: bool = False,
     interpret: bool = False,
-) -> tuple[Array, ...]:
+) -> tuple[Float32[Array, "B ..."], ...]:
     """As `pallas_kernels.partial_attention`. There is nothing to interpret: the flag is every backend's."""
     del interpret
     b, t, n, h = q.shape
@@ -236,7 +255,7 @@ def partial_attention(
     else:
         padded = jnp.pad(slot_table, ((0, 0), (0, -c % block)))
 
-        def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add(i: Array, found: Partial) -> Partial:
             first = i * block
             table = jax.lax.dynamic_slice_in_dim(padded, first, block, axis=1)
             return _merged(found, attend(first, table)[:2])
@@ -249,8 +268,8 @@ def partial_attention(
     return out, lse, *mass
 
 
-def _merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention over the union of two disjoint sets of tokens, from each one's (out `[..., H]`, lse `[...]`)."""
+def _merged(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of tokens, from each one's (out, lse)."""
     top = jnp.maximum(a[1], b[1])
     top = jnp.where(top == -jnp.inf, 0.0, top)
     weight_a, weight_b = jnp.exp(a[1] - top), jnp.exp(b[1] - top)

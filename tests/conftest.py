@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before transformers or tokenizers are imported: no test may ask a hub for anything.
@@ -17,13 +18,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests in several processes share a GPU: none may take three quarters of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
-# Every call of a function in these rooms is held to its annotations: an array's dtype and axes, letters that are the same
-# having the same size within a call. An int is a float, too. Ranks that tests start as processes are not held to them.
-CHECKED = ("pallas_kernels", "splitter", "jaxlamina.kv", "jaxlamina.ranks", "jaxlamina.transports", "jaxlamina.workers")
-install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+# Each call of a function of these rooms is held to its annotations: types, arrays' dtypes and axes. A letter is one size
+# within a call, and an int is a float, too. Not held to them: rooms within these (`warp_numpy` is called a million times)
+# and ranks that tests start as processes.
+CHECKED = (
+    "pallas_kernels",
+    "splitter",
+    "jaxlamina/kv",
+    "jaxlamina/ranks",
+    "jaxlamina/transports",
+    "jaxlamina/workers",
+)
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = [".".join((*room.split("/"), path.stem)) for room in CHECKED for path in (ROOT / room).glob("*.py")]
+CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+jaxtyping.install_import_hook(MODULES, CHECKER)
 
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
@@ -49,6 +61,14 @@ def why_no_gpus(wanted: int) -> str | None:
 
     n = sum(device.platform in ("gpu", "cuda", "rocm") for device in jax.devices())
     return None if n >= wanted else f"JAX sees {n} GPU(s), this test needs {wanted}"
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """For a test that gives stand-ins, or what is wrong: no call in it is held to annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 # Files of minutes, the longest first: begun last, one of them would keep one process at work while the others

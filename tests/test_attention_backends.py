@@ -402,7 +402,9 @@ def test_what_the_table_in_the_docs_says_is_served() -> None:
         for form, dtype in forms.items():
             h = 128 if dims != "any" else 8
             q, pool = jnp.zeros((1, 1, 2, h), jnp.bfloat16), jnp.zeros((4, 2, h), dtype)
-            if form == "int8-channel":
+            if form == "int8":
+                pool = pk.QuantizedPool(pool, jnp.ones((4, 2), jnp.bfloat16))
+            elif form == "int8-channel":
                 pool = pk.ChannelQuantizedPool(pool, jnp.ones((2, h)))
             for asked in (False, True):
                 served = form in kv.split(", ") and (mass == "yes" or not asked)
@@ -418,6 +420,7 @@ def gpu(capability: str) -> Any:
     return SimpleNamespace(platform="gpu", compute_capability=capability)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "device,names",
     [
@@ -433,6 +436,7 @@ def test_candidates_by_device(device: Any, names: tuple[str, ...]) -> None:
     assert dispatch.candidates(device) == names
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_pick_passes_over_what_cannot(monkeypatch: Any) -> None:
     monkeypatch.setattr(dispatch, "default_device", lambda: SimpleNamespace(platform="tpu"))
     q, pool = jnp.zeros((1, 1, 2, 8), jnp.bfloat16), jnp.zeros((4, 2, 8), jnp.bfloat16)

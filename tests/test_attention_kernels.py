@@ -80,12 +80,10 @@ def test_causal_attention_in_query_blocks(
 ) -> None:
     monkeypatch.setattr(causal, "_Q_BLOCK", 4)
     rng = np.random.default_rng(t)
-    q, key, value = normal(rng, 2, t, 4, 8), normal(rng, 2, t, 2, 8), normal(rng, 2, t, 2, 8)
+    q, key, value = (jnp.asarray(normal(rng, 2, t, heads, 8)) for heads in (4, 2, 2))
     got = pk.causal_attention(q, key, value, scale=0.3, window=window)
     close(got, reference.causal_attention(q, key, value, scale=0.3, window=window))
-    grad = jax.grad(lambda v: pk.causal_attention(q, key, v, scale=0.3, window=window).sum())(
-        jnp.asarray(value)
-    )
+    grad = jax.grad(lambda v: pk.causal_attention(q, key, v, scale=0.3, window=window).sum())(value)
     assert np.isfinite(np.asarray(grad)).all()
 
 
@@ -232,6 +230,7 @@ def test_bfloat16_storage() -> None:
     close(got[2], reference.decode_attention(*args, scale=0.35)[2], tol=3e-2)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("n,k,h_key", [(5, 2, 8), (4, 2, 4)])
 def test_heads_that_do_not_fit_are_named(n: int, k: int, h_key: int) -> None:
     q, key = jnp.zeros((1, 1, n, 8)), jnp.zeros((1, 1, k, h_key))

@@ -203,6 +203,7 @@ def test_zero_points_are_seen_to_outside_of_kernels(window: int | None, softcap:
             np.testing.assert_allclose(reference.dequantise(have), expect, atol=0.021)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_pools_that_cannot_be_are_named() -> None:
     pools = random_pools(np.random.default_rng(0), 4, 2, 8)
     with pytest.raises(ValueError, match=r"softcap=3\.0 must be None where keys have zero points"):

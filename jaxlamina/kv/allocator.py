@@ -10,9 +10,9 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
+from jaxtyping import Int, Int32, Int64
 
 Slots = Iterable[int] | np.ndarray
 _ONE = np.int32(1)  # of the slab's own type: only so does ufunc.at not go through casts, 20 times as slow
@@ -22,8 +22,8 @@ class OutOfSlots(RuntimeError):
     """Fewer slots are free than were asked for; nothing was allocated."""
 
 
-def as_slots(slots: Any) -> np.ndarray:
-    """Slot numbers ``[n]`` as an integer array: any array, sequence or iterable of integers, uncopied if it can be.
+def as_slots(slots: Slots) -> Int[np.ndarray, " n"]:
+    """Slot numbers as an integer array: any array, sequence or iterable of integers, uncopied if it can be.
 
     ``ValueError`` for anything but integers in a row.
     """
@@ -72,25 +72,25 @@ class SlotAllocator:
         return self._top
 
     @property
-    def owner_counts(self) -> np.ndarray:
-        """How many owners each slot has, ``[S]`` int32: a read-only view that follows every change."""
+    def owner_counts(self) -> Int32[np.ndarray, " S"]:
+        """How many owners each slot has: a read-only view that follows every change."""
         return self._owners_view
 
     def n_owners(self, slot: int) -> int:
         """How many owners a slot has (0: it is free)."""
         return int(self._owners[self._checked(np.asarray([slot]))[0]])
 
-    def owners_of(self, slots: Slots) -> np.ndarray:
-        """How many owners each of these slots has, ``[n]`` int32."""
+    def owners_of(self, slots: Slots) -> Int32[np.ndarray, " n"]:
+        """How many owners each of these slots has."""
         return self._owners[self._checked(as_slots(slots))]
 
-    def stamps_of(self, slots: Slots) -> np.ndarray:
-        """When each of these slots was last dealt, ``[n]`` int64, in deals: the same stamp on a slot that is
+    def stamps_of(self, slots: Slots) -> Int64[np.ndarray, " n"]:
+        """When each of these slots was last dealt, in deals: the same stamp on a slot that is
         owned means that it was owned all along, so that its KV is what it was."""
         return self._stamps[self._checked(as_slots(slots))]
 
-    def allocate(self, n: int) -> np.ndarray:
-        """``n`` slots with one owner each, ``[n]`` int32, or ``OutOfSlots`` and no change."""
+    def allocate(self, n: int) -> Int32[np.ndarray, " {n}"]:
+        """``n`` slots with one owner each, or ``OutOfSlots`` and no change."""
         if n < 0:
             raise ValueError(f"{n=} must not be negative")
         top = self._top
@@ -138,8 +138,8 @@ class SlotAllocator:
         """From now on `take_freed` is asked."""
         self._freed = []
 
-    def take_freed(self) -> np.ndarray:
-        """Slots that have lost their last owner since this was last called, and have none now, ``[n]``."""
+    def take_freed(self) -> Int[np.ndarray, " n"]:
+        """Slots that have lost their last owner since this was last called, and have none now."""
         assert self._freed is not None, "note_freed comes first"
         freed, self._freed = np.unique(np.concatenate([np.empty(0, np.intp), *self._freed])), []
         return freed[self._owners[freed] == 0]
@@ -178,7 +178,7 @@ class SlotAllocator:
             names = [name for name, slots in owners.items() for _ in range(int((slots == slot).sum()))]
             raise RuntimeError(f"slot {slot} has reference count {count}, its owners are {names}")
 
-    def _checked(self, slots: np.ndarray) -> np.ndarray:
+    def _checked(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """The slots as indices, all of them within the pool."""
         slots = slots.astype(np.intp, copy=False)
         # As unsigned numbers the negative ones are the largest: one pass.
@@ -187,7 +187,7 @@ class SlotAllocator:
             raise ValueError(f"{slot=} must be within 0 … {self.capacity - 1}")
         return slots
 
-    def _once(self, slots: np.ndarray) -> np.ndarray:
+    def _once(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " m"]:
         """Each slot once, where it is listed first."""
         places = np.arange(len(slots))
         self._place[slots[::-1]] = places[::-1]  # of equal slots the last assignment stays

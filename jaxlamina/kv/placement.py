@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int, Int32
 
 from jaxlamina.errors import UserError
 
@@ -84,11 +85,11 @@ class Placement:
         return len(self._free)
 
     @property
-    def n_used(self) -> np.ndarray:
+    def n_used(self) -> Int[np.ndarray, " workers"]:
         """Tokens on each worker."""
         return self._capacities - self._n_free
 
-    def release(self, slots: np.ndarray) -> None:
+    def release(self, slots: Int[np.ndarray, " n"]) -> None:
         """Frees the places of ``slots`` (distinct); those that are nowhere stay so."""
         owners = self.worker[slots]
         for w in range(self.n_workers):
@@ -98,7 +99,7 @@ class Placement:
             self._n_free[w] = n + len(of_worker)
         self.worker[slots] = NOWHERE
 
-    def place(self, slots: np.ndarray, wish: np.ndarray) -> None:
+    def place(self, slots: Int[np.ndarray, " n"], wish: Int[np.ndarray, " n"]) -> None:
         """Gives ``slots`` (distinct) a place each, on the worker of ``wish`` if it has room, else on the emptiest."""
         self.release(slots)
         left = slots
@@ -121,17 +122,20 @@ class Placement:
         self._n_free[w] = n - len(slots)
 
 
-def wish_by_tokens(positions: np.ndarray, n_workers: int, block: int) -> np.ndarray:
-    """Workers ``[...]`` for tokens at ``positions``: blocks of that many tokens go round."""
+def wish_by_tokens(positions: Int[np.ndarray, "*n"], n_workers: int, block: int) -> Int[np.ndarray, "*n"]:
+    """Workers for tokens at ``positions``: blocks of that many tokens go round."""
     return positions // block % n_workers
 
 
 def wish_by_requests(
-    placement: Placement, slot_table: np.ndarray, lengths: np.ndarray, n_new: np.ndarray
-) -> np.ndarray:
-    """A worker ``[B]`` for each row's new tokens: where its last stored token is, else where least KV is.
+    placement: Placement,
+    slot_table: Int[np.ndarray, "B C"],
+    lengths: Int[np.ndarray, " B"],
+    n_new: Int[np.ndarray, " B"],
+) -> Int[np.ndarray, " B"]:
+    """A worker for each row's new tokens: where its last stored token is, else where least KV is.
 
-    ``n_new`` ``[B]``: how many tokens each row adds; longer rows choose first.
+    ``n_new``: how many tokens each row adds; longer rows choose first.
     """
     rows = np.arange(len(lengths))
     stored = lengths > 0
@@ -151,12 +155,12 @@ def wish_by_requests(
 def place_new(
     placement: Placement,
     token_block: int | None,
-    slot_table: np.ndarray,
-    lengths: np.ndarray,
-    positions: np.ndarray,
-    new_slots: np.ndarray,
+    slot_table: Int[np.ndarray, "B C"],
+    lengths: Int[np.ndarray, " B"],
+    positions: Int[np.ndarray, "B T"],
+    new_slots: Int[np.ndarray, "B T"],
 ) -> None:
-    """Gives a step's new tokens, ``new_slots [B, T]`` (S: none), their places; ``token_block`` None: by request."""
+    """Gives a step's new tokens, ``new_slots`` (S: none), their places; ``token_block`` None: by request."""
     real = new_slots < placement.n_slots
     if token_block is None:
         wish = wish_by_requests(placement, slot_table, lengths, real.sum(axis=1))
@@ -167,7 +171,10 @@ def place_new(
 
 
 def place_stored(
-    placement: Placement, token_block: int | None, slot_table: np.ndarray, lengths: np.ndarray
+    placement: Placement,
+    token_block: int | None,
+    slot_table: Int[np.ndarray, "B C"],
+    lengths: Int[np.ndarray, " B"],
 ) -> None:
     """Takes it that rows' earlier tokens, in slots that are all distinct, were stored a row at a time: for measuring steps,
     and compiling them, without a prefill."""
@@ -181,22 +188,22 @@ def place_stored(
 class RowsPlan(NamedTuple):
     """One worker's part of a step. R rows that have stored tokens here, M new tokens that are kept here."""
 
-    rows: np.ndarray  # [R] int32: which of the batch's rows; padding repeats row 0
-    spread: np.ndarray  # [B] int32: at which of R a row is; R for one that is not here
-    slot_table: np.ndarray  # [R, C] int32 local slots, by position; C only as wide as needed
-    lengths: np.ndarray  # [R] int32: stored tokens here; 0 for padding
-    q_positions: dict[int, np.ndarray]  # window -> [R, T] int32: see `plan_rows`
-    new: np.ndarray  # [M] int32: which of the batch's B * T new tokens; padding repeats token 0
-    new_slots: np.ndarray  # [M] int32 local slots; a huge one for padding
+    rows: Int32[np.ndarray, " R"]  # which of the batch's rows; padding repeats row 0
+    spread: Int32[np.ndarray, " B"]  # at which of R a row is; R for one that is not here
+    slot_table: Int32[np.ndarray, "R C"]  # local slots, by position; C only as wide as needed
+    lengths: Int32[np.ndarray, " R"]  # stored tokens here; 0 for padding
+    q_positions: dict[int, Int32[np.ndarray, "R T"]]  # by window: see `plan_rows`
+    new: Int32[np.ndarray, " M"]  # which of the batch's B * T new tokens; padding repeats token 0
+    new_slots: Int32[np.ndarray, " M"]  # local slots; a huge one for padding
 
 
 class PlacedIndices(NamedTuple):
-    """Of all b workers, int32: which of the batch's rows each has, where a row is among them (R: nowhere), and which new
+    """Of all b workers: which of the batch's rows each has, where a row is among them (R: nowhere), and which new
     tokens it keeps."""
 
-    rows: Any  # [b, R]
-    spread: Any  # [b, B]
-    new: Any  # [b, M]
+    rows: Int32[Any, "b R"]
+    spread: Int32[Any, "b B"]
+    new: Int32[Any, "b M"]
 
 
 NO_SLOT = np.iinfo(np.int32).max
@@ -205,13 +212,13 @@ _PAST_END = -2  # in place of a worker
 
 def plan_rows(
     placement: Placement,
-    slot_table: np.ndarray,
-    lengths: np.ndarray,
-    positions: np.ndarray,
-    new_slots: np.ndarray,
+    slot_table: Int[np.ndarray, "B C"],
+    lengths: Int[np.ndarray, " B"],
+    positions: Int[np.ndarray, "B T"],
+    new_slots: Int[np.ndarray, "B T"],
     windows: Sequence[int],
 ) -> list[RowsPlan]:
-    """Each worker's part: slot_table ``[B, C]``, lengths ``[B]``, positions and new_slots ``[B, T]`` (S: none).
+    """Each worker's part; new_slots S: none.
 
     A row's stored tokens on a worker keep their order but lose their positions, which a sliding window asks for. So
     each window gets ``q_positions``: where a query would have to stand in the row of tokens that are there to see
@@ -243,8 +250,10 @@ def plan_rows(
     return plans
 
 
-def _seen_from(here: np.ndarray, positions: np.ndarray, window: int, n_rows: int) -> np.ndarray:
-    """here ``[R, C]``, positions ``[R, T]`` -> ``[n_rows, T]``: first seen of the tokens here, + window - 1."""
+def _seen_from(
+    here: Bool[np.ndarray, "R C"], positions: Int[np.ndarray, "R T"], window: int, n_rows: int
+) -> Int32[np.ndarray, "n_rows T"]:
+    """First seen of the tokens here, + window - 1."""
     before = np.concatenate(
         [np.zeros((len(here), 1), np.int64), np.cumsum(here, axis=1)], axis=1
     )  # [R, C + 1]

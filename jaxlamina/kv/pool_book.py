@@ -8,10 +8,11 @@ slots and rows; no model, and of workers only that they copy and move slots when
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from jaxtyping import Int, Int32
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.placement import (
@@ -31,30 +32,30 @@ from jaxlamina.steps.shape import StepShape
 class KVWorker(Protocol):
     """One worker's KV by its own slots: what moves it. In this process (`jaxlamina.workers.kv_pools.KVPools`) or in another."""
 
-    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None: ...
+    def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None: ...
 
-    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None: ...
+    def move_out(self, slots: Int[np.ndarray, " n"], host_slots: Int[np.ndarray, " n"]) -> None: ...
 
-    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None: ...
+    def move_in(self, host_slots: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None: ...
 
-    def forget_host(self, host_slots: np.ndarray) -> None:
+    def forget_host(self, host_slots: Int[np.ndarray, " n"]) -> None:
         """The host slots hold nothing any more."""
 
-    def take_rows(self, slots: np.ndarray, *, host: bool) -> Sequence[Any]:
+    def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> Sequence[Any]:
         """The KV of slots, or of host slots, which hold nothing then: an array of each pool's with a row a slot."""
 
-    def put_rows(self, slots: np.ndarray, rows: Sequence[Any]) -> None:
+    def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Any]) -> None:
         """Stores what another worker's `take_rows` gave."""
 
 
 class SegmentSlots(NamedTuple):
-    """The slots on one worker of a step's rows, or of a prompt's tokens, int32: R rows with up to C stored tokens, M new
+    """The slots on one worker of a step's rows, or of a prompt's tokens: R rows with up to C stored tokens, M new
     tokens."""
 
-    slot_table: Any  # [R, C]
-    lengths: Any  # [R]
-    new_slots: Any  # [M], ≥ S for none
-    q_positions: dict[int, Any]  # window -> [R, T], for tables that lost their positions
+    slot_table: Int32[Any, "R C"]
+    lengths: Int32[Any, " R"]
+    new_slots: Int32[Any, " M"]  # ≥ S for none
+    q_positions: dict[int, Int32[Any, "R T"]]  # by window, for tables that lost their positions
 
     def part(self, j: int, n: int) -> SegmentSlots:
         """The j-th of n equal parts of the rows and new tokens."""
@@ -104,7 +105,11 @@ class PoolBook:
         self._host_worker = np.full(n_host_slots, -1, np.int32)
 
     def plan(
-        self, kind: Any, batch: DecodeBatch | PrefillBatch, q_first: bool, n_batches: int = 1
+        self,
+        kind: Literal["decode", "prefill", "chunk"],
+        batch: DecodeBatch | PrefillBatch,
+        q_first: bool,
+        n_batches: int = 1,
     ) -> PlannedRows:
         """Of n staggered batches the j-th has rows j, j + n, …; what is told of them is batch after batch."""
         b, t = batch.tokens.shape
@@ -149,7 +154,7 @@ class PoolBook:
         if self.placement is not None:
             place_stored(self.placement, self._token_block, batch.slot_table, batch.lengths)
 
-    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
+    def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         """Slot ``src[i]``'s KV also into ``dst[i]``: beside its original where there is room, else on another worker."""
         if self.placement is None:
             for worker in self._workers:
@@ -164,7 +169,7 @@ class PoolBook:
             else:
                 self._carry(w, local[src[goes]], u, local[dst[goes]], host=False)
 
-    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None:
+    def move_out(self, slots: Int[np.ndarray, " n"], host_slots: Int[np.ndarray, " n"]) -> None:
         """Each worker keeps its tokens' KV in a host store of its own."""
         self._check_host(host_slots)
         if self.placement is None:
@@ -182,7 +187,7 @@ class PoolBook:
                 worker.move_out(self.placement.local[slots[mine]], host_slots[mine])
         self._host_worker[host_slots] = owners
 
-    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
+    def move_in(self, host_slots: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
         """Tokens come back to the worker they were on where there is room."""
         self._check_host(host_slots)
         if self.placement is None:
@@ -202,7 +207,7 @@ class PoolBook:
                 self._carry(w, host_slots[goes], u, local[goes], host=True)
         self._host_worker[host_slots] = -1
 
-    def release(self, slots: np.ndarray) -> None:
+    def release(self, slots: Int[np.ndarray, " n"]) -> None:
         """``slots`` are nobody's now: their places are free for others, which keeps the workers balanced."""
         if self.placement is not None:
             self.placement.release(slots)

@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Int, Int32
 
 from jaxlamina.kv.allocator import SlotAllocator, Slots, as_slots
 
@@ -26,7 +27,13 @@ class _Node:
 
     __slots__ = ("children", "last_used", "parent", "queued", "slots", "tokens")
 
-    def __init__(self, tokens: np.ndarray, slots: np.ndarray, parent: _Node | None, last_used: int) -> None:
+    def __init__(
+        self,
+        tokens: Int[np.ndarray, " n"],
+        slots: Int[np.ndarray, " n"],
+        parent: _Node | None,
+        last_used: int,
+    ) -> None:
         self.tokens = tokens  # [n] int32
         self.slots = slots  # [n] int32
         self.parent = parent  # None: the root, or no longer in the tree
@@ -69,12 +76,12 @@ class PrefixCache:
         """Slots that nobody but the cache owns: ``evict`` frees as many and no more. O(capacity), vectorised."""
         return int(np.count_nonzero((self.slots.owner_counts == 1) & self._held))
 
-    def owned_slots(self) -> np.ndarray:
-        """The slots that the cache has a reference on, ascending ``[n_cached]``: for ``check_integrity``."""
+    def owned_slots(self) -> Int[np.ndarray, " n"]:
+        """The slots that the cache has a reference on, ascending: for ``check_integrity``."""
         return np.flatnonzero(self._held).astype(np.int32)
 
-    def match(self, tokens: Tokens) -> np.ndarray:
-        """Slots ``[n]`` int32 of the longest cached prefix of ``tokens``. The caller owns one reference each."""
+    def match(self, tokens: Tokens) -> Int32[np.ndarray, " n"]:
+        """Slots of the longest cached prefix of ``tokens``. The caller owns one reference each."""
         tokens = as_tokens(tokens)
         path = self._walk(tokens)
         found = np.concatenate([self._root.slots, *(node.slots for node in path)])
@@ -185,7 +192,7 @@ class PrefixCache:
             yield node
             stack.extend(node.children.values())
 
-    def _walk(self, tokens: np.ndarray) -> list[_Node]:
+    def _walk(self, tokens: Int[np.ndarray, " n"]) -> list[_Node]:
         """The nodes that spell the longest cached prefix, used now. The last is split if only its head matched."""
         self._clock += 1
         path: list[_Node] = []
@@ -263,7 +270,7 @@ class PrefixCache:
             return True
         return False
 
-    def _cut(self, leaf: _Node, n: int) -> np.ndarray:
+    def _cut(self, leaf: _Node, n: int) -> Int[np.ndarray, " {n}"]:
         """Takes the last ``n`` tokens off a leaf; returns their slots, whose references are the caller's to free."""
         kept = len(leaf.tokens) - n
         first, slots = int(leaf.tokens[0]), leaf.slots[kept:]
@@ -280,12 +287,12 @@ class PrefixCache:
         return slots
 
 
-def as_tokens(tokens: Tokens) -> np.ndarray:
-    """Token ids ``[n]`` int32 of any sequence of integers."""
+def as_tokens(tokens: Tokens) -> Int32[np.ndarray, " n"]:
+    """Token ids of any sequence of integers."""
     return np.asarray(tokens, np.int32).reshape(-1)
 
 
-def _n_shared(a: np.ndarray, b: np.ndarray) -> int:
+def _n_shared(a: Int[np.ndarray, " n"], b: Int[np.ndarray, " m"]) -> int:
     """How many tokens two runs have in common from their start."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]

@@ -6,9 +6,11 @@ It knows neither who owns the slots nor what they hold.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import overload
 
 import numpy as np
+from jaxtyping import Int, Int32
+from numpy.typing import DTypeLike
 
 from jaxlamina.kv.allocator import Slots, as_slots
 
@@ -53,14 +55,20 @@ class SlotList:
         """Forgets all of them (and frees none: that is the allocator's)."""
         self._n = 0
 
-    def view(self) -> np.ndarray:
-        """The slots ``[n]`` int32, uncopied."""
+    def view(self) -> Int32[np.ndarray, " n"]:
+        """The slots, uncopied."""
         return self._buffer[: self._n]
 
     def __len__(self) -> int:
         return self._n
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int | np.integer) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice | np.ndarray) -> Int32[np.ndarray, " m"]: ...
+
+    def __getitem__(self, index: int | np.integer | slice | np.ndarray) -> int | Int32[np.ndarray, " m"]:
         """A slot as an ``int``, or a view of several."""
         found = self.view()[index]
         return found if isinstance(found, np.ndarray) else int(found)
@@ -68,7 +76,7 @@ class SlotList:
     def __iter__(self) -> Iterator[int]:
         return iter(self.view().tolist())
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.view(), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
@@ -80,7 +88,7 @@ class SlotList:
         self._buffer = buffer
 
 
-def append_each(lists: Sequence[SlotList], slots: np.ndarray) -> None:
+def append_each(lists: Sequence[SlotList], slots: Int[np.ndarray, " n"]) -> None:
     """One slot more for each list, in order: a decode step's growth. ``ValueError`` unless there are as many."""
     for row, slot in zip(lists, slots.tolist(), strict=True):
         n = row._n  # `append`, without a call each: half of the time, every step

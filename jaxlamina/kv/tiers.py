@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int, Int32
 
 from jaxlamina.kv.allocator import OutOfSlots, SlotAllocator, Slots, as_slots
 
@@ -22,9 +23,9 @@ from jaxlamina.kv.allocator import OutOfSlots, SlotAllocator, Slots, as_slots
 class Move(NamedTuple):
     """Where tokens are now, and the copies that bring them there."""
 
-    slots: np.ndarray  # [n] int32: the tokens' slots on the other side, in the order asked
-    source: np.ndarray  # [m ≤ n] int32: slots to copy from, on the side that they leave
-    target: np.ndarray  # [m] int32: slots to copy to
+    slots: Int32[np.ndarray, " n"]  # the tokens' slots on the other side, in the order asked
+    source: Int32[np.ndarray, " m"]  # slots to copy from, m ≤ n, on the side that they leave
+    target: Int32[np.ndarray, " m"]  # slots to copy to
 
 
 class HostTier:
@@ -143,15 +144,15 @@ class HostTier:
                 f"device slot {slot} and host slot {self._twin[slot]} are not each other's twin"
             )
 
-    def _pair(self, device: np.ndarray, host: np.ndarray) -> None:
+    def _pair(self, device: Int[np.ndarray, " n"], host: Int[np.ndarray, " n"]) -> None:
         """These hold the same from now on, for as long as both stay owned."""
         self._twin[device] = host
         self._twin_of_host[host] = device
         self._stamps[0, device] = self.device.stamps_of(device)
         self._stamps[1, device] = self._host.stamps_of(host)
 
-    def _has_host_twin(self, device: np.ndarray) -> np.ndarray:
-        """Which of these owned device slots have their KV on the host as well, ``[n]`` bool."""
+    def _has_host_twin(self, device: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Which of these owned device slots have their KV on the host as well."""
         host = self._twin[device]
         return (
             (self._host.owner_counts[host] > 0)
@@ -159,8 +160,8 @@ class HostTier:
             & (self._stamps[1, device] == self._host.stamps_of(host))
         )
 
-    def _has_device_twin(self, host: np.ndarray) -> np.ndarray:
-        """Which of these owned host slots have their KV on the device as well, ``[n]`` bool."""
+    def _has_device_twin(self, host: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Which of these owned host slots have their KV on the device as well."""
         device = self._twin_of_host[host]
         return (
             (self.device.owner_counts[device] > 0)
@@ -169,7 +170,7 @@ class HostTier:
         )
 
 
-def _check_owned_once(slots: SlotAllocator, held: np.ndarray) -> None:
+def _check_owned_once(slots: SlotAllocator, held: Int[np.ndarray, " n"]) -> None:
     """``ValueError`` unless these slots of one owner are all owned and listed once."""
     if len(np.unique(held)) < len(held):
         raise ValueError(f"slots {held.tolist()} of one owner must differ")

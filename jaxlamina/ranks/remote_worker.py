@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import Group
@@ -18,23 +18,23 @@ class RemoteWorker:
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank
 
-    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
+    def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         self._send(m.CopySlots(_ints(src), _ints(dst)))
 
-    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None:
+    def move_out(self, slots: Int[np.ndarray, " n"], host_slots: Int[np.ndarray, " n"]) -> None:
         self._send(m.MoveOut(_ints(slots), _ints(host_slots)))
 
-    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
+    def move_in(self, host_slots: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
         self._send(m.MoveIn(_ints(host_slots), _ints(slots)))
 
-    def forget_host(self, host_slots: np.ndarray) -> None:
+    def forget_host(self, host_slots: Int[np.ndarray, " n"]) -> None:
         self._send(m.ForgetHost(_ints(host_slots)))
 
-    def take_rows(self, slots: np.ndarray, *, host: bool) -> tuple[m.Array, ...]:
+    def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> tuple[m.Array, ...]:
         self._send(m.TakeRows(_ints(slots), host))
         return self._group.receive(self._rank, m.Rows).rows
 
-    def put_rows(self, slots: np.ndarray, rows: Sequence[Any]) -> None:
+    def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[m.Array]) -> None:
         self._send(m.PutRows(_ints(slots), tuple(rows)))
 
     def _send(self, message: m.Message) -> None:
@@ -64,7 +64,7 @@ class SlotTables:
             self._slots(i, *one) for i, one in enumerate(zip(step.segments, step.tables, strict=True))
         )
 
-    def _changes(self, i: int, table: np.ndarray) -> m.Changes | None:
+    def _changes(self, i: int, table: Int[np.ndarray, "R C"]) -> m.Changes | None:
         last, self._last[i] = self._last.get(i), table
         if last is None or last.shape != table.shape:
             return None
@@ -91,5 +91,5 @@ def _arrays(slots: SegmentSlots, with_table: bool) -> dict[str, m.Array]:
     return {name: m.Array.of(x) for name, x in arrays.items()}
 
 
-def _ints(x: np.ndarray) -> m.Array:
+def _ints(x: Int[np.ndarray, " n"]) -> m.Array:
     return m.Array.of(np.asarray(x, np.int32))

@@ -6,13 +6,14 @@ batch goes through the model when it is loaded. Knows a model function and its a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Float, Int, Int32
 
 from jaxlamina.errors import UserError
 from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
@@ -28,12 +29,12 @@ _MOST_CHARACTERS = 16 * _MOST_ROWS * _TOKENS  # of a text, more of which would n
 class Calibration:
     """What int8 scales that are fixed are found from.
 
-    - ``tokens`` ``[B, T]``: None draws them at random from the vocabulary, always the same ones.
+    - ``tokens``: None draws them at random from the vocabulary, always the same ones.
     - ``headroom``: scales hold so much more than the farthest value met. Tokens yet to come go somewhat beyond, and a value
       that clips costs more than the finer step gains. Chosen on other text than what tests judge by: docs/benchmarks.md.
     """
 
-    tokens: np.ndarray | None = None
+    tokens: Int[np.ndarray, "B T"] | None = None
     headroom: float = 2.0
 
     def __post_init__(self) -> None:
@@ -45,8 +46,10 @@ class Calibration:
             )
 
 
-def calibration_rows(given: Any, encode: Callable[[str], Sequence[int]], n_vocab: int) -> np.ndarray:
-    """Rows ``[B, T]`` of text, token ids, or lists of either, put one after the other; T is at most 128, and of a long text
+def calibration_rows(
+    given: object, encode: Callable[[str], Sequence[int]], n_vocab: int
+) -> Int32[np.ndarray, "B T"]:
+    """Rows of text, token ids, or lists of either, put one after the other; T is at most 128, and of a long text
     the first rows are taken. ``UserError`` for what is neither, for ids that the vocabulary has not, and for fewer than two
     tokens."""
     tokens = np.asarray(list(_flat(given, encode)), np.int64)
@@ -60,11 +63,11 @@ def calibration_rows(given: Any, encode: Callable[[str], Sequence[int]], n_vocab
     return tokens[: n_rows * length].reshape(n_rows, length).astype(np.int32)
 
 
-def _flat(given: Any, encode: Callable[[str], Sequence[int]]) -> Any:
+def _flat(given: object, encode: Callable[[str], Sequence[int]]) -> Iterator[int]:
     if isinstance(given, str):
         yield from encode(given[:_MOST_CHARACTERS])
     elif isinstance(given, int | np.integer) and not isinstance(given, bool):
-        yield given
+        yield int(given)
     elif isinstance(given, list | tuple | np.ndarray):
         for part in given:
             yield from _flat(part, encode)
@@ -96,10 +99,12 @@ def channel_scales(
     b, t = tokens.shape
     traced = trace_step(model, params, b, t)
 
-    def scales(params: Params, *inputs: jax.Array) -> list[ChannelScales]:
+    def scales(params: Params, *inputs: Int32[Array, "B ..."]) -> list[ChannelScales]:
         found: list[ChannelScales] = []
 
-        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(
+            i: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+        ) -> Float[Array, "B T N H"]:
             pairs = zip((k, v), specs[i].zero_points, strict=True)
             zeros = [channel_zeros_of(x) if has else None for x, has in pairs]
             of_both = (channel_scales_of(x, z) for x, z in zip((k, v), zeros, strict=True))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int, Int32, Int64, Shaped
 
 from jaxlamina.errors import UserError
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
@@ -21,7 +21,8 @@ from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
 _LEAST, _MOST = 16, 256
 
 Slots = Sequence[int] | np.ndarray
-Rows = list[tuple[jax.Array, ...]]  # of each pool what it keeps a slot, [M, ...] arrays
+Pools = tuple[list[Pool], list[Pool]]  # keys and values of each layer
+Rows = list[tuple[Shaped[jax.Array | np.ndarray, "M ..."], ...]]  # of each pool what it keeps a slot
 
 
 class KVPools:
@@ -47,27 +48,27 @@ class KVPools:
         self._put = jax.jit(_with_rows, donate_argnums=0)
         self._take = jax.jit(_rows_at)
 
-    def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
+    def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
         for piece in pieces(len(src)):
             at = padded(src[piece], 0), padded(dst[piece], self.n_slots)
             self.k, self.v = self._copy((self.k, self.v), *at)
 
-    def take(self, slots: np.ndarray) -> Rows:
+    def take(self, slots: Int[np.ndarray, " n"]) -> Rows:
         """All layers' KV of ``slots`` (at most a piece of `pieces`), padded; a copy on the device."""
         return self._take((self.k, self.v), padded(slots, 0))
 
-    def put(self, slots: np.ndarray, rows: Rows) -> None:
-        """Stores ``rows`` at ``slots``, one a row; a slot ≥ S is dropped."""
+    def put(self, slots: Int[np.ndarray, " M"], rows: Rows) -> None:
+        """Stores ``rows`` at ``slots``; a slot ≥ S is dropped."""
         self.k, self.v = self._put((self.k, self.v), rows, np.asarray(slots, np.int32))
 
-    def move_out(self, slots: np.ndarray, host_slots: np.ndarray) -> None:
+    def move_out(self, slots: Int[np.ndarray, " n"], host_slots: Int[np.ndarray, " n"]) -> None:
         """Copies the KV of ``slots`` to ``host_slots``; the caller may use the slots for others from then on."""
         self.host.check(host_slots)
         for piece in pieces(len(slots)):
             self.host.put(host_slots[piece], self.take(slots[piece]))
 
-    def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
+    def move_in(self, host_slots: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
         """Brings ``host_slots`` back into ``slots``; the host's slots are empty then."""
         self.host.check(host_slots)
         for which, at, rows in self.host.pop(host_slots):
@@ -75,13 +76,13 @@ class KVPools:
             to[at] = slots[which]
             self.put(to, rows)
 
-    def forget_host(self, host_slots: np.ndarray) -> None:
+    def forget_host(self, host_slots: Int[np.ndarray, " n"]) -> None:
         """The host slots hold nothing any more."""
         self.host.forget(host_slots)
 
-    def take_rows(self, slots: np.ndarray, *, host: bool) -> list[np.ndarray]:
-        """The KV of ``slots``, or of host slots, which hold nothing then: of each layer's keys, then values, what a pool keeps, a row
-        a slot."""
+    def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> list[Shaped[np.ndarray, "n ..."]]:
+        """The KV of ``slots``, or of host slots, which hold nothing then: of each layer's keys, then values, what a pool
+        keeps."""
         if host:
             found = list(self.host.pop(slots))
         else:
@@ -91,12 +92,12 @@ class KVPools:
         flat = [[np.asarray(x)[at] for of_pool in rows for x in of_pool] for _, at, rows in found]
         return [np.concatenate(blocks)[order] for blocks in zip(*flat, strict=True)]
 
-    def put_rows(self, slots: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+    def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Shaped[np.ndarray, "n ..."]]) -> None:
         """Stores what another worker's `take_rows` gave."""
         to = padded(slots, self.n_slots)
         flat = [np.pad(x, [(0, len(to) - len(slots))] + [(0, 0)] * (x.ndim - 1)) for x in rows]
         per_pool = len(flat) // (2 * len(self.k))
-        grouped: Any = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
+        grouped: Rows = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
         self.put(to, grouped)
 
 
@@ -129,21 +130,23 @@ class HostStore:
         """Rows of memory that it takes, gaps and padding included."""
         return sum(len(rows[0][0]) for rows in self._blocks.values())
 
-    def check(self, host_slots: np.ndarray) -> None:
+    def check(self, host_slots: Int[np.ndarray, " n"]) -> None:
         """``UserError`` without a store, ``ValueError`` for slots that it has not."""
         if not self.n_slots:
             raise UserError("there are no host KV slots: give host_kv_slots (n_host_slots of an executor)")
         if len(host_slots) and not (0 <= host_slots.min() and host_slots.max() < self.n_slots):
             raise ValueError(f"host slots {host_slots} must be within 0 … {self.n_slots - 1}")
 
-    def put(self, host_slots: np.ndarray, rows: Rows) -> None:
+    def put(self, host_slots: Int[np.ndarray, " n"], rows: Rows) -> None:
         """Keeps the first ``len(host_slots)`` of ``rows`` (on the device); what those slots held is dropped."""
         self.forget(host_slots)
         self._add(host_slots, self._to_host(rows))
         if self.n_rows > 2 * self.n_slots + _MOST:
             self._close_gaps()
 
-    def pop(self, host_slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, Rows]]:
+    def pop(
+        self, host_slots: Int[np.ndarray, " n"]
+    ) -> Iterator[tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"], Rows]]:
         """Takes tokens out, a block at a time: (which of ``host_slots``, at which rows, the rows on the device)."""
         blocks = self._block_of[host_slots]
         if (blocks < 0).any():
@@ -159,13 +162,13 @@ class HostStore:
     def _to_host(self, rows: Rows) -> Rows:
         return jax.device_get(rows) if self._pinned is None else jax.device_put(rows, self._pinned)
 
-    def _add(self, host_slots: np.ndarray, rows: Rows) -> None:
+    def _add(self, host_slots: Int[np.ndarray, " n"], rows: Rows) -> None:
         self._blocks[self._next] = rows
         self._block_of[host_slots] = self._next
         self._row_of[host_slots] = np.arange(len(host_slots))
         self._next += 1
 
-    def forget(self, host_slots: np.ndarray) -> None:
+    def forget(self, host_slots: Int[np.ndarray, " n"]) -> None:
         self._block_of[host_slots] = -1
         alive = set(np.unique(self._block_of).tolist())
         self._blocks = {block: rows for block, rows in self._blocks.items() if block in alive}
@@ -198,8 +201,8 @@ def pieces(n: int) -> Iterator[slice]:
     return (slice(first, min(first + _MOST, n)) for first in range(0, n, _MOST))
 
 
-def padded(slots: np.ndarray, fill: int) -> np.ndarray:
-    """``slots`` int32 up to the next size that a program exists for, with ``fill``."""
+def padded(slots: Int[np.ndarray, " n"], fill: int) -> Int32[np.ndarray, " width"]:
+    """``slots`` up to the next size that a program exists for, with ``fill``."""
     out = np.full(_width(len(slots)), fill, np.int32)
     out[: len(slots)] = slots
     return out
@@ -227,7 +230,7 @@ def _empty(
     n_slots: int,
     device: jax.Device,
     channel_scales: Sequence[ChannelScales] | None,
-) -> tuple[list[Pool], list[Pool]]:
+) -> Pools:
     scales = channel_scales or [ChannelScales(None, None)] * len(specs)
 
     def pool(spec: AttentionSpec, scales: jax.Array | None, zeros: jax.Array | None) -> Pool:
@@ -243,29 +246,29 @@ def _empty(
     return list(k), list(v)
 
 
-def _kept(pool: Pool) -> tuple[jax.Array, ...]:
-    """The arrays ``[S, ...]`` in which a pool keeps something a slot: its scales too, unless they are fixed."""
+def _kept(pool: Pool) -> tuple[Shaped[jax.Array, "S ..."], ...]:
+    """The arrays in which a pool keeps something a slot: its scales too, unless they are fixed."""
     if isinstance(pool, QuantizedPool):
         return tuple(pool)
     return (pool.values,) if isinstance(pool, ChannelQuantizedPool) else (pool,)
 
 
-def _with(pool: Pool, kept: tuple[jax.Array, ...]) -> Pool:
+def _with(pool: Pool, kept: tuple[Shaped[jax.Array, "S ..."], ...]) -> Pool:
     if isinstance(pool, QuantizedPool):
         return QuantizedPool(*kept)
     return pool._replace(values=kept[0]) if isinstance(pool, ChannelQuantizedPool) else kept[0]
 
 
-def _is_pool(x: Any) -> bool:
+def _is_pool(x: object) -> bool:
     return isinstance(x, QuantizedPool | ChannelQuantizedPool)
 
 
-def _rows_at(pools: Any, slots: jax.Array) -> Rows:
+def _rows_at(pools: Pools, slots: Int32[jax.Array, " n"]) -> Rows:
     flat = jax.tree.leaves(pools, is_leaf=_is_pool)
     return [tuple(x.at[slots].get(mode="clip") for x in _kept(pool)) for pool in flat]
 
 
-def _with_rows(pools: Any, rows: Rows, slots: jax.Array) -> Any:
+def _with_rows(pools: Pools, rows: Rows, slots: Int32[jax.Array, " M"]) -> Pools:
     flat, tree = jax.tree.flatten(pools, is_leaf=_is_pool)
     new = [
         _with(pool, tuple(x.at[slots].set(r, mode="drop") for x, r in zip(_kept(pool), of_pool, strict=True)))
@@ -274,10 +277,10 @@ def _with_rows(pools: Any, rows: Rows, slots: jax.Array) -> Any:
     return jax.tree.unflatten(tree, new)
 
 
-def _copied(pools: Any, src: jax.Array, dst: jax.Array) -> Any:
+def _copied(pools: Pools, src: Int32[jax.Array, " n"], dst: Int32[jax.Array, " n"]) -> Pools:
     return _with_rows(pools, _rows_at(pools, src), dst)
 
 
-def as_slots(slots: Slots) -> np.ndarray:
-    """Slots as a flat int array."""
+def as_slots(slots: Slots) -> Int64[np.ndarray, " n"]:
+    """Slots as a flat array."""
     return np.asarray(slots, np.int64).reshape(-1)

@@ -6,16 +6,18 @@ Holds weights and nothing else between steps. It knows no KV and no slot; who ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
 
 from splitter import SplitModel, Traced, split, trace
 
 # (params, tokens [B, T], positions [B, T], logits_at [B] | None) -> logits [B, 1 or T, V]
 ModelFn = Callable[..., jax.Array]
 Params = Mapping[str, jax.Array]
+Like = Array | jax.ShapeDtypeStruct
 
 
 class ModelWorker:
@@ -26,12 +28,12 @@ class ModelWorker:
         model: ModelFn,
         params: Params,
         device: jax.Device,
-        like: Mapping[str, Any] | None = None,
+        like: Mapping[str, Like] | None = None,
     ) -> None:
         """``like``: the parameters' shapes as the model has them, where ``params`` are this rank's shares of them."""
         self.device = device
         self.params = jax.device_put(dict(params), device)
-        self.like: Mapping[str, Any] = self.params if like is None else dict(like)
+        self.like: Mapping[str, Like] = self.params if like is None else dict(like)
         self._model = model
         self._splits: dict[tuple[int, int, bool], SplitModel] = {}
 
@@ -44,18 +46,27 @@ class ModelWorker:
         return self._splits[key]
 
 
-def trace_step(model: ModelFn, params: Params, batch: int, n_tokens: int, *, of_all: bool = False) -> Traced:
+def trace_step(
+    model: ModelFn, params: Mapping[str, Like], batch: int, n_tokens: int, *, of_all: bool = False
+) -> Traced:
     """``model`` traced for ``[batch, n_tokens]``: a decode step for one token a row, else a prefill, which takes the index
     of each row's one token that logits are of, unless they are ``of_all``."""
     tokens = jax.ShapeDtypeStruct((batch, n_tokens), jnp.int32)
     if n_tokens == 1 or of_all:
 
-        def decode(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        def decode(
+            params: Params, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
+        ) -> Float[Array, "B _ V"]:
             return model(params, tokens, positions, None)
 
         return trace(decode, dict(params), tokens, tokens)
 
-    def prefill(params: Params, tokens: jax.Array, positions: jax.Array, logits_at: jax.Array) -> jax.Array:
+    def prefill(
+        params: Params,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        logits_at: Int32[Array, " B"],
+    ) -> Float[Array, "B 1 V"]:
         return model(params, tokens, positions, logits_at)
 
     return trace(prefill, dict(params), tokens, tokens, jax.ShapeDtypeStruct((batch,), jnp.int32))

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Float32
 
 from jaxlamina.errors import UserError
 from jaxlamina.steps.buckets import Cut
@@ -21,13 +23,13 @@ CALIBRATED_KV_DTYPES = ("int8-channel", "int8-channel-asymmetric")  # with fixed
 
 
 class ChannelScales(NamedTuple):
-    """Fixed scales ``[K, H]`` float32 of one layer's int8 K and V pools, and zero points where they are not 0 (ALISA §V.B);
+    """Fixed scales of one layer's int8 K and V pools, and zero points where they are not 0 (ALISA §V.B);
     None for other storage."""
 
-    k: jax.Array | None
-    v: jax.Array | None
-    k_zeros: jax.Array | None = None
-    v_zeros: jax.Array | None = None
+    k: Float32[Array, "K H"] | None
+    v: Float32[Array, "K H"] | None
+    k_zeros: Float32[Array, "K H"] | None = None
+    v_zeros: Float32[Array, "K H"] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,5 +108,5 @@ def bucket_cut(specs: Iterable[AttentionSpec], device: jax.Device, *, whole_step
 def _suits_mosaic_gpu(spec: AttentionSpec) -> bool:
     heads = (1, spec.n_kv_heads, spec.head_dim)
     q = jax.ShapeDtypeStruct((1, *heads), spec.dtype)
-    pool: Any = jax.ShapeDtypeStruct(heads, spec.kv_dtype)  # it is looked at for its values' dtype alone
+    pool = jax.ShapeDtypeStruct(heads, spec.kv_dtype)  # it is looked at for its values' dtype alone
     return why_not("mosaic_gpu", q, pool, return_mass=False) is None

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int32
 
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import make_pool
@@ -28,7 +29,7 @@ class LargestStep:
             raise ValueError(f"{self} must have a batch and a context of 1 and a prompt of 2 at least")
 
 
-def program_bytes(function: Any, *args: Any) -> int:
+def program_bytes(function: jax.stages.Wrapped, *args: Any) -> int:
     """Bytes that jitted ``function`` takes beside its arguments (arrays or shapes): temporary, and new results."""
     analysis = function.lower(*args).compile().memory_analysis()
     if analysis is None:
@@ -54,6 +55,6 @@ def pool_shapes(spec: AttentionSpec) -> Any:
     return jax.eval_shape(lambda: make_pool(_SOME_SLOTS, *size, spec.kv_dtype, channel_scales=scales))
 
 
-def ints(*shape: int) -> jax.ShapeDtypeStruct:
-    """An int32 input."""
+def ints(*shape: int) -> Int32[jax.ShapeDtypeStruct, " ..."]:
+    """An input of integers."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
