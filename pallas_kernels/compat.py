@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ Primitive = jex_core.Primitive
 Literal = jex_core.Literal
 Var = jex_core.Var
 JaxprEqn = jex_core.JaxprEqn
+Jaxpr = jex_core.Jaxpr
+Atom: TypeAlias = Var | Literal
 ShapedArray = jax.core.ShapedArray
 
 # Whether a Mosaic GPU kernel may write to what it is given (`jax.new_ref`): JAX 0.10 loses the write on the way.
@@ -47,7 +49,7 @@ def __getattr__(name: str) -> Any:
 _JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
 
 
-def is_jaxpr(x: Any) -> bool:
+def is_jaxpr(x: object) -> bool:
     """Whether `x` is a jaxpr, closed over its constants or not."""
     return isinstance(x, _JAXPR_TYPES)
 
@@ -109,7 +111,7 @@ def name_stack(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def itemsize_bytes(dtype: Any) -> float:
+def itemsize_bytes(dtype: jax.typing.DTypeLike) -> float:
     """Bytes of one element. Half a byte for 4-bit types, which NumPy reports as one; keys count their words."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return float(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4)
@@ -122,6 +124,12 @@ def itemsize_bytes(dtype: Any) -> float:
 
 
 _itemsize_bytes = lru_cache(maxsize=64)(itemsize_bytes)
+
+
+def like_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array-valued variable or constant of a jaxpr."""
+    aval: Any = atom.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def nbytes(aval: Any) -> int:
@@ -137,7 +145,7 @@ def has_cudnn() -> bool:
         return False
 
 
-def has_tpu_race(run: Callable[[], Any]) -> bool:
+def has_tpu_race(run: Callable[[], object]) -> bool:
     """Whether a Pallas TPU kernel that is interpreted with `detect_races` has one: JAX 0.12 raises, others set a flag."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # slow to import, and for tests only
 
@@ -151,7 +159,7 @@ def has_tpu_race(run: Callable[[], Any]) -> bool:
     return races is not None and bool(races.races_found)
 
 
-def not_written_to_cache() -> Any:
+def not_written_to_cache() -> contextlib.AbstractContextManager[None]:
     """Within it, in this thread, JAX does not write what is compiled to its cache on disk, and reads there as ever."""
     return config.persistent_cache_min_compile_time_secs(float("inf"))
 
@@ -184,7 +192,7 @@ def store_to_gpu(ref: Any, value: Any) -> None:
         ref[...] = value
 
 
-def lowered_for_tpu(jitted: Any, *args: Any) -> str:
+def lowered_for_tpu(jitted: jax.stages.Wrapped, *args: Any) -> str:
     """The StableHLO of a jitted function for a TPU v5e, on a machine that has none."""
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import BFloat16, Float, Float32, Int32
 
 from pallas_kernels import compat
 from pallas_kernels.dispatch import default_device
@@ -100,7 +100,7 @@ def attention_with_own(
     softcap: float | None = None,
     interpret: bool = False,
     tuning: Tuning | None = None,
-) -> Float32[Array, "B 1 N H"]:
+) -> BFloat16[Array, "B 1 N H"]:
     """As `pallas_kernels.attention_with_own`, where `supports_own_token`: the second kernel attends the own token."""
     given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
     return (_interpreted if interpret else _compiled)(*given, _own(q, k, v))[0]

@@ -7,10 +7,11 @@ the whole cache. Knows nothing of devices or of how slices run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pallas_kernels import compat
+from pallas_kernels.compat import Atom, Var
 from splitter.block import variables
 from splitter.mincut import CutGraph, Op
 from splitter.operator import attention_p
@@ -130,12 +131,12 @@ class SiteRegion:
 
     position: int
     region: tuple[int, ...]
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    private: tuple[Any, ...]
-    state: tuple[Any, ...]
+    q: Atom
+    k: Atom
+    v: Atom
+    out: Var
+    private: tuple[Var, ...]
+    state: tuple[Var, ...]
 
 
 @dataclass
@@ -143,20 +144,20 @@ class Analysis:
     """The facts about a traced model that cutting and slicing need; see the field comments."""
 
     traced: Traced
-    producer: dict[Any, int] = field(default_factory=dict)  # variable -> its equation's position
-    consumers: dict[Any, list[int]] = field(default_factory=dict)
-    depends: dict[Any, Dependence] = field(default_factory=dict)
+    producer: dict[Var, int] = field(default_factory=dict)  # variable -> its equation's position
+    consumers: dict[Var, list[int]] = field(default_factory=dict)
+    depends: dict[Var, Dependence] = field(default_factory=dict)
     regions: list[SiteRegion] = field(default_factory=list)
     in_region: dict[int, int] = field(default_factory=dict)  # equation position -> site number
-    view: set[Any] = field(default_factory=set)  # variables that are views of parameters
+    view: set[Var] = field(default_factory=set)  # variables that are views of parameters
     cheap: set[int] = field(default_factory=set)  # positions of recomputable equations
     kinds: tuple[str, ...] = ()  # per output: "final", "aux" or "state"
 
     @property
-    def eqns(self) -> Any:
+    def eqns(self) -> Sequence[compat.JaxprEqn]:
         return self.traced.jaxpr.eqns
 
-    def dep(self, atom: Any) -> Dependence:
+    def dep(self, atom: Atom) -> Dependence:
         return Dependence() if isinstance(atom, compat.Literal) else self.depends[atom]
 
 
@@ -192,7 +193,10 @@ def analyse(traced: Traced, *, recompute: bool = True) -> Analysis:
     return a
 
 
-def _folded(a: Analysis, site: int) -> tuple[tuple[int, ...], Any, Any, Any]:
+Folded = tuple[tuple[int, ...], Atom, Atom, Atom]  # the equations of a site, and its q, new k, new v
+
+
+def _folded(a: Analysis, site: int) -> Folded:
     """The equations folded into a site, and its q, new k, new v."""
     eqn = a.eqns[site]
     q, k, v = eqn.invars[:3]
@@ -207,7 +211,7 @@ def _folded(a: Analysis, site: int) -> tuple[tuple[int, ...], Any, Any, Any]:
     return tuple(sorted(region)), q, k, v
 
 
-def _cache_write(a: Analysis, operand: Any) -> tuple[list[int], Any]:
+def _cache_write(a: Analysis, operand: Atom) -> tuple[list[int], Atom]:
     """Walk up from a key or value operand to a write into a cache; what was written, or the operand itself."""
     chain, v = [], operand
     while not isinstance(v, compat.Literal) and v in a.producer:
@@ -223,7 +227,7 @@ def _cache_write(a: Analysis, operand: Any) -> tuple[list[int], Any]:
     return [], operand
 
 
-def _is_given(a: Analysis, atom: Any) -> bool:
+def _is_given(a: Analysis, atom: Atom) -> bool:
     """Whether a value is an input of the model, perhaps in another layout; not a parameter, not computed."""
     v = atom
     while not isinstance(v, compat.Literal) and v in a.producer:
@@ -257,11 +261,11 @@ def _flow(a: Analysis) -> None:
             a.view.update(eqn.outvars)
 
 
-def _region(a: Analysis, number: int, site: int, folded: tuple, outputs: set[Any]) -> SiteRegion:
+def _region(a: Analysis, number: int, site: int, folded: Folded, outputs: set[Var]) -> SiteRegion:
     region, q, k, v = folded
     inside = {w for p in region for w in a.eqns[p].outvars}
     sent = {x for x in (q, k, v) if not isinstance(x, compat.Literal)}
-    private: dict[Any, None] = {}
+    private: dict[Var, None] = {}
     for p in region:
         for x in variables(a.eqns[p].invars):
             if x not in inside and x not in sent:
@@ -284,7 +288,7 @@ def _region(a: Analysis, number: int, site: int, folded: tuple, outputs: set[Any
     return SiteRegion(site, region, q, k, v, out, tuple(private), state)
 
 
-def _as_parameter(a: Analysis, value: Any) -> str:
+def _as_parameter(a: Analysis, value: Var) -> str:
     """What to do where a value derives from parameters alone, as from a cache that was not taken out of them."""
     if a.dep(value).level >= 0 or a.dep(value).state:
         return ""
@@ -302,7 +306,7 @@ def _as_parameter(a: Analysis, value: Any) -> str:
 
 
 def _mark_cheap(a: Analysis) -> None:
-    expensive: set[Any] = set()
+    expensive: set[Var] = set()
     for position, eqn in enumerate(a.eqns):
         deps = [a.dep(x) for x in eqn.invars]
         derives = all(d.level < 0 and not d.state for d in deps) and position not in a.in_region
@@ -317,7 +321,7 @@ def _mark_cheap(a: Analysis) -> None:
             expensive.update(eqn.outvars)
 
 
-def _output_kind(a: Analysis, atom: Any, name: str) -> str:
+def _output_kind(a: Analysis, atom: Atom, name: str) -> str:
     d = a.dep(atom)
     if d.state and d.level >= 0:
         raise SplitError(
@@ -327,7 +331,7 @@ def _output_kind(a: Analysis, atom: Any, name: str) -> str:
     return "state" if d.state else "final" if d.level >= 0 else "aux"
 
 
-def cut_graph(a: Analysis) -> tuple[CutGraph, list[Any], list[int]]:
+def cut_graph(a: Analysis) -> tuple[CutGraph, list[Var], list[int]]:
     """The plain-data graph that the minimum cuts work on.
 
     Returns the graph, the variable behind each value number, and the equation position behind each operator number.
@@ -346,10 +350,10 @@ def cut_graph(a: Analysis) -> tuple[CutGraph, list[Any], list[int]]:
         needed.add(position)
         stack.extend(variables(a.eqns[position].invars))
 
-    number: dict[Any, int] = {}
+    number: dict[Var, int] = {}
     free = {v for v, d in a.depends.items() if not d.inputs and d.level < 0}
 
-    def numbers(atoms: Any) -> tuple[int, ...]:
+    def numbers(atoms: Iterable[Atom]) -> tuple[int, ...]:
         return tuple(number.setdefault(v, len(number)) for v in variables(atoms) if v not in free)
 
     inputs = numbers(jaxpr.invars[a.traced.n_params :])

@@ -11,12 +11,14 @@ of KV caches, slots or requests.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jaxtyping import ArrayLike, Float
 
 from pallas_kernels import causal_attention, compat
 
@@ -25,20 +27,20 @@ _patch_lock = threading.RLock()
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
     name: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     """Causal self-attention over the T tokens given, as an operator the splitter can cut at.
 
     Args:
-      q: `[B, T, N, H]`, rotary embedding applied.
-      k, v: `[B, T, K, H]`, N a multiple of K. In a decode trace T is 1 and they hold the new token only: the
+      q: rotary embedding applied.
+      k, v: N a multiple of K. In a decode trace T is 1 and they hold the new token only: the
         earlier tokens are the attention worker's.
       scale: multiplies q·k; `H ** -0.5` when None.
       window: sliding window, each token sees the last `window` tokens, itself among them; None sees all.
@@ -46,7 +48,7 @@ def attention(
       name: shown in reports, e.g. the layer's path.
 
     Returns:
-      `[B, T, N, H]` in q's dtype; softmax in float32.
+      In q's dtype; softmax in float32.
 
     Raises:
       ValueError: shapes, dtypes or window do not fit.
@@ -69,23 +71,23 @@ def attention(
 
 
 def _run_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
     name: str | None,
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     del name
     return causal_attention(q, k, v, scale=scale, window=window, softcap=softcap)
 
 
-def _batch_attention(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
+def _batch_attention(args: Sequence[Array], dims: Sequence[int | None], **params: Any) -> tuple[Array, int]:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
 
-    def fold(x: Any, d: int | None) -> Any:
+    def fold(x: Array, d: int | None) -> Array:
         x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         return x.reshape(size * x.shape[1], *x.shape[2:])
 
@@ -107,7 +109,12 @@ _OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 
 
 def marked_dot_product_attention(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **kwargs: Any
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    **kwargs: Any,
 ) -> Any:
     """`jax.nn.dot_product_attention` that leaves a primitive in the jaxpr. Same arguments, same result.
 
@@ -127,18 +134,19 @@ def marked_dot_product_attention(
 
 
 def _run_dot_product_attention(
-    *operands: Any, names: tuple[str, ...], vmaps: tuple[Any, ...], static: tuple[Any, ...]
-) -> Any:
-    def plain(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-        return _PLAIN_DPA(q, k, v, **dict(zip(names, rest, strict=True)), **dict(static))
+    *operands: Array, names: tuple[str, ...], vmaps: tuple[Any, ...], static: tuple[tuple[str, Any], ...]
+) -> Array:
+    def plain(q: Array, k: Array, v: Array, *rest: Array) -> Array:
+        options: dict[str, Any] = dict(zip(names, rest, strict=True)) | dict(static)
+        return _PLAIN_DPA(q, k, v, **options)
 
-    run: Any = plain
+    run: Callable[..., Array] = plain
     for dims in vmaps:
         run = jax.vmap(run, in_axes=dims)
     return run(*operands)
 
 
-def _abstract_dot_product_attention(*avals: Any, **params: Any) -> Any:
+def _abstract_dot_product_attention(*avals: compat.ShapedArray, **params: Any) -> compat.ShapedArray:
     out = jax.eval_shape(
         lambda *xs: _run_dot_product_attention(*xs, **params),
         *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals),
@@ -147,8 +155,8 @@ def _abstract_dot_product_attention(*avals: Any, **params: Any) -> Any:
 
 
 def _batch_dot_product_attention(
-    args: Sequence[Any], dims: Sequence[Any], *, vmaps: tuple[Any, ...], **params: Any
-) -> tuple[Any, int]:
+    args: Sequence[Array], dims: Sequence[int | None], *, vmaps: tuple[Any, ...], **params: Any
+) -> tuple[Array, int]:
     return dot_product_attention_p.bind(*args, vmaps=(*vmaps, tuple(dims)), **params), 0
 
 
@@ -176,4 +184,4 @@ def marking() -> Iterator[None]:
             jax.nn.dot_product_attention = before
 
 
-DEFAULT_OPERATORS: tuple[Any, ...] = (attention_p, dot_product_attention_p)
+DEFAULT_OPERATORS: tuple[compat.Primitive, ...] = (attention_p, dot_product_attention_p)

@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import tree_util
+from jax import Array, tree_util
+from jaxtyping import Shaped
 
 from pallas_kernels import compat
+from pallas_kernels.compat import Atom, Var
 from splitter.analysis import Analysis, SiteRegion, analyse, cut_graph
 from splitter.block import Block, variables
 from splitter.mincut import Cut, plan_cuts
@@ -31,24 +33,30 @@ from splitter.trace import SplitError, Traced, trace
 class AttentionSite:
     """One attention operator as the attention side sees it.
 
-    q, k, v, out: `jax.ShapeDtypeStruct` of what crosses. scale, window, softcap: of `splitter.attention`, None where
+    q, k, v, out: what crosses. scale, window, softcap: of `splitter.attention`, None where
     the operator is another one. private: avals of the operands that live on the attention side.
     """
 
     index: int
     name: str
     kind: str
-    q: jax.ShapeDtypeStruct
-    k: jax.ShapeDtypeStruct
-    v: jax.ShapeDtypeStruct
-    out: jax.ShapeDtypeStruct
+    q: Shaped[jax.ShapeDtypeStruct, "B T N H"]
+    k: Shaped[jax.ShapeDtypeStruct, "B _ K H"]
+    v: Shaped[jax.ShapeDtypeStruct, "B _ K H"]
+    out: Shaped[jax.ShapeDtypeStruct, "B T N H"]
     scale: float | None
     window: int | None
     softcap: float | None
     private: tuple[jax.ShapeDtypeStruct, ...]
-    operator: Callable[..., tuple[Any, Arrays]]
+    operator: Callable[..., tuple[Array, Arrays]]
 
-    def attend(self, q: Any, k: Any, v: Any, *private: Any) -> tuple[Any, Arrays]:
+    def attend(
+        self,
+        q: Shaped[Array, "B T N H"],
+        k: Shaped[Array, "B _ K H"],
+        v: Shaped[Array, "B _ K H"],
+        *private: Array,
+    ) -> tuple[Array, Arrays]:
         """The operator as the model wrote it: `(output, state)`, state being e.g. the updated cache.
 
         Equal sites share `operator`, so a jit of it compiles once.
@@ -62,17 +70,17 @@ class Slice:
 
     index: int
     program: SliceProgram
-    param_vars: tuple[Any, ...]
-    context_vars: tuple[Any, ...]
+    param_vars: tuple[Var, ...]
+    context_vars: tuple[Var, ...]
     eqn_positions: tuple[int, ...]
     n_q_eqns: int
 
     @property
-    def q_part(self) -> Callable[..., tuple[Any, Arrays]]:
+    def q_part(self) -> Callable[..., tuple[Array, Arrays]]:
         return self.program.q_part
 
     @property
-    def kv_part(self) -> Callable[..., tuple[Any, Any, Arrays]]:
+    def kv_part(self) -> Callable[..., tuple[Array, Array, Arrays]]:
         return self.program.kv_part
 
     @property
@@ -88,7 +96,7 @@ class SplitModel:
     that several batches can be interleaved.
     """
 
-    def __init__(self, analysis: Analysis, cuts: Sequence[Cut], value_vars: Sequence[Any]) -> None:
+    def __init__(self, analysis: Analysis, cuts: Sequence[Cut], value_vars: Sequence[Var]) -> None:
         self.analysis = analysis
         self.traced = analysis.traced
         self.n = len(analysis.regions)
@@ -126,11 +134,11 @@ class SplitModel:
         read = set(first_use(block.eqns, block.outvars))
         return tuple(n for n, v in enumerate(self.traced.jaxpr.invars[: self.traced.n_params]) if v in read)
 
-    def sources(self, i: int) -> tuple[Any, ...]:
+    def sources(self, i: int) -> tuple[int | np.ndarray | None, ...]:
         """Where each of slice i's parameters (`slice_params`) comes from: the place of one of the model's among the flattened
         pytree's leaves, as int; a constant of the trace, as array; None: a view of either."""
         jaxpr, n = self.traced.jaxpr, self.traced.n_params
-        known: dict[Any, Any] = {v: place for place, v in enumerate(jaxpr.invars[:n])}
+        known: dict[Var, int | np.ndarray] = {v: place for place, v in enumerate(jaxpr.invars[:n])}
         known.update(zip(jaxpr.constvars, (np.asarray(c) for c in self.traced.consts), strict=True))
         return tuple(known.get(v) for v in self.slices[i].param_vars)
 
@@ -185,15 +193,20 @@ class SplitModel:
     def _report(self) -> SplitReport:
         return make_report(self)
 
-    def _outputs_of(self, kind: str) -> list[Any]:
+    def _outputs_of(self, kind: str) -> list[Var]:
         return [v for v, k in zip(self.traced.jaxpr.outvars, self.analysis.kinds, strict=True) if k == kind]
 
-    def _views(self, wanted: Sequence[Any]) -> Block:
+    def _views(self, wanted: Sequence[Atom]) -> Block:
         """Parameters, constants and views of parameters as a block over all parameters."""
         return self._closure(wanted, with_params=True, with_inputs=False)
 
     def _closure(
-        self, wanted: Sequence[Any], *, with_params: bool, with_inputs: bool = True, known: Sequence[Any] = ()
+        self,
+        wanted: Sequence[Atom],
+        *,
+        with_params: bool,
+        with_inputs: bool = True,
+        known: Sequence[Var] = (),
     ) -> Block:
         """The equations that yield `wanted` from (known, constants, parameters and/or inputs)."""
         jaxpr, n = self.traced.jaxpr, self.traced.n_params
@@ -214,7 +227,7 @@ def split(
     fn: Callable[..., Any] | Traced,
     *args: Any,
     recompute: bool = True,
-    operators: Sequence[Any] = DEFAULT_OPERATORS,
+    operators: Sequence[compat.Primitive] = DEFAULT_OPERATORS,
 ) -> SplitModel:
     """Cut a model at its attention operators.
 
@@ -233,7 +246,7 @@ def split(
     return SplitModel(analysis, plan_cuts(graph), value_vars)
 
 
-def _needed(a: Analysis, wanted: Sequence[Any], given: set[Any]) -> list[int]:
+def _needed(a: Analysis, wanted: Sequence[Atom], given: set[Var]) -> list[int]:
     """Positions of the equations that compute `wanted` from `given`, in order."""
     found: set[int] = set()
     stack = variables(wanted)
@@ -254,14 +267,14 @@ def _needed(a: Analysis, wanted: Sequence[Any], given: set[Any]) -> list[int]:
 _SMALL = 16
 
 
-def _extended(contexts: Sequence[tuple[Any, ...]], inputs: set[Any]) -> list[tuple[Any, ...]]:
+def _extended(contexts: Sequence[tuple[Var, ...]], inputs: set[Var]) -> list[tuple[Var, ...]]:
     """Contexts in which what has lived through several cuts, and any input once carried, lives to the end.
 
     A model's last slices need positions no more; were they dropped there, slice n-1 would be a program of its own,
     compiled for the sake of a few bytes. What is not small beside the context it would join is dropped all the same.
     """
     extended = [contexts[0]] if contexts else []
-    before: set[Any] = set()
+    before: set[Var] = set()
     for context in contexts[1:]:
         previous = extended[-1]
         room = sum(compat.nbytes(v.aval) for v in context) // _SMALL
@@ -275,7 +288,7 @@ def _extended(contexts: Sequence[tuple[Any, ...]], inputs: set[Any]) -> list[tup
 class _Builder:
     """Works out each slice's equations and arguments, last slice first: a context is ordered by its reader's use."""
 
-    def __init__(self, a: Analysis, contexts: Sequence[tuple[Any, ...]]) -> None:
+    def __init__(self, a: Analysis, contexts: Sequence[tuple[Var, ...]]) -> None:
         self.a = a
         self.n = len(contexts)
         jaxpr, n_params = a.traced.jaxpr, a.traced.n_params
@@ -289,21 +302,23 @@ class _Builder:
         self.age = {v: -len(jaxpr.invars) + k for k, v in enumerate(jaxpr.invars)} | a.producer
         self.programs: dict[str, SliceProgram] = {}
         made: list[Slice] = []
-        following: tuple[Any, ...] = ()
+        following: tuple[Var, ...] = ()
         for i in reversed(range(self.n + 1)):
             made.append(self._slice(i, following))
             following = made[-1].context_vars
         self.slices = tuple(reversed(made))
 
-    def _slice(self, i: int, following: tuple[Any, ...]) -> Slice:
+    def _slice(self, i: int, following: tuple[Var, ...]) -> Slice:
         a = self.a
         out = a.regions[i - 1].out if i else None
-        given = set(self.contexts[i - 1]) | {out} if i else self.inputs
+        given = self.inputs if out is None else {*self.contexts[i - 1], out}
+        first_out: tuple[Atom, ...]
+        second_out: tuple[Atom, ...] = ()
         if i == self.n:
             outvars = [v for v, kind in zip(a.traced.jaxpr.outvars, a.kinds, strict=True) if kind == "final"]
             q_positions = _needed(a, outvars, given | self.fixed)
             kv_positions: list[int] = []
-            first_out, second_out = tuple(outvars), ()
+            first_out = tuple(outvars)
         else:
             site = a.regions[i]
             q_positions = _needed(a, [site.q], given | self.fixed)
@@ -334,7 +349,14 @@ class _Builder:
         )
         return Slice(i, program, params, context, (*q_positions, *kv_positions), len(q_positions))
 
-    def _last(self, i: int, block: Block, params: Any, context: Any, positions: tuple[int, ...]) -> Slice:
+    def _last(
+        self,
+        i: int,
+        block: Block,
+        params: tuple[Var, ...],
+        context: tuple[Var, ...],
+        positions: tuple[int, ...],
+    ) -> Slice:
         traced, kinds = self.a.traced, self.a.kinds
 
         def unflatten(leaves: list[Any]) -> Any:
@@ -354,13 +376,13 @@ class _Builder:
             self.programs[key] = make()
         return self.programs[key]
 
-    def _tied(self, rest: tuple[Any, ...], block: Block, kv: tuple[Any, ...]) -> tuple[frozenset[int], bool]:
+    def _tied(self, rest: tuple[Var, ...], block: Block, kv: tuple[Atom, ...]) -> tuple[frozenset[int], bool]:
         """Which members of `rest` to add the tie to, so that k and v depend on it; else the results themselves."""
-        reached = {v: frozenset([i]) for i, v in enumerate(rest)}
+        reached: dict[Atom, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(rest)}
         for eqn in block.eqns:
             uses = frozenset().union(*(reached.get(v, frozenset()) for v in variables(eqn.invars)))
             reached.update((v, uses) for v in eqn.outvars)
-        floats = {i for i, v in enumerate(rest) if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+        floats = {i for i, v in enumerate(rest) if jnp.issubdtype(compat.like_of(v).dtype, jnp.inexact)}
         sources = [reached.get(v, frozenset()) & floats for v in kv]
         if all(sources):
             return frozenset().union(*sources), False
@@ -368,7 +390,7 @@ class _Builder:
 
 
 def _sites(a: Analysis) -> tuple[AttentionSite, ...]:
-    operators: dict[str, Callable[..., tuple[Any, Arrays]]] = {}
+    operators: dict[str, Callable[..., tuple[Array, Arrays]]] = {}
     sites = []
     for i, region in enumerate(a.regions):
         eqn = a.eqns[region.position]
@@ -382,14 +404,14 @@ def _sites(a: Analysis) -> tuple[AttentionSite, ...]:
                 index=i,
                 name=own.get("name") or compat.name_stack(eqn) or f"attention {i}",
                 kind=eqn.primitive.name,
-                q=_struct(region.q),
-                k=_struct(region.k),
-                v=_struct(region.v),
-                out=_struct(region.out),
+                q=compat.like_of(region.q),
+                k=compat.like_of(region.k),
+                v=compat.like_of(region.v),
+                out=compat.like_of(region.out),
                 scale=own.get("scale"),
                 window=own.get("window"),
                 softcap=own.get("softcap"),
-                private=tuple(_struct(v) for v in region.private),
+                private=tuple(compat.like_of(v) for v in region.private),
                 operator=operators[key],
             )
         )
@@ -400,13 +422,9 @@ def _region_block(a: Analysis, r: SiteRegion) -> Block:
     return Block((r.q, r.k, r.v, *r.private), tuple(a.eqns[p] for p in r.region), (r.out, *r.state))
 
 
-def _operator(block: Block) -> Callable[..., tuple[Any, Arrays]]:
-    def operator(*operands: Any) -> tuple[Any, Arrays]:
+def _operator(block: Block) -> Callable[..., tuple[Array, Arrays]]:
+    def operator(*operands: Array) -> tuple[Array, Arrays]:
         out, *state = block(operands)
         return out, tuple(state)
 
     return operator
-
-
-def _struct(v: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)

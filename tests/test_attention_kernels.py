@@ -114,7 +114,7 @@ def test_partial_attention_with_many_queries(n: int, k: int, mask: dict[str, Any
     args = case.partial_args()
     # Row 2's queries lie among its stored tokens (they see a prefix), row 0's past them, row 1 has none
     # stored.
-    positions = np.array([[5, 6, 7, 8], [0, 1, 2, 3], [0, 3, 6, 20]], np.int32)
+    positions = jnp.array([[5, 6, 7, 8], [0, 1, 2, 3], [0, 3, 6, 20]], jnp.int32)
     for given_positions in (None, positions):
         got = jax.jit(partial(pk.partial_attention, scale=0.35, q_positions=given_positions, **mask))(*args)
         want = reference.partial_attention(*args, scale=0.35, q_positions=given_positions, **mask)
@@ -185,7 +185,7 @@ def test_combine_needs_a_partial() -> None:
 def test_append_drops_padding_and_casts() -> None:
     rng = np.random.default_rng(0)
     pools = [pk.make_pool(6, 2, 4, jnp.bfloat16) for _ in range(2)]
-    k_new, v_new = normal(rng, 4, 2, 4), normal(rng, 4, 2, 4)
+    k_new, v_new = (jnp.asarray(normal(rng, 4, 2, 4)) for _ in range(2))
     slots = jnp.array([4, 6, 0, 2**31 - 1], jnp.int32)
     got = pk.append(pools[0], pools[1], k_new, v_new, slots)
     want = reference.append(

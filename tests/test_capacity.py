@@ -21,6 +21,8 @@ from jaxlamina.workers.workspace import LargestStep, pool_shapes, program_bytes,
 DEVICE = jax.devices("cpu")[0]
 SPEC = AttentionSpec(2, 16, np.dtype(np.float32), 0.25, None, None)
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # devices are stand-ins
+
 
 class Device:
     """As much of a device as is asked about capacity."""

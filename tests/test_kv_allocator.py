@@ -64,6 +64,7 @@ def test_slots_come_as_any_integers(kind):
     assert slots.n_used == 3
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("wrong", [[0.0, 1.0], [[0, 1]], [True], ["0"]])
 def test_slots_that_are_no_integers_in_a_row_are_refused(wrong):
     slots = SlotAllocator(8)
@@ -227,6 +228,7 @@ def test_a_decode_step_appends_one_slot_each():
         append_each(rows, np.asarray([4]))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_the_cost_is_in_microseconds():
     """Issue 3: 1 M slot operations a second, and 100 µs a decode step of 256 requests. Best of several, with
     a factor of two for a busy machine; the benchmark prints the figures themselves."""

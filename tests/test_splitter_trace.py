@@ -186,6 +186,7 @@ def test_vmap_over_a_model_keeps_the_operator():
     )
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "shapes, match",
     [

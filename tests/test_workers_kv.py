@@ -81,6 +81,7 @@ def test_an_unknown_kv_dtype_is_refused():
         make(kv_dtype="int4")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_channel_scales_are_those_of_the_tokens_given():
     """Doubling every weight that makes v doubles v's scales and leaves k's."""
     specs = make(kv_dtype="int8-channel").specs

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.models import ModelConfig, abstract_params, apply
+from pallas_kernels import compat
 from splitter import SplitModel, split, trace
 
 SPLIT_LIMIT_S = 2.0  # after tracing, at 80 layers
@@ -139,7 +140,7 @@ def distinct(model: SplitModel) -> Iterator[tuple[str, int, int]]:
 def compile_slice(model: SplitModel, i: int, params: dict[str, jax.ShapeDtypeStruct]) -> float:
     """Seconds to trace, lower and compile slice i, both parts in one program, from shapes alone."""
     piece = model.slices[i]
-    context = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in piece.context_vars)
+    context = tuple(compat.like_of(v) for v in piece.context_vars)
     attention_out = model.sites[i - 1].out if i else None
 
     # A new function object each time: nothing compiled before can answer.

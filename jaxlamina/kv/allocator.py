@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-Slots = Iterable[int] | np.ndarray
+Slots = Iterable[int | np.integer] | np.ndarray
 _ONE = np.int32(1)  # of the slab's own type: only so does ufunc.at not go through casts, 20 times as slow
 
 
@@ -76,7 +76,7 @@ class SlotAllocator:
         """How many owners each slot has: a read-only view that follows every change."""
         return self._owners_view
 
-    def n_owners(self, slot: int) -> int:
+    def n_owners(self, slot: int | np.integer) -> int:
         """How many owners a slot has (0: it is free)."""
         return int(self._owners[self._checked(np.asarray([slot]))[0]])
 

@@ -8,7 +8,7 @@ slots and rows; no model, and of workers only that they copy and move slots when
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 
 
+@runtime_checkable
 class KVWorker(Protocol):
     """One worker's KV by its own slots: what moves it. In this process (`jaxlamina.workers.kv_pools.KVPools`) or in another."""
 

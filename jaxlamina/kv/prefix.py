@@ -19,7 +19,7 @@ from jaxtyping import Int, Int32
 
 from jaxlamina.kv.allocator import SlotAllocator, Slots, as_slots
 
-Tokens = Sequence[int] | np.ndarray
+Tokens = Sequence[int | np.integer] | np.ndarray
 
 
 class _Node:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float32
 
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.layout import span
@@ -56,8 +57,8 @@ class AttentionProgram:
 
     def step(
         self, k_pools: list[Pool], v_pools: list[Pool], inputs: Sequence[SegmentSlots]
-    ) -> tuple[list[Pool], list[Pool], jax.Array]:
-        """The pools with the new tokens in them, and a float32 ``[1]`` that is there when all is sent. ``inputs``: of each of the
+    ) -> tuple[list[Pool], list[Pool], Float32[jax.Array, " 1"]]:
+        """The pools with the new tokens in them, and an array that is there when all is sent. ``inputs``: of each of the
         step's segments (`StepShape.segments`)."""
         return _TracedStep(self, list(k_pools), list(v_pools), inputs).run()
 

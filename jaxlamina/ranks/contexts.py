@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jaxlamina.ranks.layout import Tie
 from jaxlamina.ranks.wires import pack, packed_like, unpack
 from jaxlamina.transports import TracedEnd
+from pallas_kernels import compat
 from splitter.slices import Slice
 
 
-def not_had(slices: Sequence[Slice], i: int, ran: Iterable[int]) -> list[Any]:
+def not_had(slices: Sequence[Slice], i: int, ran: Iterable[int]) -> list[compat.Var]:
     """Variables of slice i's context that a rank does not have which has the model's inputs and ``ran`` these slices."""
     had = set(slices[0].context_vars)
     for k in ran:
@@ -25,11 +26,11 @@ def not_had(slices: Sequence[Slice], i: int, ran: Iterable[int]) -> list[Any]:
     return [v for v in slices[i].context_vars if v not in had]
 
 
-def likes_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+def likes_of(variables: Sequence[compat.Atom]) -> list[jax.ShapeDtypeStruct]:
+    return [compat.like_of(v) for v in variables]
 
 
-def row_axis(x: Any, like: Any) -> int | None:
+def row_axis(x: jax.Array, like: jax.ShapeDtypeStruct) -> int | None:
     """The axis of rows of what a slice of other rows has in place of ``like``; None for what has no rows."""
     axes = (axis for axis, (n, m) in enumerate(zip(x.shape, like.shape, strict=True)) if n != m)
     return next(axes, None)

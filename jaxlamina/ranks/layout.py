@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -29,6 +29,6 @@ def layout_of(cluster: Cluster, partition: str, stages: tuple[int, ...] = ()) ->
     return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages)
 
 
-def span(what: str, index: int, batch: int = 0) -> Any:
+def span(what: str, index: int, batch: int = 0) -> AbstractContextManager[object]:
     """A scope that names what operators are traced in it, for timelines: ``slice.3.batch.0``, ``attention.3.batch.0``."""
     return jax.named_scope(f"{what}.{index}.batch.{batch}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int32
 
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
@@ -24,6 +25,7 @@ from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import FRONT, Attend, HandOver, Logits, Payload, Receive, RunSlice, Send, Swap
 from jaxlamina.transports import TracedEnd
 from jaxlamina.workers.spec import AttentionSpec
+from pallas_kernels import compat
 from pallas_kernels.order import tied, zero_after
 from splitter import SplitModel
 
@@ -49,9 +51,9 @@ class ModelProgram:
     def step(
         self,
         weights: Sequence[tuple[jax.Array, ...]],
-        inputs: tuple[jax.Array, ...],
+        inputs: tuple[Int32[jax.Array, " _ ..."], ...],
         at: tuple[PlacedIndices, ...],
-    ) -> jax.Array:
+    ) -> Float[jax.Array, " _ ..."]:
         """Logits ``[B, V]`` after each row's last token, or ``[B, T, V]`` ``of_all``; on a rank that is not rank 0 a ``[1]`` that is
         there when all is sent. ``weights``: each slice's, of other ranks' slices none. ``inputs``: tokens and positions
         ``[B, T]``, and for more than one token a row ``logits_at [B]``, unless logits are of all.
@@ -61,7 +63,7 @@ class ModelProgram:
         return _TracedStep(self, weights, inputs, at).run()
 
     @property
-    def logits_like(self) -> jax.ShapeDtypeStruct:
+    def logits_like(self) -> Float32[jax.ShapeDtypeStruct, "... V"]:
         """One batch's logits, as a rank gets them that did not run the last slice."""
         n_words = self.model.traced.jaxpr.outvars[0].aval.shape[-1]
         return jax.ShapeDtypeStruct((*self.shape.logits_of, n_words), jnp.float32)
@@ -175,13 +177,13 @@ class _TracedStep:
             context, out = contexts[0], outs[0]
             if len(outs) > 1:
                 by_variable = zip(zip(*contexts, strict=True), final.context_vars, strict=True)
-                context = tuple(_joined(xs, v.aval) for xs, v in by_variable)
+                context = tuple(_joined(xs, compat.like_of(v)) for xs, v in by_variable)
                 out = jnp.stack(outs, axis=1).reshape(-1, *out.shape[1:])
             if self.p.shape.chunk is not None:  # of its tokens only the one that logits are wanted of
                 n_rows = self.p.shape.batch
                 wanted = jnp.concatenate([jnp.arange(n_rows), n_rows + self.inputs[2]])
                 by_value = zip(context, final.context_vars, strict=True)
-                context, out = tuple(_rows_at(x, v.aval, wanted) for x, v in by_value), out[wanted]
+                context, out = tuple(_rows_at(x, compat.like_of(v), wanted) for x, v in by_value), out[wanted]
             logits = final.final(self.weights[n], context, out)
         self.logits[task.batches] = logits if self.p.shape.of_all else logits[:, -1]
         self.made_of[task.batches] = self.out_of.get((task.batches[-1], n - 1))
@@ -278,19 +280,19 @@ def _rows(arrays: Sequence[jax.Array], batch: PlannedBatch) -> Sequence[jax.Arra
     return arrays if batch.of == 1 else [x[batch.index :: batch.of] for x in arrays]
 
 
-def _joined(xs: Sequence[jax.Array], like: Any) -> jax.Array:
+def _joined(xs: Sequence[jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
     """What `_rows` has cut, as a slice of all rows has it; what has no rows as it is."""
     axis = row_axis(xs[0], like)
     return xs[0] if axis is None else jnp.stack(xs, axis=axis + 1).reshape(like.shape)
 
 
-def _rows_at(x: jax.Array, like: Any, rows: jax.Array) -> jax.Array:
+def _rows_at(x: jax.Array, like: jax.ShapeDtypeStruct, rows: Int32[jax.Array, " n"]) -> jax.Array:
     """``rows`` of what a slice of more rows has in place of ``like``; what has no rows as it is."""
     axis = row_axis(x, like)
     return x if axis is None else jnp.take(x, rows, axis=axis, mode="clip")
 
 
-def inputs_of(shape: StepShape) -> tuple[jax.ShapeDtypeStruct, ...]:
+def inputs_of(shape: StepShape) -> tuple[Int32[jax.ShapeDtypeStruct, " _ ..."], ...]:
     """What ``ModelProgram.step`` takes as ``inputs``."""
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     if shape.chunk is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int, Int32
 
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
@@ -91,7 +92,7 @@ class ModelRank(ServedRank):
 
 
 def told_replica(
-    inputs: tuple[np.ndarray, ...], at: Sequence[PlacedIndices]
+    inputs: tuple[Int[np.ndarray, " _ ..."], ...], at: Sequence[PlacedIndices]
 ) -> tuple[dict[str, m.Array], ...]:
     """A step's arrays as a message to a model rank: of each segment, the inputs with the first one's."""
     segments = [dict(zip(_INPUTS, inputs, strict=False)), *({} for _ in at[1:])]
@@ -99,7 +100,9 @@ def told_replica(
     return tuple({name: m.Array.of(np.asarray(x, np.int32)) for name, x in own.items()} for own in segments)
 
 
-def _given(segments: Sequence[dict[str, m.Array]]) -> tuple[Any, tuple[PlacedIndices, ...]]:
+def _given(
+    segments: Sequence[dict[str, m.Array]],
+) -> tuple[tuple[Int32[np.ndarray, " _ ..."], ...], tuple[PlacedIndices, ...]]:
     """What a program takes of that."""
     first, fields = segments[0], PlacedIndices._fields
     inputs = tuple(first[name].numpy() for name in _INPUTS if name in first)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Shaped
 
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.placement import PlacedIndices
@@ -22,7 +23,7 @@ from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import Logits
 from jaxlamina.transports import Program, Transport
-from jaxlamina.workers.model_worker import ModelFn, ModelWorker, trace_step
+from jaxlamina.workers.model_worker import Like, ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.streamed import with_streamed_products
 from pallas_kernels.order import zero_after
@@ -147,7 +148,7 @@ Weights = tuple[
 ]  # of each slice: (as the model has it, as programs take it)
 
 
-def _likes(params: Mapping[str, Any]) -> tuple[Any, ...]:
+def _likes(params: Mapping[str, Like]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     return tuple((name, tuple(x.shape), str(x.dtype)) for name, x in sorted(params.items()))
 
 
@@ -169,7 +170,7 @@ def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[.
     return run
 
 
-def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int) -> jax.Array:
+def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int) -> Shaped[jax.Array, " 1"]:
     """``params``, of this rank's device, to rank ``to``, who runs `receive_parameters`. An array that is there when all is
     sent."""
 
@@ -214,6 +215,6 @@ def shards_of(cluster: Cluster) -> tuple[int, ...]:
     return tuple(cluster.pools.model_ranks) if cluster.tensor_parallel > 1 else ()
 
 
-def traces(model: ModelFn, like: Mapping[str, Any]) -> list[Traced]:
+def traces(model: ModelFn, like: Mapping[str, Like]) -> list[Traced]:
     """The model as a decode step and as a prefill: what both read only by products can be shared out."""
     return [trace_step(model, like, 1, n_tokens) for n_tokens in (1, 2)]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.errors import UserError
-from jaxlamina.transports import Transport
+from jaxlamina.transports import Sent, Transport
 from pallas_kernels import compat
 from pallas_kernels.order import tied, zero_after
 from splitter import Traced
@@ -196,9 +196,7 @@ class LeaderEnd:
                 tie = self.inner.send(answer, rank, tie)
         return [tied(answer, tie) for answer in answers]
 
-    def send_each(
-        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
-    ) -> jax.Array:
+    def send_each(self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None) -> Sent:
         return self.inner.send_each(xs, to, after)
 
 

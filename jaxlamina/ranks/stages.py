@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxlamina.errors import UserError
 from jaxlamina.steps.schedules import balanced
+from jaxlamina.workers.model_worker import Like
 from splitter import Traced, split
 
 
@@ -19,7 +20,7 @@ class Stages(NamedTuple):
     params: tuple[frozenset[str], ...]  # of each model rank, what its slices read
 
 
-def stages_of(traced: Iterable[Traced], like: Mapping[str, Any], n_stages: int) -> Stages:
+def stages_of(traced: Iterable[Traced], like: Mapping[str, Like], n_stages: int) -> Stages:
     """Slices shared out so that the largest stage has as few bytes of parameters as can be.
 
     A slice's parameters are those that any of the ``traced`` functions reads in it; one that several slices read, such
@@ -42,5 +43,5 @@ def stages_of(traced: Iterable[Traced], like: Mapping[str, Any], n_stages: int) 
     return Stages(ranks, tuple(held))
 
 
-def _n_bytes(x: Any) -> int:
+def _n_bytes(x: Like) -> int:
     return math.prod(x.shape) * int(x.dtype.itemsize)

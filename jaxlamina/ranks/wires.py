@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Float32, Int32, Shaped
 
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.steps.layout import Layout
@@ -25,7 +27,8 @@ from jaxlamina.steps.shape import StepShape
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import causal_attention, causal_partial, combine, token_partial
 
-Partial = tuple[jax.Array, jax.Array]  # out float32 [B, T, N, H], lse float32 [B, T, N]
+OwnAttention = Float[Array, "_ _ N H"] | tuple[Float32[Array, "_ _ N H"], Float32[Array, "_ _ N"]] | None
+Partial = tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]  # (out, lse)
 
 
 class Sizes(NamedTuple):
@@ -46,40 +49,40 @@ class HeadsOf(NamedTuple):
     n: int  # query heads
     k: int  # KV heads
     h: int  # head dim
-    dtype: Any
+    dtype: np.dtype
 
-    def q_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
+    def q_like(self, sizes: Sizes) -> Float[jax.ShapeDtypeStruct, "R T N H"]:
         return jax.ShapeDtypeStruct((sizes.rows, sizes.tokens, self.n, self.h), self.dtype)
 
-    def kv_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
+    def kv_like(self, sizes: Sizes) -> Float[jax.ShapeDtypeStruct, "M KV H"]:
         """Keys, then values, of the new tokens."""
         return jax.ShapeDtypeStruct((sizes.new, 2 * self.k, self.h), self.dtype)
 
-    def partial_like(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
+    def partial_like(self, sizes: Sizes) -> Float32[jax.ShapeDtypeStruct, "R T N H1"]:
         return jax.ShapeDtypeStruct((sizes.rows, sizes.tokens, self.n, self.h + 1), jnp.float32)
 
 
-def pack_partial(out: jax.Array, lse: jax.Array) -> jax.Array:
+def pack_partial(out: Float32[Array, "B T N H"], lse: Float32[Array, "B T N"]) -> Float32[Array, "B T N H+1"]:
     return jnp.concatenate([out, lse[..., None]], axis=-1)
 
 
-def unpack_partial(packed: jax.Array) -> Partial:
+def unpack_partial(packed: Float32[Array, "B T N H1"]) -> Partial:
     return packed[..., :-1], packed[..., -1]
 
 
-def pack(*xs: jax.Array) -> jax.Array:
+def pack(*xs: Array) -> Shaped[Array, " n"]:
     """Arrays as one message: in their dtype, or as pieces of 16 bits if they have several."""
     dtype = _packed_dtype(xs)
     lines = (x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype) for x in xs)
     return jnp.concatenate([line.reshape(-1) for line in lines])
 
 
-def packed_like(*likes: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def packed_like(*likes: jax.ShapeDtypeStruct) -> Shaped[jax.ShapeDtypeStruct, " n"]:
     dtype = _packed_dtype(likes)
     return jax.ShapeDtypeStruct((sum(math.prod(_in_pieces(x, dtype)) for x in likes),), dtype)
 
 
-def unpack(message: jax.Array, *likes: jax.ShapeDtypeStruct) -> list[jax.Array]:
+def unpack(message: Shaped[Array, " n"], *likes: jax.ShapeDtypeStruct) -> list[Array]:
     found, at = [], 0
     for like in likes:
         shape = _in_pieces(like, message.dtype)
@@ -89,12 +92,12 @@ def unpack(message: jax.Array, *likes: jax.ShapeDtypeStruct) -> list[jax.Array]:
     return found
 
 
-def _packed_dtype(xs: Sequence[Any]) -> Any:
+def _packed_dtype(xs: Sequence[Array | jax.ShapeDtypeStruct]) -> np.dtype:
     dtypes = {jnp.dtype(x.dtype) for x in xs}
     return dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.uint16)
 
 
-def _in_pieces(like: jax.ShapeDtypeStruct, dtype: Any) -> tuple[int, ...]:
+def _in_pieces(like: jax.ShapeDtypeStruct, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
     """The shape of an array like ``like`` as bits of ``dtype``."""
     n = jnp.dtype(like.dtype).itemsize // jnp.dtype(dtype).itemsize
     return like.shape if n == 1 else (*like.shape, n)
@@ -134,7 +137,7 @@ class Format:
         likes = self.likes(what, heads)
         return likes[0] if len(likes) == 1 else packed_like(*likes)
 
-    def unpacked(self, message: jax.Array, what: str, heads: HeadsOf) -> list[jax.Array]:
+    def unpacked(self, message: Array, what: str, heads: HeadsOf) -> list[Array]:
         likes = self.likes(what, heads)
         return [message] if len(likes) == 1 else unpack(message, *likes)
 
@@ -143,7 +146,7 @@ class Format:
         return heads.q_like(sizes) if whole else heads.partial_like(sizes)
 
 
-def message_of(arrays: Sequence[jax.Array]) -> jax.Array:
+def message_of(arrays: Sequence[Array]) -> Array:
     """As `Format` has it."""
     return arrays[0] if len(arrays) == 1 else pack(*arrays)
 
@@ -154,19 +157,21 @@ class HeadsCut:
     def __init__(self, n_workers: int) -> None:
         self.n_workers = n_workers
 
-    def q_parts(self, q: jax.Array) -> list[jax.Array]:
+    def q_parts(self, q: Float[Array, "B T N H"]) -> list[Float[Array, "B T n H"]]:
         return jnp.split(q, self.n_workers, axis=2)
 
-    def kv_parts(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+    def kv_parts(
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+    ) -> list[Float[Array, "M KV H"]]:
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
         pairs = zip(*(jnp.split(x, self.n_workers, axis=1) for x in (k, v)), strict=True)
         return [jnp.concatenate(pair, axis=1) for pair in pairs]
 
-    def whole_out(self, outs: Sequence[jax.Array]) -> jax.Array:
-        """Attention output ``[B, 1, N, H]`` from the workers' ``[B, 1, N / b, H]``."""
+    def whole_out(self, outs: Sequence[Float[Array, "B 1 n H"]]) -> Float[Array, "B 1 N H"]:
+        """Attention output from the workers' N / b heads each."""
         return _concatenated(outs, 2)
 
-    def partial(self, packed: Sequence[jax.Array]) -> Partial:
+    def partial(self, packed: Sequence[Float32[Array, "_ T _ H1"]]) -> Partial:
         return unpack_partial(_concatenated(packed, 2))
 
 
@@ -176,15 +181,17 @@ class PlacedCut:
     def __init__(self, indices: PlacedIndices) -> None:
         self.at = indices
 
-    def q_parts(self, q: jax.Array) -> list[jax.Array]:
+    def q_parts(self, q: Float[Array, "B T N H"]) -> list[Float[Array, "R T N H"]]:
         return [q[rows] for rows in self.at.rows]
 
-    def kv_parts(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+    def kv_parts(
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+    ) -> list[Float[Array, "M KV H"]]:
         kv = jnp.concatenate([k, v], axis=2)
         kv = kv.reshape(-1, *kv.shape[2:])
         return [kv[new] for new in self.at.new]
 
-    def partial(self, packed: Sequence[jax.Array]) -> Partial:
+    def partial(self, packed: Sequence[Float32[Array, "_ T _ H1"]]) -> Partial:
         parts = [
             spread_rows(*unpack_partial(p), spread) for p, spread in zip(packed, self.at.spread, strict=True)
         ]
@@ -202,22 +209,37 @@ class Wire:
         by_heads = [HeadsCut(n) for _ in batch.segments]
         self._cuts: Sequence[HeadsCut | PlacedCut] = [PlacedCut(of_segment) for of_segment in at] or by_heads
 
-    def messages(self, what: str, q: jax.Array, k: Any, v: Any, part: int) -> list[jax.Array]:
-        """For each worker. q, k, v: ``[B, T, heads, H]``; k and v may be missing for q alone."""
+    def messages(
+        self,
+        what: str,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"] | None,
+        v: Float[Array, "B T K H"] | None,
+        part: int,
+    ) -> list[Array]:
+        """For each worker. k and v may be missing for q alone."""
         n = self.batch.n_parts
-        if n > 1:
+        if n > 1:  # q does not go alone then
+            assert k is not None and v is not None
             q, k, v = (jnp.split(x, n)[part] for x in (q, k, v))
-        arrays: list[Sequence[jax.Array]] = []
+        arrays: list[Sequence[Array]] = []
         if what != "kv":
             cuts = zip(self.batch.segments, self._cuts, self._segments(q), strict=True)
             arrays += [cut.q_parts(x) for segment, cut, x in cuts if segment.kind != "prefill"]
         if what != "q":
+            assert k is not None and v is not None
             each = zip(self._cuts, self._segments(k), self._segments(v), strict=True)
             of_segments = [cut.kv_parts(of_k, of_v) for cut, of_k, of_v in each]
             arrays.append([_concatenated(parts, 0) for parts in zip(*of_segments, strict=True)])
         return [message_of(of_worker) for of_worker in zip(*arrays, strict=True)]
 
-    def own(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> list[Any]:
+    def own(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        spec: AttentionSpec,
+    ) -> list[OwnAttention]:
         """Of each segment that is of prompts the attention of new tokens among themselves: output, or a partial where there are
         stored ones; None of rows."""
         attend: dict[str, Callable[..., Any]] = {"prefill": causal_attention, "chunk": causal_partial}
@@ -228,16 +250,21 @@ class Wire:
         ]
 
     def out(
-        self, answers: Sequence[Sequence[jax.Array]], qkv: tuple[Any, Any, Any], own: Sequence[Any],
+        self, answers: Sequence[Sequence[Array]], qkv: tuple[Any, Any, Any], own: Sequence[Any],
         heads: HeadsOf, spec: AttentionSpec,
-    ) -> jax.Array:  # fmt: skip
-        """Attention output ``[B, T, N, H]``. ``answers``: of each part, each worker's; ``own``: as `own` gives it."""
+    ) -> Float[Array, "B T N H"]:  # fmt: skip
+        """Attention output. ``answers``: of each part, each worker's; ``own``: as `own` gives it."""
         parts = [self._out(of_part, qkv, own, heads, spec) for of_part in answers]
         return _concatenated(parts or [self._out([], qkv, own, heads, spec)], 0)
 
     def _out(
-        self, answers: Sequence[jax.Array], qkv: Any, own: Sequence[Any], heads: HeadsOf, spec: AttentionSpec
-    ) -> jax.Array:
+        self,
+        answers: Sequence[Array],
+        qkv: Any,
+        own: Sequence[Any],
+        heads: HeadsOf,
+        spec: AttentionSpec,
+    ) -> Array:
         by_segment = zip(*(self.format.unpacked(answer, "out", heads) for answer in answers), strict=True)
         outs = []
         for i, (segment, cut) in enumerate(zip(self.batch.segments, self._cuts, strict=True)):
@@ -255,31 +282,39 @@ class Wire:
         rows, *alongside = outs
         return jnp.concatenate([rows, *(x.swapaxes(0, 1) for x in alongside)]) if alongside else rows
 
-    def _segments(self, x: jax.Array) -> list[jax.Array]:
+    def _segments(self, x: Array) -> list[Array]:
         """``[B + T, 1, …]`` as the rows' ``[B, 1, …]`` and the prompt's ``[1, T, …]``, if there is one alongside."""
         if len(self.batch.segments) == 1:
             return [x]
         return [x[: self._n_rows], x[self._n_rows :].swapaxes(0, 1)]
 
 
-def _concatenated(xs: Sequence[jax.Array], axis: int) -> jax.Array:
+def _concatenated(xs: Sequence[Array], axis: int) -> Array:
     return xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=axis)
 
 
-def spread_rows(out: jax.Array, lse: jax.Array, spread: jax.Array) -> Partial:
-    """A worker's rows ``[R, ...]`` as the batch's ``[B, ...]``: empty partials for rows that it has not."""
+def spread_rows(
+    out: Float32[Array, "R T N H"], lse: Float32[Array, "R T N"], spread: Int32[Array, " B"]
+) -> Partial:
+    """A worker's R rows as the batch's B: empty partials for rows that it has not."""
     return (
         out.at[spread].get(mode="fill", fill_value=0.0),
         lse.at[spread].get(mode="fill", fill_value=-jnp.inf),
     )
 
 
-def combined(partials: Sequence[Partial], spec: AttentionSpec) -> jax.Array:
+def combined(partials: Sequence[Partial], spec: AttentionSpec) -> Float[Array, "B T N H"]:
     """Attention output in the model's dtype from partials over disjoint tokens."""
     return combine(*zip(*partials, strict=True))[0].astype(spec.dtype)
 
 
-def with_own(stored: Partial, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Attention output ``[B, 1, N, H]`` in q's dtype over stored tokens and the new one, q's own."""
+def with_own(
+    stored: Partial,
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B 1 K H"],
+    v: Float[Array, "B 1 K H"],
+    spec: AttentionSpec,
+) -> Float[Array, "B 1 N H"]:
+    """Attention output in q's dtype over stored tokens and the new one, q's own."""
     own = token_partial(q, k, v, scale=spec.scale, softcap=spec.softcap)
     return combine(*zip(own, stored, strict=True))[0].astype(q.dtype)

@@ -11,9 +11,10 @@ data alone, so every exchange takes an ``after`` on which it truly depends, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jaxtyping import Float32
 
 from jaxlamina.errors import UserError
 from jaxlamina.steps.exchange import Exchange
@@ -22,7 +23,12 @@ TRANSPORTS = ("mpi", "xla")
 # The scope that operators of an exchange are traced in, for timelines.
 SPAN = "exchange"
 
+Like = jax.Array | jax.ShapeDtypeStruct
+# What a send leaves: a 0 that is there only once the send has begun. None where sends are in the order of the trace.
+Sent = Float32[jax.Array, ""] | None
 
+
+@runtime_checkable
 class Program(Protocol):
     """A rank's compiled program: called with this rank's own arrays it gives this rank's own."""
 
@@ -37,6 +43,7 @@ class Program(Protocol):
         ...
 
 
+@runtime_checkable
 class TracedEnd(Protocol):
     """One rank's end of all exchanges, for programs while they are traced. A transport says how one message is sent and
     received; those of several are one after another, where it knows no better way."""
@@ -46,17 +53,15 @@ class TracedEnd(Protocol):
     # Whether a rank's step is one program of XLA's, which keeps no order but that of data.
     is_one_program: bool
 
-    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
-        """Sends ``x`` once ``after`` is there. Returns a float32 0 that is there only once the send has begun."""
+    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> Sent:
+        """Sends ``x`` once ``after`` is there. Its tie."""
         ...
 
     def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
         """What rank ``source`` sends next, asked for once ``after`` is there."""
         ...
 
-    def send_each(
-        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
-    ) -> jax.Array:
+    def send_each(self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None) -> Sent:
         """Sends ``xs[i]``, all alike, to rank ``to[i]``: one message to several workers, who meet it by ``recv_part``.
         As ``send``."""
         for x, rank in zip(xs, to, strict=True):
@@ -70,7 +75,7 @@ class TracedEnd(Protocol):
         """One of the ``of`` parts that ``source`` sends by ``send_each``."""
         return self.recv(like, source, after)
 
-    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
+    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> Sent:
         """One of the ``of`` parts that ``to`` gets by ``recv_each``. As ``send``."""
         return self.send(x, to, after)
 
@@ -100,6 +105,7 @@ class TracedEnd(Protocol):
         return self.recv(like, with_, self.send(x, with_, after))
 
 
+@runtime_checkable
 class Transport(TracedEnd, Protocol):
     """One rank's end, and what makes programs of it."""
 

@@ -57,14 +57,14 @@ class LocalTransport(Transport):
         self.rank, self.n_ranks, self.device, self._compiled = rank, n_ranks, device, compiled
 
     # --- traced ---
-    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> Any:
+    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> None:
         _send_p.bind(x, to=to)
 
     def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
         found: jax.Array = _recv_p.bind(source=source, like=jax.ShapeDtypeStruct(like.shape, like.dtype))
         return found
 
-    def send_each(self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None) -> Any:
+    def send_each(self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None) -> None:
         for x, rank in zip(xs, to, strict=True):
             self.send(x, rank)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jaxtyping import Int32, UInt8
 
 from jaxlamina.transports.progress import Way
 from pallas_kernels.gpu.mail import ADDRESSES, N_FIELDS, Ring
@@ -29,7 +30,7 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _READ_S = 0.5
 _MARKS_BYTES = 4096  # the most that is read at once
 
-Gather = Callable[[np.ndarray], np.ndarray]
+Gather = Callable[[UInt8[np.ndarray, " k"]], UInt8[np.ndarray, "n_ranks k"]]
 
 
 class _CudaError(Exception):
@@ -41,7 +42,7 @@ class Mailbox:
     ``is_complete``: whether every rank reaches every other. ``table [n_ranks, N_FIELDS]`` int32: what kernels are told."""
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device, ring: Ring, gather: Gather) -> None:
-        """``gather``: every rank's array ``[k]`` as ``[n_ranks, k]``, uint8. All ranks must come here."""
+        """``gather``: every rank's array as one. All ranks must come here."""
         self.ring, self._rank = ring, rank
         self.why_not = ""
         self._bases = [0] * n_ranks  # of each rank's mailbox as this process has it mapped
@@ -79,7 +80,7 @@ class Mailbox:
             return {}
         return found
 
-    def _open(self, rank: int, cards: np.ndarray) -> list[int]:
+    def _open(self, rank: int, cards: UInt8[np.ndarray, "n_ranks k"]) -> list[int]:
         """Every rank's mailbox, 0 for one that is out of reach."""
         opened = [0] * len(cards)
         for r, card in enumerate(cards):
@@ -100,7 +101,7 @@ class Mailbox:
         """Of one peer's messages, with the marks of what came and of what it took, and both ways' counts."""
         return self.ring.data_bytes + 4 * self.ring.mark_bytes
 
-    def _row(self, rank: int, peer: int, far: int) -> np.ndarray:
+    def _row(self, rank: int, peer: int, far: int) -> Int32[np.ndarray, " fields"]:
         """Rank ``peer`` in the table: its ring for messages from here, and this rank's for messages from it."""
         row = np.zeros(N_FIELDS, np.int32)
         if peer in self.peers:
@@ -122,7 +123,7 @@ def n_messages(marks: bytes) -> tuple[int, int]:
     return _least(sent), _least(received)
 
 
-def _least(counts: np.ndarray) -> int:
+def _least(counts: Int32[np.ndarray, " ctas"]) -> int:
     behind = (counts - counts[0]).astype(np.int32)  # wraps as the counts do
     return (int(counts[0]) + int(behind.min())) % (1 << 32)
 

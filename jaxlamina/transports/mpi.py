@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxlamina.errors import UserError
 from jaxlamina.steps.exchange import Exchange
-from jaxlamina.transports import SPAN, Transport, compiler_options
+from jaxlamina.transports import SPAN, Sent, Transport, compiler_options
 from jaxlamina.transports.exchanges import mpi_exchanges
 from pallas_kernels.order import tied
 
@@ -53,7 +53,7 @@ class MpiTransport(Transport):
                 f"mpirun -n {n_ranks}"
             )
 
-    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
+    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> Sent:
         return self.send_each([x], [to], after)
 
     def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
@@ -69,9 +69,7 @@ class MpiTransport(Transport):
             got = self._mpi.recv(place, source=source, comm=self._world)
         return got if np.dtype(like.dtype) in _ITS_OWN else lax.bitcast_convert_type(got, like.dtype)
 
-    def send_each(
-        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
-    ) -> jax.Array:
+    def send_each(self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None) -> Sent:
         for x, rank in zip(xs, to, strict=True):
             x, dtype = tied(x, after), np.dtype(x.dtype)
             wire = x if dtype in _ITS_OWN else lax.bitcast_convert_type(x, _BITS[dtype.itemsize])

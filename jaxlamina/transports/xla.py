@@ -14,18 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int32, Shaped
 
 from jaxlamina.errors import UserError
 from jaxlamina.process import kept_programs
 from jaxlamina.steps.exchange import Exchange
-from jaxlamina.transports import SPAN, Transport, compiler_options
+from jaxlamina.transports import SPAN, Like, Sent, Transport, compiler_options
 from jaxlamina.transports.exchanges import xla_exchanges
 from jaxlamina.transports.mailbox import Mailbox
 from jaxlamina.transports.progress import Launches, Way, messages_of
@@ -76,8 +77,8 @@ class XlaTransport(Transport):
         self.by_memory = self._mail is not None
         self.launches = Launches()
 
-    def _gather(self, own: np.ndarray) -> np.ndarray:
-        """Every rank's array ``[k]``, all alike, as ``[n_ranks, k]``."""
+    def _gather(self, own: Shaped[np.ndarray, " k"]) -> Shaped[np.ndarray, "n_ranks k"]:
+        """Every rank's array, all alike, as one."""
         program = self.compile(lambda x: lax.all_gather(x, AXIS), own)
         return np.asarray(self.unbind(program(own)))
 
@@ -89,7 +90,7 @@ class XlaTransport(Transport):
         program = self.compile(lambda x: lax.ppermute(x, AXIS, ring), given)
         jax.block_until_ready(program(given))
 
-    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> jax.Array:
+    def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> Sent:
         if self._mail is not None and self._mail.carries(x, to):
             return self._mail.put(x, to, after)
         # Nobody sends to this rank here, so what it gets is zeros: the tie.
@@ -100,9 +101,7 @@ class XlaTransport(Transport):
             return self._mail.take(like, source, after)
         return self._permute(self._given(like, after), source, self.rank)
 
-    def send_each(
-        self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
-    ) -> jax.Array:
+    def send_each(self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None) -> Sent:
         if not self._are_all(len(xs), xs[0]):
             return super().send_each(xs, to, after)
         return self._tie(self._all_to_all(tied(self._rows(xs, to), after)))
@@ -115,7 +114,7 @@ class XlaTransport(Transport):
         every = jax.ShapeDtypeStruct((self.n_ranks, *like.shape), like.dtype)
         return self._all_to_all(self._given(every, after))[source]
 
-    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> jax.Array:
+    def send_part(self, x: jax.Array, to: int, of: int, after: jax.Array | None = None) -> Sent:
         if not self._are_all(of, x):
             return self.send(x, to, after)
         return self._tie(self._all_to_all(self._rows([tied(x, after)], [to])))
@@ -151,12 +150,14 @@ class XlaTransport(Transport):
         got = self._all_to_all(self._rows([self._as_sent(tied(x, after), like)], [with_]))
         return self._as_got(got[with_], x.dtype, like)
 
-    def _rows(self, xs: Sequence[jax.Array], to: Sequence[int]) -> jax.Array:
+    def _rows(
+        self, xs: Sequence[Shaped[jax.Array, "*m"]], to: Sequence[int]
+    ) -> Shaped[jax.Array, " n_ranks *m"]:
         """``xs[i]`` as row ``to[i]`` of an all-to-all, zeros to the other ranks."""
         row_of, nothing = dict(zip(to, xs, strict=True)), jnp.zeros_like(xs[0])
         return jnp.stack([row_of.get(rank, nothing) for rank in range(self.n_ranks)])
 
-    def _are_all(self, n_workers: int, *messages: Any) -> bool:
+    def _are_all(self, n_workers: int, *messages: Like) -> bool:
         """Whether one all-to-all of all ranks serves an exchange with so many workers: if there are several, and no model
         rank but one, which would have to take part, and not all of it goes by memory anyway."""
         by_memory = self._mail is not None and all(self._mail.carries_to_all(x) for x in messages)
@@ -173,7 +174,7 @@ class XlaTransport(Transport):
         pairs = [(self.rank, peer), (peer, self.rank)]
         return self._as_line(x, lambda line: lax.ppermute(line, AXIS, sorted(pairs)))
 
-    def _as_sent(self, x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def _as_sent(self, x: jax.Array, like: jax.ShapeDtypeStruct) -> Shaped[jax.Array, " n"]:
         """``x`` as a line of the longer of the two messages, since both ends of one collective have one shape: in its own
         dtype if that is the other's too, else as 16-bit pieces."""
         if x.dtype != like.dtype:
@@ -181,7 +182,7 @@ class XlaTransport(Transport):
         n = max(x.size, _pieces(like, x.dtype))
         return jnp.pad(x.reshape(-1), (0, n - x.size))
 
-    def _as_got(self, line: jax.Array, sent: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def _as_got(self, line: Shaped[jax.Array, " n"], sent: np.dtype, like: jax.ShapeDtypeStruct) -> jax.Array:
         line = line[: _pieces(like, line.dtype)]
         if sent == like.dtype:
             return line.reshape(like.shape)
@@ -189,7 +190,7 @@ class XlaTransport(Transport):
         shape = like.shape if n == 1 else (*like.shape, n)
         return lax.bitcast_convert_type(line.reshape(shape), like.dtype)
 
-    def _tie(self, result: jax.Array) -> jax.Array:
+    def _tie(self, result: jax.Array) -> Sent:
         """A 0 from what a send gave. From its bits: were it from its value, and that wanted in bfloat16 only, XLA would
         send a float32 message as bfloat16, and the receiver would not know."""
         tie = zero_after(result)
@@ -279,8 +280,8 @@ class XlaTransport(Transport):
     def _permute(self, x: jax.Array, source: int, to: int) -> jax.Array:
         return self._as_line(x, lambda line: lax.ppermute(line, AXIS, [(source, to)]))
 
-    def _all_to_all(self, rows: jax.Array) -> jax.Array:
-        """``rows [n_ranks, …]``: row r goes to rank r. One such is faster than a permute for each of several workers."""
+    def _all_to_all(self, rows: Shaped[jax.Array, " n_ranks *m"]) -> Shaped[jax.Array, " n_ranks *m"]:
+        """Row r goes to rank r. One such is faster than a permute for each of several workers."""
         return self._as_line(rows, lambda line: lax.all_to_all(line, AXIS, 0, 0, tiled=True))
 
     def _as_line(self, x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -298,14 +299,14 @@ class XlaTransport(Transport):
         assert shape, "an array of a program has a dimension at least"
         return (self.n_ranks * shape[0], *shape[1:])
 
-    def _shape(self, x: Any) -> jax.ShapeDtypeStruct:
+    def _shape(self, x: Like | np.ndarray) -> jax.ShapeDtypeStruct:
         shape = x.shape if self._is_bound(x) else self._global(x.shape)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._sharding)
 
-    def _is_bound(self, x: Any) -> bool:
+    def _is_bound(self, x: object) -> TypeGuard[jax.Array]:
         return isinstance(x, jax.Array) and x.sharding == self._sharding
 
-    def _bound(self, x: Any) -> jax.Array:
+    def _bound(self, x: jax.Array | np.ndarray) -> jax.Array:
         if self._is_bound(x):
             return x
         own = jax.device_put(x, self.device)
@@ -317,11 +318,11 @@ class Mail:
 
     def __init__(self, box: Mailbox) -> None:
         self._box = box
-        self._traced: Any = None  # the table, as the program has it
+        self._traced: jax.Array  # the table, as the program has it
         self._tags = count()
 
     @property
-    def way(self) -> tuple[Any, ...]:
+    def way(self) -> tuple[object, ...]:
         """All that decides which messages go by memory, and how."""
         return tuple(self._box.peers), self._box.is_complete, self._box.ring
 
@@ -329,19 +330,19 @@ class Mail:
         """Of messages, while kernels run."""
         return self._box.counts()
 
-    def carries(self, like: Any, peer: int) -> bool:
+    def carries(self, like: Like, peer: int) -> bool:
         """The same at both ends."""
         return peer in self._box.peers and self._box.ring.carries(n_bytes(like))
 
-    def carries_to_all(self, like: Any) -> bool:
+    def carries_to_all(self, like: Like) -> bool:
         """The same on all ranks."""
         return self._box.is_complete and self._box.ring.carries(n_bytes(like))
 
-    def begin(self, table: jax.Array) -> None:
+    def begin(self, table: Int32[jax.Array, "n_ranks fields"]) -> None:
         """A program is traced, which is given the table."""
         self._traced, self._tags = table, count()
 
-    def put(self, x: jax.Array, to: int, after: jax.Array | None) -> jax.Array:
+    def put(self, x: jax.Array, to: int, after: jax.Array | None) -> Sent:
         with jax.named_scope(SPAN), jax.named_scope(f"put.{to}"):
             return put(x, self._traced, to, next(self._tags), self._box.ring, after)
 
@@ -359,7 +360,7 @@ def _in_turn(
     return found
 
 
-def _pieces(like: jax.ShapeDtypeStruct, dtype: Any) -> int:
+def _pieces(like: Like, dtype: jax.typing.DTypeLike) -> int:
     """How many elements of ``dtype`` an array like ``like`` is."""
     return like.size * jnp.dtype(like.dtype).itemsize // jnp.dtype(dtype).itemsize
 
@@ -368,7 +369,11 @@ class XlaProgram:
     """A compiled program; arguments that are not bound yet are on the way in, results stay bound."""
 
     def __init__(
-        self, compiled: Any, transport: XlaTransport, table: Any, exchanges: tuple[Exchange, ...]
+        self,
+        compiled: jax.stages.Compiled,
+        transport: XlaTransport,
+        table: Any,
+        exchanges: tuple[Exchange, ...],
     ) -> None:
         self._compiled, self._transport, self._table = compiled, transport, table
         self._exchanges, self._messages = exchanges, messages_of(exchanges)
@@ -382,5 +387,4 @@ class XlaProgram:
         return self._exchanges
 
     def hlo(self) -> str:
-        text: str = self._compiled.as_text()
-        return text
+        return self._compiled.as_text() or ""
