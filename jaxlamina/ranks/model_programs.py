@@ -18,6 +18,7 @@ from jaxtyping import Float, Float32, Int32
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.layout import Tie, span
+from jaxlamina.ranks.shards import ShardEnd
 from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch, plan_of
@@ -36,7 +37,7 @@ class ModelProgram:
 
     def __init__(
         self,
-        transport: TracedEnd,
+        transport: TracedEnd | ShardEnd,
         layout: Layout,
         model: SplitModel,
         specs: Sequence[AttentionSpec],
@@ -61,6 +62,12 @@ class ModelProgram:
         With a chunk of T tokens alongside: logits ``[B + 1, V]``, the chunk's last; tokens and positions ``[B + T, 1]``,
         ``logits_at [1]`` within the chunk. ``at``: of the rows, and of the chunk if there is one; empty by heads."""
         return _TracedStep(self, weights, inputs, at).run()
+
+    @property
+    def to_ranks(self) -> TracedEnd:
+        """What goes from model rank to model rank goes by this. A shard of the weights has no such messages."""
+        assert isinstance(self.t, TracedEnd)
+        return self.t
 
     @property
     def logits_like(self) -> Float32[jax.ShapeDtypeStruct, "... V"]:
@@ -197,7 +204,7 @@ class _TracedStep:
         if payload.what == "logits":
             of = (payload.batch,)
             logits = self.logits.pop(of).astype(jnp.float32)
-            self.tie = self.t.send(logits, task.peer, after=self._after(of))
+            self.tie = self.p.to_ranks.send(logits, task.peer, after=self._after(of))
             return
         self.tie = self.t.send_each(self._messages(payload), self.workers, after=self._after_all(payload))
         self._sent(payload)
@@ -205,7 +212,7 @@ class _TracedStep:
     def _receive(self, task: Receive) -> None:
         payload = task.payload
         if payload.what == "logits":
-            received = self.t.recv(self.p.logits_like, task.peer, after=self.tie)
+            received = self.p.to_ranks.recv(self.p.logits_like, task.peer, after=self.tie)
             self.logits[payload.batch,] = self.made_of[payload.batch,] = self.tie = received
             return
         self._received(payload, self.t.recv_each(self._answer_like(payload), self.workers, after=self.tie))
@@ -256,10 +263,10 @@ class _TracedStep:
                 after = None if self.out_of.get(of) is self.tie else self.tie
             elif task.carries == "qkv":
                 arrays += [self.q[of], *self.kv[of]]
-            self.tie = send_arrays(self.t, arrays, task.target, after)
+            self.tie = send_arrays(self.p.to_ranks, arrays, task.target, after)
             return
         carried = {"out": [site.out], "qkv": [site.q, site.k, site.v], "nothing": []}[task.carries]
-        arrays, self.tie = recv_arrays(self.t, likes_of(wanted) + carried, task.source, self.tie)
+        arrays, self.tie = recv_arrays(self.p.to_ranks, likes_of(wanted) + carried, task.source, self.tie)
         self.known[j].update(zip(wanted, arrays, strict=False))
         if task.carries == "out":
             self.outs[of], self.out_of[of] = tied(arrays[-1], self.tie), self.tie

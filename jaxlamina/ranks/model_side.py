@@ -17,12 +17,12 @@ from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models import ModelConfig
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
-from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, needing, with_shards
+from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, ShardEnd, needing, with_shards
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import Logits
-from jaxlamina.transports import Program, Transport
+from jaxlamina.transports import Program, TracedEnd, Transport
 from jaxlamina.workers.model_worker import Like, ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.streamed import with_streamed_products
@@ -108,7 +108,7 @@ class ModelSide:
         together = any(isinstance(task, Logits) and len(task.batches) > 1 for task in tasks)
         return self.model.split(shape.batch) if together else None
 
-    def _end(self) -> Any:
+    def _end(self) -> TracedEnd | ShardEnd:
         if not self.shards:
             return self.transport
         leader, *followers = self.shards

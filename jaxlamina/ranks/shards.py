@@ -230,3 +230,6 @@ class FollowerEnd:
         """Sends nothing; needs what would be sent, or XLA would take away the exchanges that it came by on this side."""
         del to
         return needing([*xs, *([] if after is None else [after])])
+
+
+ShardEnd = LeaderEnd | FollowerEnd
