@@ -3,11 +3,11 @@
 A slot holds one token's key or value for all K heads of one layer. Which request owns which slot is the
 caller's affair: a request comes in as a row of slot numbers, entry c being its token at position c. These
 functions know arrays only; they are pure and traceable, and the caller jits them (donating the pools where
-they are written). `pallas_kernels.reference` says in float64 what each one means, `dispatch` picks who computes
-it.
+they are written). `pallas_kernels.reference` says in float64 what each one means, `dispatch` picks who
+computes it.
 
-Softmax is computed in float32 whatever the storage dtype. Zero points of int8 pools are taken out here before a backend
-sees keys and values, and put into its results, so that no kernel knows them.
+Softmax is computed in float32 whatever the storage dtype. Zero points of int8 pools are taken out here before
+a backend sees keys and values, and put into its results, so that no kernel knows them.
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ def partial_attention(
 ) -> tuple[Float32[Array, "B ..."], ...]:
     """Attention of a few queries a request over that request's stored tokens only, to be combined by lse.
 
-    Of row b of slot_table the first lengths[b] entries are read. Queries are at q_positions, or follow the stored
-    tokens (lengths[b] + t) when that is None; a query sees stored positions max(0, p - window + 1) .. p.
-    Returns (out `[B, Tq, N, H]` float32, lse `[B, Tq, N]` float32); a query that sees nothing: out 0, lse -inf.
-    With return_mass also mass `[B, C]` float32: the probability of each entry of the table within this partial,
-    summed over heads and queries, 0 past lengths.
+    Of row b of slot_table the first lengths[b] entries are read. Queries are at q_positions, or follow the
+    stored tokens (lengths[b] + t) when that is None; a query sees stored positions max(0, p - window + 1) ..
+    p. Returns (out `[B, Tq, N, H]` float32, lse `[B, Tq, N]` float32); a query that sees nothing: out 0, lse
+    -inf. With return_mass also mass `[B, C]` float32: the probability of each entry of the table within this
+    partial, summed over heads and queries, 0 past lengths.
 
-    backend: one of `dispatch.BACKENDS`, None picks. Raises ValueError where heads do not fit, or where a forced
-    backend does not support the case.
-    Source: Lamina 2025 section 4.2 (attention over previous and new tokens apart, merged by their softmax
-    mass).
+    backend: one of `dispatch.BACKENDS`, None picks. Raises ValueError where heads do not fit, or where a
+    forced backend does not support the case. Source: Lamina 2025 section 4.2 (attention over previous and new
+    tokens apart, merged by their softmax mass).
     """
     check_heads(q, values_of(k_pool), values_of(v_pool))
     zeros = _zeros_of(k_pool, v_pool, softcap)
@@ -161,21 +160,22 @@ def decode_attention(
     """One decode step of one layer: stores each request's new token and attends over its earlier tokens and
     it.
 
-    slot_table has lengths[b] earlier tokens (the new one not counted, nor looked for in the table); new_slots are
-    >= S for a padding row, which is not stored. The new token itself is attended as it came, not as an int8 pool
-    stores it. Returns (k_pool, v_pool, out in q's dtype). Jit it with both pools donated and the append is in
-    place. q_positions, backend and errors as for `partial_attention`.
+    slot_table has lengths[b] earlier tokens (the new one not counted, nor looked for in the table); new_slots
+    are >= S for a padding row, which is not stored. The new token itself is attended as it came, not as an
+    int8 pool stores it. Returns (k_pool, v_pool, out in q's dtype). Jit it with both pools donated and the
+    append is in place. q_positions, backend and errors as for `partial_attention`.
 
-    read_first: earlier tokens are attended before the new ones are stored, so that no work on them waits for k_new and
-    v_new. Otherwise XLA is left to store them first, which is the faster order for what gathers the earlier ones.
+    read_first: earlier tokens are attended before the new ones are stored, so that no work on them waits for
+    k_new and v_new. Otherwise XLA is left to store them first, which is the faster order for what gathers the
+    earlier ones.
     """
     check_heads(q, k_new, v_new)
     scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
     zeros = _zeros_of(k_pool, v_pool, softcap)
     if zeros.any:  # all keys of a row are without them, so no score need be put right
         k_pool, v_pool, out = decode_attention(
-            q, *zeros.less(k_new, v_new), with_zeros(k_pool, None), with_zeros(v_pool, None), slot_table, lengths, new_slots,
-            **scoring, q_positions=q_positions, read_first=read_first, backend=backend,
+            q, *zeros.less(k_new, v_new), with_zeros(k_pool, None), with_zeros(v_pool, None), slot_table,
+            lengths, new_slots, **scoring, q_positions=q_positions, read_first=read_first, backend=backend,
         )  # fmt: skip
         return with_zeros(k_pool, zeros.k), with_zeros(v_pool, zeros.v), zeros.onto(out, q)
     module = pick(q, k_pool, return_mass=False, backend=backend)
@@ -208,10 +208,11 @@ def attention_with_own(
     q_positions: Int32[Array, "B Tq"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B 1 N H"]:
-    """Attention of one query a request over its stored tokens and its own, which is not stored or not looked for there.
+    """Attention of one query a request over its stored tokens and its own, which is not stored or not looked
+    for there.
 
-    The result is in q's dtype; the rest as for `partial_attention`. Nothing of a backend's work on stored tokens
-    waits for k and v.
+    The result is in q's dtype; the rest as for `partial_attention`. Nothing of a backend's work on stored
+    tokens waits for k and v.
     """
     check_heads(q, k, v)
     scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
@@ -241,7 +242,8 @@ def token_partial(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Float32[Array, "B 1 N H"], Float32[Array, "B 1 N"]]:
-    """Attention of one query a request over one token, its own: (out, lse), as `partial_attention` gives them.
+    """Attention of one query a request over one token, its own: (out, lse), as `partial_attention` gives
+    them.
 
     No softmax, so nothing but elementwise work that XLA fuses with what is around it.
     """

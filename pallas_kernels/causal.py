@@ -18,7 +18,8 @@ from pallas_kernels import compat
 from pallas_kernels.dispatch import compute_capability, default_device, forced_backend
 from pallas_kernels.xla import scores_of, visible, weigh
 
-# Rows of queries scored at a time, so that a long prompt needs T * _Q_BLOCK scores a head at once and not T * T.
+# Rows of queries scored at a time, so that a long prompt needs T * _Q_BLOCK scores a head at once and not T *
+# T.
 _Q_BLOCK = 512
 
 
@@ -44,8 +45,8 @@ def causal_attention(
 ) -> Float[Array, "B T N H"]:
     """Causal self-attention of whole prompts, in q's dtype: query t sees keys max(0, t - window + 1) .. t.
 
-    Right-padded prompts need no mask: pads come after every real token and only pads see them. Raises ValueError
-    where heads or head dims do not fit.
+    Right-padded prompts need no mask: pads come after every real token and only pads see them. Raises
+    ValueError where heads or head dims do not fit.
     """
     check_heads(q, k, v)
     if _cudnn_serves(q, k, v, softcap):
@@ -63,10 +64,11 @@ def causal_partial(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """`causal_attention` as a partial, to be combined by lse with attention over tokens before the chunk: (out, lse).
+    """`causal_attention` as a partial, to be combined by lse with attention over tokens before the chunk:
+    (out, lse).
 
-    lengths: keys past them are not seen, and queries past them give unspecified numbers; T each if None. Positions
-    are within the chunk. Raises ValueError where heads or head dims do not fit.
+    lengths: keys past them are not seen, and queries past them give unspecified numbers; T each if None.
+    Positions are within the chunk. Raises ValueError where heads or head dims do not fit.
     """
     check_heads(q, k, v)
     if _cudnn_serves(q, k, v, softcap):

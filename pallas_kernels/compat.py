@@ -29,7 +29,8 @@ Jaxpr = jex_core.Jaxpr
 Atom: TypeAlias = Var | Literal
 ShapedArray = jax.core.ShapedArray
 
-# Whether a Mosaic GPU kernel may write to what it is given (`jax.new_ref`): JAX 0.10 loses the write on the way.
+# Whether a Mosaic GPU kernel may write to what it is given (`jax.new_ref`): JAX 0.10 loses the write on the
+# way.
 KERNELS_WRITE_ARGUMENTS = jax.__version_info__ >= (0, 11)
 
 # What the GPU kernels emit instructions with: a tenth of a second to import, and for nobody else.
@@ -92,7 +93,8 @@ def context_of(eqn: JaxprEqn) -> Iterator[None]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a `scan` equation's operands are constants, and how many are carried; the rest is scanned over."""
+    """How many of a `scan` equation's operands are constants, and how many are carried; the rest is scanned
+    over."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(list, eqn.params["ft_in"].unpack())
@@ -100,7 +102,8 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def where(eqn: JaxprEqn) -> str:
-    """`file:line (function)` of the user's code that made an equation, with its name stack where there is one."""
+    """`file:line (function)` of the user's code that made an equation, with its name stack where there is
+    one."""
     place = source_info_util.summarize(eqn.source_info)
     stack = str(eqn.source_info.name_stack)
     return f"{place} [{stack}]" if stack else place
@@ -112,7 +115,8 @@ def name_stack(eqn: JaxprEqn) -> str:
 
 
 def itemsize_bytes(dtype: jax.typing.DTypeLike) -> float:
-    """Bytes of one element. Half a byte for 4-bit types, which NumPy reports as one; keys count their words."""
+    """Bytes of one element. Half a byte for 4-bit types, which NumPy reports as one; keys count their
+    words."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return float(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4)
     name = np.dtype(dtype).name
@@ -146,7 +150,8 @@ def has_cudnn() -> bool:
 
 
 def has_tpu_race(run: Callable[[], object]) -> bool:
-    """Whether a Pallas TPU kernel that is interpreted with `detect_races` has one: JAX 0.12 raises, others set a flag."""
+    """Whether a Pallas TPU kernel that is interpreted with `detect_races` has one: JAX 0.12 raises, others
+    set a flag."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # slow to import, and for tests only
 
     try:
@@ -160,13 +165,14 @@ def has_tpu_race(run: Callable[[], object]) -> bool:
 
 
 def not_written_to_cache() -> contextlib.AbstractContextManager[None]:
-    """Within it, in this thread, JAX does not write what is compiled to its cache on disk, and reads there as ever."""
+    """Within it, in this thread, JAX does not write what is compiled to its cache on disk, and reads there as
+    ever."""
     return config.persistent_cache_min_compile_time_secs(float("inf"))
 
 
 def find_gpu_runtime() -> None:
-    """Tells XLA where the functions are that Mosaic GPU kernels call, as lowering one does: for programs with such kernels that
-    come from disk into a process that has lowered none."""
+    """Tells XLA where the functions are that Mosaic GPU kernels call, as lowering one does: for programs with
+    such kernels that come from disk into a process that has lowered none."""
     import jax.experimental.mosaic.gpu  # noqa: F401
 
 
@@ -230,7 +236,8 @@ def define_primitive(
 
 
 def profile_events(path: str) -> Iterator[tuple[str, str, str, int, int, dict[str, Any]]]:
-    """A trace's events: plane, line, name, start and duration in nanoseconds since the trace began, and statistics.
+    """A trace's events: plane, line, name, start and duration in nanoseconds since the trace began, and
+    statistics.
 
     JAX 0.11.2 warns of its own statistics' type when they are read.
     """

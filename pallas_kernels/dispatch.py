@@ -3,9 +3,9 @@
 A backend is a module with `partial_attention(q, k_pool, v_pool, slot_table, lengths, q_positions, *, scale,
 window, softcap, return_mass, interpret=False)` and `supports(q, k_pool, *, return_mass)`, which gives None or
 why it cannot. One may also have `attention_with_own`, with `supports_own_token`, and `decode_attention`, with
-`supports_decode`, which do in fewer kernels what `attention` else makes of partials. Modules are imported when
-first asked for: what a machine lacks costs it nothing. The choice is made while tracing: a program that is
-compiled already keeps its backend. Knows nothing of what backends compute.
+`supports_decode`, which do in fewer kernels what `attention` else makes of partials. Modules are imported
+when first asked for: what a machine lacks costs it nothing. The choice is made while tracing: a program that
+is compiled already keeps its backend. Knows nothing of what backends compute.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def forced_backend(backend: str | None = None) -> str | None:
-    """The backend asked for by argument, `use_backend` or JAXLAMINA_ATTENTION_BACKEND, in that order, or None."""
+    """The backend asked for by argument, `use_backend` or JAXLAMINA_ATTENTION_BACKEND, in that order, or
+    None."""
     if backend is not None:
         return _known(backend, "backend")
     if (inner := _forced.get()) is not None:
@@ -99,7 +100,8 @@ def pick(
         others = [n for n in candidates(device) if n != forced]
         serving = [n for n in others if why_not(n, q, k_pool, return_mass=return_mass) is None]
         raise ValueError(
-            f"attention backend {forced} does not do this case: {reason}. Leave backend and {ENV_VAR} unset, or"
+            f"attention backend {forced} does not do this case: {reason}. Leave backend and {ENV_VAR} "
+            f"unset, or"
             f" use {' or '.join(serving)}"
         )
     for name in candidates(device):

@@ -1,8 +1,8 @@
 """Messages from one GPU into another's memory, inside a program: `put` here meets `take` there.
 
-For GPUs of one host, where each can write to the other's memory. What a message is, and who counts them, is the caller's
-affair (`jaxlamina.transports.mailbox`); how it goes over is `gpu.mail`'s. XLA knows nothing of the memory that is written
-to, so whoever wants an order gives ``after``.
+For GPUs of one host, where each can write to the other's memory. What a message is, and who counts them, is
+the caller's affair (`jaxlamina.transports.mailbox`); how it goes over is `gpu.mail`'s. XLA knows nothing of
+the memory that is written to, so whoever wants an order gives ``after``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def put(
 ) -> Float32[Array, ""]:
     """Writes ``x`` into the peer's ring, once ``after`` is there. A 0 that is there when it is written.
 
-    ``peers``: `gpu.mail`'s table, of which row ``peer`` is used; ``tag``: a number that no other
-    call in the program has, or XLA would take two calls for one. x's bytes must be such as ``ring.carries``."""
+    ``peers``: `gpu.mail`'s table, of which row ``peer`` is used; ``tag``: a number that no other call in the
+    program has, or XLA would take two calls for one. x's bytes must be such as ``ring.carries``."""
     assert ring.carries(n_bytes(x)), f"{x.shape} {x.dtype} does not go through {ring}"
     given = [] if after is None else [after.reshape(-1)]
     return _put(x, peers, jnp.full(1, tag, jnp.int32), given, peer, ring).reshape(())
@@ -83,7 +83,8 @@ def _take(
 
 
 def _kernel(name: str, program: Any, result: jax.ShapeDtypeStruct, ring: Ring) -> Any:
-    """A warp's program, of the addresses of arguments and result, as a kernel, which traces know by its function's name."""
+    """A warp's program, of the addresses of arguments and result, as a kernel, which traces know by its
+    function's name."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.gpu.warp_mosaic import MosaicWarp, global_pointer

@@ -1,8 +1,8 @@
 """The Mosaic GPU backend of partial attention, for Hopper and later: `gpu.partial` as Pallas kernels.
 
-Two kernels: partials of equal stretches of the batch's tokens, then their combination, in a decode step with the token that
-is not stored yet. Knows arrays; who picks this backend is `dispatch`. With `interpret=True` the same warp programs run in
-numpy, for tests without a GPU.
+Two kernels: partials of equal stretches of the batch's tokens, then their combination, in a decode step with
+the token that is not stored yet. Knows arrays; who picks this backend is `dispatch`. With `interpret=True`
+the same warp programs run in numpy, for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pallas_kernels.quantized import ChannelQuantizedPool, Like, Pool, PoolLike,
 
 _KINDS = {"bfloat16": "bf16", "float16": "f16", "int8": "int8"}
 _COMBINE_WARPS = 8
-# Empty, or each request's own token, bfloat16: q [B, 1, N, H], k and v [B, 1, K, H]; and if it is to be stored: slots [B], k_pool
-# and v_pool [S, K, H].
+# Empty, or each request's own token, bfloat16: q [B, 1, N, H], k and v [B, 1, K, H]; and if it is to be
+# stored: slots [B], k_pool and v_pool [S, K, H].
 Own = dict[str, Any]
 _POOLS = ("k_pool", "v_pool")
 _INPUTS = ("q", "k", "v", "k_lines", "v_lines", "k_scales", "v_scales", "table", "plan", "q_positions")
@@ -101,7 +101,8 @@ def attention_with_own(
     interpret: bool = False,
     tuning: Tuning | None = None,
 ) -> BFloat16[Array, "B 1 N H"]:
-    """As `pallas_kernels.attention_with_own`, where `supports_own_token`: the second kernel attends the own token."""
+    """As `pallas_kernels.attention_with_own`, where `supports_own_token`: the second kernel attends the own
+    token."""
     given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
     return (_interpreted if interpret else _compiled)(*given, _own(q, k, v))[0]
 
@@ -128,7 +129,8 @@ def decode_attention(
     interpret: bool = False,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"], Float[Array, "B 1 N H"]]:
-    """As `pallas_kernels.decode_attention`, where `supports_decode`: the second kernel stores the new tokens, too."""
+    """As `pallas_kernels.decode_attention`, where `supports_decode`: the second kernel stores the new tokens,
+    too."""
     given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
     own = _own(q, k_new, v_new) | {"slots": new_slots.astype(jnp.int32), "k_pool": k_pool, "v_pool": v_pool}
     out, *pools = (_interpreted if interpret else _compiled)(*given, own)
@@ -222,7 +224,8 @@ def _positions(spec: Spec, lengths: Array, q_positions: Array | None) -> Array:
 
 
 def _lines(spec: Spec, pool: Pool) -> Array:
-    """The pool's values as the copy engine takes them: a slot's row in lines of 128 bytes, where it has whole ones."""
+    """The pool's values as the copy engine takes them: a slot's row in lines of 128 bytes, where it has whole
+    ones."""
     values = values_of(pool)
     return values.reshape(values.shape[0], -1, LINE // values.dtype.itemsize) if spec.swizzled else values
 
@@ -245,7 +248,8 @@ def _combine_ctas(spec: Spec) -> int:
 
 
 def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own) -> tuple[Any, ...]:
-    """The two programs as Mosaic GPU kernels: the second one's results, and the pools if it stored something."""
+    """The two programs as Mosaic GPU kernels: the second one's results, and the pools if it stored
+    something."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.gpu.warp_mosaic import MosaicWarp, global_pointer, lines_of, shared_pointer

@@ -1,9 +1,11 @@
-"""Products of few rows with large weights, on Hopper: the weights are streamed once, at the rate memory gives them.
+"""Products of few rows with large weights, on Hopper: the weights are streamed once, at the rate memory gives
+them.
 
-A decode step multiplies B rows (the batch) by every weight. With so few rows the time is that of reading the weights,
-and each call also pays for starting, filling its pipeline and ending. So one kernel takes all products of the same rows
-(gate and up, keys and values), and every CTA owns columns of one of them and, where there are fewer tiles than
-multiprocessors, a stretch of K. Knows arrays; which products are taken so is the caller's.
+A decode step multiplies B rows (the batch) by every weight. With so few rows the time is that of reading the
+weights, and each call also pays for starting, filling its pipeline and ending. So one kernel takes all
+products of the same rows (gate and up, keys and values), and every CTA owns columns of one of them and, where
+there are fewer tiles than multiprocessors, a stretch of K. Knows arrays; which products are taken so is the
+caller's.
 """
 
 from __future__ import annotations
@@ -63,10 +65,11 @@ def supports(n_rows: int, dtype: jax.typing.DTypeLike, weights: Sequence[tuple[i
 def tuning_for(
     n_rows: int, weights: Sequence[tuple[int, int]], n_multiprocessors: int = 132
 ) -> ProductTuning | None:
-    """The layout for these shapes, None if there is none; the rules are what was measured (docs/benchmarks.md).
+    """The layout for these shapes, None if there is none; the rules are what was measured
+    (docs/benchmarks.md).
 
-    Tiles of 128 columns where they are enough for all multiprocessors, else of 64 and as many parts of K as fill one
-    wave: a part costs its float32 sums another trip through memory.
+    Tiles of 128 columns where they are enough for all multiprocessors, else of 64 and as many parts of K as
+    fill one wave: a part costs its float32 sums another trip through memory.
     """
     rows, (widths, depths) = padded_rows(n_rows), zip(*weights, strict=True)
     wide = sum(widths) // 128 >= n_multiprocessors * 3 // 4
@@ -128,8 +131,8 @@ def _call(tuning: ProductTuning, stored: str, x: Array, weights: tuple[Array, ..
         w_refs, out_refs = refs[: len(weights)], refs[len(weights) :]
         cta, group = lax.axis_index("cta"), lax.axis_index("warpgroup")
         tile, part = cta // t.parts, cta % t.parts
-        # Rows of a weight are whole powers of two apart: CTAs that all began at its first columns would meet in the
-        # same memory channels.
+        # Rows of a weight are whole powers of two apart: CTAs that all began at its first columns would meet
+        # in the same memory channels.
         turn = cta * 5 % n_steps
         first = 0
         for w_ref, out_ref, n in zip(w_refs, out_refs, tiles, strict=True):

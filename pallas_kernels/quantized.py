@@ -1,8 +1,8 @@
 """KV pools: float arrays, or int8 with scales, and how rows are turned into int8 and back.
 
 Two int8 forms. `QuantizedPool` keeps a scale for each slot and KV head, taken from the row as it is stored.
-`ChannelQuantizedPool` keeps one for each channel, calibrated beforehand and fixed, and perhaps a zero point (ALISA,
-section V.B). Knows arrays only: nothing of attention, nor of who owns a slot.
+`ChannelQuantizedPool` keeps one for each channel, calibrated beforehand and fixed, and perhaps a zero point
+(ALISA, section V.B). Knows arrays only: nothing of attention, nor of who owns a slot.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class QuantizedPool(NamedTuple):
 
 
 class ChannelQuantizedPool(NamedTuple):
-    """int8 keys or values, with a fixed scale a channel: an element is values * scales, + zeros if there are any.
+    """int8 keys or values, with a fixed scale a channel: an element is values * scales, + zeros if there are
+    any.
 
-    No kernel knows zeros: softmax does not change when a constant is added to all keys, and one added to all values is added
-    to the result, so `pallas_kernels.attention` sees to them outside.
+    No kernel knows zeros: softmax does not change when a constant is added to all keys, and one added to all
+    values is added to the result, so `pallas_kernels.attention` sees to them outside.
     """
 
     values: Int8[Array, "S K H"]
@@ -54,8 +55,8 @@ def make_pool(
     """An empty pool `[S, K, H]` for the keys, or the values, of one layer.
 
     dtype int8 makes a `QuantizedPool`, or with channel_scales `[K, H]` (float32, > 0) a
-    `ChannelQuantizedPool`, with channel_zeros `[K, H]` too if they are given. Raises ValueError for scales or zeros of
-    another shape or beside another dtype.
+    `ChannelQuantizedPool`, with channel_zeros `[K, H]` too if they are given. Raises ValueError for scales or
+    zeros of another shape or beside another dtype.
     """
     shape = (n_slots, n_kv_heads, head_dim)
     if channel_scales is None:
@@ -139,9 +140,9 @@ def channel_scales_of(
 ) -> Float32[Array, "K H"]:
     """Scales from calibration rows: each channel's farthest from zeros takes the last step.
 
-    A channel that is constant gets scale 1, as it has none of its own. With `channel_zeros_of` the rows as zeros it is eq. 7's
-    (max - min) / (2**b - 1), but that -128 is not used.
-    Source: ALISA section V.B (channel-wise INT8 of KV tensors).
+    A channel that is constant gets scale 1, as it has none of its own. With `channel_zeros_of` the rows as
+    zeros it is eq. 7's (max - min) / (2**b - 1), but that -128 is not used. Source: ALISA section V.B
+    (channel-wise INT8 of KV tensors).
     """
     absmax = jnp.max(jnp.abs(_less(rows, zeros)), axis=tuple(range(rows.ndim - 2)))
     return jnp.where(absmax > 0, absmax / _STEPS, 1.0)
@@ -150,8 +151,8 @@ def channel_scales_of(
 def channel_zeros_of(rows: Float[Array, "*n K H"]) -> Float32[Array, "K H"]:
     """Zero points from calibration rows: the middle of each channel's range.
 
-    In units of the rows, where eq. 7 rounds it to a whole step: it is kept apart, so nothing is gained by rounding.
-    Source: ALISA section V.B, equation 7.
+    In units of the rows, where eq. 7 rounds it to a whole step: it is kept apart, so nothing is gained by
+    rounding. Source: ALISA section V.B, equation 7.
     """
     rows, over = rows.astype(jnp.float32), tuple(range(rows.ndim - 2))
     return (jnp.max(rows, axis=over) + jnp.min(rows, axis=over)) / 2

@@ -49,7 +49,8 @@ def quantise(
     """Rows as int8 values and their scales: the least bfloat16 >= absmax / 127; 0 for a 0 row."""
     rows = _f64(rows)
     exact = np.abs(rows).max(-1) / 127
-    # A bfloat16 has 8 bits of fraction, the leading one included: scales of [2**e, 2**(e + 1)) are 2**(e - 7) apart.
+    # A bfloat16 has 8 bits of fraction, the leading one included: scales of [2**e, 2**(e + 1)) are 2**(e - 7)
+    # apart.
     step = 2.0 ** (np.floor(np.log2(np.where(exact > 0, exact, 1.0))) - 7)
     scales = np.ceil(exact / step) * step
     return np.rint(rows / np.where(scales == 0, 1.0, scales)[..., None]), scales
@@ -114,8 +115,8 @@ def causal_partial(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float64[np.ndarray, "B T N H"], Float64[np.ndarray, "B T N"]]:
-    """(out, lse): each query attends over itself and what precedes it in the chunk, of row b's first lengths[b] tokens. Rows of
-    queries past them mean nothing.
+    """(out, lse): each query attends over itself and what precedes it in the chunk, of row b's first
+    lengths[b] tokens. Rows of queries past them mean nothing.
     """
     q, k, v = _f64(q), _f64(k), _f64(v)
     out, lse = np.zeros_like(q), np.full(q.shape[:3], -np.inf)

@@ -1,13 +1,13 @@
 """The Mosaic TPU backend of partial attention: one Pallas kernel that fetches each token's rows by its slot.
 
-Requests (blocks of their queries, where these are many) are taken one after another, each in tiles of tokens. While
-a tile is attended, the rows of the next, be it the next request's, come in by one DMA a token, and the slot numbers
-of the one after that. Tiles past a request's end, or before its window, are never touched. Knows arrays; who picks
-this backend is `dispatch`. Interpret mode runs it without a TPU.
+Requests (blocks of their queries, where these are many) are taken one after another, each in tiles of tokens.
+While a tile is attended, the rows of the next, be it the next request's, come in by one DMA a token, and the
+slot numbers of the one after that. Tiles past a request's end, or before its window, are never touched. Knows
+arrays; who picks this backend is `dispatch`. Interpret mode runs it without a TPU.
 
-A pool is read where it lies if it lies row by row, as XLA puts one whose head dim is a multiple of 128 and whose KV
-heads are a power of two (from 2; int8 from 4). XLA puts others otherwise, and copies them for each call. Seen in what
-XLA compiles for v4, v5e and v6e; never timed on one.
+A pool is read where it lies if it lies row by row, as XLA puts one whose head dim is a multiple of 128 and
+whose KV heads are a power of two (from 2; int8 from 4). XLA puts others otherwise, and copies them for each
+call. Seen in what XLA compiles for v4, v5e and v6e; never timed on one.
 """
 
 from __future__ import annotations
@@ -132,13 +132,15 @@ def partial_attention(
         q = q.astype(dtype)
     queries, positions = _blocked(q, q_positions, kv, block_rows)
     shape = TpuShape(
-        n_items=queries.shape[0], blocks=queries.shape[0] // b, R=queries.shape[2], K=kv, H=h, T=tile, tiles=tiles,
-        scale=float(scale), window=window, softcap=softcap, scaled=isinstance(k_pool, QuantizedPool),
+        n_items=queries.shape[0], blocks=queries.shape[0] // b, R=queries.shape[2], K=kv, H=h, T=tile,
+        tiles=tiles, scale=float(scale), window=window, softcap=softcap,
+        scaled=isinstance(k_pool, QuantizedPool),
     )  # fmt: skip
     table = _tiled(jnp.clip(slot_table, 0, n_slots - 1).astype(jnp.int32), tile)
     arrays = [table.reshape(-1, 1, tile), values_of(k_pool), values_of(v_pool)]
     if isinstance(k_pool, QuantizedPool) and isinstance(v_pool, QuantizedPool):
-        # A row of K scales is too narrow to be fetched by itself; XLA gathers them, 1 / H of the values' bytes.
+        # A row of K scales is too narrow to be fetched by itself; XLA gathers them, 1 / H of the values'
+        # bytes.
         for scales in (k_pool.scales, v_pool.scales):
             rows = scales[table].astype(jnp.float32)  # [B, tiles, T, K]
             arrays.append(jnp.swapaxes(rows, -1, -2).reshape(-1, kv, tile))
@@ -215,7 +217,8 @@ def _work(
 def _kernel(
     shape: TpuShape, dtype: Any, pools: tuple[Any, Any], interpret: bool | pltpu.InterpretParams
 ) -> Callable[..., tuple[Array, Array]]:
-    """The compiled-on-demand kernel: `(first, end, following, q, positions, table, k, v[, scales of each])`."""
+    """The compiled-on-demand kernel: `(first, end, following, q, positions, table, k, v[, scales of
+    each])`."""
     rows, width = shape.R, (shape.K, shape.H)
 
     def of_item(*block: int) -> pl.BlockSpec:

@@ -1,8 +1,9 @@
-"""The Triton backend of partial attention, for NVIDIA GPUs before Hopper while JAX has it, and for float32 KV.
+"""The Triton backend of partial attention, for NVIDIA GPUs before Hopper while JAX has it, and for float32
+KV.
 
-One program takes up to 64 queries of a KV head through 512 tokens' slots; `combine` of all such parts follows in XLA. A
-second kernel gives each slot's attention mass, once the log-sum-exp of a query is known. Knows arrays; who picks this
-backend is `dispatch`. `interpret=True` runs the kernels in Pallas's interpreter.
+One program takes up to 64 queries of a KV head through 512 tokens' slots; `combine` of all such parts follows
+in XLA. A second kernel gives each slot's attention mass, once the log-sum-exp of a query is known. Knows
+arrays; who picks this backend is `dispatch`. `interpret=True` runs the kernels in Pallas's interpreter.
 
 Source: Lamina 2025 §4.2.2; split-KV as in flash decoding.
 """

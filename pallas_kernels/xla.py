@@ -1,8 +1,8 @@
 """Partial attention in plain XLA: the backend for CPUs, and for what no kernel of the platform's own serves.
 
-Gathers a block of every request's tokens, takes two products over it, and goes on to the next block until the longest
-request ends: what a program does depends on how many tokens there are, not on how many there is room for. Knows arrays
-only; who picks this backend is `dispatch`.
+Gathers a block of every request's tokens, takes two products over it, and goes on to the next block until the
+longest request ends: what a program does depends on how many tokens there are, not on how many there is room
+for. Knows arrays only; who picks this backend is `dispatch`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pallas_kernels.quantized import (
     values_of,
 )
 
-# Up to this many KV heads, one product with a block-diagonal q (all heads of a token at once, the others' zeros
-# included) beats K small products over strided heads; measured on a 2-core CPU at K = 3. With more heads the
-# products with zeros cost more than the strides.
+# Up to this many KV heads, one product with a block-diagonal q (all heads of a token at once, the others'
+# zeros included) beats K small products over strided heads; measured on a 2-core CPU at K = 3. With more
+# heads the products with zeros cost more than the strides.
 _BLOCK_DIAGONAL_HEADS = 4
 
 Partial: TypeAlias = tuple[Float32[Array, "*n H"], Float32[Array, "*n"]]  # (out, lse)
@@ -121,8 +121,8 @@ def _attend(
     k_scales: Float32[Array, "B C K"] | None = None,
     v_scales: Float32[Array, "B C K"] | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"], Float32[Array, "B C"]]:
-    """q over gathered k and v; scales multiply rows of those. (out, lse, mass): out 0, lse -inf and no mass where a
-    query sees nothing.
+    """q over gathered k and v; scales multiply rows of those. (out, lse, mass): out 0, lse -inf and no mass
+    where a query sees nothing.
     """
     if k.shape[2] <= _BLOCK_DIAGONAL_HEADS:
         return _attend_block_diagonal(q, k, v, seen, scale, softcap, k_scales, v_scales)
@@ -184,7 +184,8 @@ def _attend_block_diagonal(
 
 
 def _block_tokens(batch: int, row_bytes: int) -> int:
-    """How many tokens of each request a block has: a power of two, so that blocks are alike for every context."""
+    """How many tokens of each request a block has: a power of two, so that blocks are alike for every
+    context."""
     least, most = _BLOCK_TOKENS
     fits = max(1, _BLOCK_BYTES // (batch * row_bytes))
     return max(least, min(most, 1 << (fits.bit_length() - 1)))
@@ -241,8 +242,8 @@ def partial_attention(
 
     def attend(first: Array | int, table: Array) -> tuple[Array, Array, Array]:
         """Over the block of tokens `table` `[B, block]`, which begins at position `first`."""
-        # Entries past a row's end read the row's own first slot: another request's values (an overflowed one's
-        # inf or NaN above all, which a weight of 0 does not silence) must not reach this row.
+        # Entries past a row's end read the row's own first slot: another request's values (an overflowed
+        # one's inf or NaN above all, which a weight of 0 does not silence) must not reach this row.
         table = jnp.where(first + jnp.arange(block) < lengths[:, None], table, slot_table[:, :1])
         seen = visible(block, lengths, q_positions, window, first)
         (k, k_scales), (v, v_scales) = gathered(k_pool, table), gathered(v_pool, table)

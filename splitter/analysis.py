@@ -1,8 +1,9 @@
-"""What each equation of a traced model depends on, and where the attention operators take their operands from.
+"""What each equation of a traced model depends on, and where the attention operators take their operands
+from.
 
 The analysis returns facts; `slices` acts on them. A cache write in front of a recognised
-`jax.nn.dot_product_attention` is folded into the operator here, so that the cut ships the new keys and values and not
-the whole cache. Knows nothing of devices or of how slices run.
+`jax.nn.dot_product_attention` is folded into the operator here, so that the cut ships the new keys and values
+and not the whole cache. Knows nothing of devices or of how slices run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _LAYOUT = frozenset(
 )
 _CACHE_WRITES = {"dynamic_update_slice": 1, "scatter": 2}  # position of the new values among the operands
 
-# Views of stacked weights: done once at load time. Anything else (a cast, a transpose) would copy the weights.
+# Views of stacked weights: done once at load time. Anything else (a cast, a transpose) would copy the
+# weights.
 _VIEWS = frozenset({"slice", "squeeze", "reshape"})
 
 # Cheap to run again in a slice instead of carrying the result: no products, gathers, sorts or control flow.
@@ -104,7 +106,8 @@ _CHEAP = _LAYOUT | frozenset(
 
 @dataclass(frozen=True)
 class Dependence:
-    """What a value derives from: parameters, inputs, attention outputs up to `level`, attention-side state."""
+    """What a value derives from: parameters, inputs, attention outputs up to `level`, attention-side
+    state."""
 
     params: bool = False
     inputs: bool = False
@@ -124,9 +127,9 @@ class Dependence:
 class SiteRegion:
     """One attention operator among the equations.
 
-    region: positions of the equations that make it up: cache writes and layout changes folded in, the operator last.
-    q, k, v: the variables it is sent. private: operands the attention side has or derives from inputs (cache, masks).
-    state: results besides the output that others read (the updated cache).
+    region: positions of the equations that make it up: cache writes and layout changes folded in, the
+    operator last. q, k, v: the variables it is sent. private: operands the attention side has or derives from
+    inputs (cache, masks). state: results besides the output that others read (the updated cache).
     """
 
     position: int
@@ -164,11 +167,12 @@ class Analysis:
 def analyse(traced: Traced, *, recompute: bool = True) -> Analysis:
     """Find dependences, attention regions and recomputable equations of a traced model.
 
-    recompute: whether cheap values that derive from inputs and parameters alone may be computed again in a slice
-    instead of being carried.
+    recompute: whether cheap values that derive from inputs and parameters alone may be computed again in a
+    slice instead of being carried.
 
     Raises:
-      SplitError: an attention operator's mask, bias or cache depends on weights or activations, or a result mixes
+      SplitError: an attention operator's mask, bias or cache depends on weights or activations, or a result
+      mixes
         attention outputs with attention-side state.
     """
     a = Analysis(traced)
@@ -212,7 +216,8 @@ def _folded(a: Analysis, site: int) -> Folded:
 
 
 def _cache_write(a: Analysis, operand: Atom) -> tuple[list[int], Atom]:
-    """Walk up from a key or value operand to a write into a cache; what was written, or the operand itself."""
+    """Walk up from a key or value operand to a write into a cache; what was written, or the operand
+    itself."""
     chain, v = [], operand
     while not isinstance(v, compat.Literal) and v in a.producer:
         position = a.producer[v]
@@ -274,8 +279,10 @@ def _region(a: Analysis, number: int, site: int, folded: Folded, outputs: set[Va
         d = a.dep(x)
         if d.params or d.level >= 0 or d.state:
             raise SplitError(
-                f"attention {number} at {compat.where(a.eqns[site])}: an operand besides q, k and v ({x.aval}) depends "
-                "on weights, activations or another attention's cache; only inputs (masks, positions, a cache of its "
+                f"attention {number} at {compat.where(a.eqns[site])}: an operand besides q, k and v "
+                f"({x.aval}) depends "
+                "on weights, activations or another attention's cache; only inputs (masks, positions, a "
+                "cache of its "
                 f"own) can live on the attention side{_as_parameter(a, x)}"
             )
     out = a.eqns[site].outvars[0]
@@ -289,7 +296,8 @@ def _region(a: Analysis, number: int, site: int, folded: Folded, outputs: set[Va
 
 
 def _as_parameter(a: Analysis, value: Var) -> str:
-    """What to do where a value derives from parameters alone, as from a cache that was not taken out of them."""
+    """What to do where a value derives from parameters alone, as from a cache that was not taken out of
+    them."""
     if a.dep(value).level >= 0 or a.dep(value).state:
         return ""
     invars, names, seen, stack = a.traced.jaxpr.invars, [], set(), [value]
@@ -302,7 +310,10 @@ def _as_parameter(a: Analysis, value: Var) -> str:
             stack.extend(variables(a.eqns[a.producer[v]].invars))
         elif v in invars[: a.traced.n_params]:
             names.append(a.traced.param_names[invars.index(v)])
-    return f". It derives from the parameter {min(names)}: if that is a cache, make it an input, split(fn, params, cache, …)"
+    return (
+        f". It derives from the parameter {min(names)}: if that is a cache, make it an input, "
+        "split(fn, params, cache, …)"
+    )
 
 
 def _mark_cheap(a: Analysis) -> None:
@@ -325,8 +336,8 @@ def _output_kind(a: Analysis, atom: Atom, name: str) -> str:
     d = a.dep(atom)
     if d.state and d.level >= 0:
         raise SplitError(
-            f"{name} mixes an attention output with the attention side's cache; return the two apart, or keep the "
-            "cache's updates inside the model's cache variables"
+            f"{name} mixes an attention output with the attention side's cache; return the two apart, or "
+            "keep the cache's updates inside the model's cache variables"
         )
     return "state" if d.state else "final" if d.level >= 0 else "aux"
 
@@ -334,9 +345,9 @@ def _output_kind(a: Analysis, atom: Atom, name: str) -> str:
 def cut_graph(a: Analysis) -> tuple[CutGraph, list[Var], list[int]]:
     """The plain-data graph that the minimum cuts work on.
 
-    Returns the graph, the variable behind each value number, and the equation position behind each operator number.
-    Left out: what derives from parameters alone, the attention regions themselves, and equations that no q, k, v or
-    final output needs.
+    Returns the graph, the variable behind each value number, and the equation position behind each operator
+    number. Left out: what derives from parameters alone, the attention regions themselves, and equations that
+    no q, k, v or final output needs.
     """
     jaxpr = a.traced.jaxpr
     finals = [v for v, kind in zip(jaxpr.outvars, a.kinds, strict=True) if kind == "final"]

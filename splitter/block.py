@@ -1,4 +1,5 @@
-"""Blocks of a jaxpr's equations, and the one way to run them: each equation by the rule of its primitive, or as it is.
+"""Blocks of a jaxpr's equations, and the one way to run them: each equation by the rule of its primitive, or
+as it is.
 
 Knows nothing of cuts, and not what rules are for.
 """
@@ -44,7 +45,8 @@ class Block:
         rules: Mapping[str, Rule] = MappingProxyType({}),
         otherwise: Rule = as_it_is,
     ) -> list[Any]:
-        """The values of ``outvars``. ``rules``: by a primitive's name; equations of other primitives go by ``otherwise``."""
+        """The values of ``outvars``. ``rules``: by a primitive's name; equations of other primitives go by
+        ``otherwise``."""
         env = dict(zip(self.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
@@ -60,9 +62,11 @@ def together(
     groups: Iterable[Sequence[compat.JaxprEqn]],
     rule: Callable[[Sequence[compat.JaxprEqn], Read], Sequence[Any]],
 ) -> Rule:
-    """A rule that runs each group of equations where its first one is; equations of no group are run as they are.
+    """A rule that runs each group of equations where its first one is; equations of no group are run as they
+    are.
 
-    ``rule(group, read)`` gives one result per equation. What a group reads must be there before its first equation.
+    ``rule(group, read)`` gives one result per equation. What a group reads must be there before its first
+    equation.
     """
     group_of = {eqn.outvars[0]: group for group in groups for eqn in group}
     made: dict[Any, Any] = {}

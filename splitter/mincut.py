@@ -1,8 +1,8 @@
 """Minimum cuts of a model at its attention operators, as policy on plain data (Lamina 2025, §4.2.1).
 
-For attention i the cut separates everything that its q, k and v need from everything that needs its output; the
-values that cross are the context, which a model worker keeps while the attention worker computes. A value is
-charged once however many operators read it. Knows nothing of JAX: operators and values are numbers.
+For attention i the cut separates everything that its q, k and v need from everything that needs its output;
+the values that cross are the context, which a model worker keeps while the attention worker computes. A value
+is charged once however many operators read it. Knows nothing of JAX: operators and values are numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ INFINITE = 1 << 62
 class Op:
     """One operator. `reads` and `writes` are value numbers.
 
-    `level` is the highest attention whose output it depends on, -1 for none. A `recomputable` operator is cheap and
-    depends on inputs and parameters alone, so either side of a cut may run it again.
+    `level` is the highest attention whose output it depends on, -1 for none. A `recomputable` operator is
+    cheap and depends on inputs and parameters alone, so either side of a cut may run it again.
     """
 
     reads: tuple[int, ...]
@@ -29,11 +29,11 @@ class Op:
 
 @dataclass(frozen=True)
 class CutGraph:
-    """What the cuts need to know of a model. Parameters, and what derives from them alone, are not in it: they are
-    free, since every slice holds its own.
+    """What the cuts need to know of a model. Parameters, and what derives from them alone, are not in it:
+    they are free, since every slice holds its own.
 
-    value_bytes: bytes of each value. inputs: values the model is given. site_reads[i]: q, k, v of attention i.
-    site_writes[i]: its output value. outputs: values the last slice must yield.
+    value_bytes: bytes of each value. inputs: values the model is given. site_reads[i]: q, k, v of attention
+    i. site_writes[i]: its output value. outputs: values the last slice must yield.
     """
 
     ops: tuple[Op, ...]
@@ -217,7 +217,8 @@ class MaxFlow:
         return depth
 
     def _augment(self, depth: dict[int, int], at: list[int]) -> bool:
-        """One path from source to sink along rising depths, saturated. A path is a list of edges: no recursion."""
+        """One path from source to sink along rising depths, saturated. A path is a list of edges: no
+        recursion."""
         path: list[int] = []
         a = 0
         while a != 1:

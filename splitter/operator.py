@@ -1,11 +1,12 @@
 """The attention operator: the point where a model is cut (Lamina 2025, §4.2.1).
 
-Two primitives mark it in a jaxpr. `attention` is ours: a model calls it with the q, k, v of its own tokens. And
-while a model is traced, `jax.nn.dot_product_attention` is replaced by a marked twin (`marked_dot_product_attention`),
-because otherwise it is inlined without a trace; so models that know nothing of this project are cut as well.
+Two primitives mark it in a jaxpr. `attention` is ours: a model calls it with the q, k, v of its own tokens.
+And while a model is traced, `jax.nn.dot_product_attention` is replaced by a marked twin
+(`marked_dot_product_attention`), because otherwise it is inlined without a trace; so models that know nothing
+of this project are cut as well.
 
-Both run, compile, differentiate and batch like any JAX function, so an unsplit model runs as it is. Knows nothing
-of KV caches, slots or requests.
+Both run, compile, differentiate and batch like any JAX function, so an unsplit model runs as it is. Knows
+nothing of KV caches, slots or requests.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ attention_p = compat.define_primitive(
 )
 
 
-# --- jax.nn.dot_product_attention, marked -----------------------------------------------------------------------
+# --- jax.nn.dot_product_attention, marked ---
 
 _OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 

@@ -1,7 +1,7 @@
 """The parts of a slice, as blocks of a flat jaxpr's equations, and what makes two blocks equal.
 
-A part is a plain Python function of tuples of arrays, so a caller may jit it alone, with its neighbours, or as part
-of a whole step. Knows nothing of cuts: it is told which equations to run.
+A part is a plain Python function of tuples of arrays, so a caller may jit it alone, with its neighbours, or
+as part of a whole step. Knows nothing of cuts: it is told which equations to run.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _constant(value: Any) -> Hashable:
 class SliceProgram:
     """The code of a slice, shared by all slices that are the same but for their parameters.
 
-    Every slice but the last has a `q_part` and a `kv_part`; the last has `final`. `q_part` computes q and only what q
-    needs, so that "send q" can come between the two (Lamina 2025, §4.2.2).
+    Every slice but the last has a `q_part` and a `kv_part`; the last has `final`. `q_part` computes q and
+    only what q needs, so that "send q" can come between the two (Lamina 2025, §4.2.2).
     """
 
     def __init__(
@@ -100,13 +100,15 @@ class SliceProgram:
     def q_part(self, params: Arrays, context: Arrays, attention_out: Any | None) -> tuple[Any, Arrays]:
         """`(q, rest)` from the slice's parameters, its context and the last attention's output.
 
-        attention_out is None for slice 0, whose context is the model's inputs. `rest` is what `kv_part` goes on from.
+        attention_out is None for slice 0, whose context is the model's inputs. `rest` is what `kv_part` goes
+        on from.
         """
         q, *rest = self._first(self._arguments(params, context, attention_out))
         return q, tuple(rest)
 
     def q_needs(self, i: int) -> bool:
-        """Whether q depends on argument ``i`` of `q_part`, parameters, context and attention output in a row (-1: that)."""
+        """Whether q depends on argument ``i`` of `q_part`, parameters, context and attention output in a row
+        (-1: that)."""
         wanted = set(variables(self._first.outvars[:1]))
         for eqn in reversed(self._first.eqns):
             if wanted & set(eqn.outvars):
@@ -116,8 +118,9 @@ class SliceProgram:
     def kv_part(self, params: Arrays, rest: Arrays, tie: Any | None = None) -> tuple[Any, Any, Arrays]:
         """`(k, v, context)`, the context being the next slice's.
 
-        tie: what "send q" returned, a scalar that is 0 when the program runs, or None. k and v are made to depend on
-        it: XLA keeps no other order than that of data, and would put the K and V products before the send.
+        tie: what "send q" returned, a scalar that is 0 when the program runs, or None. k and v are made to
+        depend on it: XLA keeps no other order than that of data, and would put the K and V products before
+        the send.
         """
         assert self._second is not None, "the last slice has no kv_part"
         rest = tuple(_add_tie(x, tie) if i in self._tied else x for i, x in enumerate(rest))
@@ -127,7 +130,8 @@ class SliceProgram:
         return k, v, tuple(context)
 
     def final(self, params: Arrays, context: Arrays, attention_out: Any) -> Any:
-        """The model's outputs, in their own structure; None for those that come from elsewhere (`merge_outputs`)."""
+        """The model's outputs, in their own structure; None for those that come from elsewhere
+        (`merge_outputs`)."""
         assert self._unflatten is not None, "only the last slice has a final part"
         return self._unflatten(self._first(self._arguments(params, context, attention_out)))
 

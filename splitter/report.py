@@ -55,8 +55,8 @@ class SplitReport:
     """A split model in numbers.
 
     n_tokens: tokens in the traced step (batch size times tokens a request), to which all bytes belong.
-    aux_outputs, state_outputs: outputs that depend on no attention (computed beside slice 0), and those that are the
-    attention side's state.
+    aux_outputs, state_outputs: outputs that depend on no attention (computed beside slice 0), and those that
+    are the attention side's state.
     """
 
     n_attention: int
@@ -91,7 +91,8 @@ class SplitReport:
             sizes = sorted(c.context_bytes for c in self.cuts)
             crossing = f"{sizes[0]:,} to {sizes[-1]:,} bytes a cut"
         return (
-            f"{self.n_slices} slices ({self.n_programs} distinct programs) at {self.n_attention} attention operators; "
+            f"{self.n_slices} slices ({self.n_programs} distinct programs) at {self.n_attention} attention "
+            f"operators; "
             f"context kept at a cut: {crossing}; exchanged with the memory pool: "
             f"{self.exchanged_bytes_per_token:,.0f} bytes a token (q, k, v out, attention back)"
         )

@@ -1,7 +1,7 @@
 """The splitter's last step: n cuts become n+1 slices (Lamina 2025, §4.2.1–4.2.2).
 
-`split` gives a `SplitModel`: it hands out the parts of slices, and whoever runs them owns the loop. Slices that are
-the same but for their parameters share one program. Knows nothing of pools, devices, requests or KV.
+`split` gives a `SplitModel`: it hands out the parts of slices, and whoever runs them owns the loop. Slices
+that are the same but for their parameters share one program. Knows nothing of pools, devices, requests or KV.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class Slice:
-    """One of the n+1 slices. `program` is shared among equal slices; the variables name its own place in the model."""
+    """One of the n+1 slices. `program` is shared among equal slices; the variables name its own place in the
+    model."""
 
     index: int
     program: SliceProgram
@@ -91,9 +92,9 @@ class Slice:
 class SplitModel:
     """A model cut at its n attention operators into n+1 slices.
 
-    A caller runs, for one batch: `context = first_context(*inputs)`; for each i < n, `slices[i].q_part`, send q,
-    `slices[i].kv_part`, send k and v, receive the output; then `slices[n].final`. Nothing here does that for it, so
-    that several batches can be interleaved.
+    A caller runs, for one batch: `context = first_context(*inputs)`; for each i < n, `slices[i].q_part`, send
+    q, `slices[i].kv_part`, send k and v, receive the output; then `slices[n].final`. Nothing here does that
+    for it, so that several batches can be interleaved.
     """
 
     def __init__(self, analysis: Analysis, cuts: Sequence[Cut], value_vars: Sequence[Var]) -> None:
@@ -113,9 +114,9 @@ class SplitModel:
     def slice_params(self, i: int, params: Any) -> Arrays:
         """Slice i's parameters in the order its program takes them; once, at load time.
 
-        `params` is the model's pytree, of arrays or of `jax.ShapeDtypeStruct` (then so is the result); leaves that the
-        slice does not read may be either. Views of stacked weights are taken here; constants of the trace are among
-        the result.
+        `params` is the model's pytree, of arrays or of `jax.ShapeDtypeStruct` (then so is the result); leaves
+        that the slice does not read may be either. Views of stacked weights are taken here; constants of the
+        trace are among the result.
         """
         flat, tree = tree_util.tree_flatten(params)
         if tree != self.traced.params_tree:
@@ -135,15 +136,17 @@ class SplitModel:
         return tuple(n for n, v in enumerate(self.traced.jaxpr.invars[: self.traced.n_params]) if v in read)
 
     def sources(self, i: int) -> tuple[int | np.ndarray | None, ...]:
-        """Where each of slice i's parameters (`slice_params`) comes from: the place of one of the model's among the flattened
-        pytree's leaves, as int; a constant of the trace, as array; None: a view of either."""
+        """Where each of slice i's parameters (`slice_params`) comes from: the place of one of the model's
+        among the flattened pytree's leaves, as int; a constant of the trace, as array; None: a view of
+        either."""
         jaxpr, n = self.traced.jaxpr, self.traced.n_params
         known: dict[Var, int | np.ndarray] = {v: place for place, v in enumerate(jaxpr.invars[:n])}
         known.update(zip(jaxpr.constvars, (np.asarray(c) for c in self.traced.consts), strict=True))
         return tuple(known.get(v) for v in self.slices[i].param_vars)
 
     def first_context(self, *inputs: Any) -> Arrays:
-        """Slice 0's context: those of the model's inputs that the slices read. Raises SplitError on other trees."""
+        """Slice 0's context: those of the model's inputs that the slices read. Raises SplitError on other
+        trees."""
         flat, tree = tree_util.tree_flatten(tuple(inputs))
         if tree != self.traced.inputs_tree:
             raise SplitError(
@@ -153,7 +156,8 @@ class SplitModel:
         return tuple(given[v] for v in self.slices[0].context_vars)
 
     def private_operands(self, *inputs: Any) -> tuple[Arrays, ...]:
-        """Per site, the operands besides q, k, v (masks, positions, a cache), computed from the model's inputs.
+        """Per site, the operands besides q, k, v (masks, positions, a cache), computed from the model's
+        inputs.
 
         The attention side runs this once a step; it needs no weights. Jittable.
         """
@@ -168,7 +172,8 @@ class SplitModel:
         return tuple(block(self._with_consts(self.traced.flatten(params, inputs))))
 
     def state_outputs(self, states: Sequence[Arrays], *inputs: Any) -> Arrays:
-        """The outputs made of the attention side's state (updated caches), from every site's `attend` state."""
+        """The outputs made of the attention side's state (updated caches), from every site's `attend`
+        state."""
         known = [v for r in self.analysis.regions for v in r.state]
         block = self._closure(self._outputs_of("state"), with_params=False, known=known)
         values = [x for state in states for x in state]
@@ -232,7 +237,8 @@ def split(
     """Cut a model at its attention operators.
 
     Args:
-      fn: `fn(params, *inputs)`, any JAX function, with `args` = params and inputs, real or abstract; or what `trace`
+      fn: `fn(params, *inputs)`, any JAX function, with `args` = params and inputs, real or abstract; or what
+      `trace`
         returned, and no args.
       recompute: compute cheap values of inputs and parameters again in a slice instead of carrying them.
       operators: primitives to cut at.
@@ -270,8 +276,9 @@ _SMALL = 16
 def _extended(contexts: Sequence[tuple[Var, ...]], inputs: set[Var]) -> list[tuple[Var, ...]]:
     """Contexts in which what has lived through several cuts, and any input once carried, lives to the end.
 
-    A model's last slices need positions no more; were they dropped there, slice n-1 would be a program of its own,
-    compiled for the sake of a few bytes. What is not small beside the context it would join is dropped all the same.
+    A model's last slices need positions no more; were they dropped there, slice n-1 would be a program of its
+    own, compiled for the sake of a few bytes. What is not small beside the context it would join is dropped
+    all the same.
     """
     extended = [contexts[0]] if contexts else []
     before: set[Var] = set()
@@ -286,7 +293,8 @@ def _extended(contexts: Sequence[tuple[Var, ...]], inputs: set[Var]) -> list[tup
 
 
 class _Builder:
-    """Works out each slice's equations and arguments, last slice first: a context is ordered by its reader's use."""
+    """Works out each slice's equations and arguments, last slice first: a context is ordered by its reader's
+    use."""
 
     def __init__(self, a: Analysis, contexts: Sequence[tuple[Var, ...]]) -> None:
         self.a = a
@@ -295,8 +303,8 @@ class _Builder:
         self.fixed = {*jaxpr.constvars, *a.view}
         self.inputs = set(jaxpr.invars[n_params:])
         self.contexts = _extended(contexts, self.inputs)
-        # A context is what its reader uses first, first; but what lives on keeps one order through all slices, or
-        # two slices that read it in another order would not be the same program.
+        # A context is what its reader uses first, first; but what lives on keeps one order through all
+        # slices, or two slices that read it in another order would not be the same program.
         carried = Counter(v for context in self.contexts for v in context)
         self.lasting = self.inputs | {v for v, n in carried.items() if n > 1}
         self.age = {v: -len(jaxpr.invars) + k for k, v in enumerate(jaxpr.invars)} | a.producer
@@ -377,7 +385,8 @@ class _Builder:
         return self.programs[key]
 
     def _tied(self, rest: tuple[Var, ...], block: Block, kv: tuple[Atom, ...]) -> tuple[frozenset[int], bool]:
-        """Which members of `rest` to add the tie to, so that k and v depend on it; else the results themselves."""
+        """Which members of `rest` to add the tie to, so that k and v depend on it; else the results
+        themselves."""
         reached: dict[Atom, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(rest)}
         for eqn in block.eqns:
             uses = frozenset().union(*(reached.get(v, frozenset()) for v in variables(eqn.invars)))

@@ -1,7 +1,7 @@
 """From a function to one flat jaxpr whose attention operators are plain to see.
 
-`trace` makes the jaxpr, with nested `jit`, `remat`, custom derivatives and calls inlined, and a scan over layers
-unrolled where its body holds an attention operator. Knows nothing of cuts, slices or weights' meaning.
+`trace` makes the jaxpr, with nested `jit`, `remat`, custom derivatives and calls inlined, and a scan over
+layers unrolled where its body holds an attention operator. Knows nothing of cuts, slices or weights' meaning.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Traced:
     param_names: tuple[str, ...]
 
     def eval(self, params: Any, *inputs: Any, attend: Callable[..., Any] | None = None) -> Any:
-        """Run the function unsplit. `attend(i, q, k, v) -> out`, when given, stands in for attention operator i."""
+        """Run the function unsplit. `attend(i, q, k, v) -> out`, when given, stands in for attention operator
+        i."""
         sites = count()
 
         def site(eqn: compat.JaxprEqn, read: Read) -> list[Any]:
@@ -65,7 +66,8 @@ class Traced:
         )
 
     def flatten(self, params: Any, inputs: Sequence[Any]) -> list[Any]:
-        """Parameters and inputs as one flat list. Raises SplitError when a tree differs from the traced one."""
+        """Parameters and inputs as one flat list. Raises SplitError when a tree differs from the traced
+        one."""
         p, p_tree = tree_util.tree_flatten(params)
         x, x_tree = tree_util.tree_flatten(tuple(inputs))
         if p_tree != self.params_tree or x_tree != self.inputs_tree:
@@ -88,7 +90,8 @@ def trace(
       operators: the primitives to cut at.
 
     Raises:
-      SplitError: `params` that hold no weight though `fn` does; no attention operator found, or one inside `while`, `cond` or another construct whose course
+      SplitError: `params` that hold no weight though `fn` does; no attention operator found, or one inside
+      `while`, `cond` or another construct whose course
         depends on data; the message says where in the model.
     """
     with marking():
@@ -108,8 +111,10 @@ def trace(
         and any(jnp.ndim(c) > 1 and _is_weight(c) for c in consts)
     ):
         raise SplitError(
-            f"the first argument after {_fn_name(fn)} is its parameters, and holds no floating-point array, while the "
-            "function itself holds weights: call split(fn, params, *inputs); for a Flax NNX module, graph, params = "
+            f"the first argument after {_fn_name(fn)} is its parameters, and holds no floating-point array, "
+            f"while the "
+            "function itself holds weights: call split(fn, params, *inputs); for a Flax NNX module, graph, "
+            "params = "
             "nnx.split(module) and fn = lambda params, *inputs: nnx.merge(graph, params)(*inputs)"
         )
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x)))
@@ -159,7 +164,8 @@ def _inline(jaxpr: Any, args: Sequence[Any], wanted: frozenset[Any]) -> list[Any
         if name == "scan":
             return _unroll(eqn, [read(a) for a in eqn.invars], wanted)
         raise SplitError(
-            f"an attention operator lies inside `{name}` at {compat.where(eqn)}: how often it runs, or whether, "
+            f"an attention operator lies inside `{name}` at {compat.where(eqn)}: how often it runs, or "
+            f"whether, "
             "is decided by data or by another construct that cannot be cut; take it out of there, or use a "
             "Python loop or jax.lax.scan over the layers"
         )

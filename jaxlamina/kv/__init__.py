@@ -1,5 +1,5 @@
-"""KV slots: who owns which, whose prefix is kept, which live on the host. Knows no KV array and no device; the
-arrays live with the attention worker."""
+"""KV slots: who owns which, whose prefix is kept, which live on the host. Knows no KV array and no device;
+the arrays live with the attention worker."""
 
 from jaxlamina.kv.allocator import OutOfSlots, SlotAllocator
 from jaxlamina.kv.prefix import PrefixCache

@@ -1,8 +1,9 @@
 """Slots for KV, one a token: a slab of reference counts and a last-in-first-out free list.
 
-Policy on plain numpy, every call over a whole list of slots. It knows nothing of KV arrays, devices, requests or
-layers: a slot is a row number, the same in every layer's pool, and what is stored there is the attention worker's
-business. Token-granular KV as in Lamina (2025) §4.2.2, LightLLM's token attention and FineInfer §3.4.
+Policy on plain numpy, every call over a whole list of slots. It knows nothing of KV arrays, devices, requests
+or layers: a slot is a row number, the same in every layer's pool, and what is stored there is the attention
+worker's business. Token-granular KV as in Lamina (2025) §4.2.2, LightLLM's token attention and FineInfer
+§3.4.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class SlotAllocator:
             raise ValueError(f"{capacity=} must be at least 1 slot")
         self.capacity = capacity
         self._owners = np.zeros(capacity, np.int32)  # [S] reference counts, the slab
-        # From _top on: the free slots, dealt from _top up. In the type of an index, which numpy need not convert.
+        # From _top on: the free slots, dealt from _top up. In the type of an index, which numpy need not
+        # convert.
         self._stack = np.arange(capacity, dtype=np.intp)
         self._top = 0
         self._stamps = np.zeros(capacity, np.int64)  # [S] the deal that each slot was last part of
@@ -194,7 +196,8 @@ class SlotAllocator:
         return slots[self._place[slots] == places]
 
     def _refuse(self, slots: np.ndarray, *, times: bool) -> None:
-        """Raises for the first slot with fewer owners than needed: 1, or with ``times`` as often as it is listed."""
+        """Raises for the first slot with fewer owners than needed: 1, or with ``times`` as often as it is
+        listed."""
         for slot, listed in Counter(slots.tolist()).items():
             needed = listed if times else 1
             if self._owners[slot] < needed:

@@ -1,6 +1,7 @@
 """How fast the KV policy is: functions that return numbers, from Python and as the scheduler calls it.
 
-Each takes the best of many repeats, since what is measured is this code and not what else the machine was doing.
+Each takes the best of many repeats, since what is measured is this code and not what else the machine was
+doing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def measure_slot_operations_per_s(
 
 
 def measure_decode_step_us(n_slots: int = N_SLOTS, *, n_requests: int = 256, repeats: int = 200) -> float:
-    """One slot more for each of ``n_requests`` running requests, and for 2 of them a new request in their place.
+    """One slot more for each of ``n_requests`` running requests, and for 2 of them a new request in their
+    place.
 
     256 requests of 128 tokens of answer change twice a step. The two newcomers have prompts of 1,000 tokens.
     """
@@ -76,8 +78,8 @@ def measure_decode_step_us(n_slots: int = N_SLOTS, *, n_requests: int = 256, rep
 def measure_prefix_us(
     n_slots: int = N_SLOTS, *, n_tokens: int = 1000, repeats: int = 200
 ) -> tuple[float, float, float]:
-    """(match, insert, evict of 256) in µs, with 1,000 prompts of ``n_tokens`` in the cache, or as many as fit half
-    the pool."""
+    """(match, insert, evict of 256) in µs, with 1,000 prompts of ``n_tokens`` in the cache, or as many as fit
+    half the pool."""
     rng = np.random.default_rng(0)
     slots = _shuffled(n_slots)
     cache = PrefixCache(slots)

@@ -1,12 +1,12 @@
 """Which attention worker keeps which part of the KV, as plain data.
 
-By heads: every worker has all tokens, of some KV heads. By requests: a request's tokens are on one worker, a new
-request goes to the one with the least KV. By tokens: blocks of a request's positions go round the workers. The last
-two differ only in where a token is wished to go; from there on a slot is a pair (worker, local slot), and a step's
-inputs are cut into each worker's own by `plan_rows`.
+By heads: every worker has all tokens, of some KV heads. By requests: a request's tokens are on one worker, a
+new request goes to the one with the least KV. By tokens: blocks of a request's positions go round the
+workers. The last two differ only in where a token is wished to go; from there on a slot is a pair (worker,
+local slot), and a step's inputs are cut into each worker's own by `plan_rows`.
 
-Knows slots, positions and workers; numpy only, no device. "auto" is chosen here, before anything is placed: nothing else
-knows it.
+Knows slots, positions and workers; numpy only, no device. "auto" is chosen here, before anything is placed:
+nothing else knows it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ AUTO = "auto"
 def chosen_partition(partition: str, n_workers: int, n_kv_heads: Sequence[int]) -> str:
     """What "auto" stands for: heads where they divide evenly, else tokens; any other partition is that one.
 
-    Tokens and not requests, since they share out one long request as evenly as many short ones, and a step's shapes then
-    depend least on which requests are in it. ``UserError`` as of `checked_partition`.
+    Tokens and not requests, since they share out one long request as evenly as many short ones, and a step's
+    shapes then depend least on which requests are in it. ``UserError`` as of `checked_partition`.
     """
     if partition == AUTO:
         partition = "tokens" if any(k % max(1, n_workers) for k in n_kv_heads) else "heads"
@@ -40,7 +40,8 @@ def why_chosen(partition: str, chosen: str, n_workers: int, n_kv_heads: Sequence
     if partition != AUTO or chosen == "heads":
         return None
     return (
-        f"{next(k for k in n_kv_heads if k % n_workers)} KV heads do not divide evenly over {n_workers} attention workers, "
+        f"{next(k for k in n_kv_heads if k % n_workers)} KV heads do not divide evenly over {n_workers} "
+        f"attention workers, "
         f"so each keeps blocks of every request's tokens (partition {chosen!r})"
     )
 
@@ -66,9 +67,9 @@ NOWHERE = -1  # in place of a worker
 class Placement:
     """Where each of S logical slots is: a worker and a slot of its pool.
 
-    A slot is placed when it is written; what it held before is gone, so its old place is free again. ``release``
-    frees places earlier, which keeps the workers balanced; without it every slot still finds a place, for together
-    the pools hold at least S.
+    A slot is placed when it is written; what it held before is gone, so its old place is free again.
+    ``release`` frees places earlier, which keeps the workers balanced; without it every slot still finds a
+    place, for together the pools hold at least S.
     """
 
     def __init__(self, n_slots: int, capacities: Sequence[int]) -> None:
@@ -100,7 +101,8 @@ class Placement:
         self.worker[slots] = NOWHERE
 
     def place(self, slots: Int[np.ndarray, " n"], wish: Int[np.ndarray, " n"]) -> None:
-        """Gives ``slots`` (distinct) a place each, on the worker of ``wish`` if it has room, else on the emptiest."""
+        """Gives ``slots`` (distinct) a place each, on the worker of ``wish`` if it has room, else on the
+        emptiest."""
         self.release(slots)
         left = slots
         for w in range(self.n_workers):
@@ -176,8 +178,8 @@ def place_stored(
     slot_table: Int[np.ndarray, "B C"],
     lengths: Int[np.ndarray, " B"],
 ) -> None:
-    """Takes it that rows' earlier tokens, in slots that are all distinct, were stored a row at a time: for measuring steps,
-    and compiling them, without a prefill."""
+    """Takes it that rows' earlier tokens, in slots that are all distinct, were stored a row at a time: for
+    measuring steps, and compiling them, without a prefill."""
     b, c = slot_table.shape
     positions = np.broadcast_to(np.arange(c, dtype=np.int32), (b, c))
     slots = np.where(positions < lengths[:, None], slot_table, placement.n_slots)
@@ -198,8 +200,8 @@ class RowsPlan(NamedTuple):
 
 
 class PlacedIndices(NamedTuple):
-    """Of all b workers: which of the batch's rows each has, where a row is among them (R: nowhere), and which new
-    tokens it keeps."""
+    """Of all b workers: which of the batch's rows each has, where a row is among them (R: nowhere), and which
+    new tokens it keeps."""
 
     rows: Int32[Any, "b R"]
     spread: Int32[Any, "b B"]
@@ -220,9 +222,9 @@ def plan_rows(
 ) -> list[RowsPlan]:
     """Each worker's part; new_slots S: none.
 
-    A row's stored tokens on a worker keep their order but lose their positions, which a sliding window asks for. So
-    each window gets ``q_positions``: where a query would have to stand in the row of tokens that are there to see
-    just those that it sees of them. ``ValueError`` for a stored token that is nowhere.
+    A row's stored tokens on a worker keep their order but lose their positions, which a sliding window asks
+    for. So each window gets ``q_positions``: where a query would have to stand in the row of tokens that are
+    there to see just those that it sees of them. ``ValueError`` for a stored token that is nowhere.
     """
     b, c = slot_table.shape
     owners = np.where(np.arange(c) < lengths[:, None], placement.worker[slot_table], _PAST_END)

@@ -1,8 +1,9 @@
 """The book of the memory pool: which attention worker has which token, and what each is told of a step.
 
-By heads every worker has every slot, so all are told the same. By requests or by tokens a slot is on one worker, and a step's
-rows are cut up (`jaxlamina.kv.placement`); each worker's part is padded to the largest, so that one bucket serves all. Knows
-slots and rows; no model, and of workers only that they copy and move slots when told to.
+By heads every worker has every slot, so all are told the same. By requests or by tokens a slot is on one
+worker, and a step's rows are cut up (`jaxlamina.kv.placement`); each worker's part is padded to the largest,
+so that one bucket serves all. Knows slots and rows; no model, and of workers only that they copy and move
+slots when told to.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from jaxlamina.steps.shape import StepShape
 
 @runtime_checkable
 class KVWorker(Protocol):
-    """One worker's KV by its own slots: what moves it. In this process (`jaxlamina.workers.kv_pools.KVPools`) or in another."""
+    """One worker's KV by its own slots: what moves it. In this process (`jaxlamina.workers.kv_pools.KVPools`)
+    or in another."""
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None: ...
 
@@ -43,15 +45,16 @@ class KVWorker(Protocol):
         """The host slots hold nothing any more."""
 
     def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> Sequence[Any]:
-        """The KV of slots, or of host slots, which hold nothing then: an array of each pool's with a row a slot."""
+        """The KV of slots, or of host slots, which hold nothing then: an array of each pool's with a row a
+        slot."""
 
     def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Any]) -> None:
         """Stores what another worker's `take_rows` gave."""
 
 
 class SegmentSlots(NamedTuple):
-    """The slots on one worker of a step's rows, or of a prompt's tokens: R rows with up to C stored tokens, M new
-    tokens."""
+    """The slots on one worker of a step's rows, or of a prompt's tokens: R rows with up to C stored tokens, M
+    new tokens."""
 
     slot_table: Int32[Any, "R C"]
     lengths: Int32[Any, " R"]
@@ -71,8 +74,8 @@ class SegmentSlots(NamedTuple):
 
 
 class PlannedRows(NamedTuple):
-    """Rows or prompts as workers have them: their bucket, each worker's slots of each segment, and where the model's
-    programs find each segment's rows and tokens (nothing by heads)."""
+    """Rows or prompts as workers have them: their bucket, each worker's slots of each segment, and where the
+    model's programs find each segment's rows and tokens (nothing by heads)."""
 
     shape: StepShape
     slots: Sequence[tuple[SegmentSlots, ...]]
@@ -96,8 +99,8 @@ class PoolBook:
         n_host_slots: int,
         token_block: int,
     ) -> None:
-        """``windows``: of the model's attention operators. ``token_block``: how many positions in a row stay together where
-        tokens are divided."""
+        """``windows``: of the model's attention operators. ``token_block``: how many positions in a row stay
+        together where tokens are divided."""
         self._workers, self._layout, self._windows = workers, layout, windows
         self.n_slots, self._n_host_slots = n_slots, n_host_slots
         b = len(layout.workers)
@@ -156,7 +159,8 @@ class PoolBook:
             place_stored(self.placement, self._token_block, batch.slot_table, batch.lengths)
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
-        """Slot ``src[i]``'s KV also into ``dst[i]``: beside its original where there is room, else on another worker."""
+        """Slot ``src[i]``'s KV also into ``dst[i]``: beside its original where there is room, else on another
+        worker."""
         if self.placement is None:
             for worker in self._workers:
                 worker.copy_slots(src, dst)
@@ -252,10 +256,12 @@ def _one_after_another(plans: Sequence[RowsPlan]) -> RowsPlan:
 
 
 def level(plans: Sequence[RowsPlan], b: int, c: int, n_new: int, *, n_workers: int) -> list[RowsPlan]:
-    """Workers' parts, all padded to the same rows, stored tokens a row and new tokens, of sizes that are few (`quarters`).
+    """Workers' parts, all padded to the same rows, stored tokens a row and new tokens, of sizes that are few
+    (`quarters`).
 
-    ``b``, ``c``, ``n_new``: of a batch: its rows, width of its slot table (0: nothing is asked of stored tokens), and new
-    tokens. What is asked or sent is never of size 0, though nobody may have any of it: no program could send that.
+    ``b``, ``c``, ``n_new``: of a batch: its rows, width of its slot table (0: nothing is asked of stored
+    tokens), and new tokens. What is asked or sent is never of size 0, though nobody may have any of it: no
+    program could send that.
     """
     n = n_workers
     r = quarters(max(1, *(len(p.rows) for p in plans)), b, n) if c else 0
@@ -273,8 +279,8 @@ def level(plans: Sequence[RowsPlan], b: int, c: int, n_new: int, *, n_workers: i
 
 
 def quarters(n: int, most: int, n_workers: int) -> int:
-    """The next quarter of ``most`` that holds ``n`` and a worker's even share; 0 for none. A program is compiled for each
-    size that occurs, so they are few: two workers' are a half, three quarters and all.
+    """The next quarter of ``most`` that holds ``n`` and a worker's even share; 0 for none. A program is
+    compiled for each size that occurs, so they are few: two workers' are a half, three quarters and all.
 
     >>> [quarters(n, 64, 2) for n in (0, 1, 32, 33, 50)], quarters(1, 64, 3)
     ([0, 32, 32, 48, 64], 32)

@@ -1,12 +1,13 @@
-"""Which token prefixes have their KV in slots already: a radix tree over token ids (automatic prefix caching).
+"""Which token prefixes have their KV in slots already: a radix tree over token ids (automatic prefix
+caching).
 
-Policy on plain numpy; it knows slot numbers and token ids, no KV array, no device, no request. A slot is one token,
-so a prefix is shared to the token and nothing is ever copied: a hit is a ``fork``. The idea of keeping finished
-requests' KV in a radix tree with LRU eviction of its leaves is SGLang's RadixAttention (Zheng et al. 2024, §3);
-token tables are FineInfer's §3.4.
+Policy on plain numpy; it knows slot numbers and token ids, no KV array, no device, no request. A slot is one
+token, so a prefix is shared to the token and nothing is ever copied: a hit is a ``fork``. The idea of keeping
+finished requests' KV in a radix tree with LRU eviction of its leaves is SGLang's RadixAttention (Zheng et al.
+2024, §3); token tables are FineInfer's §3.4.
 
-Order: a token's time is when it was last matched or inserted. Of the tokens that no cached token follows, the one
-with the oldest time is evicted first, so what is left is always whole prefixes.
+Order: a token's time is when it was last matched or inserted. Of the tokens that no cached token follows, the
+one with the oldest time is evicted first, so what is left is always whole prefixes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Tokens = Sequence[int | np.integer] | np.ndarray
 
 
 class _Node:
-    """An edge of the tree: a run of tokens with a slot each, and what may follow. Only the root's run is empty."""
+    """An edge of the tree: a run of tokens with a slot each, and what may follow. Only the root's run is
+    empty."""
 
     __slots__ = ("children", "last_used", "parent", "queued", "slots", "tokens")
 
@@ -45,7 +47,8 @@ class _Node:
 class PrefixCache:
     """Slots of token prefixes, kept with one reference each until somebody needs the room.
 
-    ``match`` before a prompt is computed, ``insert`` when its KV is in its slots, ``evict`` when slots run short.
+    ``match`` before a prompt is computed, ``insert`` when its KV is in its slots, ``evict`` when slots run
+    short.
     """
 
     def __init__(self, slots: SlotAllocator) -> None:
@@ -73,7 +76,8 @@ class PrefixCache:
 
     @property
     def n_evictable(self) -> int:
-        """Slots that nobody but the cache owns: ``evict`` frees as many and no more. O(capacity), vectorised."""
+        """Slots that nobody but the cache owns: ``evict`` frees as many and no more. O(capacity),
+        vectorised."""
         return int(np.count_nonzero((self.slots.owner_counts == 1) & self._held))
 
     def owned_slots(self) -> Int[np.ndarray, " n"]:
@@ -102,11 +106,13 @@ class PrefixCache:
         return n
 
     def insert(self, tokens: Tokens, slots: Slots) -> int:
-        """Keeps the KV of ``tokens``, which lies in ``slots`` (the caller owns them, and goes on owning them).
+        """Keeps the KV of ``tokens``, which lies in ``slots`` (the caller owns them, and goes on owning
+        them).
 
-        The cache takes a reference of its own on the slots of the tokens it did not have yet, and returns how many
-        these are; tokens that it has, under whatever slots, stay as they are. ``ValueError``, and nothing is kept,
-        unless there are as many slots as tokens, all owned, none twice and none kept for other tokens.
+        The cache takes a reference of its own on the slots of the tokens it did not have yet, and returns how
+        many these are; tokens that it has, under whatever slots, stay as they are. ``ValueError``, and
+        nothing is kept, unless there are as many slots as tokens, all owned, none twice and none kept for
+        other tokens.
         """
         tokens, rows = as_tokens(tokens), as_slots(slots)
         if len(tokens) != len(rows):
@@ -137,8 +143,8 @@ class PrefixCache:
     def evict(self, n: int) -> int:
         """Frees up to ``n`` slots that nobody else owns, least recently used leaves first; returns how many.
 
-        Short of ``n``, everything the cache alone owned is free: to get there it also forgets tokens that are in
-        use elsewhere, where they follow tokens that are not.
+        Short of ``n``, everything the cache alone owned is free: to get there it also forgets tokens that are
+        in use elsewhere, where they follow tokens that are not.
         """
         if self._n_unshared_seen != self.slots.n_unshared:  # what was in use elsewhere may not be any more
             self._n_unshared_seen = self.slots.n_unshared
@@ -193,7 +199,8 @@ class PrefixCache:
             stack.extend(node.children.values())
 
     def _walk(self, tokens: Int[np.ndarray, " n"]) -> list[_Node]:
-        """The nodes that spell the longest cached prefix, used now. The last is split if only its head matched."""
+        """The nodes that spell the longest cached prefix, used now. The last is split if only its head
+        matched."""
         self._clock += 1
         path: list[_Node] = []
         node, n = self._root, 0
@@ -208,7 +215,8 @@ class PrefixCache:
         return path
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Cuts a run in two; returns the new node of its head. The tail keeps its time and its place in the queue."""
+        """Cuts a run in two; returns the new node of its head. The tail keeps its time and its place in the
+        queue."""
         assert node.parent is not None and 0 < at < len(node.tokens)
         head = _Node(node.tokens[:at], node.slots[:at], node.parent, node.last_used)
         node.parent.children[int(head.tokens[0])] = head
@@ -226,7 +234,8 @@ class PrefixCache:
         heapq.heappush(self._queue, (leaf.last_used, self._n_queued, leaf))
 
     def _evict_idle(self, n: int) -> int:
-        """Frees up to ``n`` slots off leaves' ends, as far as nobody else owns them. Other leaves are set aside."""
+        """Frees up to ``n`` slots off leaves' ends, as far as nobody else owns them. Other leaves are set
+        aside."""
         freed: list[np.ndarray] = []
         missing = n
         while missing > 0 and self._queue:
@@ -254,7 +263,8 @@ class PrefixCache:
         return n - missing
 
     def _forget_one_shared_tail(self) -> bool:
-        """Lets go of what others own at the end of one leaf, if tokens that nobody else owns come before it."""
+        """Lets go of what others own at the end of one leaf, if tokens that nobody else owns come before
+        it."""
         counts = self.slots.owner_counts
         for leaf in sorted(self._aside, key=lambda leaf: leaf.last_used):
             node: _Node | None = leaf
@@ -271,7 +281,8 @@ class PrefixCache:
         return False
 
     def _cut(self, leaf: _Node, n: int) -> Int[np.ndarray, " {n}"]:
-        """Takes the last ``n`` tokens off a leaf; returns their slots, whose references are the caller's to free."""
+        """Takes the last ``n`` tokens off a leaf; returns their slots, whose references are the caller's to
+        free."""
         kept = len(leaf.tokens) - n
         first, slots = int(leaf.tokens[0]), leaf.slots[kept:]
         self._held[slots] = False

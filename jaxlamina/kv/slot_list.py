@@ -89,7 +89,8 @@ class SlotList:
 
 
 def append_each(lists: Sequence[SlotList], slots: Int[np.ndarray, " n"]) -> None:
-    """One slot more for each list, in order: a decode step's growth. ``ValueError`` unless there are as many."""
+    """One slot more for each list, in order: a decode step's growth. ``ValueError`` unless there are as
+    many."""
     for row, slot in zip(lists, slots.tolist(), strict=True):
         n = row._n  # `append`, without a call each: half of the time, every step
         if n == len(row._buffer):

@@ -1,12 +1,12 @@
 """Overcommit: which tokens' KV has moved to host memory, and what must be copied to get it there and back.
 
-Policy on plain numpy: it plans copies and counts them, and knows no KV array, no device and no request. A plan
-changes who owns which slot at once; the copies it names must then be run in the order they were planned, and before
-anything else is written into the pools (attention workers: ``move_out``, ``move_in``).
+Policy on plain numpy: it plans copies and counts them, and knows no KV array, no device and no request. A
+plan changes who owns which slot at once; the copies it names must then be run in the order they were planned,
+and before anything else is written into the pools (attention workers: ``move_out``, ``move_in``).
 
-KV does not change while its slot is owned, so a token may be on both sides at a time: its *twin*. What several owners
-share goes out once and comes back once, and what is still on the device when its owner wants it back (a prefix that
-the cache has kept, say) is shared again and not copied.
+KV does not change while its slot is owned, so a token may be on both sides at a time: its *twin*. What
+several owners share goes out once and comes back once, and what is still on the device when its owner wants
+it back (a prefix that the cache has kept, say) is shared again and not copied.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class HostTier:
         """Takes one owner's device slots to the host: its references become references on ``Move.slots``.
 
         Their KV must have been written: a slot that was taken for the coming step has nothing to move yet.
-        ``OutOfSlots`` and no change if the host has too few; ``ValueError`` and no change if a slot is free or
-        listed twice.
+        ``OutOfSlots`` and no change if the host has too few; ``ValueError`` and no change if a slot is free
+        or listed twice.
         """
         slots = as_slots(slots)
         _check_owned_once(self.device, slots)
@@ -102,7 +102,8 @@ class HostTier:
         return Move(host, source, target)
 
     def plan_in(self, slots: Slots) -> Move:
-        """Brings one owner's host slots back: its references become references on the device's ``Move.slots``.
+        """Brings one owner's host slots back: its references become references on the device's
+        ``Move.slots``.
 
         ``OutOfSlots`` and no change if the device has too few; ``ValueError`` as in ``plan_out``.
         """
@@ -128,8 +129,8 @@ class HostTier:
         self._host.free(slots)
 
     def check_integrity(self, owners: Mapping[Hashable, Slots] | None = None) -> None:
-        """Raises ``RuntimeError`` naming the first faulty host slot; ``owners`` as for ``SlotAllocator``, of host
-        slots."""
+        """Raises ``RuntimeError`` naming the first faulty host slot; ``owners`` as for ``SlotAllocator``, of
+        host slots."""
         if owners is not None and self.capacity == 0:
             owners = {**owners, "no host memory": [0]}
         try:

@@ -1,7 +1,7 @@
 """Recording a rank's own steps: JAX's profiler around them, and what its trace says of this rank's program.
 
-On GPUs the trace has each kernel by stream, on CPUs each operator by thread; a CPU's threads are one device here. Knows
-traces and one rank's programs; nothing of other ranks.
+On GPUs the trace has each kernel by stream, on CPUs each operator by thread; a CPU's threads are one device
+here. Knows traces and one rank's programs; nothing of other ranks.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Recorder:
             inside = sorted(own, key=lambda e: e.start_ns)
             if not inside:
                 raise UserError(
-                    "the profiler's trace has no operator of this rank's program, so nothing can be said of it"
+                    "the profiler's trace has no operator of this rank's program, so nothing can be said of "
+                    "it"
                 )
             of = known[id(program)]
             inside = of.exchanges_named(inside)
@@ -197,12 +198,12 @@ def _as_kernel(name: str) -> str:
 def read(
     rows: Iterable[tuple[str, str, str, int, int, dict[str, Any]]], on_cpu: bool, known: Sequence[Known]
 ) -> tuple[list[tuple[int, int]], list[Event]]:
-    """Of a trace (`profile_events`), the annotated steps in order and these programs' events, whose times are nanoseconds
-    since the trace began.
+    """Of a trace (`profile_events`), the annotated steps in order and these programs' events, whose times are
+    nanoseconds since the trace began.
 
-    A CPU's operators are on lines of the threads that run them, with their names as ``hlo_op``. A GPU's kernels and copies
-    are on a line a stream, with ``hlo_op`` where XLA launched them one by one; those of a CUDA graph may have the graph's
-    name there, or none, and are then known by the kernel's own.
+    A CPU's operators are on lines of the threads that run them, with their names as ``hlo_op``. A GPU's
+    kernels and copies are on a line a stream, with ``hlo_op`` where XLA launched them one by one; those of a
+    CUDA graph may have the graph's name there, or none, and are then known by the kernel's own.
     """
     modules = {program.module for program in known}
     names = set().union(*(program.scopes for program in known))
@@ -224,7 +225,8 @@ def read(
             and (is_own or "hlo_module" not in stats)
         ):
             stream = streams.setdefault((plane, line), len(streams))
-            # A kernel in a CUDA graph may be known by its own name alone, and NCCL's by none that the program has.
+            # A kernel in a CUDA graph may be known by its own name alone, and NCCL's by none that the program
+            # has.
             op = str(stats.get("hlo_op", name))
             called = _NCCL if name.startswith(_NCCL) else op if op in names else name
             events.append(Event(called, stream, start, start + duration))

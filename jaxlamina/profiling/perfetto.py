@@ -1,8 +1,8 @@
 """Timelines as a file for https://ui.perfetto.dev and chrome://tracing: Chrome's trace format, compressed.
 
-A process shows the steps, and one is each rank: a thread of its spans and bubbles, and where it has several streams one
-more for each. Both viewers colour by name, Perfetto without the numbers in it, so kinds have colours. Knows timelines
-and the format, and nothing of how they came about.
+A process shows the steps, and one is each rank: a thread of its spans and bubbles, and where it has several
+streams one more for each. Both viewers colour by name, Perfetto without the numbers in it, so kinds have
+colours. Knows timelines and the format, and nothing of how they came about.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def check(path: Path, option: str) -> None:
 
 
 def write(parts: Mapping[str, Timeline], path: Path) -> None:
-    """Timelines, by what they are of, one after another in one file; ``path`` ends in ``.json`` or ``.json.gz``."""
+    """Timelines, by what they are of, one after another in one file; ``path`` ends in ``.json`` or
+    ``.json.gz``."""
     began_ns = min(timeline.windows[0][0] for timeline in parts.values())
     document = {
         "traceEvents": list(_all(parts, began_ns)),
@@ -72,8 +73,8 @@ def _all(parts: Mapping[str, Timeline], began_ns: int) -> Iterator[dict[str, Any
     for what, timeline in parts.items():
         for step, (start, end) in enumerate(timeline.windows):
             yield {
-                "ph": "X", "name": what, "cat": "step", "pid": len(traces), "tid": 0, "ts": (start - began_ns) / 1e3,
-                "dur": (end - start) / 1e3, "args": {"step": step},
+                "ph": "X", "name": what, "cat": "step", "pid": len(traces), "tid": 0,
+                "ts": (start - began_ns) / 1e3, "dur": (end - start) / 1e3, "args": {"step": step},
             }  # fmt: skip
         for trace in timeline.traces:
             for step, spans in enumerate(timeline.lines[trace.rank]):
@@ -93,7 +94,8 @@ def _spans(
             args |= {"index": span.scope.number, "batch": span.scope.batch}
         yield {
             "ph": "X", "name": title(span), "cat": span.scope.kind, "pid": rank, "tid": thread,
-            "ts": (span.start_ns - began_ns) / 1e3, "dur": span.duration_ns / 1e3, "cname": _COLORS[span.scope.kind], "args": args,
+            "ts": (span.start_ns - began_ns) / 1e3, "dur": span.duration_ns / 1e3,
+            "cname": _COLORS[span.scope.kind], "args": args,
         }  # fmt: skip
 
 

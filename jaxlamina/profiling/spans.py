@@ -1,6 +1,8 @@
-"""From a device's events to spans that do not overlap, the gaps between them, and what share of a step each kind has.
+"""From a device's events to spans that do not overlap, the gaps between them, and what share of a step each
+kind has.
 
-Plain data in and out; times are whole nanoseconds of one clock. Knows kinds of work; no device, no file, no rank.
+Plain data in and out; times are whole nanoseconds of one clock. Knows kinds of work; no device, no file, no
+rank.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from jaxlamina.transports.scopes import EXCHANGE, KINDS, OTHER, Kind, Scope
 BUBBLE = Scope("bubble")
 # Between two operators, so little is the launch of the second and no idleness.
 LAUNCH_NS = 2_000
-# Where several streams are at work, the step is said to be at what is first here: an exchange that runs behind
-# computation costs nothing. Operators without a scope are loops and calls, within which others have theirs.
+# Where several streams are at work, the step is said to be at what is first here: an exchange that runs
+# behind computation costs nothing. Operators without a scope are loops and calls, within which others have
+# theirs.
 _FIRST: dict[Kind, int] = {"model": 0, "attention": 0, "exchange": 1, "other": 2, "bubble": 3}
 
 
@@ -53,8 +56,8 @@ def spans_of(
 
 
 def flat(spans: Iterable[Span], launch_ns: int = 0) -> list[Span]:
-    """One line of spans that may overlap: at each moment that which comes first of those at work (see ``_FIRST``; of two
-    alike, the one that began last, which is the inner one)."""
+    """One line of spans that may overlap: at each moment that which comes first of those at work (see
+    ``_FIRST``; of two alike, the one that began last, which is the inner one)."""
     waiting = sorted(
         (s for s in spans if s.end_ns > s.start_ns), key=lambda s: (s.start_ns, s.end_ns, s.scope)
     )
@@ -75,8 +78,8 @@ def flat(spans: Iterable[Span], launch_ns: int = 0) -> list[Span]:
 
 
 def merged(line: Sequence[Span], launch_ns: int = 0) -> list[Span]:
-    """A line in order, in which gaps of at most ``launch_ns`` are part of what is before them, and neighbours of one
-    scope are one span."""
+    """A line in order, in which gaps of at most ``launch_ns`` are part of what is before them, and neighbours
+    of one scope are one span."""
     found: list[Span] = []
     for span in line:
         if found and span.start_ns - found[-1].end_ns <= launch_ns:

@@ -1,7 +1,8 @@
 """The ranks of a job on one clock: when each was at what, and when it waited for another.
 
-An exchange in a trace begins when one end is ready and lasts until both are done with it; what passes until the last end
-has come is waiting, and counted as bubble. Plain data in and out; knows ranks and spans, no device and no file.
+An exchange in a trace begins when one end is ready and lasts until both are done with it; what passes until
+the last end has come is waiting, and counted as bubble. Plain data in and out; knows ranks and spans, no
+device and no file.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Timeline:
 
     @property
     def step_ms(self) -> float:
-        """A step's mean, from when the first rank's device began it until the last was done or the next one began."""
+        """A step's mean, from when the first rank's device began it until the last was done or the next one
+        began."""
         return statistics.fmean(end - start for start, end in self.windows) / 1e6
 
     def ms(self, ranks: Iterable[int]) -> dict[Kind, float]:
@@ -95,8 +97,8 @@ class Timeline:
 
 
 def timeline(traces: Iterable[RankTrace], n_dropped: int = 1) -> Timeline:
-    """Puts the ranks together, whatever their order. The first ``n_dropped`` steps, in which some ranks still begin to
-    record, are left out. ``ValueError`` if then there is no step that all recorded."""
+    """Puts the ranks together, whatever their order. The first ``n_dropped`` steps, in which some ranks still
+    begin to record, are left out. ``ValueError`` if then there is no step that all recorded."""
     traces = aligned(sorted(traces, key=lambda t: t.rank))
     waits, n_unmatched = waits_of(traces)
     whole = {t.rank: t.line() for t in traces}
@@ -108,9 +110,10 @@ def timeline(traces: Iterable[RankTrace], n_dropped: int = 1) -> Timeline:
 
 
 def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """All on the clock of the first rank's host. Ranks of one host share a clock; those of another are moved together by
-    the median difference of when exchanges with ranks that are aligned ended, which is about the same at both ends. (A
-    message that MPI buffers ends earlier for its sender: then the clock is off by what a message takes.)"""
+    """All on the clock of the first rank's host. Ranks of one host share a clock; those of another are moved
+    together by the median difference of when exchanges with ranks that are aligned ended, which is about the
+    same at both ends. (A message that MPI buffers ends earlier for its sender: then the clock is off by what
+    a message takes.)"""
     done: dict[int, RankTrace] = {}
     moved: dict[str, int] = {traces[0].host: 0} if traces else {}
     left = list(traces)
@@ -131,8 +134,9 @@ def aligned(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def matched(traces: Sequence[RankTrace]) -> tuple[list[list[tuple[int, Meeting]]], int]:
-    """Exchanges as the (rank, end) of each of these ranks that took part, and how many ends are alone: two ranks' k-th
-    exchanges of one way with one another within a step belong together, unless they have different numbers of them."""
+    """Exchanges as the (rank, end) of each of these ranks that took part, and how many ends are alone: two
+    ranks' k-th exchanges of one way with one another within a step belong together, unless they have
+    different numbers of them."""
     by_ends: dict[tuple[int, int, int, bool], dict[int, list[Meeting]]] = {}
     for trace in traces:
         for x in trace.meetings:
@@ -151,8 +155,8 @@ def matched(traces: Sequence[RankTrace]) -> tuple[list[list[tuple[int, Meeting]]
 
 
 def waits_of(traces: Sequence[RankTrace]) -> tuple[dict[int, list[tuple[int, int]]], int]:
-    """For each rank when it was in an exchange and another end was not, or what it takes was not yet put, and how many ends
-    have no other end."""
+    """For each rank when it was in an exchange and another end was not, or what it takes was not yet put, and
+    how many ends have no other end."""
     pairs, n_alone = matched(traces)
     waits: dict[int, list[tuple[int, int]]] = {trace.rank: [] for trace in traces}
     for pair in pairs:

@@ -1,9 +1,10 @@
-"""What devices did in a stretch of time in which an engine was at work: computing, exchanging messages, or nothing.
+"""What devices did in a stretch of time in which an engine was at work: computing, exchanging messages, or
+nothing.
 
-Steps run as they would, launched ahead and not waited for; JAX's profiler (CUPTI, on NVIDIA GPUs) records what each rank's
-device runs meanwhile, and the gaps between are what it was idle. An exchange lasts from when the device begins to wait for
-the other end. Recording itself costs the host some time for each kernel, so idleness is at most this. Knows traces, the
-control messages and an engine's counters; no request.
+Steps run as they would, launched ahead and not waited for; JAX's profiler (CUPTI, on NVIDIA GPUs) records
+what each rank's device runs meanwhile, and the gaps between are what it was idle. An exchange lasts from when
+the device begins to wait for the other end. Recording itself costs the host some time for each kernel, so
+idleness is at most this. Knows traces, the control messages and an engine's counters; no request.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from pallas_kernels.compat import profile_events
 
 _BEGIN, _END = "jaxlamina.begin", "jaxlamina.end"
 _COMPUTE = Scope("model")
-# By their names alone, since kernels of a CUDA graph have no other: the mailbox's, NCCL's, XLA's collectives and MPI calls.
+# By their names alone, since kernels of a CUDA graph have no other: the mailbox's, NCCL's, XLA's collectives
+# and MPI calls.
 _EXCHANGES = re.compile(r"mail_|nccl|permute|all-to-all|all-gather|all-reduce|send|recv|mpi", re.IGNORECASE)
 _N_KERNELS = 12
 _log = logging.getLogger("uvicorn.error")
@@ -39,8 +41,8 @@ Row = tuple[str, str, str, int, int, dict[str, Any]]
 
 
 def device_events(rows: Iterable[Row], on_cpu: bool) -> tuple[tuple[int, int], list[tuple[str, int, int]]]:
-    """Of a trace (`profile_events`) what is between its two marks: their times, and name, start and end of all that the
-    device ran. ``UserError`` without marks."""
+    """Of a trace (`profile_events`) what is between its two marks: their times, and name, start and end of
+    all that the device ran. ``UserError`` without marks."""
     marks: dict[str, int] = {}
     found: list[tuple[str, int, int]] = []
     for plane, line, name, start, duration, stats in rows:
@@ -59,7 +61,8 @@ def device_events(rows: Iterable[Row], on_cpu: bool) -> tuple[tuple[int, int], l
 def observed(
     host: str, window: tuple[int, int], events: Sequence[tuple[str, int, int]], launch_ns: int = LAUNCH_NS
 ) -> m.Observed:
-    """The window's nanoseconds by what the device did. Gaps of at most ``launch_ns`` are a launch and no idleness."""
+    """The window's nanoseconds by what the device did. Gaps of at most ``launch_ns`` are a launch and no
+    idleness."""
     spans = [Span(EXCHANGE if _EXCHANGES.search(name) else _COMPUTE, a, b) for name, a, b in events]
     line = with_bubbles(flat(spans, launch_ns), window)
     totals = totals_ns(line)
@@ -77,7 +80,8 @@ def observed(
 
 
 class Window:
-    """One process's recording: ``begin``, then ``end`` once what is to be seen has been launched and is done."""
+    """One process's recording: ``begin``, then ``end`` once what is to be seen has been launched and is
+    done."""
 
     def __init__(self, device: jax.Device) -> None:
         self._device = device
@@ -123,8 +127,9 @@ class Window:
 
 @dataclass(frozen=True)
 class UnderLoad:
-    """``ranks``: (name, what its device did), this process's first. Counts and seconds are the engine's meanwhile:
-    ``decode_s`` and ``prefill_s`` of steps, ``launch_s`` in which the host launched them, ``wait_s`` in which it waited."""
+    """``ranks``: (name, what its device did), this process's first. Counts and seconds are the engine's
+    meanwhile: ``decode_s`` and ``prefill_s`` of steps, ``launch_s`` in which the host launched them,
+    ``wait_s`` in which it waited."""
 
     ranks: tuple[tuple[str, m.Observed], ...]
     seconds: float
@@ -163,13 +168,17 @@ class UnderLoad:
         n_steps = max(1, self.n_decode_steps + self.n_prefill_steps)
         lines = [
             (
-                f"{self.seconds:.2f} s under load: {self.n_decode_steps} decode steps, {each(self.decode_s, self.n_decode_steps)}, "
-                f"of {self.n_decode_tokens / max(1, self.n_decode_steps):.1f} requests; {self.n_prefill_steps} prompts or chunks, "
-                f"{each(self.prefill_s, self.n_prefill_steps)}, {self.n_prompt_tokens:,} tokens, {self.prefill_s / busy:.0%} of the "
+                f"{self.seconds:.2f} s under load: {self.n_decode_steps} decode steps, "
+                f"{each(self.decode_s, self.n_decode_steps)}, "
+                f"of {self.n_decode_tokens / max(1, self.n_decode_steps):.1f} requests; "
+                f"{self.n_prefill_steps} prompts or chunks, "
+                f"{each(self.prefill_s, self.n_prefill_steps)}, {self.n_prompt_tokens:,} tokens, "
+                f"{self.prefill_s / busy:.0%} of the "
                 "steps' time"
             ),
             (
-                f"host: {1e3 * self.launch_s / n_steps:.2f} ms a step launching, {1e3 * self.wait_s / n_steps:.2f} waiting for "
+                f"host: {1e3 * self.launch_s / n_steps:.2f} ms a step launching, "
+                f"{1e3 * self.wait_s / n_steps:.2f} waiting for "
                 f"results; no step {max(0.0, 1 - busy / self.seconds):.0%} of the time"
             ),
         ]
@@ -181,7 +190,8 @@ class UnderLoad:
             ms = {kind: getattr(x, f"{kind}_ns") / 1e6 / per_step for kind in ("compute", "exchange", "idle")}
             shares = ", ".join(f"{kind} {x.share(f'{kind}_ns'):.1%} ({ms[kind]:.2f} ms)" for kind in ms)
             lines.append(
-                f"{name}: {shares} for each decode step; longest gap {x.longest_gap_ns / 1e6:.2f} ms of {x.n_gaps:,}"
+                f"{name}: {shares} for each decode step; longest gap {x.longest_gap_ns / 1e6:.2f} ms of "
+                f"{x.n_gaps:,}"
             )
             lines += [
                 f"    {ns / 1e6 / per_step:8.3f} ms  {n:8,} × {kernel[:90]}" for kernel, ns, n in x.kernels
@@ -190,7 +200,8 @@ class UnderLoad:
 
 
 class LoadObserver:
-    """``begin`` and ``end`` between two steps, in the engine's thread. With an executor over ranks all of them record."""
+    """``begin`` and ``end`` between two steps, in the engine's thread. With an executor over ranks all of
+    them record."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._executor = engine, engine.executor
@@ -250,8 +261,8 @@ def say_under_load(found: UnderLoad) -> None:
 
 
 class OneWindow:
-    """``before_step`` belongs before each of the engine's steps, in its thread: once ``after_s`` have passed since the first
-    one, ``for_s`` seconds are recorded, and ``on_found`` is told of them."""
+    """``before_step`` belongs before each of the engine's steps, in its thread: once ``after_s`` have passed
+    since the first one, ``for_s`` seconds are recorded, and ``on_found`` is told of them."""
 
     def __init__(
         self,

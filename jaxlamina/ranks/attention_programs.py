@@ -1,8 +1,9 @@
-"""The attention rank's programs: a whole step each, all layers' appends and partial attention, and all exchanges.
+"""The attention rank's programs: a whole step each, all layers' appends and partial attention, and all
+exchanges.
 
-The pool's list of a step's plan (`jaxlamina.steps.plans`) is run here while the rank's one program is traced. Pools are donated,
-one array a layer, so that each append is in place. The program is unrolled: in a loop over layers XLA copies the pools. Knows no
-weight, no token and no request.
+The pool's list of a step's plan (`jaxlamina.steps.plans`) is run here while the rank's one program is traced.
+Pools are donated, one array a layer, so that each append is in place. The program is unrolled: in a loop over
+layers XLA copies the pools. Knows no weight, no token and no request.
 
 Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k and v are on their way.
 """
@@ -51,15 +52,15 @@ class AttentionProgram:
         ]
         self.plan = plan_of(layout, shape, len(specs))
         self.formats = [Format(layout, batch) for batch in self.plan.batches]
-        # Without a kernel of its own, attention gathers stored keys and values first, for which it needs no q: left to
-        # itself XLA gathers those of all layers at the start, and keeps them.
+        # Without a kernel of its own, attention gathers stored keys and values first, for which it needs no
+        # q: left to itself XLA gathers those of all layers at the start, and keeps them.
         self.gathers = transport.device.platform == "cpu" and transport.is_one_program
 
     def step(
         self, k_pools: list[Pool], v_pools: list[Pool], inputs: Sequence[SegmentSlots]
     ) -> tuple[list[Pool], list[Pool], Float32[jax.Array, " 1"]]:
-        """The pools with the new tokens in them, and an array that is there when all is sent. ``inputs``: of each of the
-        step's segments (`StepShape.segments`)."""
+        """The pools with the new tokens in them, and an array that is there when all is sent. ``inputs``: of
+        each of the step's segments (`StepShape.segments`)."""
         return _TracedStep(self, list(k_pools), list(v_pools), inputs).run()
 
     def adds_own(self, segment: StepShape) -> bool:
@@ -71,7 +72,8 @@ _Operator = tuple[int, int, int]  # a batch's attention operator, or a part of i
 
 
 class _TracedStep:
-    """One step while it is traced. All exchanges are in one order by data: ``last`` is there when the last one is over."""
+    """One step while it is traced. All exchanges are in one order by data: ``last`` is there when the last
+    one is over."""
 
     def __init__(
         self,
@@ -136,8 +138,9 @@ class _TracedStep:
         return answer, None if made_of is self.last else self.last
 
     def _attend(self, task: Attend, then_append: bool) -> None:
-        """Stored tokens are attended as soon as q is there, and only then are k and v stored: the pools are read and written in
-        this order or XLA would keep two of each. Where the same kernel can do both, it does."""
+        """Stored tokens are attended as soon as q is there, and only then are k and v stored: the pools are
+        read and written in this order or XLA would keep two of each. Where the same kernel can do both, it
+        does."""
         i, of = task.layer, (task.batch, task.layer, task.part)
         batch, spec = self.p.plan.batches[task.batch], self.p.specs[task.layer]
         segments = zip(batch.segments, self._inputs(batch, task.part), strict=True)
@@ -187,7 +190,8 @@ class _TracedStep:
         return [inputs.part(batch.index, batch.of).part(part, batch.n_parts) for inputs in own]
 
     def _stored(self, of: _Operator, inputs: SegmentSlots) -> tuple[Any, ...]:
-        """What a layer's kernels are told of the stored tokens: pools, slots, lengths, and where queries are."""
+        """What a layer's kernels are told of the stored tokens: pools, slots, lengths, and where queries
+        are."""
         i, before = of[1], self.before[of]
         window = self.p.specs[i].window
         q_positions = None if window is None else inputs.q_positions.get(window)
@@ -203,8 +207,8 @@ _decode_attention = partial(decode_attention, read_first=True)
 
 @cache
 def _jitted(function: Callable[..., Any], spec: AttentionSpec) -> Any:
-    """One of the kernels for layers of one kind, its last argument the queries' positions; jitted, so that it is traced and
-    lowered once."""
+    """One of the kernels for layers of one kind, its last argument the queries' positions; jitted, so that it
+    is traced and lowered once."""
 
     def attend(*given: Any) -> Any:
         *arrays, q_positions = given
@@ -237,7 +241,8 @@ def _segment_inputs_of(layout: Layout, segment: StepShape, specs: Sequence[Atten
 def attention_workspace_bytes(
     specs: Sequence[AttentionSpec], n_query_heads: Sequence[int], device: jax.Device, largest: LargestStep
 ) -> int:
-    """What a layer's attention of the largest step takes beside KV on one worker of such heads, its messages counted."""
+    """What a layer's attention of the largest step takes beside KV on one worker of such heads, its messages
+    counted."""
     b, c, t = largest.batch, largest.context, largest.prompt
     half = -(-t // 2)  # of a prompt whose first half is stored: there are never more scores than that
     steps = [StepShape("decode", b, 1, c), StepShape("prefill", 1, t, 0), StepShape("chunk", 1, half, half)]

@@ -1,7 +1,8 @@
-"""An attention rank's life: it is told what the model's attention is like, finds room for KV, and runs a program a step.
+"""An attention rank's life: it is told what the model's attention is like, finds room for KV, and runs a
+program a step.
 
-A message is taken in while the program of the one before it runs, and its own launched behind it. Holds KV and nothing
-else: no weight, no token, no request. Which slots are whose is rank 0's affair.
+A message is taken in while the program of the one before it runs, and its own launched behind it. Holds KV
+and nothing else: no weight, no token, no request. Which slots are whose is rank 0's affair.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class AttentionRank(ServedRank):
         self._client.send(m.SlotsFound(n_slots, self._find_host_slots(setup, self._layers, n_slots)))
 
     def _find_slots(self, setup: m.Setup, layers: _Layers) -> int:
-        """Slots of the whole memory pool, as far as this worker's memory goes. ``UserError`` if its share of those that were
-        asked for does not fit."""
+        """Slots of the whole memory pool, as far as this worker's memory goes. ``UserError`` if its share of
+        those that were asked for does not fit."""
         device, share = self._transport.device, 1.0 if layers.layout.by_heads else 1 / len(self._workers)
 
         def needs_bytes(_: jax.Device) -> int:

@@ -1,6 +1,7 @@
 """Arrays that go from one model rank to another: a slice's context, and what its attention needs or gave.
 
-Traced inside model ranks' programs. Knows the split model's variables and no schedule: who sends when is its callers'.
+Traced inside model ranks' programs. Knows the split model's variables and no schedule: who sends when is its
+callers'.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from splitter.slices import Slice
 
 
 def not_had(slices: Sequence[Slice], i: int, ran: Iterable[int]) -> list[compat.Var]:
-    """Variables of slice i's context that a rank does not have which has the model's inputs and ``ran`` these slices."""
+    """Variables of slice i's context that a rank does not have which has the model's inputs and ``ran`` these
+    slices."""
     had = set(slices[0].context_vars)
     for k in ran:
         had |= {*slices[k].context_vars, *slices[k + 1].context_vars}
@@ -37,7 +39,8 @@ def row_axis(x: jax.Array, like: jax.ShapeDtypeStruct) -> int | None:
 
 
 def send_arrays(t: TracedEnd, arrays: Sequence[jax.Array], to: int, after: Tie) -> Tie:
-    """``arrays`` to rank ``to``, who takes them by `recv_arrays`. What is there when the last message is sent."""
+    """``arrays`` to rank ``to``, who takes them by `recv_arrays`. What is there when the last message is
+    sent."""
     for line in _by_dtype(arrays):
         after = t.send(pack(*line), to, after=after)
     return after

@@ -16,8 +16,8 @@ Tie = jax.Array | None
 
 
 def partition_of(cluster: Cluster, n_kv_heads: Sequence[int]) -> str:
-    """The cluster's partition, chosen for a model with so many KV heads where the cluster says "auto". ``UserError`` for one
-    that cannot be, with these heads or with what else the cluster says."""
+    """The cluster's partition, chosen for a model with so many KV heads where the cluster says "auto".
+    ``UserError`` for one that cannot be, with these heads or with what else the cluster says."""
     partition = chosen_partition(cluster.partition, cluster.n_attention, n_kv_heads)
     replace(cluster, partition=partition)  # type: ignore[arg-type]  # checks the combination
     return partition
@@ -30,5 +30,6 @@ def layout_of(cluster: Cluster, partition: str, stages: tuple[int, ...] = ()) ->
 
 
 def span(what: str, index: int, batch: int = 0) -> AbstractContextManager[object]:
-    """A scope that names what operators are traced in it, for timelines: ``slice.3.batch.0``, ``attention.3.batch.0``."""
+    """A scope that names what operators are traced in it, for timelines: ``slice.3.batch.0``,
+    ``attention.3.batch.0``."""
     return jax.named_scope(f"{what}.{index}.batch.{batch}")

@@ -1,8 +1,8 @@
 """A model rank's programs: a whole step each, all its slices and all exchanges, no Python between layers.
 
-A rank's list of a step's plan (`jaxlamina.steps.plans`) is run here while its one program is traced. Made of the splitter's
-parts; what a message holds is the wire's affair, how it travels the transport's. Holds no weights: they are arguments. Knows no
-KV and no slot.
+A rank's list of a step's plan (`jaxlamina.steps.plans`) is run here while its one program is traced. Made of
+the splitter's parts; what a message holds is the wire's affair, how it travels the transport's. Holds no
+weights: they are arguments. Knows no KV and no slot.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from splitter import SplitModel
 
 
 class ModelProgram:
-    """Traces what one model rank does of a step. ``step`` is the function to compile; ``model`` is cut for one batch of the plan,
-    ``ends`` for the rows that its last slice is run for, if these are others."""
+    """Traces what one model rank does of a step. ``step`` is the function to compile; ``model`` is cut for
+    one batch of the plan, ``ends`` for the rows that its last slice is run for, if these are others."""
 
     def __init__(
         self,
@@ -55,17 +55,20 @@ class ModelProgram:
         inputs: tuple[Int32[jax.Array, " _ ..."], ...],
         at: tuple[PlacedIndices, ...],
     ) -> Float[jax.Array, " _ ..."]:
-        """Logits ``[B, V]`` after each row's last token, or ``[B, T, V]`` ``of_all``; on a rank that is not rank 0 a ``[1]`` that is
-        there when all is sent. ``weights``: each slice's, of other ranks' slices none. ``inputs``: tokens and positions
-        ``[B, T]``, and for more than one token a row ``logits_at [B]``, unless logits are of all.
+        """Logits ``[B, V]`` after each row's last token, or ``[B, T, V]`` ``of_all``; on a rank that is not
+        rank 0 a ``[1]`` that is there when all is sent. ``weights``: each slice's, of other ranks' slices
+        none. ``inputs``: tokens and positions ``[B, T]``, and for more than one token a row ``logits_at
+        [B]``, unless logits are of all.
 
-        With a chunk of T tokens alongside: logits ``[B + 1, V]``, the chunk's last; tokens and positions ``[B + T, 1]``,
-        ``logits_at [1]`` within the chunk. ``at``: of the rows, and of the chunk if there is one; empty by heads."""
+        With a chunk of T tokens alongside: logits ``[B + 1, V]``, the chunk's last; tokens and positions ``[B
+        + T, 1]``, ``logits_at [1]`` within the chunk. ``at``: of the rows, and of the chunk if there is one;
+        empty by heads."""
         return _TracedStep(self, weights, inputs, at).run()
 
     @property
     def to_ranks(self) -> TracedEnd:
-        """What goes from model rank to model rank goes by this. A shard of the weights has no such messages."""
+        """What goes from model rank to model rank goes by this. A shard of the weights has no such
+        messages."""
         assert isinstance(self.t, TracedEnd)
         return self.t
 
@@ -86,8 +89,8 @@ _Operator = tuple[int, int]  # a batch's attention operator: (batch, layer)
 class _TracedStep:
     """One step while it is traced: what there is of each batch so far.
 
-    All of a rank's exchanges are in one order by data: XLA keeps no other. ``tie`` is there when the last one is over, and the
-    next one needs it, unless its message is made of what that one brought."""
+    All of a rank's exchanges are in one order by data: XLA keeps no other. ``tie`` is there when the last one
+    is over, and the next one needs it, unless its message is made of what that one brought."""
 
     def __init__(
         self,
@@ -249,8 +252,8 @@ class _TracedStep:
 
     # --- from rank to rank ---
     def _hand_over(self, task: HandOver) -> None:
-        """The next rank is sent what it has not had of the context: not the inputs, nor what was in the contexts of slices that it
-        ran."""
+        """The next rank is sent what it has not had of the context: not the inputs, nor what was in the
+        contexts of slices that it ran."""
         j, i = task.batch, task.slice
         of = j, i - 1
         ran = (t.index for t in self.p.plan.model[task.target] if isinstance(t, RunSlice) and t.batch == j)

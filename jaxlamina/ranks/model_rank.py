@@ -1,5 +1,6 @@
-"""A model rank other than rank 0, or a prefill worker: it gets its weights from rank 0, and runs its part of steps: its
-replica's of staggered ones, or its shard's or stage's of all; a prefill worker its chunks of prompts.
+"""A model rank other than rank 0, or a prefill worker: it gets its weights from rank 0, and runs its part of
+steps: its replica's of staggered ones, or its shard's or stage's of all; a prefill worker its chunks of
+prompts.
 
 Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 inside its programs.
 """

@@ -1,7 +1,7 @@
 """What a model rank has of the model: weights on its device, and its whole-step programs as it compiles them.
 
-Rank 0's executor has one, and so has every other model rank (`model_rank`). Knows no request, and no other rank but by
-what the transport sends.
+Rank 0's executor has one, and so has every other model rank (`model_rank`). Knows no request, and no other
+rank but by what the transport sends.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class ModelSide:
         shards: Sequence[int] = (),
         config: ModelConfig | None = None,
     ) -> None:
-        """``replica``: which one this is, or which stage of a pipeline; ``shards``: the ranks that share out this replica's
-        weights, if several do; ``config``: what ``model`` is `jaxlamina.models.apply` of, if it is: then its programs are kept on disk."""
+        """``replica``: which one this is, or which stage of a pipeline; ``shards``: the ranks that share out
+        this replica's weights, if several do; ``config``: what ``model`` is `jaxlamina.models.apply` of, if
+        it is: then its programs are kept on disk."""
         self.transport, self.model = transport, model
         self.layout, self.specs = layout, specs
         self.replica, self.shards = replica, tuple(shards)
@@ -53,8 +54,8 @@ class ModelSide:
         self._made_of = _likes(model.like), _likes(model.params)
 
     def compile_later(self, shape: StepShape, behind: bool = False) -> Callable[[], tuple[Program, Any]]:
-        """Traces the program of a bucket on this rank; the call that comes back gives it, to be called with the weights, inputs
-        and ``at`` (`ModelProgram.step`), and the weights."""
+        """Traces the program of a bucket on this rank; the call that comes back gives it, to be called with
+        the weights, inputs and ``at`` (`ModelProgram.step`), and the weights."""
         split = self.model.split(shape.model_rows, shape.tokens, of_all=shape.of_all)
         ends = self._ends(shape)
         own = self.layout.slices_on(self.replica, split.n + 1)
@@ -95,13 +96,15 @@ class ModelSide:
     def _keep(
         self, shape: StepShape, behind: bool, sources: Sequence[tuple[Any, ...]]
     ) -> tuple[str, Any] | None:
-        """The program's name, and where each slice's weights are found again; None where some are views of others."""
+        """The program's name, and where each slice's weights are found again; None where some are views of
+        others."""
         name = self._name(shape, behind)
         has_views = any(source is None for of_slice in sources for source in of_slice)
         return None if name is None or has_views else (name, sources)
 
     def _ends(self, shape: StepShape) -> SplitModel | None:
-        """The model cut for the rows that the last slice is run for at once, if these are not those of other slices."""
+        """The model cut for the rows that the last slice is run for at once, if these are not those of other
+        slices."""
         if shape.chunk is not None:
             return self.model.split(shape.batch + 1)
         tasks = plan_of(self.layout, shape, len(self.specs)).model[self.replica]
@@ -128,7 +131,8 @@ class ModelSide:
         return lambda *args: needing([run(*args)]).reshape(1)
 
     def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked ones."""
+        """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked
+        ones."""
         found = []
         for x in split.slice_params(i, {**self.model.like, **self.model.params}):
             found.append(self._lift(x))
@@ -171,8 +175,8 @@ def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[.
 
 
 def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int) -> Shaped[jax.Array, " 1"]:
-    """``params``, of this rank's device, to rank ``to``, who runs `receive_parameters`. An array that is there when all is
-    sent."""
+    """``params``, of this rank's device, to rank ``to``, who runs `receive_parameters`. An array that is
+    there when all is sent."""
 
     def program(params: dict[str, jax.Array]) -> jax.Array:
         tie: jax.Array | None = None
@@ -197,8 +201,8 @@ def receive_parameters(
 
 
 def receiver(transport: Transport, likes: Sequence[jax.ShapeDtypeStruct], sources: Sequence[int]) -> Program:
-    """A program that takes an int32 ``[1]`` and gives an array like each of ``likes``, received from ``sources`` one after
-    another."""
+    """A program that takes an int32 ``[1]`` and gives an array like each of ``likes``, received from
+    ``sources`` one after another."""
 
     def program(start: jax.Array) -> list[jax.Array]:
         last, found = start, []

@@ -42,10 +42,12 @@ class RemoteWorker:
 
 
 class SlotTables:
-    """A step's slots as messages between rank 0 and an attention rank; both ends have one and see all steps of a model.
+    """A step's slots as messages between rank 0 and an attention rank; both ends have one and see all steps
+    of a model.
 
-    Slot tables are large (2 MiB for 64 rows of 8,192 tokens), and most of a step's is as it was in the one before: a row that
-    goes on has one slot more. So both ends keep the last one of each segment, and a message says what changed."""
+    Slot tables are large (2 MiB for 64 rows of 8,192 tokens), and most of a step's is as it was in the one
+    before: a row that goes on has one slot more. So both ends keep the last one of each segment, and a
+    message says what changed."""
 
     def __init__(self) -> None:
         self._last: dict[int, np.ndarray] = {}

@@ -1,4 +1,5 @@
-"""Where every rank but rank 0 begins: it joins the job, takes up its part, and works until rank 0 says goodbye.
+"""Where every rank but rank 0 begins: it joins the job, takes up its part, and works until rank 0 says
+goodbye.
 
 Knows which part a rank has; what is done in it is `model_rank`'s and `attention_rank`'s.
 """
@@ -19,7 +20,8 @@ from jaxlamina.transports import open_transport
 
 
 def serve(cluster: Cluster, rank: int) -> int:
-    """A rank that is not rank 0, until that says goodbye. Its exit code; what went wrong is one line on stderr."""
+    """A rank that is not rank 0, until that says goodbye. Its exit code; what went wrong is one line on
+    stderr."""
     failing = Failing(cluster, rank)
     client: ControlClient | None = None
     try:

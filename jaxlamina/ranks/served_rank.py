@@ -1,5 +1,5 @@
-"""What ranks other than rank 0 have in common: messages taken in one after another, programs compiled before they are wanted,
-and steps that are watched.
+"""What ranks other than rank 0 have in common: messages taken in one after another, programs compiled before
+they are wanted, and steps that are watched.
 
 Knows the control messages' order; what a rank holds and runs is `model_rank`'s and `attention_rank`'s.
 """
@@ -29,7 +29,8 @@ from jaxlamina.transports import Program, Transport
 
 
 class ServedRank(ABC):
-    """``run`` returns when rank 0 is done. A kind of rank adds to ``_handlers`` what it does at which message."""
+    """``run`` returns when rank 0 is done. A kind of rank adds to ``_handlers`` what it does at which
+    message."""
 
     kind: str
 
@@ -73,7 +74,8 @@ class ServedRank(ABC):
             if isinstance(message, (m.Setup, m.SetupModel)):
                 garbage.unsettle()
             handle(message)
-            # A program more. While others are traced steps would wait for it: there is much that is new each time.
+            # A program more. While others are traced steps would wait for it: there is much that is new each
+            # time.
             if isinstance(message, m.Prepare) and not self._behind:
                 garbage.settle()
 

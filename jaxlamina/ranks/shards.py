@@ -1,9 +1,11 @@
-"""Tensor parallelism among model ranks: each holds a share of every large weight, and all compute every slice.
+"""Tensor parallelism among model ranks: each holds a share of every large weight, and all compute every
+slice.
 
-A product with a weight ``[N, K]`` gives columns that do not need each other, so a rank with N / a of the rows computes its
-columns and the ranks exchange them: nothing of the model has to be known, and every value after a product is whole on every
-rank. Weights of which something else is read, such as an embedding that is looked up, stay whole everywhere. The first of
-the ranks, the leader, talks to the attention workers and passes their answers on.
+A product with a weight ``[N, K]`` gives columns that do not need each other, so a rank with N / a of the rows
+computes its columns and the ranks exchange them: nothing of the model has to be known, and every value after
+a product is whole on every rank. Weights of which something else is read, such as an embedding that is looked
+up, stay whole everywhere. The first of the ranks, the leader, talks to the attention workers and passes their
+answers on.
 
 Knows jaxprs and ranks; no slice and no layer.
 """
@@ -28,8 +30,9 @@ _Axes = dict[str, int]
 
 
 def shard_axes(traced: Iterable[Traced], params: Iterable[str], n_shards: int) -> _Axes:
-    """By parameter's name, of a flat dict, along which dimension it can be shared out: of every traced function, those that only
-    products read, all along the same free dimension, which ``n_shards`` must divide."""
+    """By parameter's name, of a flat dict, along which dimension it can be shared out: of every traced
+    function, those that only products read, all along the same free dimension, which ``n_shards`` must
+    divide."""
     names = sorted(params)  # as a dict is flattened
     every = [_axes_of(t, names, n_shards) for t in traced]
     common = {name for found in every for name in found}
@@ -93,8 +96,8 @@ def with_shards(
 ) -> Callable[..., Any]:
     """``step(weights, …)``, written for weights like ``whole``, for this rank's share of them.
 
-    Products with weights that are shared out are taken of this rank's columns and exchanged among ``ranks``, those of the
-    same rows together. ``UserError`` if the step reads such a weight in another way.
+    Products with weights that are shared out are taken of this rank's columns and exchanged among ``ranks``,
+    those of the same rows together. ``UserError`` if the step reads such a weight in another way.
     """
     likes = jax.tree.leaves(whole)
 
@@ -112,7 +115,8 @@ def with_shards(
 
 
 def _products(jaxpr: Any, shared: set[Any], transport: Transport, ranks: tuple[int, ...]) -> Rule:
-    """The rule of products with weights that are shared out: those of the same rows give one message to each other rank."""
+    """The rule of products with weights that are shared out: those of the same rows give one message to each
+    other rank."""
     groups: dict[Any, list[compat.JaxprEqn]] = {}
     for eqn in jaxpr.eqns:
         if (operand := _weight(eqn, shared, len(ranks))) is not None:
@@ -125,8 +129,8 @@ def _products(jaxpr: Any, shared: set[Any], transport: Transport, ranks: tuple[i
         own = [as_it_is(eqn, read)[0] for eqn in group]
         # A product keeps its left operand's dimension first.
         axis = 0 if _weight(group[0], shared, len(ranks)) == 0 else own[0].ndim - 1
-        # All of a step's exchanges between shards are in one order by data: k and v, whose messages are alike, could come to
-        # be taken for each other.
+        # All of a step's exchanges between shards are in one order by data: k and v, whose messages are
+        # alike, could come to be taken for each other.
         parts, last = _gathered(jnp.concatenate(own, axis=axis), transport, ranks, last)
         found, start = [], 0
         for x in own:
@@ -157,7 +161,8 @@ def needing(xs: Sequence[jax.Array]) -> jax.Array:
 def _gathered(
     x: jax.Array, transport: Transport, ranks: tuple[int, ...], last: jax.Array | None
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Every rank's array, in the ranks' order, and what came last: each pair swaps theirs, pairs in one order on all."""
+    """Every rank's array, in the ranks' order, and what came last: each pair swaps theirs, pairs in one order
+    on all."""
     like, found = jax.ShapeDtypeStruct(x.shape, x.dtype), {transport.rank: x}
     for a, b in combinations(ranks, 2):
         if transport.rank == a:
@@ -170,7 +175,8 @@ def _gathered(
 
 
 class LeaderEnd:
-    """What the leader's programs send and receive by: what attention workers send is passed on to the other shards."""
+    """What the leader's programs send and receive by: what attention workers send is passed on to the other
+    shards."""
 
     def __init__(self, inner: Transport, followers: Sequence[int]) -> None:
         self.inner, self.followers = inner, tuple(followers)
@@ -201,7 +207,8 @@ class LeaderEnd:
 
 
 class FollowerEnd:
-    """What another shard's programs send and receive by: it sends nothing to attention workers, and has their answers from the leader."""
+    """What another shard's programs send and receive by: it sends nothing to attention workers, and has their
+    answers from the leader."""
 
     def __init__(self, inner: Transport, leader: int) -> None:
         self.inner, self.leader = inner, leader
@@ -227,7 +234,8 @@ class FollowerEnd:
     def send_each(
         self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None
     ) -> jax.Array:
-        """Sends nothing; needs what would be sent, or XLA would take away the exchanges that it came by on this side."""
+        """Sends nothing; needs what would be sent, or XLA would take away the exchanges that it came by on
+        this side."""
         del to
         return needing([*xs, *([] if after is None else [after])])
 

@@ -23,16 +23,17 @@ class Stages(NamedTuple):
 def stages_of(traced: Iterable[Traced], like: Mapping[str, Like], n_stages: int) -> Stages:
     """Slices shared out so that the largest stage has as few bytes of parameters as can be.
 
-    A slice's parameters are those that any of the ``traced`` functions reads in it; one that several slices read, such
-    as an embedding that is the LM head too, is counted with each. ``like``: arrays or their shapes by name, flat.
-    ``UserError`` for more stages than slices.
+    A slice's parameters are those that any of the ``traced`` functions reads in it; one that several slices
+    read, such as an embedding that is the LM head too, is counted with each. ``like``: arrays or their shapes
+    by name, flat. ``UserError`` for more stages than slices.
     """
     names = sorted(like)  # as a dict is flattened
     models = [split(t) for t in traced]
     n_slices = models[0].n + 1
     if n_stages > n_slices:
         raise UserError(
-            f"pipeline_parallel={n_stages} is more than the model's {n_slices} slices: take fewer model workers"
+            f"pipeline_parallel={n_stages} is more than the model's {n_slices} slices: take fewer model "
+            f"workers"
         )
     reads = [frozenset(names[n] for model in models for n in model.params_read(i)) for i in range(n_slices)]
     ranks = balanced([sum(_n_bytes(like[name]) for name in of_slice) for of_slice in reads], n_stages)

@@ -1,11 +1,11 @@
-"""What a message between the pools holds: how q, k and v are cut for the attention workers, and how their answers are
-put together.
+"""What a message between the pools holds: how q, k and v are cut for the attention workers, and how their
+answers are put together.
 
-Both ends are here, so that a format is in one place. Functions of traced arrays, used inside the ranks' programs; knows
-shapes and the partition, no transport and no order.
+Both ends are here, so that a format is in one place. Functions of traced arrays, used inside the ranks'
+programs; knows shapes and the partition, no transport and no order.
 
-An answer is attention output in the model's dtype where a worker has all tokens of its heads, else a float32 partial. With a
-prompt alongside rows a message has what is of the rows and then what is of the prompt.
+An answer is attention output in the model's dtype where a worker has all tokens of its heads, else a float32
+partial. With a prompt alongside rows a message has what is of the rows and then what is of the prompt.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def heads_on_worker(layout: Layout, spec: AttentionSpec, n_query_heads: int) -> 
 
 
 class Format:
-    """The messages of a batch between a model rank and one worker: what arrays each is made of. One that is made of one array
-    is that array; of several it is a line (`pack`)."""
+    """The messages of a batch between a model rank and one worker: what arrays each is made of. One that is
+    made of one array is that array; of several it is a line (`pack`)."""
 
     def __init__(self, layout: Layout, batch: PlannedBatch) -> None:
         n, self._by_heads = batch.n_parts, layout.by_heads
@@ -176,7 +176,8 @@ class HeadsCut:
 
 
 class PlacedCut:
-    """Every token is on one worker, with all heads; a new token's attention over itself is the model rank's."""
+    """Every token is on one worker, with all heads; a new token's attention over itself is the model
+    rank's."""
 
     def __init__(self, indices: PlacedIndices) -> None:
         self.at = indices
@@ -240,8 +241,8 @@ class Wire:
         v: Float[Array, "B T K H"],
         spec: AttentionSpec,
     ) -> list[OwnAttention]:
-        """Of each segment that is of prompts the attention of new tokens among themselves: output, or a partial where there are
-        stored ones; None of rows."""
+        """Of each segment that is of prompts the attention of new tokens among themselves: output, or a
+        partial where there are stored ones; None of rows."""
         attend: dict[str, Callable[..., Any]] = {"prefill": causal_attention, "chunk": causal_partial}
         segments = zip(self.batch.segments, *(self._segments(x) for x in (q, k, v)), strict=True)
         return [
@@ -283,7 +284,8 @@ class Wire:
         return jnp.concatenate([rows, *(x.swapaxes(0, 1) for x in alongside)]) if alongside else rows
 
     def _segments(self, x: Array) -> list[Array]:
-        """``[B + T, 1, …]`` as the rows' ``[B, 1, …]`` and the prompt's ``[1, T, …]``, if there is one alongside."""
+        """``[B + T, 1, …]`` as the rows' ``[B, 1, …]`` and the prompt's ``[1, T, …]``, if there is one
+        alongside."""
         if len(self.batch.segments) == 1:
             return [x]
         return [x[: self._n_rows], x[self._n_rows :].swapaxes(0, 1)]

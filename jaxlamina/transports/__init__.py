@@ -1,11 +1,12 @@
 """How tensors go from rank to rank inside the ranks' programs.
 
-A rank's program is traced once a bucket, and calls these functions where something is sent or received; what they
-lower to is the transport's affair: MPI calls (`mpi`) or XLA collectives that match across different programs (`xla`).
-Knows arrays and ranks; nothing of models, KV or what is sent.
+A rank's program is traced once a bucket, and calls these functions where something is sent or received; what
+they lower to is the transport's affair: MPI calls (`mpi`) or XLA collectives that match across different
+programs (`xla`). Knows arrays and ranks; nothing of models, KV or what is sent.
 
-Both ends of a pair must exchange in the same order. Neither transport may count on the order of the trace: XLA orders by
-data alone, so every exchange takes an ``after`` on which it truly depends, and gives something for the next one.
+Both ends of a pair must exchange in the same order. Neither transport may count on the order of the trace:
+XLA orders by data alone, so every exchange takes an ``after`` on which it truly depends, and gives something
+for the next one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ TRANSPORTS = ("mpi", "xla")
 SPAN = "exchange"
 
 Like = jax.Array | jax.ShapeDtypeStruct
-# What a send leaves: a 0 that is there only once the send has begun. None where sends are in the order of the trace.
+# What a send leaves: a 0 that is there only once the send has begun. None where sends are in the order of the
+# trace.
 Sent = Float32[jax.Array, ""] | None
 
 
@@ -45,8 +47,8 @@ class Program(Protocol):
 
 @runtime_checkable
 class TracedEnd(Protocol):
-    """One rank's end of all exchanges, for programs while they are traced. A transport says how one message is sent and
-    received; those of several are one after another, where it knows no better way."""
+    """One rank's end of all exchanges, for programs while they are traced. A transport says how one message
+    is sent and received; those of several are one after another, where it knows no better way."""
 
     rank: int
     device: jax.Device
@@ -62,8 +64,8 @@ class TracedEnd(Protocol):
         ...
 
     def send_each(self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None) -> Sent:
-        """Sends ``xs[i]``, all alike, to rank ``to[i]``: one message to several workers, who meet it by ``recv_part``.
-        As ``send``."""
+        """Sends ``xs[i]``, all alike, to rank ``to[i]``: one message to several workers, who meet it by
+        ``recv_part``. As ``send``."""
         for x, rank in zip(xs, to, strict=True):
             after = self.send(x, rank, after)
         assert after is not None, "nothing is sent"
@@ -92,8 +94,8 @@ class TracedEnd(Protocol):
         with_: Sequence[int],
         after: jax.Array | None = None,
     ) -> list[jax.Array]:
-        """A send and a receive that fall together, as one: ``xs[i]``, all alike, to rank ``with_[i]``, and what each of
-        them sends, an array like ``like``. They meet it by ``swap_part``."""
+        """A send and a receive that fall together, as one: ``xs[i]``, all alike, to rank ``with_[i]``, and
+        what each of them sends, an array like ``like``. They meet it by ``swap_part``."""
         got = self.recv_each(like, with_, after)
         self.send_each(xs, with_, after)
         return got
@@ -111,7 +113,8 @@ class Transport(TracedEnd, Protocol):
 
     name: str
     n_ranks: int
-    # Whether a step's messages are written into the receiver's memory, so that nobody waits for the other end.
+    # Whether a step's messages are written into the receiver's memory, so that nobody waits for the other
+    # end.
     by_memory: bool = False
     # Why some go another way all the same, if they were to go so.
     why_not_by_memory: str = ""
@@ -123,7 +126,8 @@ class Transport(TracedEnd, Protocol):
     def compile(
         self, function: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = ()
     ) -> Program:
-        """``function`` as a program of this rank for arguments like ``args`` (arrays or shapes). No array of it is 0-d."""
+        """``function`` as a program of this rank for arguments like ``args`` (arrays or shapes). No array of
+        it is 0-d."""
         return self.compile_later(function, *args, donate_argnums=donate_argnums)()
 
     def compile_later(
@@ -134,12 +138,14 @@ class Transport(TracedEnd, Protocol):
         behind: bool = False,
         keep: tuple[str, Any] | None = None,
     ) -> Callable[[], Program]:
-        """``compile`` in two: this traces, and the call that it gives compiles, in any thread. ``behind``: while others run.
-        ``keep``: the name (`name_of`) under which the program is kept on disk, and a note."""
+        """``compile`` in two: this traces, and the call that it gives compiles, in any thread. ``behind``:
+        while others run. ``keep``: the name (`name_of`) under which the program is kept on disk, and a
+        note."""
         ...
 
     def name_of(self, *what: object) -> str | None:
-        """As `kept_programs.name_of`, of a program of this rank that exchanges; None where it is good for one run only."""
+        """As `kept_programs.name_of`, of a program of this rank that exchanges; None where it is good for one
+        run only."""
         return None
 
     def kept(self, name: str) -> tuple[Program, Any] | None:
@@ -147,8 +153,9 @@ class Transport(TracedEnd, Protocol):
         return None
 
     def where(self) -> str:
-        """How far the exchanges of the program that the device is at have come, with layer and batch, for somebody who waits
-        for it; "" where that leaves no mark, as calls of MPI and collectives do not. From any thread, within a second."""
+        """How far the exchanges of the program that the device is at have come, with layer and batch, for
+        somebody who waits for it; "" where that leaves no mark, as calls of MPI and collectives do not. From
+        any thread, within a second."""
         return ""
 
     def bind(self, tree: Any) -> Any:
@@ -163,8 +170,8 @@ class Transport(TracedEnd, Protocol):
 def open_transport(
     name: str, rank: int, n_ranks: int, device: jax.Device, peer_memory: bool = True
 ) -> Transport:
-    """The transport that a cluster file names. ``peer_memory``: whether GPUs of one host may write into each other's.
-    ``UserError`` where its package or its start-up is missing."""
+    """The transport that a cluster file names. ``peer_memory``: whether GPUs of one host may write into each
+    other's. ``UserError`` where its package or its start-up is missing."""
     if name == "mpi":
         from jaxlamina.transports.mpi import MpiTransport
 
@@ -179,9 +186,10 @@ def open_transport(
 def compiler_options(
     device: jax.Device, traceable: bool = False, behind: bool = False
 ) -> dict[str, Any] | None:
-    """XLA's options for a step's program. Kernels within a CUDA graph are in a trace without the instruction that they are
-    of, so a program that is to be traced has no such graphs. One that is compiled ``behind`` steps that run tries no kernels
-    out: XLA does so in memory that a step may still be using (docs/findings.md)."""
+    """XLA's options for a step's program. Kernels within a CUDA graph are in a trace without the instruction
+    that they are of, so a program that is to be traced has no such graphs. One that is compiled ``behind``
+    steps that run tries no kernels out: XLA does so in memory that a step may still be using
+    (docs/findings.md)."""
     if device.platform != "gpu":
         return None
     options: dict[str, Any] = {"xla_gpu_enable_command_buffer": ""} if traceable else {}

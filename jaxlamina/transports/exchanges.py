@@ -1,8 +1,9 @@
 """What a compiled program sends and receives, in order, and whether the programs of all ranks fit together.
 
-Reads the text of scheduled HLO (``compiled.as_text()``). Pure text in, plain data out: knows no JAX, no device and nothing
-of what is sent. The lists are compared before the first run, since a rank whose partner sends something else, or nothing,
-waits for ever: XLA deletes a collective whose result nothing uses, and orders by data, not by program text.
+Reads the text of scheduled HLO (``compiled.as_text()``). Pure text in, plain data out: knows no JAX, no
+device and nothing of what is sent. The lists are compared before the first run, since a rank whose partner
+sends something else, or nothing, waits for ever: XLA deletes a collective whose result nothing uses, and
+orders by data, not by program text.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pallas_kernels.gpu.mail import Ring
 
 _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
 _TARGET = re.compile(r'custom_call_target="mpi_(\w+?)_ffi"')
-# A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced in.
+# A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced
+# in.
 _BY_MEMORY = re.compile(r".*exchange/(put|take)\.(\d+)/")
 _PAIR = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _AXES = re.compile(r"replica_groups=\S*mesh\S*\[(.*?)\]\s*\{(.*?)\}")
 
-# Their operands go to every rank; the last is listed by its rows, as ranks may hold different numbers of them.
+# Their operands go to every rank; the last is listed by its rows, as ranks may hold different numbers of
+# them.
 _COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-broadcast"}
 _RAGGED = "ragged-all-to-all"
 
@@ -36,10 +39,11 @@ _Reader = Callable[[Instruction, Mapping[str, Instruction]], Sequence[Any]]
 def mpi_exchanges(hlo: str, world: int | None = None) -> tuple[Exchange, ...]:
     """What a program sends and receives by mpi4jax, in the order in which it does.
 
-    hlo: text of the scheduled module. Types MPI lacks are listed as the bits that travel (uint16 for bfloat16).
-    world: handle of the communicator of all ranks. Given, other communicators' calls are left out and collectives are
-    listed; else only sends and receives are: a collective may be of this rank alone, and meet nobody.
-    Raises ValueError where the list cannot be known: a loop of unknown length, branches that differ.
+    hlo: text of the scheduled module. Types MPI lacks are listed as the bits that travel (uint16 for
+    bfloat16). world: handle of the communicator of all ranks. Given, other communicators' calls are left out
+    and collectives are listed; else only sends and receives are: a collective may be of this rank alone, and
+    meet nobody. Raises ValueError where the list cannot be known: a loop of unknown length, branches that
+    differ.
     """
     return _expand(_scheduled(hlo), lambda i, others: _mpi(i, others, world))
 
@@ -47,15 +51,16 @@ def mpi_exchanges(hlo: str, world: int | None = None) -> tuple[Exchange, ...]:
 def xla_exchanges(hlo: str, rank: int) -> tuple[Exchange, ...]:
     """What a program sends and receives by XLA's collectives, in order, as partition ``rank`` of it.
 
-    A permute's pairs are exchanges of the ranks they name, lower senders first; all other collectives are "all".
-    Raises ValueError as `mpi_exchanges`, for a collective of some of the ranks, and for an array that does not lie in memory
-    row by row.
+    A permute's pairs are exchanges of the ranks they name, lower senders first; all other collectives are
+    "all". Raises ValueError as `mpi_exchanges`, for a collective of some of the ranks, and for an array that
+    does not lie in memory row by row.
     """
     return _expand(_scheduled(hlo), lambda i, others: _xla(i, others, rank))
 
 
 def in_order(hlo: str, rank: int) -> tuple[Exchange | Scope, ...]:
-    """A program's exchanges as `xla_exchanges`, and between them the scopes of what is computed, in the order of execution."""
+    """A program's exchanges as `xla_exchanges`, and between them the scopes of what is computed, in the order
+    of execution."""
 
     def read(i: Instruction, others: Mapping[str, Instruction]) -> Sequence[Exchange | Scope]:
         scope = scope_in(i.op_name or "")
@@ -76,10 +81,12 @@ def by_instruction(hlo: str, rank: int | None) -> dict[str, list[Exchange]]:
 def first_difference(
     lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], str] = lambda rank: f"rank {rank}"
 ) -> str | None:
-    """One line on the first exchange, by rank and index, that has no partner; None if the programs fit together.
+    """One line on the first exchange, by rank and index, that has no partner; None if the programs fit
+    together.
 
-    lists: each rank's exchanges. What two ranks list of each other must mirror, one's sends the other's receives of the
-    same shape and dtype, and the orders of all ranks must not wait for one another in a circle.
+    lists: each rank's exchanges. What two ranks list of each other must mirror, one's sends the other's
+    receives of the same shape and dtype, and the orders of all ranks must not wait for one another in a
+    circle.
     """
     ranks = sorted(lists)
     for rank in ranks:
@@ -114,7 +121,8 @@ def _difference(
         if len(ours) != len(theirs):
             one, other, more = (rank, peer, ours) if len(ours) > common else (peer, rank, theirs)
             return (
-                f"{_place(lists, one, more[common], describe)}, but {describe(other)} has no more exchanges with "
+                f"{_place(lists, one, more[common], describe)}, but {describe(other)} has no more exchanges "
+                f"with "
                 f"{describe(one)} after {common}"
             )
     return None
@@ -128,7 +136,8 @@ def _fit(ours: Exchange, theirs: Exchange) -> bool:
 
 
 def _circle(lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], str]) -> str | None:
-    """Runs the lists with sends that wait for their receive, as large ones do; a line on who waits for whom for ever."""
+    """Runs the lists with sends that wait for their receive, as large ones do; a line on who waits for whom
+    for ever."""
     at = dict.fromkeys(lists, 0)
     waiting = set(lists)
     needs = _needs(lists)
@@ -150,8 +159,8 @@ def _circle(lists: Mapping[int, Sequence[Exchange]], describe: Callable[[int], s
 
 
 def _needs(lists: Mapping[int, Sequence[Exchange]]) -> dict[tuple[int, int], int]:
-    """(rank, index) of a take or a put -> the index in its peer's list of what must be over first: of a take its put, of a
-    put the take that makes room for it in the ring, if there is one."""
+    """(rank, index) of a take or a put -> the index in its peer's list of what must be over first: of a take
+    its put, of a put the take that makes room for it in the ring, if there is one."""
     found: dict[tuple[int, int], int] = {}
     for rank, exchanges in lists.items():
         for sender in {e.peer for e in exchanges if e.op == "take"}:
@@ -168,8 +177,8 @@ def _partners(
     rank: int,
     needs: Mapping[tuple[int, int], int],
 ) -> list[int]:
-    """All ranks of the exchange that ``rank`` is at, if each of them is at it too; else none. A put and a take are one
-    rank's alone, once what they need is over."""
+    """All ranks of the exchange that ``rank`` is at, if each of them is at it too; else none. A put and a
+    take are one rank's alone, once what they need is over."""
     here = lists[rank][at[rank]]
     if here.op in ("put", "take"):
         return [rank] if needs.get((rank, at[rank]), -1) < at[here.peer] else []
@@ -190,7 +199,8 @@ def _place(lists: Mapping[int, Sequence[Exchange]], rank: int, i: int, describe:
     peer = describe(e.peer) if e.peer in lists else f"rank {e.peer}"
     sends, receives = f"sends {what} to {peer}", f"receives {what} from {peer}"
     does = {"send": sends, "put": sends, "recv": receives, "take": receives}
-    return f"{describe(rank)}, exchange {i + 1} of {len(lists[rank])}: {does.get(e.op, f'a collective of {what}')}"
+    told = does.get(e.op, f"a collective of {what}")
+    return f"{describe(rank)}, exchange {i + 1} of {len(lists[rank])}: {told}"
 
 
 # ---- the list of one rank
@@ -225,7 +235,8 @@ def _called(i: Instruction, computation: Callable[[str], tuple[Any, ...]]) -> Se
         count = _TRIP_COUNT.search(i.attributes)
         if any(isinstance(e, Exchange) for e in once) and not count:
             raise ValueError(
-                f"the loop {i.name!r} has exchanges in it and no fixed number of turns: give it a static bound"
+                f"the loop {i.name!r} has exchanges in it and no fixed number of turns: give it a static "
+                "bound"
             )
         return once * int(count[1]) if count else ()
     if i.opcode == "conditional":
@@ -280,8 +291,8 @@ def _xla(i: Instruction, others: Mapping[str, Instruction], rank: int) -> Sequen
         return ()
     if any(order != sorted(order, reverse=True) for order in i.layouts):
         raise ValueError(
-            f"{i.name!r} sends an array whose dimensions lie in memory in an order that XLA chose on this rank alone, "
-            f"{i.shape}: send it in one dimension"
+            f"{i.name!r} sends an array whose dimensions lie in memory in an order that XLA chose on this "
+            f"rank alone, {i.shape}: send it in one dimension"
         )
     operands = [array for name in i.operands for array in others[name].arrays]
     if opcode == "collective-permute":
@@ -346,7 +357,8 @@ def _groups(i: Instruction) -> list[list[int]]:
 
 
 def _iota(text: str) -> list[list[int]]:
-    """``[2,2]<=[2,2]T(1,0)``: the numbers from 0 in the second shape, transposed, read as rows of the first."""
+    """``[2,2]<=[2,2]T(1,0)``: the numbers from 0 in the second shape, transposed, read as rows of the
+    first."""
     numbers = [[int(n) for n in part.split(",")] for part in re.findall(r"[\[(]([\d,]+)[\])]", text)]
     (n_groups, size), dims = numbers[0], numbers[1]
     order = numbers[2] if len(numbers) > 2 else list(range(len(dims)))

@@ -1,6 +1,7 @@
 """The text of a compiled program (``compiled.as_text()``) as instructions.
 
-Pure text in, plain data out. Knows how HLO is written, by CPUs and by GPUs; knows no JAX, and not what an instruction is for.
+Pure text in, plain data out. Knows how HLO is written, by CPUs and by GPUs; knows no JAX, and not what an
+instruction is for.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """``shape``: as it is written, with layouts. ``rest``: the line from the bracket of its operands on; most are never
-    looked into."""
+    """``shape``: as it is written, with layouts. ``rest``: the line from the bracket of its operands on; most
+    are never looked into."""
 
     name: str
     shape: str
@@ -66,7 +67,8 @@ class Instruction:
 
     @property
     def op_name(self) -> str | None:
-        """The path of the JAX function that it was traced in, such as ``jit(step)/slice.3.batch.0/dot_general``."""
+        """The path of the JAX function that it was traced in, such as
+        ``jit(step)/slice.3.batch.0/dot_general``."""
         found = _OP_NAME.search(self.rest)
         return found[1] if found else None
 
@@ -79,7 +81,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Module:
-    """A program. Instructions are in the order of the text, which is that of execution if ``is_scheduled``."""
+    """A program. Instructions are in the order of the text, which is that of execution if
+    ``is_scheduled``."""
 
     name: str
     is_scheduled: bool

@@ -1,8 +1,9 @@
-"""All ranks in one process: a rank's program is cut at its exchanges into pieces, and those that are equal are compiled once.
+"""All ranks in one process: a rank's program is cut at its exchanges into pieces, and those that are equal
+are compiled once.
 
-A piece is what a rank computes between two exchanges. Equal layers have equal pieces, so a few compiled ones serve any number of
-layers, as slices do; and pieces on different devices run side by side. Messages are handed over: by `jax.device_put`, or as they
-are on one device.
+A piece is what a rank computes between two exchanges. Equal layers have equal pieces, so a few compiled ones
+serve any number of layers, as slices do; and pieces on different devices run side by side. Messages are
+handed over: by `jax.device_put`, or as they are on one device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class HandedOver:
 
 
 class LocalTransport(Transport):
-    """One rank's end. Sends give no tie: pieces run in the order they were traced in. ``after`` is not needed."""
+    """One rank's end. Sends give no tie: pieces run in the order they were traced in. ``after`` is not
+    needed."""
 
     name, is_one_program = "local", False
 
@@ -145,7 +147,8 @@ def _likes(piece: _Piece, device: jax.Device) -> list[jax.ShapeDtypeStruct]:
 
 
 class CutProgram:
-    """A rank's program as pieces and messages in order; `run_together` runs it. ``what``: its name, for counts."""
+    """A rank's program as pieces and messages in order; `run_together` runs it. ``what``: its name, for
+    counts."""
 
     what = ""
 
@@ -185,7 +188,8 @@ class CutProgram:
     def run(
         self, args: Sequence[Any], mail: HandedOver, devices: Mapping[int, jax.Device]
     ) -> Generator[None, None, Any]:
-        """Its result, in the end; until then it gives way whenever it waits for a message. ``devices``: by rank."""
+        """Its result, in the end; until then it gives way whenever it waits for a message. ``devices``: by
+        rank."""
         values = self._consts | dict(zip(self._invars, jax.tree.leaves(args), strict=True))
         for step in self.steps:
             if isinstance(step, _Piece):
@@ -265,7 +269,8 @@ def _cut(jaxpr: Any, donated: set[Any]) -> tuple[_Piece | _Message, ...]:
 def _given_away(
     given: Sequence[Any], kept: Sequence[Any], may: set[Any], donated: set[Any]
 ) -> tuple[int, ...]:
-    """Arguments of a piece whose memory one of its results can have. Such a result may be given away by a later piece."""
+    """Arguments of a piece whose memory one of its results can have. Such a result may be given away by a
+    later piece."""
     free, at = list(kept), []
     for i, v in enumerate(given):
         like = next((r for r in free if (r.aval.shape, r.aval.dtype) == (v.aval.shape, v.aval.dtype)), None)

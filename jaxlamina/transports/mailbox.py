@@ -1,8 +1,8 @@
 """Memory of one GPU that other processes' GPUs write into, and theirs as this process reaches it.
 
-CUDA's own calls, since JAX has none for memory that processes share. A rank's mailbox has a ring for each other rank
-(`pallas_kernels.gpu.mail`); which ranks can reach each other is found out by trying, and both sides of a pair agree on it.
-Knows addresses; no array and no message.
+CUDA's own calls, since JAX has none for memory that processes share. A rank's mailbox has a ring for each
+other rank (`pallas_kernels.gpu.mail`); which ranks can reach each other is found out by trying, and both
+sides of a pair agree on it. Knows addresses; no array and no message.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class _CudaError(Exception):
 
 
 class Mailbox:
-    """``peers``: the ranks that this one exchanges messages with through memory, maybe none, and ``why_not`` then says why.
-    ``is_complete``: whether every rank reaches every other. ``table [n_ranks, N_FIELDS]`` int32: what kernels are told."""
+    """``peers``: the ranks that this one exchanges messages with through memory, maybe none, and ``why_not``
+    then says why. ``is_complete``: whether every rank reaches every other. ``table [n_ranks, N_FIELDS]``
+    int32: what kernels are told."""
 
     def __init__(self, rank: int, n_ranks: int, device: jax.Device, ring: Ring, gather: Gather) -> None:
         """``gather``: every rank's array as one. All ranks must come here."""
@@ -67,7 +68,8 @@ class Mailbox:
         self.table = np.stack([self._row(rank, r, opened[r]) for r in range(n_ranks)])
 
     def counts(self) -> dict[Way, int]:
-        """Messages put to each peer and taken from it, 32 bits, while kernels run. Empty if they cannot be read in time."""
+        """Messages put to each peer and taken from it, 32 bits, while kernels run. Empty if they cannot be
+        read in time."""
         if self._cuda is None:
             return {}
         own, found = self._bases[self._rank], {}
@@ -102,21 +104,24 @@ class Mailbox:
         return self.ring.data_bytes + 4 * self.ring.mark_bytes
 
     def _row(self, rank: int, peer: int, far: int) -> Int32[np.ndarray, " fields"]:
-        """Rank ``peer`` in the table: its ring for messages from here, and this rank's for messages from it."""
+        """Rank ``peer`` in the table: its ring for messages from here, and this rank's for messages from
+        it."""
         row = np.zeros(N_FIELDS, np.int32)
         if peer in self.peers:
             near, far = self._bases[rank] + peer * self._bytes_each, far + rank * self._bytes_each
             come, taken, sent, received = (self.ring.data_bytes + i * self.ring.mark_bytes for i in range(4))
             places = {
                 "far_data": far, "far_come": far + come, "near_taken": near + taken, "near_sent": near + sent,
-                "near_data": near, "near_come": near + come, "far_taken": far + taken, "near_received": near + received,
+                "near_data": near, "near_come": near + come, "far_taken": far + taken,
+                "near_received": near + received,
             }  # fmt: skip
             row[:] = np.array([places[name] for name in ADDRESSES], np.int64).view(np.int32)
         return row
 
 
 def n_messages(marks: bytes) -> tuple[int, int]:
-    """(put, taken) of one peer, from its marks: what came, what was taken, and both ways' counts, a number a CTA each.
+    """(put, taken) of one peer, from its marks: what came, what was taken, and both ways' counts, a number a
+    CTA each.
 
     A message counts when the last CTA has counted it; numbers are of 32 bits and may wrap."""
     _, _, sent, received = np.frombuffer(marks, np.int32).reshape(4, -1)

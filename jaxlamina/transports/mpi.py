@@ -1,7 +1,8 @@
 """The MPI transport: mpi4jax inside the program. Any hosts, and pools of different platforms.
 
-MPI calls of one program happen in the order of the trace (mpi4jax's ordered effects), so receives need no ``after``. A send
-gives no value that a computation could wait for, so a call of this rank with itself, which MPI orders after the send, does.
+MPI calls of one program happen in the order of the trace (mpi4jax's ordered effects), so receives need no
+``after``. A send gives no value that a computation could wait for, so a call of this rank with itself, which
+MPI orders after the send, does.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _ITS_OWN = {
 
 
 class MpiTransport(Transport):
-    """A rank of MPI_COMM_WORLD. Knows no device but its own; MPI moves tensors through the hosts' memory unless it was
-    built for GPUs."""
+    """A rank of MPI_COMM_WORLD. Knows no device but its own; MPI moves tensors through the hosts' memory
+    unless it was built for GPUs."""
 
     name = "mpi"
     is_one_program = True
@@ -49,7 +50,8 @@ class MpiTransport(Transport):
         found = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
         if found != (rank, n_ranks):
             raise UserError(
-                f"MPI says rank {found[0]} of {found[1]}, the cluster rank {rank} of {n_ranks}: start the ranks with "
+                f"MPI says rank {found[0]} of {found[1]}, the cluster rank {rank} of {n_ranks}: start the "
+                f"ranks with "
                 f"mpirun -n {n_ranks}"
             )
 
@@ -84,8 +86,8 @@ class MpiTransport(Transport):
         with_: Sequence[int],
         after: jax.Array | None = None,
     ) -> list[jax.Array]:
-        # This end receives first and the other sends first: neither waits for the other however large messages are.
-        # And only once ``xs`` are there, since whoever waits for a message computes nothing.
+        # This end receives first and the other sends first: neither waits for the other however large
+        # messages are. And only once ``xs`` are there, since whoever waits for a message computes nothing.
         got = [self._recv(like, rank, tied(self._place(like), xs[0])) for rank in with_]
         self.send_each(xs, with_, after)
         return got
@@ -117,7 +119,8 @@ class MpiTransport(Transport):
 
 
 class MpiProgram:
-    """A jitted function: its lowered form is compiled for its list alone, since such objects fail at a second call."""
+    """A jitted function: its lowered form is compiled for its list alone, since such objects fail at a second
+    call."""
 
     def __init__(self, jitted: Any, args: tuple[Any, ...]) -> None:
         self._jitted, self._args = jitted, args

@@ -1,7 +1,8 @@
-"""How far a program's exchanges have come, from how many messages went each way, and which layer and batch that is.
+"""How far a program's exchanges have come, from how many messages went each way, and which layer and batch
+that is.
 
-Pure text and numbers. What is counted is what goes by memory (`mailbox`); a collective or a call of MPI leaves no mark on the
-host, and is known to be over only by what comes after it.
+Pure text and numbers. What is counted is what goes by memory (`mailbox`); a collective or a call of MPI
+leaves no mark on the host, and is known to be over only by what comes after it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Launches:
         self._total.update(messages)
 
     def where(self, counts: Counts, rank: int) -> str:
-        """How far the device is, by the messages that it has put and taken so far (32 bits, which may have wrapped); "" if
-        all is done."""
+        """How far the device is, by the messages that it has put and taken so far (32 bits, which may have
+        wrapped); "" if all is done."""
         for program, before in tuple(self._last):
             exchanges = program.exchanges()
             n = n_done(exchanges, {way: _ahead(counts.get(way, 0), before.get(way, 0)) for way in counts})
@@ -58,7 +59,8 @@ def messages_of(exchanges: Sequence[Exchange]) -> Counter[Way]:
 
 
 def n_done(exchanges: Sequence[Exchange], done: Counts) -> int:
-    """How many of a program's exchanges are over, as far as is known; all, where none of them goes by memory."""
+    """How many of a program's exchanges are over, as far as is known; all, where none of them goes by
+    memory."""
     left = dict(done)
     n = 0
     for i, e in enumerate(exchanges, start=1):
@@ -71,7 +73,8 @@ def n_done(exchanges: Sequence[Exchange], done: Counts) -> int:
 
 
 def place_of(hlo: str, rank: int, index: int) -> str:
-    """Which layer's the exchange of that index is, and which batch's, from the scopes of what is computed around it."""
+    """Which layer's the exchange of that index is, and which batch's, from the scopes of what is computed
+    around it."""
     items = [(str(i), item) for i, item in enumerate(in_order(hlo, rank))]
     at = [i for i, (_, item) in enumerate(items) if isinstance(item, Exchange)]
     scopes = {name: item for name, item in items if isinstance(item, Scope) and item.number >= 0}
@@ -80,7 +83,8 @@ def place_of(hlo: str, rank: int, index: int) -> str:
     before = next((put_right[name] for name, _ in reversed(items[:here]) if name in put_right), None)
     after = next((put_right[name] for name, _ in items[here:] if name in put_right), None)
     op = items[here][1].op  # type: ignore[union-attr]
-    # An attention rank takes a layer's q before it attends; a model rank takes the layer's answer after its slice.
+    # An attention rank takes a layer's q before it attends; a model rank takes the layer's answer after its
+    # slice.
     comes_before = op in ("take", "recv") and "attention" in {
         s.kind for s in (before, after) if s is not None
     }

@@ -1,4 +1,5 @@
-"""Which scope an instruction of a compiled program was traced in: ``slice.3.batch.0`` and the like, from its HLO text.
+"""Which scope an instruction of a compiled program was traced in: ``slice.3.batch.0`` and the like, from its
+HLO text.
 
 Pure text in, plain data out. Knows the names that ranks' programs give (`jaxlamina.ranks.layout.span`,
 `jaxlamina.transports.SPAN`), and no JAX, no clock and no event.
@@ -20,13 +21,14 @@ _KIND_OF: dict[str, Kind] = {"slice": "model", "attention": "attention"}
 _SCOPE = re.compile(r"(?:^|/)(?:(slice|attention)\.(\d+)\.batch\.(\d+)|exchange)(?=/|$)")
 _CALLED = ("calls", "to_apply", "body", "branch_computations", "called_computations")
 _COMPUTES = {"dot", "fusion", "custom-call", "convolution", "call"}
-# Instructions of one slice or layer are within so many stretches between exchanges, or it is one of a function that was
-# lowered once: it then has the names of its first call, whoever calls it.
+# Instructions of one slice or layer are within so many stretches between exchanges, or it is one of a
+# function that was lowered once: it then has the names of its first call, whoever calls it.
 _MOST_STRETCHES = 3
 
 
 class Scope(NamedTuple):
-    """What an operator is for. ``number``: of the slice or layer; -1 for exchanges, and for what has no scope ("other")."""
+    """What an operator is for. ``number``: of the slice or layer; -1 for exchanges, and for what has no scope
+    ("other")."""
 
     kind: Kind
     number: int = -1
@@ -53,8 +55,8 @@ def scope_in(op_name: str) -> Scope | None:
 def scopes_of(hlo: str) -> dict[str, Scope]:
     """Instruction name -> scope, for all instructions that have one, whichever computation they are in.
 
-    One without a scope in its own metadata has that of what it calls: a fusion the commonest in it, any other call the
-    only one (what it calls has events of its own). ``ValueError`` if ``hlo`` is no HLO module.
+    One without a scope in its own metadata has that of what it calls: a fusion the commonest in it, any other
+    call the only one (what it calls has events of its own). ``ValueError`` if ``hlo`` is no HLO module.
     """
     module = read_module(hlo)
     known: dict[str, Counter[Scope]] = {}
@@ -74,8 +76,8 @@ def entry_of(hlo: str) -> list[str]:
 def by_stretch(
     entry: Sequence[str], scopes: Mapping[str, Scope], exchanges: Container[str]
 ) -> dict[str, Scope]:
-    """``scopes`` with those instructions put right that have the name of another slice or layer, since their function was
-    lowered once for all: they are of what else is computed between the same two exchanges."""
+    """``scopes`` with those instructions put right that have the name of another slice or layer, since their
+    function was lowered once for all: they are of what else is computed between the same two exchanges."""
     stretches = [[n for n in names if n in scopes] for names in _stretches(entry, exchanges)]
     spread = Counter(scope for names in stretches for scope in {scopes[n] for n in names})
     found = dict(scopes)
@@ -89,15 +91,17 @@ def by_stretch(
 
 
 def nameless(hlo: str) -> set[str]:
-    """Computing instructions that have no name at all: XLA made them out of others, as it turns products round on a CPU."""
+    """Computing instructions that have no name at all: XLA made them out of others, as it turns products
+    round on a CPU."""
     return {i.name for i in read_module(hlo).instructions() if i.opcode in _COMPUTES and i.op_name is None}
 
 
 def by_neighbours(
     entry: Sequence[str], scopes: Mapping[str, Scope], exchanges: Container[str], without: Container[str]
 ) -> dict[str, Scope]:
-    """``scopes``, and one for each of the entry's instructions in ``without`` that has none: that of the slice (of the layer,
-    where there is no slice) at work before it since the last exchange, or else after it until the next."""
+    """``scopes``, and one for each of the entry's instructions in ``without`` that has none: that of the
+    slice (of the layer, where there is no slice) at work before it since the last exchange, or else after it
+    until the next."""
     found = dict(scopes)
     for names in _stretches(entry, exchanges):
         kinds = {scopes[n].kind for n in names if n in scopes}

@@ -1,11 +1,14 @@
-"""The XLA transport: collectives that match across the ranks' different programs, over one flat axis of all ranks.
+"""The XLA transport: collectives that match across the ranks' different programs, over one flat axis of all
+ranks.
 
-Each rank jits its own `shard_map` over the same mesh of one device a process, with its own arguments. A ``ppermute`` from
-rank to rank in one program meets the one in the other: NCCL, ICI, or Gloo on CPU. XLA deletes a collective whose result
-nothing uses, on one side alone, so every result here flows into the next exchange or out of the program.
+Each rank jits its own `shard_map` over the same mesh of one device a process, with its own arguments. A
+``ppermute`` from rank to rank in one program meets the one in the other: NCCL, ICI, or Gloo on CPU. XLA
+deletes a collective whose result nothing uses, on one side alone, so every result here flows into the next
+exchange or out of the program.
 
-Between GPUs that reach each other's memory, messages of a decode step's size do not go by collectives: the sender's own
-kernel writes them there (`mailbox`, `pallas_kernels.mail`), and neither end waits for the other to come.
+Between GPUs that reach each other's memory, messages of a decode step's size do not go by collectives: the
+sender's own kernel writes them there (`mailbox`, `pallas_kernels.mail`), and neither end waits for the other
+to come.
 
 Source: DESIGN "Two different programs on one mesh".
 """
@@ -38,8 +41,8 @@ AXIS = "ranks"
 
 
 class XlaTransport(Transport):
-    """A process of `jax.distributed`, of which each has one device. Arrays keep their leading dimension: a rank's
-    ``[d, …]`` is its part of an array ``[n_ranks * d, …]`` of which no other rank has any part."""
+    """A process of `jax.distributed`, of which each has one device. Arrays keep their leading dimension: a
+    rank's ``[d, …]`` is its part of an array ``[n_ranks * d, …]`` of which no other rank has any part."""
 
     name = "xla"
     is_one_program = True
@@ -49,16 +52,18 @@ class XlaTransport(Transport):
         firsts = {d.process_index: d for d in reversed(jax.devices(device.platform))}
         if len(firsts) != n_ranks or jax.process_index() != rank:
             raise UserError(
-                f"jax.distributed says process {jax.process_index()} of {len(firsts)} on {device.platform}, the cluster "
-                f"rank {rank} of {n_ranks}: all ranks of transport='xla' must have one platform, and start together"
+                f"jax.distributed says process {jax.process_index()} of {len(firsts)} on {device.platform}, "
+                f"the cluster "
+                f"rank {rank} of {n_ranks}: all ranks of transport='xla' must have one platform, and start "
+                f"together"
             )
         firsts[rank] = device
         mesh = Mesh(np.array([firsts[r] for r in range(n_ranks)]), (AXIS,))
         self._mesh, self._spec = mesh, PartitionSpec(AXIS)
         self._sharding = NamedSharding(mesh, self._spec)
         self._kinds = tuple(d.device_kind for d in mesh.devices.flat)
-        # XLA's CPU backend carries bfloat16 as float32; on others it may carry float32 as bfloat16 where no more is
-        # wanted of it on this side, of which the other knows nothing. Bits are left as they are.
+        # XLA's CPU backend carries bfloat16 as float32; on others it may carry float32 as bfloat16 where no
+        # more is wanted of it on this side, of which the other knows nothing. Bits are left as they are.
         on_cpu = device.platform == "cpu"
         self._bits = {jnp.dtype("bfloat16"): jnp.uint16} if on_cpu else {jnp.dtype("float32"): jnp.uint32}
         # The last send's tie, and the array that it was taken from.
@@ -83,8 +88,8 @@ class XlaTransport(Transport):
         return np.asarray(self.unbind(program(own)))
 
     def _meet(self) -> None:
-        """Runs one exchange of all ranks: the first makes what they talk through, and waits for all of them, while some of
-        a job's programs are of a few ranks only."""
+        """Runs one exchange of all ranks: the first makes what they talk through, and waits for all of them,
+        while some of a job's programs are of a few ranks only."""
         ring = [(rank, (rank + 1) % self.n_ranks) for rank in range(self.n_ranks)]
         given = jnp.zeros(1, jnp.int32)
         program = self.compile(lambda x: lax.ppermute(x, AXIS, ring), given)
@@ -158,8 +163,8 @@ class XlaTransport(Transport):
         return jnp.stack([row_of.get(rank, nothing) for rank in range(self.n_ranks)])
 
     def _are_all(self, n_workers: int, *messages: Like) -> bool:
-        """Whether one all-to-all of all ranks serves an exchange with so many workers: if there are several, and no model
-        rank but one, which would have to take part, and not all of it goes by memory anyway."""
+        """Whether one all-to-all of all ranks serves an exchange with so many workers: if there are several,
+        and no model rank but one, which would have to take part, and not all of it goes by memory anyway."""
         by_memory = self._mail is not None and all(self._mail.carries_to_all(x) for x in messages)
         return 1 < n_workers == self.n_ranks - 1 and not by_memory
 
@@ -175,8 +180,8 @@ class XlaTransport(Transport):
         return self._as_line(x, lambda line: lax.ppermute(line, AXIS, sorted(pairs)))
 
     def _as_sent(self, x: jax.Array, like: jax.ShapeDtypeStruct) -> Shaped[jax.Array, " n"]:
-        """``x`` as a line of the longer of the two messages, since both ends of one collective have one shape: in its own
-        dtype if that is the other's too, else as 16-bit pieces."""
+        """``x`` as a line of the longer of the two messages, since both ends of one collective have one
+        shape: in its own dtype if that is the other's too, else as 16-bit pieces."""
         if x.dtype != like.dtype:
             x = lax.bitcast_convert_type(x, jnp.uint16)
         n = max(x.size, _pieces(like, x.dtype))
@@ -191,8 +196,8 @@ class XlaTransport(Transport):
         return lax.bitcast_convert_type(line.reshape(shape), like.dtype)
 
     def _tie(self, result: jax.Array) -> Sent:
-        """A 0 from what a send gave. From its bits: were it from its value, and that wanted in bfloat16 only, XLA would
-        send a float32 message as bfloat16, and the receiver would not know."""
+        """A 0 from what a send gave. From its bits: were it from its value, and that wanted in bfloat16 only,
+        XLA would send a float32 message as bfloat16, and the receiver would not know."""
         tie = zero_after(result)
         self._sent = tie, result
         return tie
@@ -202,8 +207,8 @@ class XlaTransport(Transport):
 
         Where there is an array of the right kind already, it is that one, and nothing has to be filled."""
         if after is None:
-            # Not a constant: every rank running one program, an all-to-all of one constant is that constant, and XLA for
-            # GPUs takes the exchange away.
+            # Not a constant: every rank running one program, an all-to-all of one constant is that constant,
+            # and XLA for GPUs takes the exchange away.
             zero = self._unknown_zero
             return jnp.broadcast_to(jnp.int32(0) if zero is None else zero, like.shape).astype(like.dtype)
         tie, result = self._sent
@@ -285,8 +290,8 @@ class XlaTransport(Transport):
         return self._as_line(rows, lambda line: lax.all_to_all(line, AXIS, 0, 0, tiled=True))
 
     def _as_line(self, x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """``exchange`` of the bits of ``x`` in one dimension: of an array of several, each rank's XLA chooses for itself in which
-        order they lie in memory, and that is how they travel (docs/findings.md)."""
+        """``exchange`` of the bits of ``x`` in one dimension: of an array of several, each rank's XLA chooses
+        for itself in which order they lie in memory, and that is how they travel (docs/findings.md)."""
         bits, line = self._bits.get(x.dtype, x.dtype), x.reshape(-1)
         with jax.named_scope(SPAN):
             if bits == x.dtype:

@@ -36,7 +36,8 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def own_dtype(self) -> str | None:
-        """What most bytes of the weights are stored as: float32, bfloat16, float16, …; None for a quantised form."""
+        """What most bytes of the weights are stored as: float32, bfloat16, float16, …; None for a quantised
+        form."""
 
     @abstractmethod
     def load(
@@ -63,12 +64,14 @@ class Checkpoint(ABC):
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, of config.json, generation_config.json and the tokenizer if there is one."""
+        """Tokens that end a text, of config.json, generation_config.json and the tokenizer if there is
+        one."""
         return eos_token_ids_of(self.tokenizer, self.config, self.path)
 
 
 def eos_token_ids_of(tokenizer: Callable[[], Tokenizer], config: ModelConfig, path: Path) -> tuple[int, ...]:
-    """The tokenizer's; without one (`UserError`) those of ``config`` and, if ``path`` is a folder, its generation_config.json."""
+    """The tokenizer's; without one (`UserError`) those of ``config`` and, if ``path`` is a folder, its
+    generation_config.json."""
     try:
         return tokenizer().eos_token_ids
     except UserError:  # told where text is needed; token ids do without
@@ -112,8 +115,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
-    """Open what `jaxlamina.model_files.find` finds: the demo model by name, a Hugging Face folder, a `.gguf` file, a folder
-    `convert` wrote, or a model of the Hugging Face Hub.
+    """Open what `jaxlamina.model_files.find` finds: the demo model by name, a Hugging Face folder, a `.gguf`
+    file, a folder `convert` wrote, or a model of the Hugging Face Hub.
 
     Raises `UserError` for a name that is neither a path nor known, for a folder without config.json or
     weights, and for files that are not what they should be.

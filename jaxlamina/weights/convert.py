@@ -1,4 +1,5 @@
-"""From any checkpoint to a safetensors folder or an Orbax folder. Knows the formats' writers, no layout itself."""
+"""From any checkpoint to a safetensors folder or an Orbax folder. Knows the formats' writers, no layout
+itself."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ def convert(
 ) -> Path:
     """Write the checkpoint `source` (anything `open_checkpoint` takes) as a new folder `target`; returns it.
 
-    `dtype`: "auto" is the source's own, float32 if it is quantised. safetensors go out one tensor at a time; Orbax takes the whole model at once, on the CPU. The folder appears
-    only when it is complete. Raises `UserError` for an unknown format and a target that is there already.
+    `dtype`: "auto" is the source's own, float32 if it is quantised. safetensors go out one tensor at a time;
+    Orbax takes the whole model at once, on the CPU. The folder appears only when it is complete. Raises
+    `UserError` for an unknown format and a target that is there already.
     """
     if to not in FORMATS:
         raise UserError(f"to={to!r} must be one of {', '.join(FORMATS)}")

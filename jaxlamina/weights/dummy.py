@@ -23,8 +23,9 @@ from jaxlamina.weights.streaming import Progress
 
 
 class DummyCheckpoint:
-    """``model``: a Hugging Face folder, or ``org/name`` of the Hub, of which config.json is read, and the tokenizer if there
-    is one; or a shape as `jaxlamina.models.config_files.model_config` knows it, which has no tokenizer. ``UserError`` for neither."""
+    """``model``: a Hugging Face folder, or ``org/name`` of the Hub, of which config.json is read, and the
+    tokenizer if there is one; or a shape as `jaxlamina.models.config_files.model_config` knows it, which has
+    no tokenizer. ``UserError`` for neither."""
 
     own_dtype: str | None = None  # drawn as one likes
 

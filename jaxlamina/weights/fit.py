@@ -21,7 +21,8 @@ def is_buffer(name: str) -> bool:
 
 
 def model_names(found: Iterable[str], expected: Collection[str]) -> dict[str, str]:
-    """Name in the file -> name in the model, for names that lack the leading `model.` of a base-model export."""
+    """Name in the file -> name in the model, for names that lack the leading `model.` of a base-model
+    export."""
     return {
         name: f"model.{name}" if name not in expected and f"model.{name}" in expected else name
         for name in found

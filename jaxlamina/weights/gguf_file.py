@@ -72,7 +72,8 @@ def decoder(type_name: str) -> Callable[[np.ndarray], np.ndarray]:
         return lambda raw: raw.view(plain)
     gguf = _gguf()
     kind = gguf.GGMLQuantizationType[type_name]
-    # One row however many blocks: the package goes 16 rows at a time, which makes small rows five times slower.
+    # One row however many blocks: the package goes 16 rows at a time, which makes small rows five times
+    # slower.
     return lambda raw: gguf.dequantize(raw.reshape(1, -1), kind).reshape(-1)
 
 
@@ -208,7 +209,8 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int, int]:
         kind = gguf.GGMLQuantizationType(number)
     except ValueError:
         raise UserError(
-            f"{cursor.path}: tensor {name[:64]!r} has the unknown type {number}; supported: {', '.join(SUPPORTED)}"
+            f"{cursor.path}: tensor {name[:64]!r} has the unknown type {number}; supported: "
+            f"{', '.join(SUPPORTED)}"
         ) from None
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if shape and shape[-1] % block:

@@ -147,8 +147,9 @@ def hf_name(name: str) -> str:
 def _unpermute(head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
     """Undo llama.cpp's reordering of the rows of q and k of the llama architecture.
 
-    Its rotary kernel turns neighbouring rows (0, 1), (2, 3), … and Hugging Face's turns (0, H/2), (1, H/2 + 1), …,
-    so the converter interleaves each head's two halves. Nothing crashes without this; perplexity is 490, not 23.
+    Its rotary kernel turns neighbouring rows (0, 1), (2, 3), … and Hugging Face's turns (0, H/2), (1, H/2 +
+    1), …, so the converter interleaves each head's two halves. Nothing crashes without this; perplexity is
+    490, not 23.
     """
 
     def rearrange(rows: np.ndarray) -> np.ndarray:
@@ -161,8 +162,8 @@ def _unpermute(head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """The `config.json` that this file's metadata amounts to.
 
-    Raises `UserError` for another architecture, one part of a split file, a missing key, a key that is not known and may change the
-    result, and a `rope_freqs.weight` that is not the llama3 scaling.
+    Raises `UserError` for another architecture, one part of a split file, a missing key, a key that is not
+    known and may change the result, and a `rope_freqs.weight` that is not the llama3 scaling.
     """
     meta = file.metadata
     arch = meta.get("general.architecture")
@@ -195,7 +196,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     rotary, value_dim = size("rope.dimension_count", head_dim), size("attention.value_length", head_dim)
     if rotary != head_dim or value_dim != head_dim:
         raise UserError(
-            f"{file.path}: {prefix}rope.dimension_count={rotary} and {prefix}attention.value_length={value_dim} "
+            f"{file.path}: {prefix}rope.dimension_count={rotary} and "
+            f"{prefix}attention.value_length={value_dim} "
             f"must equal the head size {head_dim}"
         )
     tied = "output.weight" not in file.tensors
@@ -251,7 +253,8 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _short_float(value: Any, prefix: str, file: GgufFile) -> float:
-    """A float32 of the metadata as the shortest decimal that names it: 1e-05 and not 9.999999747378752e-06."""
+    """A float32 of the metadata as the shortest decimal that names it: 1e-05 and not
+    9.999999747378752e-06."""
     if not isinstance(value, float):
         raise UserError(f"{file.path}: {prefix}attention.layer_norm_rms_epsilon is missing")
     return float(str(np.float32(value)))
@@ -319,7 +322,8 @@ def _llama3_scaling(file: GgufFile, own: Mapping[str, Any], head_dim: int) -> di
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
     if not np.allclose(found, expected, rtol=1e-3):
         raise UserError(
-            f"{file.path}: {ROPE_FACTORS} is not the llama3 rope scaling (low_freq_factor 1, high_freq_factor 4, "
+            f"{file.path}: {ROPE_FACTORS} is not the llama3 rope scaling (low_freq_factor 1, "
+            f"high_freq_factor 4, "
             "8192 original tokens) and is not supported; use the Hugging Face folder of this model"
         )
     return {

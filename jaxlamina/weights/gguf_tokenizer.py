@@ -86,7 +86,8 @@ def _byte_level_bpe(
     name = _ALIASES.get(name, name)
     if name not in _PRE:
         raise UserError(
-            f"{where}: the pre-tokenizer tokenizer.ggml.pre={name!r} is not supported; supported: {', '.join(_PRE)}. "
+            f"{where}: the pre-tokenizer tokenizer.ggml.pre={name!r} is not supported; supported: "
+            f"{', '.join(_PRE)}. "
             "Use the Hugging Face folder of this model"
         )
     merges = [tuple(line.split(" ", 1)) for line in meta.get("tokenizer.ggml.merges") or ()]
@@ -113,12 +114,14 @@ def _sentencepiece_bpe(
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise UserError(f"{where}: tokenizer.ggml.model='llama' needs tokenizer.ggml.scores, one a token")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    # SentencePiece joins the neighbours whose union scores best, so every way to cut a piece is a merge of the
-    # piece's rank. Equal scores would leave the order to the position in the text, which merges cannot say.
+    # SentencePiece joins the neighbours whose union scores best, so every way to cut a piece is a merge of
+    # the piece's rank. Equal scores would leave the order to the position in the text, which merges cannot
+    # say.
     pieces = [(scores[i], token) for token, i in vocabulary.items() if types[i] == NORMAL and len(token) > 1]
     if len({score for score, _ in pieces}) < len(pieces):
         raise UserError(
-            f"{where}: the SentencePiece vocabulary has pieces of equal score, so its merges cannot be rebuilt; "
+            f"{where}: the SentencePiece vocabulary has pieces of equal score, so its merges cannot be "
+            f"rebuilt; "
             "use the Hugging Face folder of this model"
         )
     usable = {token for token, i in vocabulary.items() if types[i] in (NORMAL, USER_DEFINED)}

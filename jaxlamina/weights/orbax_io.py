@@ -63,7 +63,8 @@ class OrbaxCheckpoint(Checkpoint):
             getattr(leaf, "shape", None) is None for leaf in tree.values()
         ):
             raise UserError(
-                f"{self.path / PARAMS} cannot be read as an Orbax checkpoint of one flat dict of tensors; write it with jaxlamina convert"
+                f"{self.path / PARAMS} cannot be read as an Orbax checkpoint of one flat dict of tensors; "
+                f"write it with jaxlamina convert"
             )
         return {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in tree.items()}
 

@@ -172,6 +172,7 @@ def _read_exactly(file: Any, out: np.ndarray, path: Path) -> None:
             ) from None
         if not n:
             raise UserError(
-                f"{path} ends at byte {os.fstat(file.fileno()).st_size}, before or in a tensor; fetch it again"
+                f"{path} ends at byte {os.fstat(file.fileno()).st_size}, before or in a tensor; fetch it "
+                f"again"
             )
         view = view[n:]

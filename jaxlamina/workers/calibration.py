@@ -1,7 +1,8 @@
-"""Fixed scales and zero points of an int8 KV cache, a channel each, from what a model's keys and values are like on some tokens.
+"""Fixed scales and zero points of an int8 KV cache, a channel each, from what a model's keys and values are
+like on some tokens.
 
-ALISA §V.B quantises KV channel-wise. A scale for each channel must hold for tokens that are yet to come, so a small
-batch goes through the model when it is loaded. Knows a model function and its attention; no checkpoint.
+ALISA §V.B quantises KV channel-wise. A scale for each channel must hold for tokens that are yet to come, so a
+small batch goes through the model when it is loaded. Knows a model function and its attention; no checkpoint.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Calibration:
     """What int8 scales that are fixed are found from.
 
     - ``tokens``: None draws them at random from the vocabulary, always the same ones.
-    - ``headroom``: scales hold so much more than the farthest value met. Tokens yet to come go somewhat beyond, and a value
-      that clips costs more than the finer step gains. Chosen on other text than what tests judge by: docs/benchmarks.md.
+    - ``headroom``: scales hold so much more than the farthest value met. Tokens yet to come go somewhat
+      beyond, and a value that clips costs more than the finer step gains. Chosen on other text than what
+      tests judge by: docs/benchmarks.md.
     """
 
     tokens: Int[np.ndarray, "B T"] | None = None
@@ -49,9 +51,9 @@ class Calibration:
 def calibration_rows(
     given: object, encode: Callable[[str], Sequence[int]], n_vocab: int
 ) -> Int32[np.ndarray, "B T"]:
-    """Rows of text, token ids, or lists of either, put one after the other; T is at most 128, and of a long text
-    the first rows are taken. ``UserError`` for what is neither, for ids that the vocabulary has not, and for fewer than two
-    tokens."""
+    """Rows of text, token ids, or lists of either, put one after the other; T is at most 128, and of a long
+    text the first rows are taken. ``UserError`` for what is neither, for ids that the vocabulary has not, and
+    for fewer than two tokens."""
     tokens = np.asarray(list(_flat(given, encode)), np.int64)
     wrong = tokens[(tokens < 0) | (tokens >= n_vocab)]
     if len(wrong):
@@ -83,11 +85,13 @@ def channel_scales(
     *,
     n_positions: int = 1024,
 ) -> list[ChannelScales] | None:
-    """Scales, and zero points where a layer's KV has some, ``[K, H]`` of each layer; None if none is scaled by channel.
+    """Scales, and zero points where a layer's KV has some, ``[K, H]`` of each layer; None if none is scaled
+    by channel.
 
-    A channel's zero point is the middle of its values' range over the tokens ``[B, T]``, its scale 127th of the farthest value
-    from there, and some more. Values beyond that clip. The rows stand at positions spread over the first ``n_positions``, for
-    rotary embeddings turn a key's channels into one another, some within few positions and some over thousands.
+    A channel's zero point is the middle of its values' range over the tokens ``[B, T]``, its scale 127th of
+    the farthest value from there, and some more. Values beyond that clip. The rows stand at positions spread
+    over the first ``n_positions``, for rotary embeddings turn a key's channels into one another, some within
+    few positions and some over thousands.
     """
     if not any(spec.by_channel for spec in specs):
         return None

@@ -1,4 +1,5 @@
-"""What fits: KV slots, weights, steps, from the memory a device has free, or the host where that is the device.
+"""What fits: KV slots, weights, steps, from the memory a device has free, or the host where that is the
+device.
 
 Knows bytes and devices; nothing of models.
 """
@@ -35,8 +36,8 @@ def slots_that_fit(
 ) -> int:
     """At most ``most`` slots, as far as a fraction of the device's free memory goes.
 
-    ``share``: the part of each token's KV that ``device`` keeps. ``workspace_bytes``: what the largest step needs
-    there beside KV. ``UserError`` with the numbers if not even ``least`` fit.
+    ``share``: the part of each token's KV that ``device`` keeps. ``workspace_bytes``: what the largest step
+    needs there beside KV. ``UserError`` with the numbers if not even ``least`` fit.
     """
     slot_bytes = sum(spec.slot_bytes for spec in specs) * share
     free_bytes, fraction = free_memory_bytes(device)
@@ -55,11 +56,11 @@ def slots_that_fit(
 def host_slots_that_pay(
     specs: Sequence[AttentionSpec], devices: Sequence[jax.Device], n_slots: int, *, n_sharing: int = 1
 ) -> int:
-    """Slots in host memory beside ``n_slots`` on ``devices``: as many again, as far as a quarter of the memory that is free
-    goes, of which ``n_sharing`` processes have an equal part each.
+    """Slots in host memory beside ``n_slots`` on ``devices``: as many again, as far as a quarter of the
+    memory that is free goes, of which ``n_sharing`` processes have an equal part each.
 
-    ``specs``: of what this process keeps. None beside a host's own memory: it costs as much there as more slots do, and those
-    need no moving.
+    ``specs``: of what this process keeps. None beside a host's own memory: it costs as much there as more
+    slots do, and those need no moving.
     """
     if not all(map(is_accelerator, devices)):
         return 0
@@ -77,8 +78,8 @@ def resolve_slots(
     devices: Sequence[jax.Device],
     workspace_bytes: Callable[[jax.Device], int] = lambda device: 0,
 ) -> int:
-    """S slots for a worker on each of ``devices`` (which may repeat): as many as the fullest device holds, or as somebody
-    asked for (`check_slots`)."""
+    """S slots for a worker on each of ``devices`` (which may repeat): as many as the fullest device holds, or
+    as somebody asked for (`check_slots`)."""
     n_on = Counter(devices)
     if isinstance(n_slots, int):
         for device, n in n_on.items():
@@ -93,8 +94,8 @@ def resolve_slots(
 def resolve_host_slots(
     n_host_slots: int | None, specs: Sequence[AttentionSpec], devices: Sequence[jax.Device], n_slots: int
 ) -> int:
-    """``n_host_slots``, or where that is None as many as pay beside ``n_slots`` on ``devices``, all of this process. ``UserError``
-    if they do not fit."""
+    """``n_host_slots``, or where that is None as many as pay beside ``n_slots`` on ``devices``, all of this
+    process. ``UserError`` if they do not fit."""
     if n_host_slots is None:
         return host_slots_that_pay(specs, devices, n_slots)
     check_host_slots(n_host_slots, specs)
@@ -124,24 +125,29 @@ def free_memory_bytes(device: jax.Device) -> tuple[int, float]:
 
 
 def check_weights(n_bytes: int, dtype: str, device: jax.Device) -> None:
-    """``UserError`` if weights of so many bytes do not fit where ``device`` keeps its arrays; before any is read."""
+    """``UserError`` if weights of so many bytes do not fit where ``device`` keeps its arrays; before any is
+    read."""
     free_bytes, _ = free_memory_bytes(device)
     if n_bytes > free_bytes:
         smaller = ", dtype=bfloat16" if dtype == "float32" else ""
         raise UserError(
-            f"the weights take {_mib(n_bytes)} as {dtype}, and {_mib(free_bytes)} are free on {device}: take a smaller "
+            f"the weights take {_mib(n_bytes)} as {dtype}, and {_mib(free_bytes)} are free on {device}: "
+            f"take a smaller "
             f"model{smaller} or a larger device"
         )
 
 
 def check_largest_step(largest: LargestStep, vocab_size: int) -> None:
-    """``UserError`` if the slot table and the logits of a step of all rows alone are more than the host has."""
+    """``UserError`` if the slot table and the logits of a step of all rows alone are more than the host
+    has."""
     table_bytes = 4 * largest.batch * (largest.context + vocab_size)
     free_bytes = host_free_bytes()
     if table_bytes > free_bytes * EXPLICIT_FRACTION:
         raise UserError(
-            f"a step of max_num_seqs={largest.batch} requests of max_model_len={largest.context} tokens takes "
-            f"{_mib(table_bytes)} for its slot table and logits, and {_mib(free_bytes)} are free: lower one of the two"
+            f"a step of max_num_seqs={largest.batch} requests of max_model_len={largest.context} tokens "
+            f"takes "
+            f"{_mib(table_bytes)} for its slot table and logits, and {_mib(free_bytes)} are free: lower one "
+            f"of the two"
         )
 
 
@@ -153,10 +159,11 @@ def check_slots(
     share: float = 1.0,
     workspace_bytes: Callable[[jax.Device], int] = lambda device: 0,
 ) -> None:
-    """``UserError`` with the bytes wanted and there if ``n_slots`` that somebody asked for do not fit on ``device``.
+    """``UserError`` with the bytes wanted and there if ``n_slots`` that somebody asked for do not fit on
+    ``device``.
 
-    ``share`` as of `slots_that_fit`. What the largest step needs is asked, since that takes compiling it, only where KV takes
-    more than half of what is free.
+    ``share`` as of `slots_that_fit`. What the largest step needs is asked, since that takes compiling it,
+    only where KV takes more than half of what is free.
     """
     free_bytes, _ = free_memory_bytes(device)
     room_bytes = free_bytes * (1.0 if is_accelerator(device) else EXPLICIT_FRACTION)
@@ -167,7 +174,8 @@ def check_slots(
         step = f" and {_mib(step_bytes)} for the largest step" if step_bytes else ""
         most = int(max(0.0, room_bytes - step_bytes) // slot_bytes)
         raise UserError(
-            f"kv_slots={n_slots} take {_mib(wanted_bytes)} of KV{step}, and {_mib(free_bytes)} are free on {device}: at "
+            f"kv_slots={n_slots} take {_mib(wanted_bytes)} of KV{step}, and {_mib(free_bytes)} are free on "
+            f"{device}: at "
             f"most {most} fit; leave kv_slots out to have it chosen"
         )
 
@@ -178,7 +186,8 @@ def check_host_slots(n_host_slots: int, specs: Sequence[AttentionSpec], *, share
     wanted_bytes, free_bytes = n_host_slots * slot_bytes, host_free_bytes()
     if wanted_bytes > free_bytes * EXPLICIT_FRACTION:
         raise UserError(
-            f"host_kv_slots={n_host_slots} take {_mib(wanted_bytes)} of host memory, and {_mib(free_bytes)} are free: at "
+            f"host_kv_slots={n_host_slots} take {_mib(wanted_bytes)} of host memory, and {_mib(free_bytes)} "
+            f"are free: at "
             f"most {int(free_bytes * EXPLICIT_FRACTION // slot_bytes)} fit"
         )
 

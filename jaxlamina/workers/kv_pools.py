@@ -1,7 +1,7 @@
 """The KV of all layers on one device: storage, and moving whole tokens within it, out to the host and back.
 
-Knows slots, layers and dtypes. Nothing of attention, requests or who owns a slot; the host's slots are dealt out
-by the caller too.
+Knows slots, layers and dtypes. Nothing of attention, requests or who owns a slot; the host's slots are dealt
+out by the caller too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jaxlamina.errors import UserError
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
 
-# A move is made in pieces of at most _MOST slots, each padded to a power of two: five programs serve all sizes.
+# A move is made in pieces of at most _MOST slots, each padded to a power of two: five programs serve all
+# sizes.
 _LEAST, _MOST = 16, 256
 
 Slots = Sequence[int] | np.ndarray
@@ -63,7 +64,8 @@ class KVPools:
         self.k, self.v = self._put((self.k, self.v), rows, np.asarray(slots, np.int32))
 
     def move_out(self, slots: Int[np.ndarray, " n"], host_slots: Int[np.ndarray, " n"]) -> None:
-        """Copies the KV of ``slots`` to ``host_slots``; the caller may use the slots for others from then on."""
+        """Copies the KV of ``slots`` to ``host_slots``; the caller may use the slots for others from then
+        on."""
         self.host.check(host_slots)
         for piece in pieces(len(slots)):
             self.host.put(host_slots[piece], self.take(slots[piece]))
@@ -81,8 +83,8 @@ class KVPools:
         self.host.forget(host_slots)
 
     def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> list[Shaped[np.ndarray, "n ..."]]:
-        """The KV of ``slots``, or of host slots, which hold nothing then: of each layer's keys, then values, what a pool
-        keeps."""
+        """The KV of ``slots``, or of host slots, which hold nothing then: of each layer's keys, then values,
+        what a pool keeps."""
         if host:
             found = list(self.host.pop(slots))
         else:
@@ -104,8 +106,8 @@ class KVPools:
 class HostStore:
     """KV of tokens in host memory, by host slot: pinned where the platform has that, else numpy.
 
-    What was moved out together is kept as one block of rows, which is copied by the device's own engine. Rows that
-    have gone leave a gap; blocks with gaps are put together again once the gaps are as much as the rest.
+    What was moved out together is kept as one block of rows, which is copied by the device's own engine. Rows
+    that have gone leave a gap; blocks with gaps are put together again once the gaps are as much as the rest.
     """
 
     def __init__(self, n_slots: int, device: jax.Device) -> None:
@@ -138,7 +140,8 @@ class HostStore:
             raise ValueError(f"host slots {host_slots} must be within 0 … {self.n_slots - 1}")
 
     def put(self, host_slots: Int[np.ndarray, " n"], rows: Rows) -> None:
-        """Keeps the first ``len(host_slots)`` of ``rows`` (on the device); what those slots held is dropped."""
+        """Keeps the first ``len(host_slots)`` of ``rows`` (on the device); what those slots held is
+        dropped."""
         self.forget(host_slots)
         self._add(host_slots, self._to_host(rows))
         if self.n_rows > 2 * self.n_slots + _MOST:
@@ -147,7 +150,8 @@ class HostStore:
     def pop(
         self, host_slots: Int[np.ndarray, " n"]
     ) -> Iterator[tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"], Rows]]:
-        """Takes tokens out, a block at a time: (which of ``host_slots``, at which rows, the rows on the device)."""
+        """Takes tokens out, a block at a time: (which of ``host_slots``, at which rows, the rows on the
+        device)."""
         blocks = self._block_of[host_slots]
         if (blocks < 0).any():
             raise ValueError(f"host slots {host_slots[blocks < 0]} hold nothing")

@@ -1,6 +1,7 @@
 """The compute pool's side: weights on a device, and the model cut for each size of a step.
 
-Holds weights and nothing else between steps. It knows no KV and no slot; who runs the slices, in which order, is a plan's affair.
+Holds weights and nothing else between steps. It knows no KV and no slot; who runs the slices, in which order,
+is a plan's affair.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class ModelWorker:
         device: jax.Device,
         like: Mapping[str, Like] | None = None,
     ) -> None:
-        """``like``: the parameters' shapes as the model has them, where ``params`` are this rank's shares of them."""
+        """``like``: the parameters' shapes as the model has them, where ``params`` are this rank's shares of
+        them."""
         self.device = device
         self.params = jax.device_put(dict(params), device)
         self.like: Mapping[str, Like] = self.params if like is None else dict(like)
@@ -38,8 +40,8 @@ class ModelWorker:
         self._splits: dict[tuple[int, int, bool], SplitModel] = {}
 
     def split(self, batch: int, n_tokens: int = 1, *, of_all: bool = False) -> SplitModel:
-        """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits, or those
-        ``of_all``. Programs of other contexts share it."""
+        """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits, or
+        those ``of_all``. Programs of other contexts share it."""
         key = batch, n_tokens, of_all
         if key not in self._splits:
             self._splits[key] = split(trace_step(self._model, self.like, *key[:2], of_all=of_all))
@@ -49,8 +51,8 @@ class ModelWorker:
 def trace_step(
     model: ModelFn, params: Mapping[str, Like], batch: int, n_tokens: int, *, of_all: bool = False
 ) -> Traced:
-    """``model`` traced for ``[batch, n_tokens]``: a decode step for one token a row, else a prefill, which takes the index
-    of each row's one token that logits are of, unless they are ``of_all``."""
+    """``model`` traced for ``[batch, n_tokens]``: a decode step for one token a row, else a prefill, which
+    takes the index of each row's one token that logits are of, unless they are ``of_all``."""
     tokens = jax.ShapeDtypeStruct((batch, n_tokens), jnp.int32)
     if n_tokens == 1 or of_all:
 

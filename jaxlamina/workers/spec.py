@@ -37,7 +37,8 @@ class AttentionSpec:
     """What a layer's attention is like: heads, and how scores are made. Equal specs share their programs.
 
     ``kv``: how KV is stored. "auto" as the model's ``dtype``; "int8" with a scale for each slot and KV head;
-    "int8-channel" with a fixed scale a channel, "int8-channel-asymmetric" with a fixed zero point a channel, too.
+    "int8-channel" with a fixed scale a channel, "int8-channel-asymmetric" with a fixed zero point a channel,
+    too.
     """
 
     n_kv_heads: int
@@ -53,7 +54,8 @@ class AttentionSpec:
         """``UserError`` for an operator other than ``splitter.attention``: its mask is not known here."""
         if site.scale is None:
             raise UserError(
-                f"attention {site.index} ({site.name}) is a {site.kind}; this runtime runs splitter.attention "
+                f"attention {site.index} ({site.name}) is a {site.kind}; this runtime runs "
+                f"splitter.attention "
                 "operators: call that in the model"
             )
         if kv not in KV_DTYPES:
@@ -73,7 +75,8 @@ class AttentionSpec:
 
     @property
     def zero_points(self) -> tuple[bool, bool]:
-        """Whether keys, and values, have fixed zero points. Not keys whose scores are capped: softmax would change."""
+        """Whether keys, and values, have fixed zero points. Not keys whose scores are capped: softmax would
+        change."""
         asymmetric = self.kv == "int8-channel-asymmetric"
         return asymmetric and self.softcap is None, asymmetric
 
@@ -95,9 +98,9 @@ def windows_of(specs: Sequence[AttentionSpec]) -> list[int]:
 
 
 def bucket_cut(specs: Iterable[AttentionSpec], device: jax.Device, *, whole_steps: bool = True) -> Cut:
-    """How finely sizes are cut for attention that runs on ``device``: the Mosaic GPU kernel and XLA on a CPU look at the tokens
-    that there are, others at all that there is room for. ``whole_steps``: whether a step is one program, compiled in seconds,
-    or its slices are programs of their own."""
+    """How finely sizes are cut for attention that runs on ``device``: the Mosaic GPU kernel and XLA on a CPU
+    look at the tokens that there are, others at all that there is room for. ``whole_steps``: whether a step
+    is one program, compiled in seconds, or its slices are programs of their own."""
     if device.platform == "cpu":
         return "few"
     if candidates(device)[0] == "mosaic_gpu" and all(map(_suits_mosaic_gpu, specs)):

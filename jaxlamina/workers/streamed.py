@@ -1,7 +1,7 @@
 """A function's products with large weights, taken by `pallas_kernels.stream_products` where that is faster.
 
-Works on the jaxpr of a whole decode step, so that products of the same rows become one kernel; the model is as its
-author wrote it. Knows nothing of slices, exchanges or attention.
+Works on the jaxpr of a whole decode step, so that products of the same rows become one kernel; the model is
+as its author wrote it. Knows nothing of slices, exchanges or attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def streams_products(device: jax.Device) -> bool:
 
 
 def with_streamed_products(function: Callable[..., Any], device: jax.Device) -> Callable[..., Any]:
-    """``function``, a decode step to be jitted, with its products by large weights streamed where ``device`` can.
+    """``function``, a decode step to be jitted, with its products by large weights streamed where ``device``
+    can.
 
     Results differ from the function's as two matrix products of the same precision differ.
     """
@@ -50,8 +51,8 @@ def _streamed(group: Sequence[compat.JaxprEqn], read: Read) -> list[Any]:
 
 
 def products(jaxpr: Any) -> list[list[compat.JaxprEqn]]:
-    """The products that can be streamed, each a `dot_general` of rows by a whole weight ``[N, K]``: those of the same rows
-    together, in the order of their first."""
+    """The products that can be streamed, each a `dot_general` of rows by a whole weight ``[N, K]``: those of
+    the same rows together, in the order of their first."""
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     groups: dict[Any, list[compat.JaxprEqn]] = {}
     for eqn in jaxpr.eqns:

@@ -1,4 +1,5 @@
-"""What a step needs beside weights and KV: asked of the compiled programs themselves. Knows bytes, not models."""
+"""What a step needs beside weights and KV: asked of the compiled programs themselves. Knows bytes, not
+models."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class LargestStep:
 
 
 def program_bytes(function: jax.stages.Wrapped, *args: Any) -> int:
-    """Bytes that jitted ``function`` takes beside its arguments (arrays or shapes): temporary, and new results."""
+    """Bytes that jitted ``function`` takes beside its arguments (arrays or shapes): temporary, and new
+    results."""
     analysis = function.lower(*args).compile().memory_analysis()
     if analysis is None:
         return 0

@@ -1,1 +1,2 @@
-"""The Mosaic GPU kernel: a warp's program, what it runs on (a GPU, or numpy), and the plan that deals out work."""
+"""The Mosaic GPU kernel: a warp's program, what it runs on (a GPU, or numpy), and the plan that deals out
+work."""

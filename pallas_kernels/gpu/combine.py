@@ -1,8 +1,9 @@
-"""The second program: the partials of a query to its output. A warp takes a query; knows nothing of stored keys or values.
+"""The second program: the partials of a query to its output. A warp takes a query; knows nothing of stored
+keys or values.
 
-In a decode step a query's own token, which is not stored yet, is one partial more: attended here, from the key and value as
-they came, and stored if there is a place for it; the output then is in the queries' type. Without it both results are
-float32, to be combined further.
+In a decode step a query's own token, which is not stored yet, is one partial more: attended here, from the
+key and value as they came, and stored if there is a place for it; the output then is in the queries' type.
+Without it both results are float32, to be combined further.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pallas_kernels.gpu.spec import LOG2E, LOWEST, QUERIES, Memory, Spec
 
 @dataclass(frozen=True)
 class OwnToken:
-    """Addresses: each request's own token and the output, bfloat16, and where the token is to be stored, or `None`."""
+    """Addresses: each request's own token and the output, bfloat16, and where the token is to be stored, or
+    `None`."""
 
     q: Any  # [B, 1, N, H]
     k: Any  # [B, 1, K, H]

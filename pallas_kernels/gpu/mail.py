@@ -1,10 +1,12 @@
-"""Messages that one GPU writes into another's memory: a warp's program for either end. Knows bytes; not what they mean.
+"""Messages that one GPU writes into another's memory: a warp's program for either end. Knows bytes; not what
+they mean.
 
-A receiver has, for each sender, a ring of slots in its own memory. Message number m goes to slot m mod n_slots. Every CTA
-carries its own part of a message and has its own two marks: in the receiver's memory how many messages have come, and in
-the sender's how many were taken. So nobody waits for more than memory of its own GPU, and a sender waits only where it is a
-whole ring ahead. Either end's CTAs count for themselves, in memory that stays: messages are numbered in the order in which
-they are put and taken, in whatever programs and loops.
+A receiver has, for each sender, a ring of slots in its own memory. Message number m goes to slot m mod
+n_slots. Every CTA carries its own part of a message and has its own two marks: in the receiver's memory how
+many messages have come, and in the sender's how many were taken. So nobody waits for more than memory of its
+own GPU, and a sender waits only where it is a whole ring ahead. Either end's CTAs count for themselves, in
+memory that stays: messages are numbered in the order in which they are put and taken, in whatever programs
+and loops.
 
 Numbers of messages are 32 bits and may wrap: what is compared is their difference.
 """
@@ -36,7 +38,8 @@ class Ring:
 
     @property
     def n_ahead(self) -> int:
-        """Messages that can be put before the first is taken; that the last one was taken is said with the next."""
+        """Messages that can be put before the first is taken; that the last one was taken is said with the
+        next."""
         return self.n_slots - 1
 
     @property
@@ -54,7 +57,8 @@ class Ring:
 
 
 class Carrier:
-    """One warp's program. ``peers``: the table ``[n_ranks, N_FIELDS]`` of 32-bit words, of which row ``peer`` is read."""
+    """One warp's program. ``peers``: the table ``[n_ranks, N_FIELDS]`` of 32-bit words, of which row ``peer``
+    is read."""
 
     def __init__(self, w: Any, ring: Ring, peers: Any, peer: int) -> None:
         self.w, self.ring = w, ring
@@ -79,8 +83,8 @@ class Carrier:
         w.store_f32(done, 0, [w.f32(0.0)], self._first & (w.cta == 0))
 
     def take(self, message: Any, n_bytes: int) -> None:
-        """The peer's message, once it is there. That it was taken is said by the next one, which begins when all of this is
-        done: so that nothing has to be waited for here."""
+        """The peer's message, once it is there. That it was taken is said by the next one, which begins when
+        all of this is done: so that nothing has to be waited for here."""
         w, own = self.w, self.w.cta * 4
         data, come, taken, received = map(self._address, ADDRESSES[4:])
         number = w.load(received, own, "i32")
@@ -105,7 +109,8 @@ class Carrier:
         to: Callable[[Any], tuple[Any, Any]],
         before_stores: Callable[[], None] | None = None,
     ) -> None:
-        """This CTA's words of a message; a lane has several on the way at once. ``before_stores`` meets the first loads."""
+        """This CTA's words of a message; a lane has several on the way at once. ``before_stores`` meets the
+        first loads."""
         w = self.w
         n_words, lanes = n_bytes // WORD, 32 * self.ring.n_warps
         each = -(-n_words // self.ring.n_ctas)

@@ -1,10 +1,10 @@
 """What the warps of a CTA tell each other: orders for tiles, and a ring of tiles in shared memory.
 
-One warp plans: it goes through the CTA's share of the work and writes an order for every tile, with the tokens' slots,
-several tiles ahead, since whatever is looked up in memory that the KV saturates takes microseconds. One warp copies keys
-and one values, each into its half of a stage with barriers of its own, so that a tile's keys make room while its values
-are still in use: a token's row of all the CTA's KV heads is one bulk copy from wherever its slot is. Knows nothing of
-what is computed.
+One warp plans: it goes through the CTA's share of the work and writes an order for every tile, with the
+tokens' slots, several tiles ahead, since whatever is looked up in memory that the KV saturates takes
+microseconds. One warp copies keys and one values, each into its half of a stage with barriers of its own, so
+that a tile's keys make room while its values are still in use: a token's row of all the CTA's KV heads is one
+bulk copy from wherever its slot is. Knows nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Orders:
         first_lane = w.lane == 0
 
         def slots(c: Cursor) -> list[Any]:
-            """Each lane its tokens' slots; past the end the last token's again, which is this request's own."""
+            """Each lane its tokens' slots; past the end the last token's again, which is this request's
+            own."""
             out = []
             for token, _ in tokens:
                 at = w.maximum(w.minimum(c.first + c.tile * s.tile_tokens + token, c.end - 1), 0)

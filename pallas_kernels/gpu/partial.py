@@ -1,12 +1,12 @@
 """Partial attention over token-granular slots as a warp's program, for NVIDIA GPUs from Hopper on.
 
 Each warp that computes takes one KV head's 16 tokens of a tile through tensor-core products: scores `[tokens,
-queries]` = K q, and outputs `[dims, queries]` += V^T p. Tokens and dims are the long side of a product and queries the
-short one, because in decoding there are few queries for a KV head: 8 cost half of what 16 would. Softmax is online.
-Planning and copying are in `orders`.
+queries]` = K q, and outputs `[dims, queries]` += V^T p. Tokens and dims are the long side of a product and
+queries the short one, because in decoding there are few queries for a KV head: 8 cost half of what 16 would.
+Softmax is online. Planning and copying are in `orders`.
 
-The program is written against the operations of `warp_numpy.WarpMachine` (its meaning) and runs as Mosaic GPU code
-through `warp_mosaic.MosaicWarp`. It knows arrays by address; shapes and layouts are in `spec`.
+The program is written against the operations of `warp_numpy.WarpMachine` (its meaning) and runs as Mosaic GPU
+code through `warp_mosaic.MosaicWarp`. It knows arrays by address; shapes and layouts are in `spec`.
 
 Source: Lamina 2025 §4.2.2 (partial attention with log-sum-exp), online softmax as in flash attention.
 """
@@ -23,8 +23,8 @@ from pallas_kernels.gpu.combine import scaled
 from pallas_kernels.gpu.orders import FIRST, KEYS, LAST, STOP, VALUES, Order, Orders
 from pallas_kernels.gpu.spec import LINE, LOWEST, ORDER_WORDS, ORDERS, QUERIES, TOKENS, Memory, Spec
 
-# Registers of a thread, by warps that compute: (of the other 4, of these). Together no more than the launch gave the CTA
-# (168, 128 or 96 a thread), or warps wait for ever for registers that nobody gives back.
+# Registers of a thread, by warps that compute: (of the other 4, of these). Together no more than the launch
+# gave the CTA (168, 128 or 96 a thread), or warps wait for ever for registers that nobody gives back.
 _REGISTERS = {8: (40, 232), 12: (40, 152), 16: (40, 104)}
 
 
@@ -70,8 +70,8 @@ class PartialAttention(Orders):
         warp = w.minimum(w.warp, self.n_workers - 1)
         self.head_in_cta, self.way = warp % spec.heads_at_once, warp // spec.heads_at_once
         self.quad, self.octet = w.lane % 4, w.lane // 4
-        # Four matrices of 8 rows are loaded at once, lane 8 i + r naming row r of matrix i: rows are tokens, and the
-        # matrices two groups of 8 tokens by two columns of 16 bytes.
+        # Four matrices of 8 rows are loaded at once, lane 8 i + r naming row r of matrix i: rows are tokens,
+        # and the matrices two groups of 8 tokens by two columns of 16 bytes.
         pair, half, row = w.lane // 16, w.lane // 8 % 2, w.lane % 8
         if spec.kind == "int8":  # 16 bytes are the 16 dims of a product; two products at once
             columns = [16 * min(c, spec.H // 16 - 1) for c in range(spec.H // 16 + 1)]
@@ -79,7 +79,8 @@ class PartialAttention(Orders):
             at = [w.select(pair == 0, w.i32(a), b) for a, b in zip(first, second, strict=False)]
             k = [self.place(8 * half + row, c) for c in at]
             v = k
-        else:  # 16 bytes are 8 dims: keys' columns differ from second to third matrix, values' from first to second
+        # 16 bytes are 8 dims: keys' columns differ from second to third matrix, values' from first to second
+        else:
             chunks = range(spec.H // 16)
             k = [self.place(8 * half + row, pair * 16 + 32 * c) for c in chunks]
             v = [self.place(8 * pair + row, half * 16 + 32 * c) for c in chunks]
@@ -124,7 +125,8 @@ class PartialAttention(Orders):
             number, parity, stage, stage_parity, *rest = carry
             order, rest = Order(*rest[:ORDER_WORDS]), rest[ORDER_WORDS:]
             scales, rest = (rest[:2], rest[2:]) if s.slot_scales else ([], rest)
-            # The order after this one is read now, and what is kept at its slots asked for, to be there in time.
+            # The order after this one is read now, and what is kept at its slots asked for, to be there in
+            # time.
             place = self.after(number, parity, ORDERS)
             coming, coming_scales = self.look_ahead(*place)
             fresh = (order.flags & FIRST) > 0
@@ -156,8 +158,8 @@ class PartialAttention(Orders):
         return result
 
     def look_ahead(self, number: Any, parity: Any) -> tuple[Order, list[Any]]:
-        """An order, and lane t the bits of its token t's scales, the key's and the value's: not looked at before a tile
-        later, since whoever looks waits for memory."""
+        """An order, and lane t the bits of its token t's scales, the key's and the value's: not looked at
+        before a tile later, since whoever looks waits for memory."""
         w, s = self.w, self.s
         order, scales = self.read_order(number, parity), []
         if s.slot_scales:
@@ -287,7 +289,8 @@ class PartialAttention(Orders):
                     acc[chunk] = w.mma(acc[chunk], left, right, s.product)
 
     def value_operands(self, i: int, regs: list[Any]) -> list[tuple[int, list[Any]]]:
-        """Left operands from load number i of the values. Of int8 the even dims are rows 0-7, the odd ones 8-15."""
+        """Left operands from load number i of the values. Of int8 the even dims are rows 0-7, the odd ones
+        8-15."""
         w = self.w
         if self.s.kind != "int8":
             return [(i, regs)]

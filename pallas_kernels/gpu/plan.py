@@ -1,14 +1,16 @@
 """How a ragged batch is dealt out over a GPU: equal shares of one long row of tiles.
 
-All requests' tokens, in tiles, are laid end to end (request by request, and within one group of heads after another);
-every CTA takes an equal stretch, so that a long request is spread over many CTAs and many short ones share one.
-A stretch that covers part of an item (one request's tokens for one group of heads) leaves a partial result of its own;
-the partial of CTA c for item i is number c + i, which no other pair has. All in traced integers of fixed shape: no
-host, no recompilation when lengths change. Knows nothing of keys, values or instructions.
+All requests' tokens, in tiles, are laid end to end (request by request, and within one group of heads after
+another); every CTA takes an equal stretch, so that a long request is spread over many CTAs and many short
+ones share one. A stretch that covers part of an item (one request's tokens for one group of heads) leaves a
+partial result of its own; the partial of CTA c for item i is number c + i, which no other pair has. All in
+traced integers of fixed shape: no host, no recompilation when lengths change. Knows nothing of keys, values
+or instructions.
 
-Source: split-KV as in flash decoding; the even deal over requests is what Lamina 2025 §5 asks of an attention worker.
-Multiprocessors are not equally fast, but letting them take shorter and shorter stretches as they get through gained
-nothing on an H200: what the quick ones did more, memory then did less for the others (docs/findings.md).
+Source: split-KV as in flash decoding; the even deal over requests is what Lamina 2025 §5 asks of an attention
+worker. Multiprocessors are not equally fast, but letting them take shorter and shorter stretches as they get
+through gained nothing on an H200: what the quick ones did more, memory then did less for the others
+(docs/findings.md).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ REQUEST_FIELDS = ("first", "end", "n_tiles", "tile_start", "next")
 
 @dataclass(frozen=True)
 class PlanLayout:
-    """Where a plan, one row of int32, keeps what: fields of each request, each CTA's first request, two scalars."""
+    """Where a plan, one row of int32, keeps what: fields of each request, each CTA's first request, two
+    scalars."""
 
     n_requests: int
     items_per_request: int

@@ -1,4 +1,5 @@
-"""What one partial-attention kernel is: shapes, storage, scoring, and how it is laid over a GPU and its shared memory.
+"""What one partial-attention kernel is: shapes, storage, scoring, and how it is laid over a GPU and its
+shared memory.
 
 Plain data and arithmetic on it; knows no instruction and no array but by its shape.
 """
@@ -27,8 +28,8 @@ ORDER_WORDS = 5
 class Tuning:
     """How the kernel is laid over a GPU.
 
-    `n_ctas` CTAs of `n_warps` warps that compute (a multiple of 4) and 4 more, of which one plans and two copy;
-    `n_stages` tiles a ring.
+    `n_ctas` CTAs of `n_warps` warps that compute (a multiple of 4) and 4 more, of which one plans and two
+    copy; `n_stages` tiles a ring.
     """
 
     n_ctas: int = 132
@@ -48,8 +49,9 @@ class Tuning:
 class Spec:
     """One kernel: shapes (axis letters as everywhere), storage kind "bf16", "f16" or "int8", and scoring.
 
-    `slot_scales`: int8 with a bfloat16 scale a slot and KV head. `positions`: queries have positions of their own
-    (else they follow the stored tokens); `first` in the plan then bounds what the window leaves to any of them.
+    `slot_scales`: int8 with a bfloat16 scale a slot and KV head. `positions`: queries have positions of their
+    own (else they follow the stored tokens); `first` in the plan then bounds what the window leaves to any of
+    them.
     """
 
     B: int
@@ -88,9 +90,9 @@ class Spec:
     def swizzled(self) -> bool:
         """Whether a token's row is whole lines of 128 bytes, and is copied as such.
 
-        The copy engine then writes line by line, and exchanges a line's 16-byte pieces by the line's number, so that
-        eight rows of a matrix lie in different banks. Other rows are moved apart by 16 bytes to that end, which costs
-        the engine a tenth of its speed: it cuts every line in two.
+        The copy engine then writes line by line, and exchanges a line's 16-byte pieces by the line's number,
+        so that eight rows of a matrix lie in different banks. Other rows are moved apart by 16 bytes to that
+        end, which costs the engine a tenth of its speed: it cuts every line in two.
         """
         return self.token_bytes % LINE == 0
 

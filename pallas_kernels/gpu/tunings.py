@@ -1,7 +1,7 @@
 """Frozen tunings, a table per device: `tunings.toml`, which `jaxlamina bench kernels --tune` writes anew.
 
-A shape that is not in the table gets the most warps whose ring holds three tiles, which is what the table's rows
-mostly say, too. Knows no device itself: names come from whoever asks.
+A shape that is not in the table gets the most warps whose ring holds three tiles, which is what the table's
+rows mostly say, too. Knows no device itself: names come from whoever asks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def tuned(spec: Spec, device: str) -> Tuning:
 
 def candidates(spec: Spec) -> list[Tuning]:
     """Tunings worth a try that fit shared memory: most warps first, deepest ring first. At least one."""
-    # 16 warps leave a thread the registers for one block of queries, and int8 needs the warps: it computes more a byte
+    # 16 warps leave a thread the registers for one block of queries, and int8 needs the warps: it computes
+    # more a byte
     warps = (16, 8, 4) if spec.kind == "int8" and spec.blocks == 1 and spec.H <= 128 else (8, 4)
     out = []
     for n_warps in warps:

@@ -1,7 +1,9 @@
-"""One warp's operations as MLIR inside a Mosaic GPU kernel: arithmetic, and PTX for what MLIR has no name for.
+"""One warp's operations as MLIR inside a Mosaic GPU kernel: arithmetic, and PTX for what MLIR has no name
+for.
 
 `MosaicWarp` has the same operations as `warp_numpy.WarpMachine`, which says what they mean. It is used inside
-`plgpu.inline_mgpu`; every lane runs the program, and warps never wait for each other. Knows nothing of attention.
+`plgpu.inline_mgpu`; every lane runs the program, and warps never wait for each other. Knows nothing of
+attention.
 """
 
 from __future__ import annotations
@@ -145,7 +147,8 @@ def global_pointer(ref: ir.Value) -> ir.Value:
 
 
 def lines_of(context: Any, ref: ir.Value, n_lines: int) -> ir.Value:
-    """What the copy engine needs to copy n_lines swizzled lines of a memref `[S, lines, 128 bytes]`, as an address."""
+    """What the copy engine needs to copy n_lines swizzled lines of a memref `[S, lines, 128 bytes]`, as an
+    address."""
     width = ir.MemRefType(ref.type).shape[-1]
     descriptor = context._get_tma_desc(ref, (), None, (1, n_lines, width), 128, None)
     return llvm.ptrtoint(_type("i64"), descriptor)
@@ -297,7 +300,8 @@ class MosaicWarp:
         address, flag = Reg(pointer) + self.i64(offset), arith.extui(_type("i32"), where.value)
         ptx = (
             "{ .reg .pred p, q; .reg .b32 v; setp.eq.b32 q, $0, 0; @q bra done;"
-            " again: ld.acquire.sys.global.b32 v, [$1]; sub.s32 v, v, $2; setp.lt.s32 p, v, 0; @p bra again; done: }"
+            " again: ld.acquire.sys.global.b32 v, [$1]; sub.s32 v, v, $2; setp.lt.s32 p, v, 0; @p bra "
+            "again; done: }"
         )
         _asm(ptx, [], [flag, address.value, least.value], memory=True)
 
@@ -374,7 +378,8 @@ class MosaicWarp:
         return _asm(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", ["i32"], [low.value, high.value])[0]
 
     def bytes_to_f16(self, quad: Reg, low: int, high: int) -> Reg:
-        # 0x64uu is the float16 1024 + uu: biased bytes become floats by a byte permutation and one subtraction
+        # 0x64uu is the float16 1024 + uu: biased bytes become floats by a byte permutation and one
+        # subtraction
         select = 0x4040 | low | high << 8
         ptx = (
             "{ .reg .b32 u, f, bias; xor.b32 u, $1, 0x80808080;"

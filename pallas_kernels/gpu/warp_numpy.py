@@ -1,13 +1,13 @@
 """One warp of 32 lanes in numpy: what the warp programs of this folder mean, run on a CPU.
 
-`WarpMachine` has the operations that `warp_mosaic.MosaicWarp` emits as GPU instructions, lane by lane as the PTX
-manual defines them, so a kernel's own code is tested where there is no GPU (Pallas cannot interpret a kernel that
-emits instructions itself). Registers are numpy arrays `[32]`. What an asynchronous copy brings is NaN until its
-barrier's phase ends, so that a program which reads too early fails here, too.
+`WarpMachine` has the operations that `warp_mosaic.MosaicWarp` emits as GPU instructions, lane by lane as the
+PTX manual defines them, so a kernel's own code is tested where there is no GPU (Pallas cannot interpret a
+kernel that emits instructions itself). Registers are numpy arrays `[32]`. What an asynchronous copy brings is
+NaN until its barrier's phase ends, so that a program which reads too early fails here, too.
 
-What a GPU answers with a fault, with another's memory or by never ending is an AssertionError here: addresses outside
-an array or shared memory, or not aligned; copies of other sizes than the engine takes; a barrier that waits for more
-bytes than were sent; warps that all wait. Knows nothing of attention.
+What a GPU answers with a fault, with another's memory or by never ending is an AssertionError here: addresses
+outside an array or shared memory, or not aligned; copies of other sizes than the engine takes; a barrier that
+waits for more bytes than were sent; warps that all wait. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Cta:
         assert not unfinished, f"the CTA ended with copies on their way: {unfinished}"
 
     def wait_until(self, done: Callable[[], bool], what: str) -> None:
-        """For a warp, with `changed` held: until another warp has made it so. All waiting for nothing is an error."""
+        """For a warp, with `changed` held: until another warp has made it so. All waiting for nothing is an
+        error."""
 
         def stuck() -> bool:
             return len(self._waiting) == self._running and not any(other() for other in self._waiting)
@@ -83,7 +84,8 @@ class Cta:
 def run_together(
     programs: Sequence[Callable[[], None]], on_error: Callable[[], object] = lambda: None
 ) -> None:
-    """Each in a thread, all to their ends; the first error of any of them is raised. ``on_error``: called at once at each."""
+    """Each in a thread, all to their ends; the first error of any of them is raised. ``on_error``: called at
+    once at each."""
     errors: list[BaseException] = []
 
     def guarded(program: Callable[[], None]) -> None:
@@ -242,7 +244,8 @@ class WarpMachine:
         self.store_f32(pointer, offset, [np.ascontiguousarray(x).view(np.float32) for x in word], where)
 
     def wait_for(self, pointer: Any, offset: Any, least: np.ndarray, where: Any) -> None:
-        """Until the i32 there has come to ``least``, by their difference as an i32; in the one lane where `where`."""
+        """Until the i32 there has come to ``least``, by their difference as an i32; in the one lane where
+        `where`."""
         until = time.monotonic() + _DEADLINE_S
         for lane in np.flatnonzero(np.broadcast_to(where, (LANES,))):
             with np.errstate(over="ignore"):
@@ -319,7 +322,8 @@ class WarpMachine:
     def copy_rows(
         self, shared: Any, pointer: str, offset: Any, n_bytes: int, barrier: Any, where: Any
     ) -> None:
-        """Every lane where `where` copies n_bytes from global to shared memory; the barrier's phase ends after them."""
+        """Every lane where `where` copies n_bytes from global to shared memory; the barrier's phase ends
+        after them."""
         at = np.broadcast_to(np.asarray(offset, np.int64), (LANES,))
         memory = self._global[pointer]
         chosen = np.broadcast_to(where, (LANES,))
@@ -342,7 +346,8 @@ class WarpMachine:
     ) -> None:
         """As copy_rows, of lines of 128 bytes from `line` of `slot` on; `box`: a pointer, and lines a slot.
 
-        Swizzled: a line's eight 16-byte pieces change places by the number of the line they are written to, mod 8.
+        Swizzled: a line's eight 16-byte pieces change places by the number of the line they are written to,
+        mod 8.
         """
         pointer, per_slot = box
         at = (np.asarray(slot, np.int64) * per_slot + np.asarray(line, np.int64)) * 128
@@ -382,7 +387,8 @@ class WarpMachine:
         return out
 
     def transpose(self, pair: np.ndarray) -> np.ndarray:
-        """`movmatrix`: an 8 x 8 matrix of 16-bit values, lane 4 r + c holding row r's columns 2 c and 2 c + 1."""
+        """`movmatrix`: an 8 x 8 matrix of 16-bit values, lane 4 r + c holding row r's columns 2 c and 2 c +
+        1."""
         matrix = np.ascontiguousarray(pair).view(np.uint16).reshape(8, 8)
         return np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint32)
 

@@ -14,7 +14,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 LAYOUT = _words(
-    "broadcast_in_dim convert_element_type copy expand_dims optimization_barrier pad reduce_precision reshape "
+    "broadcast_in_dim convert_element_type copy expand_dims optimization_barrier pad reduce_precision "
+    "reshape "
     "rev slice split squeeze stop_gradient transpose"
 )
 ARITHMETIC = _words("add add_any div mul neg sub")
@@ -22,26 +23,31 @@ LIGHT = (
     LAYOUT
     | ARITHMETIC
     | _words(
-        "abs and argmax argmin atan2 bitcast_convert_type ceil clamp concatenate cos cosh cumlogsumexp cummax cummin "
-        "cumprod cumsum eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p "
-        "logistic lt max min ne nextafter not or pow reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
-        "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
+        "abs and argmax argmin atan2 bitcast_convert_type ceil clamp concatenate cos cosh cumlogsumexp "
+        "cummax cummin "
+        "cumprod cumsum eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow iota is_finite le log "
+        "log1p "
+        "logistic lt max min ne nextafter not or pow reduce_and reduce_max reduce_min reduce_or reduce_prod "
+        "reduce_sum "
+        "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt "
+        "square "
         "tan tanh xor"
     )
 )
 PRODUCTS = _words("dot_general ragged_dot ragged_dot_general conv_general_dilated")
 LOOKUPS = _words("gather dynamic_slice")
 JOINT_TITLES = {
-    "add": "Add", "add_any": "Add", "sub": "Subtract", "mul": "Multiply", "div": "Divide", "select_n": "Select",
-    "concatenate": "Concatenate",
+    "add": "Add", "add_any": "Add", "sub": "Subtract", "mul": "Multiply", "div": "Divide",
+    "select_n": "Select", "concatenate": "Concatenate",
 }  # fmt: skip
 # What light operations are, by the primitives that all must be among them; the first that fits.
 FEATURES = tuple(
     (_words(needed), title)
     for needed, title in (
         ("logistic mul", "SiLU"), ("logistic", "Sigmoid"), ("erf", "GELU"), ("erfc", "GELU"),
-        ("tanh integer_pow", "GELU"), ("tanh pow", "GELU"), ("tanh mul", "Soft cap"), ("tanh div", "Soft cap"),
-        ("tanh", "Tanh"), ("log1p", "Softplus"), ("max", "ReLU"), ("clamp", "Clamp"),
+        ("tanh integer_pow", "GELU"), ("tanh pow", "GELU"), ("tanh mul", "Soft cap"),
+        ("tanh div", "Soft cap"), ("tanh", "Tanh"), ("log1p", "Softplus"), ("max", "ReLU"),
+        ("clamp", "Clamp"),
     )
 )  # fmt: skip
 ACTIVATIONS = ("SiLU", "GELU", "ReLU", "Sigmoid", "Tanh")
