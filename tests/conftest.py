@@ -21,9 +21,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jaxtyping
 import pytest
 
-# Each call of a function of these rooms is held to its annotations: types, arrays' dtypes and axes. A letter is one size
-# within a call, and an int is a float, too. Not held to them: rooms within these (`warp_numpy` is called a million times)
-# and ranks that tests start as processes.
+# Each call of a function of these rooms is held to its annotations: types, arrays' dtypes and axes. A letter
+# is one size within a call, and an int is a float, too. Not held to them: rooms within these (`warp_numpy` is
+# called a million times) and ranks that tests start as processes.
 CHECKED = (
     "pallas_kernels",
     "splitter",

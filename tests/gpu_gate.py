@@ -347,7 +347,8 @@ def as_markdown(results: Sequence[Result], where: Mapping[str, Any], command: st
         "# The GPU gate's record",
         "",
         (
-            "Real KV through every way to run a model, token by token, against transformers on a CPU in float32 "
+            "Real KV through every way to run a model, token by token, against transformers on a CPU in "
+            "float32 "
             "(the demo model)"
         ),
         (
@@ -368,7 +369,8 @@ def as_markdown(results: Sequence[Result], where: Mapping[str, Any], command: st
             "largest of tokens'"
         ),
         (
-            "log-probabilities' differences. Unsplit: the perplexity's difference from the same case unsplit. "
+            "log-probabilities' differences. Unsplit: the perplexity's difference from the same case "
+            "unsplit. "
             "Each with its limit."
         ),
         "",
