@@ -317,7 +317,7 @@ class LLMOptions(EngineOptions, WorkerOptions):
 
 @dataclass(frozen=True)
 class ModelOptions(EngineOptions):
-    """Of commands and of cluster files: which model, and what of it is said by files and to JAX."""
+    """Options of commands and of cluster files: which model, which of its files, and how JAX runs it."""
 
     model: str = option(DEFAULT_MODEL, MODEL_HELP, check=_check_model)
     calibration_file: str | None = option(

@@ -34,7 +34,7 @@ from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
-from jaxlamina.ranks.layout import layout_of, partition_of
+from jaxlamina.ranks.cluster_layout import layout_of, partition_of
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of

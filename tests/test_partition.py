@@ -82,7 +82,7 @@ def test_auto_is_heads_where_they_divide_and_else_tokens(n_workers: int, heads: 
 
 def test_a_job_chooses_its_partition_by_the_model():
     from jaxlamina.job.cluster import Cluster
-    from jaxlamina.ranks.layout import layout_of, partition_of
+    from jaxlamina.ranks.cluster_layout import layout_of, partition_of
 
     cluster = Cluster(dop=(1, 2))
     assert [partition_of(cluster, [k]) for k in (3, 4)] == ["tokens", "heads"]

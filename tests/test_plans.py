@@ -19,7 +19,7 @@ from plan_check import check_plan
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.ranks.layout import layout_of, partition_of
+from jaxlamina.ranks.cluster_layout import layout_of, partition_of
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import Plan, plan_of, why_not
 from jaxlamina.steps.schedules import balanced

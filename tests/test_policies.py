@@ -16,8 +16,8 @@ from test_scheduler import make, play, request, run_step, workloads
 from jaxlamina import SamplingParams
 from jaxlamina.engine.policies import POLICIES, ChatFirst, Priority, ShortestRemaining, Turns, load_policy
 from jaxlamina.engine.request import Request, RequestState
+from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
-from jaxlamina.engine.step_plan import StepPlan
 from jaxlamina.errors import UserError
 
 NAMES = ["fifo", "priority", "chat-first", "shortest-remaining"]
@@ -33,7 +33,7 @@ def batch(name: str, prompt: int, max_tokens: int) -> Request:
     return r
 
 
-def check_order(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> None:
+def check_order(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]) -> None:
     """Whoever is admitted stands before all that wait, and whoever gives way after all that go on."""
 
     def place(r: Request):
@@ -48,7 +48,7 @@ def check_order(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> 
         assert min(map(place, plan.preempted)) > max(map(place, going_on))
 
 
-def check_chats(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> None:
+def check_chats(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]) -> None:
     """While a chat waits, a step takes in a chat, has some request give way, or there is no batch work left
     that could."""
     check_order(scheduler, plan, before)

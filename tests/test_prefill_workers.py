@@ -19,8 +19,8 @@ from test_scheduler import make, play, request, run_step, workloads
 from jaxlamina.engine.policies import load_policy
 from jaxlamina.engine.request import Request
 from jaxlamina.engine.room import SCORED_CHUNK
+from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
-from jaxlamina.engine.step_plan import StepPlan
 from jaxlamina.engine.warm_up import shapes
 from jaxlamina.steps.batch import levelled
 from jaxlamina.steps.buckets import Buckets
@@ -182,7 +182,7 @@ def test_any_workload_finishes(name: str, workload, aborted, random, n_workers: 
     first."""
     workers: dict[Request, int] = {}
 
-    def check(scheduler: Scheduler, plan: StepPlan, before: list[Request]) -> None:
+    def check(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]) -> None:
         check_order(scheduler, plan, before)
         units = {(r.worker, r.request_id) for r in plan.prefills}
         assert len({worker for worker, _ in units}) == len(units)
@@ -201,7 +201,7 @@ def test_any_workload_finishes(name: str, workload, aborted, random, n_workers: 
     play(workload, aborted, random, check, policy=load_policy(name), n_prefill_workers=n_workers)
 
 
-def drawn(plan: StepPlan) -> list[tuple[str, int, tuple[int, int]]]:
+def drawn(plan: ScheduledStep) -> list[tuple[str, int, tuple[int, int]]]:
     return [(r.request_id, r.worker, span) for r, span in zip(plan.prefills, plan.spans, strict=True)]
 
 
@@ -249,7 +249,7 @@ def test_of_several_the_one_with_the_fewest_prompt_tokens_left() -> None:
     assert drawn(run_step_of_chunks(scheduler))[1:] == [("b", 1, (4, 8)), ("c", 2, (4, 8))]
 
 
-def run_step_of_chunks(scheduler: Scheduler) -> StepPlan:
+def run_step_of_chunks(scheduler: Scheduler) -> ScheduledStep:
     """One step: a token for everyone but those whose prompts go on."""
     plan = scheduler.schedule()
     for r in plan.requests:

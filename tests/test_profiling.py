@@ -19,7 +19,7 @@ from jaxlamina.profiling import spans as s
 from jaxlamina.profiling.collect import Known, Recorder, read
 from jaxlamina.profiling.spans import Event, Span
 from jaxlamina.profiling.timeline import RankTrace, timeline
-from jaxlamina.ranks.layout import span
+from jaxlamina.ranks.cluster_layout import scope
 from jaxlamina.transports import SPAN
 from jaxlamina.transports.exchanges import by_instruction
 from jaxlamina.transports.scopes import (
@@ -44,9 +44,9 @@ SCOPES = [SLICE, Scope("model", 1, 0), ATTENTION, EXCHANGE, OTHER]
 
 def step(x, w):
     for i in range(3):
-        with span("slice", i, 1):
+        with scope("slice", i, 1):
             x = jnp.tanh(x @ w)
-        with span("attention", i, 1):
+        with scope("attention", i, 1):
             x = jnp.cumsum(x, axis=1) / jnp.linalg.norm(x)
         with jax.named_scope(SPAN):
             x = jnp.sort(x, axis=0)  # not fused with what comes after it, and long enough to be seen

@@ -27,7 +27,7 @@ from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
 from jaxlamina.ranks import Group
-from jaxlamina.ranks.layout import partition_of
+from jaxlamina.ranks.cluster_layout import partition_of
 from jaxlamina.run.local import LocalExecutor
 from jaxlamina.run.make import DTYPES
 from jaxlamina.run.ranks import RanksExecutor

@@ -24,8 +24,8 @@ from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.engine.policies import Policy
 from jaxlamina.engine.postprocess import EngineStats, Postprocess
 from jaxlamina.engine.request import Request
+from jaxlamina.engine.scheduled_step import RunTogether, ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
-from jaxlamina.engine.step_plan import RunTogether, StepPlan
 from jaxlamina.errors import UserError, contained
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.run.executor import Executor
@@ -230,26 +230,26 @@ class Engine:
         if self.scheduler.idle:
             return None
         self._times.begin()
-        plan = self.scheduler.schedule()
-        if not plan.requests:  # the last tokens of all are in flight
+        step = self.scheduler.schedule()
+        if not step.requests:  # the last tokens of all are in flight
             return None
-        self.stats.n_preemptions += len(plan.preempted)
-        self._move(plan)
+        self.stats.n_preemptions += len(step.preempted)
+        self._move(step)
         self.drawing.begin()
         n_workers = self.capabilities.n_prefill_workers
-        runs = plan.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps)
+        runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps)
         return LaunchedStep([rows for run in runs for rows in self._run(run)])
 
-    def _move(self, plan: StepPlan) -> None:
-        for move in plan.moves_out:
+    def _move(self, step: ScheduledStep) -> None:
+        for move in step.moves_out:
             if len(move.source):
                 self.executor.move_out(move.source, move.target)
-        for move in plan.moves_in:
+        for move in step.moves_in:
             if len(move.source):
                 self.executor.move_in(move.source, move.target)
-        for move in plan.moves_again:
+        for move in step.moves_again:
             self.executor.move_out(move.source, move.target)
-        if plan.prefills and self.capabilities.places_tokens:
+        if step.prefills and self.capabilities.places_tokens:
             # newcomers choose a worker by what each one holds
             self.executor.release(self.scheduler.slots.take_freed())
 

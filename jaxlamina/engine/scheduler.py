@@ -44,7 +44,7 @@ from jaxlamina.engine.headroom import Headroom, most_wanted
 from jaxlamina.engine.policies import Fifo, Policy, Turns
 from jaxlamina.engine.request import Request, RequestState
 from jaxlamina.engine.room import Room, n_distinct, on_host
-from jaxlamina.engine.step_plan import StepPlan
+from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
 
@@ -126,7 +126,7 @@ class Scheduler:
         self._n_added += 1
         self._queue([request])
 
-    def schedule(self) -> StepPlan:
+    def schedule(self) -> ScheduledStep:
         """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted, but
         the request for which it was: the tokens of the preempted may be in flight."""
         for request in [r for r in self.running if r.n_in_flight and r.n_generated == r.max_tokens]:
@@ -149,8 +149,8 @@ class Scheduler:
             if request.worker not in busy:
                 busy.add(request.worker)
                 prefills.append(request)
-        spans = tuple(map(self._span, prefills))
-        return StepPlan(
+        spans = tuple(map(self._next_chunk, prefills))
+        return ScheduledStep(
             tuple(prefills),
             tuple(decodes),
             tuple(preempted),
@@ -160,8 +160,8 @@ class Scheduler:
             spans,
         )
 
-    def _span(self, request: Request) -> tuple[int, int]:
-        """What of a prefill this step does. Once it is all, the prefix cache may have it."""
+    def _next_chunk(self, request: Request) -> tuple[int, int]:
+        """A prompt's positions that this step computes. With the last, the prefix cache gets the prompt."""
         n_tokens, start = request.n_tokens, request.n_computed
         if start is None:
             return request.n_cached, n_tokens

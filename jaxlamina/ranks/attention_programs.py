@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Float32
 
 from jaxlamina.kv.pool_book import SegmentSlots
-from jaxlamina.ranks.layout import span
+from jaxlamina.ranks.cluster_layout import scope
 from jaxlamina.ranks.wires import Format, HeadsOf, message_of, pack_partial, sizes_of
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch, plan_of
@@ -61,7 +61,7 @@ class AttentionProgram:
     ) -> tuple[list[Pool], list[Pool], Float32[jax.Array, " 1"]]:
         """The pools with the new tokens in them, and an array that is there when all is sent. ``inputs``: of
         each of the step's segments (`StepShape.segments`)."""
-        return _TracedStep(self, list(k_pools), list(v_pools), inputs).run()
+        return _AttentionStep(self, list(k_pools), list(v_pools), inputs).run()
 
     def adds_own(self, segment: StepShape) -> bool:
         """Whether new tokens are added here to what is attended, and not on the model rank."""
@@ -71,7 +71,7 @@ class AttentionProgram:
 _Operator = tuple[int, int, int]  # a batch's attention operator, or a part of it: (batch, layer, part)
 
 
-class _TracedStep:
+class _AttentionStep:
     """One step while it is traced. All exchanges are in one order by data: ``last`` is there when the last
     one is over."""
 
@@ -146,7 +146,7 @@ class _TracedStep:
         segments = zip(batch.segments, self._inputs(batch, task.part), strict=True)
         asking = [(segment, inputs) for segment, inputs in segments if segment.kind != "prefill"]
         read, answers = [], []
-        with span("attention", i, task.batch):
+        with scope("attention", i, task.batch):
             for (segment, inputs), q in zip(asking, self.q[of], strict=True):
                 stored = self._stored(of, inputs)
                 if not self.p.adds_own(segment):
@@ -177,7 +177,7 @@ class _TracedStep:
             return
         batch = self.p.plan.batches[task.batch]
         slots = [inputs.new_slots for inputs in self._inputs(batch, task.part)]
-        with span("attention", i, task.batch):
+        with scope("attention", i, task.batch):
             after_reading = reduce(
                 tied, self.read.get(of, ()), slots[0] if len(slots) == 1 else jnp.concatenate(slots)
             )

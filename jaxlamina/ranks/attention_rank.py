@@ -20,7 +20,7 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.channel import ControlClient
 from jaxlamina.job.group import Watch
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
-from jaxlamina.ranks.layout import layout_of
+from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.wires import heads_on_worker

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlamina.ranks.layout import Tie
+from jaxlamina.ranks.cluster_layout import Tie
 from jaxlamina.ranks.wires import pack, packed_like, unpack
 from jaxlamina.transports import TracedEnd
 from pallas_kernels import compat

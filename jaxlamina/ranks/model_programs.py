@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
 from jaxlamina.kv.placement import PlacedIndices
+from jaxlamina.ranks.cluster_layout import Tie, scope
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
-from jaxlamina.ranks.layout import Tie, span
 from jaxlamina.ranks.shards import ShardEnd
 from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker
 from jaxlamina.steps.layout import Layout
@@ -63,7 +63,7 @@ class ModelProgram:
         With a chunk of T tokens alongside: logits ``[B + 1, V]``, the chunk's last; tokens and positions ``[B
         + T, 1]``, ``logits_at [1]`` within the chunk. ``at``: of the rows, and of the chunk if there is one;
         empty by heads."""
-        return _TracedStep(self, weights, inputs, at).run()
+        return _ModelStep(self, weights, inputs, at).run()
 
     @property
     def to_ranks(self) -> TracedEnd:
@@ -86,7 +86,7 @@ class ModelProgram:
 _Operator = tuple[int, int]  # a batch's attention operator: (batch, layer)
 
 
-class _TracedStep:
+class _ModelStep:
     """One step while it is traced: what there is of each batch so far.
 
     All of a rank's exchanges are in one order by data: XLA keeps no other. ``tie`` is there when the last one
@@ -150,7 +150,7 @@ class _TracedStep:
     def _run_slice(self, task: RunSlice) -> None:
         j, i = of = task.batch, task.index
         part = self.model.slices[i]
-        with span("slice", i, j):
+        with scope("slice", i, j):
             if task.piece != "kv":
                 needs_out = i > 0 and part.program.q_needs(
                     -1
@@ -181,7 +181,7 @@ class _TracedStep:
     def _end(self, task: Logits) -> None:
         n, (first, *_) = self.model.n, task.batches
         final = (self.p.ends or self.model).slices[n]
-        with span("slice", n, first):
+        with scope("slice", n, first):
             contexts = [self._context(j, n) for j in task.batches]
             outs = [self._out(j, n - 1) for j in task.batches]
             context, out = contexts[0], outs[0]

@@ -22,7 +22,7 @@ from jaxlamina.job.control.channel import ControlClient
 from jaxlamina.job.group import Watch
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models import ModelConfig, abstract_params, apply
-from jaxlamina.ranks.layout import layout_of
+from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.shards import shard_axes, shard_like

@@ -80,7 +80,7 @@ class ServedRank(ABC):
                 garbage.settle()
 
     def _part(self, shape: StepShape) -> StepShape:
-        """What of a step this rank compiles a program for."""
+        """The parts of a step that this rank has programs for."""
         return shape
 
     @abstractmethod

@@ -69,7 +69,7 @@ class ModelPlace:
             chosen = chosen_partition(options.partition, n, [n_kv_heads])
             _say_why(options.partition, chosen, n, n_kv_heads)
             return cls(model_device, attention_devices, n, chosen)
-        from jaxlamina.ranks.layout import partition_of
+        from jaxlamina.ranks.cluster_layout import partition_of
 
         _check_unused(options, devices)
         n, chosen = len(group.workers), partition_of(group.cluster, [n_kv_heads])

@@ -29,7 +29,7 @@ from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models import ModelConfig
 from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
-from jaxlamina.ranks.layout import layout_of, partition_of
+from jaxlamina.ranks.cluster_layout import layout_of, partition_of
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of
 from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables

@@ -117,11 +117,15 @@ def plan_of(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
         raise UserError(reason)
     rows, *beside = shape.parts
     n_before = len(rows.segments)
-    rows_plan = _staggered(layout, rows, n_layers) if rows.n_batches > 1 else _in_turn(layout, rows, n_layers)
+    rows_plan = (
+        _staggered(layout, rows, n_layers) if rows.n_batches > 1 else _one_batch(layout, rows, n_layers)
+    )
     batches, model, pool = list(rows_plan.batches), dict(rows_plan.model), [*rows_plan.pool]
     after_layer: list[list[Task]] = [[] for _ in range(n_layers)]
     for i, part in enumerate(beside):
-        own = _in_turn(layout, part, n_layers, n_batches_before=len(batches), n_segments_before=n_before + i)
+        own = _one_batch(
+            layout, part, n_layers, n_batches_before=len(batches), n_segments_before=n_before + i
+        )
         batches += own.batches
         model |= own.model
         for task in own.pool:
@@ -176,7 +180,7 @@ def _ends_layer(task: Task) -> int | None:
 
 
 # --- one batch ---
-def _in_turn(
+def _one_batch(
     layout: Layout, shape: StepShape, n_layers: int, n_batches_before: int = 0, n_segments_before: int = 0
 ) -> Plan:
     """A step of one batch: model and pool take turns, layer by layer; from stage to stage where there are

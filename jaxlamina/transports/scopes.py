@@ -1,8 +1,8 @@
 """Which scope an instruction of a compiled program was traced in: ``slice.3.batch.0`` and the like, from its
 HLO text.
 
-Pure text in, plain data out. Knows the names that ranks' programs give (`jaxlamina.ranks.layout.span`,
-`jaxlamina.transports.SPAN`), and no JAX, no clock and no event.
+Pure text in, plain data out. Knows the names that ranks' programs give
+(`jaxlamina.ranks.cluster_layout.scope`, `jaxlamina.transports.SPAN`), and no JAX, no clock and no event.
 """
 
 from __future__ import annotations

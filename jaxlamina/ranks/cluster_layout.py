@@ -29,7 +29,7 @@ def layout_of(cluster: Cluster, partition: str, stages: tuple[int, ...] = ()) ->
     return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages)
 
 
-def span(what: str, index: int, batch: int = 0) -> AbstractContextManager[object]:
+def scope(what: str, index: int, batch: int = 0) -> AbstractContextManager[object]:
     """A scope that names what operators are traced in it, for timelines: ``slice.3.batch.0``,
     ``attention.3.batch.0``."""
     return jax.named_scope(f"{what}.{index}.batch.{batch}")

@@ -1,4 +1,4 @@
-"""What one step runs, as the scheduler says it and the engine does it. Plain data."""
+"""What the scheduler decided that one step runs. Plain data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunTogether(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class ScheduledStep:
     """What one step runs: first the copies of KV to the host or back, then ``decodes`` oldest first, then
     ``prefills``.
 
