@@ -324,8 +324,7 @@ class LLM:
         if not isinstance(prompt, Mapping) or not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise UserError(
                 'a prompt must be a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": '
-                "[…]}, not "
-                f"{prompt!r:.80}"
+                f"[…]}}, not {prompt!r:.80}"
             )
         unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
         if unknown:

@@ -29,8 +29,7 @@ DEFAULT_SEQS = 32
 """Sequences decoded at once where nobody says."""
 MODEL_HELP = (
     "A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf, an orbax folder, or org/name of the "
-    "Hugging Face Hub "
-    "(org/name:file.gguf for a GGUF)."
+    "Hugging Face Hub (org/name:file.gguf for a GGUF)."
 )
 
 
@@ -223,22 +222,19 @@ class EngineOptions(Options):
     max_num_batched_tokens: int | None = option(
         2048,
         "Prompt tokens computed in one step; longer prompts come in chunks, between which running requests "
-        "get tokens. "
-        "None, in Python alone: prompts are computed whole.",
+        "get tokens. None, in Python alone: prompts are computed whole.",
         least=1,
         rule="at least 1, or None",
     )
     mixed_steps: bool = option(
         False,
         "Compute prompts in the programs of decode steps, which read weights once for both; more programs "
-        "to compile. "
-        "Prefill workers compute prompts beside decode steps whatever it says.",
+        "to compile. Prefill workers compute prompts beside decode steps whatever it says.",
     )
     async_scheduling: bool = option(
         True,
         "Launch each step before the tokens of the one before it are looked at; the same tokens either way. "
-        "Jobs of several "
-        "model ranks go one step at a time regardless.",
+        "Jobs of several model ranks go one step at a time regardless.",
     )
     prefix_caching: bool = option(
         True,
@@ -260,8 +256,7 @@ class EngineOptions(Options):
     host_kv_slots: int | Literal["auto"] = option(
         "auto",
         "Tokens whose KV may wait in host memory when there is no room. auto: beside accelerators as many "
-        "as there is "
-        "room for on them, in a quarter of free host memory at most; on CPUs none.",
+        "as there is room for on them, in a quarter of free host memory at most; on CPUs none.",
         least=0,
         rule="0 (none) or more, or 'auto'",
     )
@@ -297,8 +292,7 @@ class WorkerOptions(Options):
     partition: Literal["auto", "heads", "requests", "tokens"] = option(
         "auto",
         "What several attention workers share out: heads, requests or tokens; auto: heads where they divide "
-        "evenly, "
-        "else tokens.",
+        "evenly, else tokens.",
     )
     q_first: bool | None = option(
         None,
@@ -323,8 +317,7 @@ class ModelOptions(EngineOptions):
     calibration_file: str | None = option(
         None,
         "A text, on rank 0's host, from which int8-channel and int8-channel-asymmetric KV finds its scales. "
-        "Default: "
-        "random tokens.",
+        "Default: random tokens.",
     )
     gpu_memory_utilization: float | None = option(
         None,

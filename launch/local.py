@@ -65,8 +65,7 @@ def _mpirun_version() -> str:
     if shutil.which("mpirun") is None:
         raise UserError(
             "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, "
-            "or take "
-            "--transport xla"
+            "or take --transport xla"
         )
     done = subprocess.run(
         ["mpirun", "--version"],

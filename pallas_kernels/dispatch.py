@@ -101,8 +101,7 @@ def pick(
         serving = [n for n in others if why_not(n, q, k_pool, return_mass=return_mass) is None]
         raise ValueError(
             f"attention backend {forced} does not do this case: {reason}. Leave backend and {ENV_VAR} "
-            f"unset, or"
-            f" use {' or '.join(serving)}"
+            f"unset, or use {' or '.join(serving)}"
         )
     for name in candidates(device):
         if why_not(name, q, k_pool, return_mass=return_mass) is None:

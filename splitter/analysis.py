@@ -282,8 +282,7 @@ def _region(a: Analysis, number: int, site: int, folded: Folded, outputs: set[Va
                 f"attention {number} at {compat.where(a.eqns[site])}: an operand besides q, k and v "
                 f"({x.aval}) depends "
                 "on weights, activations or another attention's cache; only inputs (masks, positions, a "
-                "cache of its "
-                f"own) can live on the attention side{_as_parameter(a, x)}"
+                f"cache of its own) can live on the attention side{_as_parameter(a, x)}"
             )
     out = a.eqns[site].outvars[0]
     state = tuple(

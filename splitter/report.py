@@ -92,8 +92,7 @@ class SplitReport:
             crossing = f"{sizes[0]:,} to {sizes[-1]:,} bytes a cut"
         return (
             f"{self.n_slices} slices ({self.n_programs} distinct programs) at {self.n_attention} attention "
-            f"operators; "
-            f"context kept at a cut: {crossing}; exchanged with the memory pool: "
+            f"operators; context kept at a cut: {crossing}; exchanged with the memory pool: "
             f"{self.exchanged_bytes_per_token:,.0f} bytes a token (q, k, v out, attention back)"
         )
 

@@ -114,8 +114,7 @@ def trace(
             f"the first argument after {_fn_name(fn)} is its parameters, and holds no floating-point array, "
             f"while the "
             "function itself holds weights: call split(fn, params, *inputs); for a Flax NNX module, graph, "
-            "params = "
-            "nnx.split(module) and fn = lambda params, *inputs: nnx.merge(graph, params)(*inputs)"
+            "params = nnx.split(module) and fn = lambda params, *inputs: nnx.merge(graph, params)(*inputs)"
         )
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x)))
              for x in (*params_flat, *inputs_flat)]  # fmt: skip

@@ -104,8 +104,7 @@ def tiny_words_folder(folder: Path, max_position_embeddings: int) -> Path:
     words."""
     (folder / "tiny.toml").write_text(
         'model_type = "llama"\nvocab_size = 64\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers '
-        "= 2\n"
-        "num_attention_heads = 4\nnum_key_value_heads = 2\nrms_norm_eps = 1e-5\nrope_theta = 10000.0\n"
+        "= 2\nnum_attention_heads = 4\nnum_key_value_heads = 2\nrms_norm_eps = 1e-5\nrope_theta = 10000.0\n"
         f'max_position_embeddings = {max_position_embeddings}\nhidden_act = "silu"\ntie_word_embeddings = '
         f"true\n"
     )

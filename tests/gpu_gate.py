@@ -63,8 +63,7 @@ class Result:
         return not self.error and bool(within) and all(within)
 
 
-# -- judging: plain numbers
-# ---------------------------------------------------------------------------------------
+# --- judging: plain numbers ---
 
 
 def judged(
@@ -122,8 +121,7 @@ def _of_tokens(
     return figures, {"margin": cases.margin_of(case)}
 
 
-# -- running: processes and files
-# ---------------------------------------------------------------------------------
+# --- running: processes and files ---
 
 
 @dataclasses.dataclass
@@ -320,8 +318,7 @@ def _beside_unsplit(run: Run, results: Sequence[Result]) -> None:
             r.figures, r.limits = again.figures, again.limits
 
 
-# -- the record
-# ---------------------------------------------------------------------------------------------------
+# --- the record ---
 
 
 def described(n_gpus: int) -> dict[str, Any]:
@@ -348,8 +345,7 @@ def as_markdown(results: Sequence[Result], where: Mapping[str, Any], command: st
         "",
         (
             "Real KV through every way to run a model, token by token, against transformers on a CPU in "
-            "float32 "
-            "(the demo model)"
+            "float32 (the demo model)"
         ),
         (
             "or a whole sequence at once in float32 (random models). Made by `make test-gpu`; what a case is "
@@ -370,8 +366,7 @@ def as_markdown(results: Sequence[Result], where: Mapping[str, Any], command: st
         ),
         (
             "log-probabilities' differences. Unsplit: the perplexity's difference from the same case "
-            "unsplit. "
-            "Each with its limit."
+            "unsplit. Each with its limit."
         ),
         "",
         "| group | case | covers | tokens | perplexity | relative | rms | token | unsplit | s | |",

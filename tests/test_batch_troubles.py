@@ -39,8 +39,7 @@ def _openai(body: dict) -> dict:
     return {k: v for k, v in body.items() if k != "ignore_eos"} | {"extra_body": {"ignore_eos": True}}
 
 
-# -- the disk
-# ---------------------------------------------------------------------------------------------------------
+# --- the disk ---
 
 
 @pytest.fixture
@@ -98,8 +97,7 @@ def test_a_full_disk_ends_a_batch_for_good_and_leaves_no_part_of_an_upload(tiny,
         assert server.metric("vllm:generation_tokens_total") == 0
 
 
-# -- what the folder holds
-# --------------------------------------------------------------------------------------------
+# --- what the folder holds ---
 
 
 def state(input_id: str, **more) -> dict:
@@ -239,8 +237,7 @@ def test_whatever_is_in_a_batchs_files_it_goes_on(outputs, errors, starts, cut):
         assert Starts(folder, "b").deaths(one) == 1
 
 
-# -- who goes first
-# ---------------------------------------------------------------------------------------------------
+# --- who goes first ---
 
 
 def test_a_chat_goes_before_batch_lines_and_they_still_end_as_alone(damaged):
@@ -264,8 +261,7 @@ def test_a_chat_goes_before_batch_lines_and_they_still_end_as_alone(damaged):
             assert text_of(found[str(i)]) == alone.choices[0].text
 
 
-# -- two strikes
-# ------------------------------------------------------------------------------------------------------
+# --- two strikes ---
 
 
 def test_a_line_that_was_begun_when_the_server_died_twice_is_reported(tiny, tmp_path):

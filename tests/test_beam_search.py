@@ -203,8 +203,7 @@ def test_beams_that_are_aborted_give_what_they_have():
     assert out is not None and out.token_ids == () and out.finish_reason == "abort"
 
 
-# -- transformers
-# -------------------------------------------------------------------------------------------------
+# --- transformers ---
 
 
 def transformers_model(config: ModelConfig, params):

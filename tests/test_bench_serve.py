@@ -38,8 +38,7 @@ from jaxlamina.errors import UserError
 AT_ONCE = 3  # what the tests' server takes
 
 
-# -- what is made of times
-# -------------------------------------------------------------------------------------------
+# --- what is made of times ---
 
 
 @st.composite
@@ -134,8 +133,7 @@ def test_options_are_read_as_vllm_writes_them() -> None:
         Wanted.parse("tftt", "50", [])
 
 
-# -- streams
-# ---------------------------------------------------------------------------------------------------------
+# --- streams ---
 
 
 def read(*events: Any) -> Stream:
@@ -200,8 +198,7 @@ def test_a_body_is_what_its_endpoint_takes() -> None:
     assert "ignore_eos" not in chat and chat["stream_options"] == {"include_usage": True}
 
 
-# -- a real server
-# ---------------------------------------------------------------------------------------------------
+# --- a real server ---
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,7 @@ def tiny_folder(tmp_path_factory):
     return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=32)
 
 
-# -- help
-# ---------------------------------------------------------------------------------------------------------
+# --- help ---
 
 
 def test_help_names_every_command_and_imports_no_jax():
@@ -131,8 +130,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == "jaxlamina 0.1.0\n"
 
 
-# -- generate
-# -----------------------------------------------------------------------------------------------------
+# --- generate ---
 
 
 @needs_demo_model
@@ -238,8 +236,7 @@ def test_generate_json_of_two_prompts():
         assert len(output["logprobs"]) == len(output["token_ids"]) and output["text"]
 
 
-# -- bad input
-# ----------------------------------------------------------------------------------------------------
+# --- bad input ---
 
 
 def test_a_negative_temperature(capsys):
@@ -355,8 +352,7 @@ def test_a_backend_that_does_not_start():
     assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
-# -- split
-# --------------------------------------------------------------------------------------------------------
+# --- split ---
 
 
 def test_split_reports_what_crosses_each_cut(capsys, monkeypatch):
@@ -409,8 +405,7 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     assert "Traceback" not in err and "BrokenPipe" not in err, err
 
 
-# -- convert and doctor
-# -------------------------------------------------------------------------------------------
+# --- convert and doctor ---
 
 
 @pytest.mark.parametrize("to", ["safetensors", "orbax"])

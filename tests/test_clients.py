@@ -63,8 +63,7 @@ def finish(process, text="", code=0):
     return out.splitlines(), err
 
 
-# -- chat
-# -------------------------------------------------------------------------------------------------------------
+# --- chat ---
 
 
 def test_a_conversation_with_a_server(server, start, tmp_path):
@@ -160,8 +159,7 @@ def test_every_field_that_can_be_set_is_one_of_the_api():
     assert set(SETTABLE) <= set(ChatCompletionRequest.model_fields)
 
 
-# -- batch
-# ------------------------------------------------------------------------------------------------------------
+# --- batch ---
 
 
 def test_batches_at_a_server_are_grouped_and_in_order(server, start, tmp_path):
@@ -270,8 +268,7 @@ def test_any_two_lists_are_read_back(pairs):
     assert [json.loads(line)["body"] for line in found.jsonl().splitlines()] == [*found.lines.values()]
 
 
-# -- what both lean on
-# ------------------------------------------------------------------------------------------------
+# --- what both lean on ---
 
 
 def test_servers_that_are_not_there_or_say_no_are_one_line(server, capsys):

@@ -79,8 +79,7 @@ def test_an_unknown_key_is_named_with_the_file_and_the_known_ones(tmp_path):
             "dop = [2, 1]\npipeline_parallel = 2\ntensor_parallel = 2\n",
             (
                 "tensor_parallel=2 and pipeline_parallel=2 are two ways for the same model workers to share "
-                "out "
-                "the weights"
+                "out the weights"
             ),
         ),
         (

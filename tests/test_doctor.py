@@ -106,9 +106,7 @@ def test_it_works_where_jax_is_not_installed(tmp_path):
     # An interpreter that finds the packages of this one but for JAX.
     hide = tmp_path / "sitecustomize.py"
     hide.write_text(
-        "import sys\n"
-        "class Hide:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
+        "import sys\nclass Hide:\n    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] in ('jax', 'jaxlib'):\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Hide())\n"

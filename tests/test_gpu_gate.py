@@ -136,18 +136,13 @@ def test_a_wrong_slot_is_seen_and_what_dies_costs_only_itself(run: gate.Run):
     broken = Path(run.folder, "broken")
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "def wrong():\n"
-        "    from jaxlamina.run import unsplit\n"
-        "    decode = unsplit.UnsplitExecutor.decode\n"
-        "    def altered(self, batch):\n"
+        "import os, sys\ndef wrong():\n    from jaxlamina.run import unsplit\n"
+        "    decode = unsplit.UnsplitExecutor.decode\n    def altered(self, batch):\n"
         "        if self.at_fault == 'die': os._exit(11)\n"
         "        if self.at_fault == 'slot' and batch.lengths[0] > 2:\n"
         "            table = batch.slot_table.copy(); table[0, 1] = table[0, 0]\n"
-        "            batch = batch._replace(slot_table=table)\n"
-        "        return decode(self, batch)\n"
-        "    unsplit.UnsplitExecutor.at_fault = ''\n"
-        "    unsplit.UnsplitExecutor.decode = altered\n"
+        "            batch = batch._replace(slot_table=table)\n        return decode(self, batch)\n"
+        "    unsplit.UnsplitExecutor.at_fault = ''\n    unsplit.UnsplitExecutor.decode = altered\n"
         "if 'group' in str(sys.orig_argv): wrong()\n"
     )
     environment = run.environment | {"PYTHONPATH": f"{broken}:{gate.ROOT}:{gate.ROOT / 'tests'}"}

@@ -106,8 +106,7 @@ def test_a_pre_tokenizer_that_panics_is_one_line(tiny, tmp_path):
         tokenizer.encode("x" * 40_000)
 
 
-# -- chat templates
-# ---------------------------------------------------------------------------------------------------
+# --- chat templates ---
 
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 DOUBLED = "{% set ns = namespace(s='x' * 1000) %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}"

@@ -94,8 +94,7 @@ def test_the_wheel_holds_the_four_packages_the_configs_and_the_licence(wheel):
 def test_the_installed_wheel_finds_its_configs(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import jaxlamina, launch, pallas_kernels, splitter\n"
+        "import sys; sys.path.insert(0, sys.argv[1])\nimport jaxlamina, launch, pallas_kernels, splitter\n"
         "from jaxlamina.models import config_files\n"
         "for module in (jaxlamina, launch, pallas_kernels, splitter): print(module.__file__)\n"
         "print(config_files.configs_dir())\n"

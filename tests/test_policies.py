@@ -289,16 +289,9 @@ def test_a_policy_that_does_not_fit_is_refused_in_one_line(name: str, message: s
 @pytest.fixture
 def my_policies(tmp_path, monkeypatch):
     (tmp_path / "my_policies.py").write_text(
-        "class Lifo:\n"
-        "    preemptive = False\n"
-        "    def rank(self, request): return -request.arrival\n"
-        "class NeedsMore(Lifo):\n"
-        "    def __init__(self, more): pass\n"
-        "class NoPreemptive:\n"
-        "    def rank(self, request): return 0\n"
-        "class NoRank:\n"
-        "    preemptive = True\n"
-        "class NoOrder(Lifo):\n"
+        "class Lifo:\n    preemptive = False\n    def rank(self, request): return -request.arrival\n"
+        "class NeedsMore(Lifo):\n    def __init__(self, more): pass\nclass NoPreemptive:\n"
+        "    def rank(self, request): return 0\nclass NoRank:\n    preemptive = True\nclass NoOrder(Lifo):\n"
         "    def rank(self, request): return None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

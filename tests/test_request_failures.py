@@ -188,8 +188,7 @@ def test_what_is_raised_before_the_first_step_is_the_requests(llm: LLM, alone, m
     serving(llm, scenario)
 
 
-# -- grammars that take long
-# ------------------------------------------------------------------------------------------
+# --- grammars that take long ---
 
 
 def test_a_grammar_that_takes_long_is_refused_and_nothing_piles_up(llm: LLM, alone, monkeypatch):

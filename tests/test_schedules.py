@@ -65,8 +65,7 @@ def untimed(items):
     return [(type(i).__name__, *(getattr(i, f.name) for f in fields(i) if f.name not in skip)) for i in items]
 
 
-# -- what is claimed
-# ----------------------------------------------------------------------------------------------
+# --- what is claimed ---
 
 
 @given(shapes(), durations)
@@ -204,8 +203,7 @@ def test_one_stage_is_a_replica(n_layers, n_batches, times):
         assert replace(schedule, mode=mode, stages=()) == make_schedule(mode, n_batches, n_layers, times)
 
 
-# -- shared out
-# ---------------------------------------------------------------------------------------------------
+# --- shared out ---
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
@@ -230,8 +228,7 @@ def test_stages_by_hand():
             balanced([1, 1, 1], n)
 
 
-# -- by hand
-# ------------------------------------------------------------------------------------------------------
+# --- by hand ---
 
 
 def short(item):
@@ -381,8 +378,7 @@ def test_shares_add_up(shape, times):
         assert sum(parts) == pytest.approx(1) and min(parts) >= 0
 
 
-# -- what the checker must catch
-# ----------------------------------------------------------------------------------
+# --- what the checker must catch ---
 
 
 def mended(schedule, row, index, **changes):
@@ -536,8 +532,7 @@ def test_an_order_that_locks_up_is_found_without_the_clock():
         check(replace(timeless, exchanges=(second, first, *others)))
 
 
-# -- arguments
-# ----------------------------------------------------------------------------------------------------
+# --- arguments ---
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,7 @@ def asked_before(question="Weather in Oslo?"):
     return [*messages, {"role": "user", "content": question}]
 
 
-# -- chats
-# ------------------------------------------------------------------------------------------------------------
+# --- chats ---
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -185,8 +184,7 @@ def test_a_requests_own_template(client):
             client.chat.completions.create(**asked, extra_body={"chat_template": wrong})
 
 
-# -- fields of sampling
-# -----------------------------------------------------------------------------------------------
+# --- fields of sampling ---
 
 
 def ids_of(server, text):
@@ -302,8 +300,7 @@ def test_an_answer_follows_a_grammar(client, server, grammar):
         assert status == 400 and says in found["error"]["message"], (wrong, found)
 
 
-# -- responses
-# --------------------------------------------------------------------------------------------------------
+# --- responses ---
 
 
 def test_a_response(client):
@@ -427,8 +424,7 @@ def test_what_a_response_cannot_be(server, field, value):
     assert status == 400 and found["error"]["param"] == field, found
 
 
-# -- the server itself
-# ------------------------------------------------------------------------------------------------
+# --- the server itself ---
 
 
 def test_ping_load_info_and_the_prefix_cache(server):

@@ -86,8 +86,7 @@ def dumps(value):
     return json.dumps(value)
 
 
-# -- what a request's own work raises
-# ---------------------------------------------------------------------------------
+# --- what a request's own work raises ---
 
 
 @pytest.mark.parametrize(
@@ -143,8 +142,7 @@ def test_choices_are_what_they_say(server):
         assert text in (choice, choice + choice)
 
 
-# -- what is heavy
-# ----------------------------------------------------------------------------------------------------
+# --- what is heavy ---
 
 
 class Probe(threading.Thread):
@@ -223,8 +221,7 @@ def test_one_request_of_many_prompts_keeps_nobody_waiting(server):
     is_well(server)
 
 
-# -- connections
-# ------------------------------------------------------------------------------------------------------
+# --- connections ---
 
 
 @pytest.fixture(scope="module")
@@ -280,8 +277,7 @@ def test_one_connection_too_many_is_told_so(strict):
     strict.wait_until(lambda: strict.request("GET", "/health")[0] == 200)
 
 
-# -- whatever the API's own document allows, and worse
-# ----------------------------------------------------------------
+# --- whatever the API's own document allows, and worse ---
 
 FUZZED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/batches")
 odd_numbers = st.sampled_from(

@@ -64,8 +64,7 @@ def send(server, path, body, **headers):
     return status, found
 
 
-# -- malformed input
-# --------------------------------------------------------------------------------------------------
+# --- malformed input ---
 
 numbers = st.one_of(
     st.integers(),
@@ -206,8 +205,7 @@ def test_what_is_no_http_ends_only_its_own_connection(server):
     assert server.get("/health") == {"status": "ready"}
 
 
-# -- limits and the key
-# -----------------------------------------------------------------------------------------------
+# --- limits and the key ---
 
 
 def test_a_body_that_is_too_large(server):

@@ -119,8 +119,7 @@ def test_a_template_says_how_it_wants_calls():
     assert parser_of("{{ tools | tojson }}") is None
 
 
-# -- what is thought
-# --------------------------------------------------------------------------------------------------
+# --- what is thought ---
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,7 @@ def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
-# -- before the clock runs
-# ------------------------------------------------------------------------------------------
+# --- before the clock runs ---
 
 
 @dataclass(frozen=True)

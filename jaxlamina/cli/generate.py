@@ -61,8 +61,7 @@ def generate(
         Path | None,
         typer.Option(
             help="Over ranks: record a decode step on all of them, write their spans for Perfetto (.json, "
-            ".json.gz) and "
-            "print the shares."
+            ".json.gz) and print the shares."
         ),
     ] = None,
     as_json: Annotated[

@@ -162,7 +162,6 @@ class Admission:
         if len(tokens) >= self.max_model_len:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens, the model's length is {self.max_model_len} and at "
-                f"least "
-                f"one token is to be generated: shorten the prompt{self.longer}"
+                f"least one token is to be generated: shorten the prompt{self.longer}"
             )
         return tuple(int(token) for token in tokens)

@@ -222,8 +222,7 @@ class Engine:
         if self.idle:
             self._times.rest()
 
-    # -- launching
-    # ----------------------------------------------------------------------------------------------
+    # --- launching ---
 
     def _launch(self) -> LaunchedStep | None:
         """Launches the next step; None if there is none. Of the one before it nothing need be known yet."""

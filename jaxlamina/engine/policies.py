@@ -136,8 +136,7 @@ def load_policy(name: str) -> Policy:
     except Exception as error:  # whatever the user's own code raises
         raise UserError(
             f"{where} cannot be loaded ({type(error).__name__}: {error}): check it; modules are looked for "
-            f"in PYTHONPATH, "
-            "among what is installed, and in the current folder"
+            f"in PYTHONPATH, among what is installed, and in the current folder"
         ) from error
     _check(where, policy)
     found: Policy = policy

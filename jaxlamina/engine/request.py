@@ -78,5 +78,13 @@ class Request:
         n_together = self.width if self.lockstep else 1
         return len(self.prompt_token_ids) + n_together * (self.max_tokens - 1)
 
+    def branched(self, index: int) -> Request:
+        """One more sequence of this running request, without slots and tokens of its own yet."""
+        return Request(
+            self.request_id, self.prompt_token_ids, self.max_tokens, self.payload, index,
+            lockstep=self.lockstep, priority=self.priority, caller=self.caller, turn=self.turn,
+            n_cached=len(self.slots), state=self.state, arrival=self.arrival,
+        )  # fmt: skip
+
     def all_token_ids(self) -> list[int]:
         return [*self.prompt_token_ids, *self.output_token_ids]

@@ -77,14 +77,14 @@ class Scheduler:
         headroom: float | None = None,
         n_prefill_workers: int = 0,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"{max_num_seqs=} must be at least 1")
-        if max_prefill_tokens < 1:
-            raise ValueError(f"{max_prefill_tokens=} must be at least 1")
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise ValueError(f"{prefill_chunk=} must be at least 1")
-        if min_prefix_tokens < 1:
-            raise ValueError(f"{min_prefix_tokens=} must be at least 1")
+        sizes = {"max_num_seqs": max_num_seqs, "max_prefill_tokens": max_prefill_tokens}
+        for name, n in {
+            **sizes,
+            "prefill_chunk": prefill_chunk,
+            "min_prefix_tokens": min_prefix_tokens,
+        }.items():
+            if n is not None and n < 1:
+                raise ValueError(f"{name}={n} must be at least 1")
         self.slots = slots
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
@@ -117,9 +117,8 @@ class Scheduler:
         """Queues a request; ``UserError`` if the whole pool could not hold it at its longest."""
         if request.width > self.max_num_seqs:
             raise UserError(
-                f"the request has {request.width} sequences, {self.max_num_seqs} run at once: ask for "
-                f"fewer, or raise "
-                "max_num_seqs"
+                f"the request has {request.width} sequences, {self.max_num_seqs} run at once: ask for fewer, "
+                "or raise max_num_seqs"
             )
         self.room.check_holds(request, padded=self.padded)
         request.arrival, request.turn = self._n_added, self._turns.take(request.caller)
@@ -149,7 +148,6 @@ class Scheduler:
             if request.worker not in busy:
                 busy.add(request.worker)
                 prefills.append(request)
-        spans = tuple(map(self._next_chunk, prefills))
         return ScheduledStep(
             tuple(prefills),
             tuple(decodes),
@@ -157,7 +155,7 @@ class Scheduler:
             tuple(moves_out),
             tuple(moves_in),
             tuple(filter(None, map(self.room.still_wanted, moves_in))),
-            spans,
+            tuple(map(self._next_chunk, prefills)),
         )
 
     def _next_chunk(self, request: Request) -> tuple[int, int]:
@@ -188,12 +186,7 @@ class Scheduler:
             self.slots.free(np.concatenate([old[j][0].view() for j in left]))
         found = list(members[: len(parents)])
         first = members[0]
-        for j in range(len(members), len(parents)):
-            new = Request(first.request_id, first.prompt_token_ids, first.max_tokens, first.payload, j)
-            new.lockstep, new.state = first.lockstep, RequestState.RUNNING
-            new.priority, new.arrival, new.n_cached = first.priority, first.arrival, len(first.slots)
-            new.caller, new.turn = first.caller, first.turn
-            found.append(new)
+        found += [first.branched(j) for j in range(len(members), len(parents))]
         for j in moved:
             slots, tokens = old[parents[j]]
             found[j].slots, found[j].output_token_ids = SlotList(slots.view()), list(tokens)
@@ -208,8 +201,7 @@ class Scheduler:
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """Ends a waiting or running request: its slots are free again, or with ``keep`` the prefix cache's.
 
-        A token of it that is in flight is not wanted, nor is the slot that was taken for the step which draws
-        it.
+        Its token in flight is not wanted, nor is the slot that was taken for the step which draws that token.
         """
         if request.n_in_flight and request.state is RequestState.RUNNING:
             self.slots.free(request.slots.view()[-1:])
@@ -243,8 +235,7 @@ class Scheduler:
             moved = {(r.request_id, r.index): r.host_slots for r in self.waiting}
             self.host.check_integrity({name: slots for name, slots in moved.items() if slots is not None})
 
-    # -- room for those who run
-    # ---------------------------------------------------------------------------------
+    # --- room for those who run ---
 
     def _preempt_for_room(self) -> tuple[list[Request], list[Move]]:
         """Sees to it that everyone who decodes can take a slot: by eviction, then by preemption."""
@@ -300,8 +291,7 @@ class Scheduler:
             return [last]
         return [request for request in self.running if request.request_id == last.request_id]
 
-    # -- newcomers, and those who come back
-    # ---------------------------------------------------------------------
+    # --- newcomers, and those who come back ---
 
     def _admit(self, *, only_first: bool) -> tuple[list[Request], list[Request], list[Move]]:
         """(to prefill, to decode since their KV comes back from the host, the copies for that)."""

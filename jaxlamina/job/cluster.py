@@ -56,8 +56,7 @@ class Cluster(ModelOptions):
     dop: tuple[int, int] = option(
         (1, 1),
         "Model workers, each with the whole model unless `tensor_parallel` or `pipeline_parallel` says "
-        "otherwise, and attention "
-        "workers. Ranks 0 … a - 1, then b more.",
+        "otherwise, and attention workers. Ranks 0 … a - 1, then b more.",
         check=_check_dop,
     )
     transport: Literal["mpi", "xla"] = option(
@@ -68,8 +67,7 @@ class Cluster(ModelOptions):
     partition: Literal["auto", "heads", "requests", "tokens"] = option(
         "auto",
         "What attention workers share out: `heads`, `requests` or `tokens`; `auto`: heads where the model's "
-        "KV heads divide "
-        "evenly, else tokens, which a line on stderr says.",
+        "KV heads divide evenly, else tokens, which a line on stderr says.",
     )
     token_block: int = option(16, "Under `tokens`: tokens in a row that one worker keeps.", least=1)
     n_batches: int | Literal["auto"] | None = option(
@@ -88,8 +86,7 @@ class Cluster(ModelOptions):
     mini_batches: int = option(
         1,
         "A batch's messages of each layer in so many parts of its requests, so that one travels while "
-        "another is attended "
-        "to (Lamina 2024 §5.2.1, streaming); with one batch and partition `heads`.",
+        "another is attended to (Lamina 2024 §5.2.1, streaming); with one batch and partition `heads`.",
         least=1,
     )
     tensor_parallel: int = option(
@@ -98,8 +95,7 @@ class Cluster(ModelOptions):
     pipeline_parallel: int = option(
         1,
         "As many as model workers: each has the weights of some slices in a row and runs those; not "
-        "together with "
-        "`tensor_parallel`.",
+        "together with `tensor_parallel`.",
         least=1,
     )
     prefill_workers: int = option(
@@ -117,8 +113,7 @@ class Cluster(ModelOptions):
     peer_memory: bool = option(
         True,
         "With `xla`: GPUs of one host write messages into each other's memory where they can (Hopper and "
-        "later, in one "
-        "container); false: all goes by NCCL.",
+        "later, in one container); false: all goes by NCCL.",
     )
     q_first: bool | None = option(
         None,
@@ -138,8 +133,7 @@ class Cluster(ModelOptions):
         "After it every rank reports where it is, and the job ends. Where messages go by GPUs' memory the "
         "line names the "
         "exchange that the rank's device is at, with its layer and staggered batch; calls of MPI and "
-        "collectives leave no "
-        "mark that a host could read, so there it names the step and its peers alone.",
+        "collectives leave no mark that a host could read, so there it names the step and its peers alone.",
     )
     heartbeat_s: float = _seconds(
         5.0, "Between signs of life on a control connection: how soon a lost host is noticed."
@@ -172,14 +166,12 @@ class Cluster(ModelOptions):
         if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
             raise UserError(
                 f"tensor_parallel={self.tensor_parallel} and pipeline_parallel={self.pipeline_parallel} are "
-                f"two ways for "
-                "the same model workers to share out the weights: take one of them"
+                f"two ways for the same model workers to share out the weights: take one of them"
             )
         if self.pipeline_parallel > 1 and self.pipelining != "auto":
             raise UserError(
                 f"pipelining={self.pipelining!r} is about several copies of the model, of which there is "
-                f"one with "
-                f"pipeline_parallel={self.pipeline_parallel}: leave it out"
+                f"one with pipeline_parallel={self.pipeline_parallel}: leave it out"
             )
         a, n = self.n_replicas, self.n_batches
         if self.mini_batches > 1:
@@ -189,14 +181,12 @@ class Cluster(ModelOptions):
         if n < a:
             raise UserError(
                 f"dop={self.dop} has {a} model workers for n_batches={n} staggered batches, so some would "
-                f"idle: take "
-                f"n_batches={a + 1}, tensor_parallel={a} or pipeline_parallel={a}"
+                f"idle: take n_batches={a + 1}, tensor_parallel={a} or pipeline_parallel={a}"
             )
         if self.pipelining == "rotational" and n != a + 1:
             raise UserError(
                 f"pipelining='rotational' runs one batch more than there are model workers, {a + 1} for "
-                f"dop={self.dop}, "
-                f"not n_batches={n}"
+                f"dop={self.dop}, not n_batches={n}"
             )
 
     def _check_mini_batches(self) -> None:

@@ -41,8 +41,7 @@ def why_chosen(partition: str, chosen: str, n_workers: int, n_kv_heads: Sequence
         return None
     return (
         f"{next(k for k in n_kv_heads if k % n_workers)} KV heads do not divide evenly over {n_workers} "
-        f"attention workers, "
-        f"so each keeps blocks of every request's tokens (partition {chosen!r})"
+        f"attention workers, so each keeps blocks of every request's tokens (partition {chosen!r})"
     )
 
 

@@ -14,8 +14,7 @@ from jaxlamina.models.config_files import find_model
 
 _WANTED = (
     "give a Hugging Face folder (config.json beside *.safetensors), a .gguf file, an orbax folder, or a "
-    "model of the "
-    "Hugging Face Hub (org/name, or org/name:file.gguf)"
+    "model of the Hugging Face Hub (org/name, or org/name:file.gguf)"
 )
 
 
@@ -37,8 +36,7 @@ def find(model: str | Path, revision: str | None = None, *, weights: bool = True
     if path is None:
         raise UserError(
             f"unknown model {str(model)[:200]!r}: there is no such file or folder, and the only model known "
-            f"by name is "
-            f"{', '.join(demo.NAMES)}; {_WANTED}"
+            f"by name is {', '.join(demo.NAMES)}; {_WANTED}"
         )
     if revision is not None:
         raise UserError(f"revision={revision!r} is for models of the Hub, and {path} is here: leave it out")
@@ -60,8 +58,7 @@ def find_shape(model: str | Path, revision: str | None = None) -> Path:
     if path is None or not path.is_dir():
         raise UserError(
             f"random weights need a model's shape: {str(model)[:200]!r} is no folder with a config.json, no "
-            f".json or "
-            ".toml file, no name of configs/models and no org/name of the Hugging Face Hub"
+            f".json or .toml file, no name of configs/models and no org/name of the Hugging Face Hub"
         )
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json, which says what shape random weights are to have")

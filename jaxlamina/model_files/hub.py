@@ -262,8 +262,7 @@ def _not_cached(name: str, why: str) -> str:
 
     return (
         f"unknown model {name!r}: there is no such folder here, {why}, and {constants.HF_HUB_CACHE} does "
-        f"not have all of "
-        f"it; known without the Hub: {', '.join(demo.NAMES)}"
+        f"not have all of it; known without the Hub: {', '.join(demo.NAMES)}"
     )
 
 

@@ -173,8 +173,7 @@ class UnderLoad:
                 f"of {self.n_decode_tokens / max(1, self.n_decode_steps):.1f} requests; "
                 f"{self.n_prefill_steps} prompts or chunks, "
                 f"{each(self.prefill_s, self.n_prefill_steps)}, {self.n_prompt_tokens:,} tokens, "
-                f"{self.prefill_s / busy:.0%} of the "
-                "steps' time"
+                f"{self.prefill_s / busy:.0%} of the steps' time"
             ),
             (
                 f"host: {1e3 * self.launch_s / n_steps:.2f} ms a step launching, "

@@ -250,8 +250,7 @@ class SamplingParams:
         if self.n_sequences > 1 and self.greedy:
             raise UserError(
                 f"n={self.n}, best_of={self.best_of} with temperature=0 would write the same text "
-                f"{self.n_sequences} "
-                "times: set a temperature above 0, or use_beam_search=True"
+                f"{self.n_sequences} times: set a temperature above 0, or use_beam_search=True"
             )
 
     def _check_beam_search(self) -> None:

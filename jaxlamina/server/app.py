@@ -108,8 +108,7 @@ def _why_not(engine: AsyncEngine) -> str | None:
     return None
 
 
-# -- errors
-# -----------------------------------------------------------------------------------------------------------
+# --- errors ---
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -144,8 +143,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
 
 
-# -- completions
-# ------------------------------------------------------------------------------------------------------
+# --- completions ---
 
 
 class _EventResponse(StreamingResponse):
@@ -229,8 +227,7 @@ def _add_completions(app: FastAPI, parts: Parts) -> None:
         return JsonResponse(parts.service.prompts.tokenizer_info())
 
 
-# -- models, files, batches
-# -------------------------------------------------------------------------------------------
+# --- models, files, batches ---
 
 
 def _add_models(app: FastAPI, parts: Parts) -> None:
@@ -303,8 +300,7 @@ def _add_batches(app: FastAPI, parts: Parts) -> None:
         return JsonResponse(parts.batches.cancel(batch_id))
 
 
-# -- the server itself
-# ------------------------------------------------------------------------------------------------
+# --- the server itself ---
 
 
 def _add_status(app: FastAPI, parts: Parts) -> None:

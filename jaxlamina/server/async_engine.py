@@ -200,8 +200,7 @@ class AsyncEngine:
         self._none_open: asyncio.Event
         self._begun: asyncio.Event
 
-    # -- the event loop's side
-    # ----------------------------------------------------------------------------------
+    # --- the event loop's side ---
 
     def start(self) -> None:
         """Begins, from a coroutine: events go to its loop."""
@@ -359,8 +358,7 @@ class AsyncEngine:
         for answers, index, event in given:
             answers._give(index, event)
 
-    # -- the thread
-    # ---------------------------------------------------------------------------------------------
+    # --- the thread ---
 
     def _run(self) -> None:
         try:

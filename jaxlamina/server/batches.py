@@ -121,8 +121,7 @@ class Batches:
             self._start(batch)
         return batch
 
-    # -- running one
-    # --------------------------------------------------------------------------------------------
+    # --- running one ---
 
     def _start(self, batch: dict[str, Any]) -> None:
         before = self._tasks.get(batch["id"])
@@ -216,8 +215,7 @@ class Batches:
     def _is_well(self) -> bool:
         return self._service.engine.state != "failed"
 
-    # -- its end
-    # ------------------------------------------------------------------------------------------------
+    # --- its end ---
 
     async def _end(self, batch: dict[str, Any], results: Results) -> None:
         """Gives out what results there are."""

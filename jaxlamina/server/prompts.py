@@ -130,8 +130,7 @@ class Prompts:
         if not self._trusts_templates:
             raise refused(
                 "a request's own chat_template is a program, which this server does not run unless it is "
-                "served with "
-                "--trust-request-chat-template",
+                "served with --trust-request-chat-template",
                 "chat_template",
             )
         try:

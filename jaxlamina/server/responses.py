@@ -195,8 +195,7 @@ def _response_format(text: TextFields | None) -> ResponseFormat | None:
     return ResponseFormat(type=kind, json_schema=None if schema is None else {"schema": schema})
 
 
-# -- the answer
-# -------------------------------------------------------------------------------------------------------
+# --- the answer ---
 
 
 class Answer(BaseModel):
@@ -259,8 +258,7 @@ class ResponsesForm(Form):
 
     last = ""  # the event of the whole response is
 
-    # -- items and their events
-    # -----------------------------------------------------------------------------------
+    # --- items and their events ---
 
     def _added(self, read: Read) -> Iterator[Answer]:
         self._thought += read.thought

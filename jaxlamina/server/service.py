@@ -100,16 +100,14 @@ class Service:
         if body.priority and self._ignores_priority:
             raise refused(
                 f"priority={body.priority} would change nothing: this server's scheduling policy does not "
-                f"look at it; leave it "
-                "out, or serve with --scheduling-policy priority (or chat-first)",
+                f"look at it; leave it out, or serve with --scheduling-policy priority (or chat-first)",
                 "priority",
             )
         follows = params.structured_outputs
         if follows is not None and follows.n_bytes > self._max_grammar_bytes:
             raise refused(
                 f"structured_outputs have {follows.n_bytes} bytes, at most {self._max_grammar_bytes} are "
-                f"taken: ask for "
-                "something shorter, or serve with a larger --max-grammar-bytes",
+                f"taken: ask for something shorter, or serve with a larger --max-grammar-bytes",
                 "structured_outputs",
             )
         form: Form
@@ -129,8 +127,7 @@ class Service:
         if len(prompts) * params.n_sequences > MAX_CONTINUATIONS:
             raise refused(
                 f"{len(prompts)} prompts with {params.n_sequences} continuations each are too many: a "
-                f"request may have "
-                f"{MAX_CONTINUATIONS}",
+                f"request may have {MAX_CONTINUATIONS}",
                 "n",
             )
         return form, prompts, params

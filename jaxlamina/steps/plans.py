@@ -89,14 +89,12 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
         name, value = ("n_batches", n) if n > 1 else ("mini_batches", shape.mini_batches)
         return (
             f"mixed_steps=True computes a prompt along with rows that are one batch, not with "
-            f"{name}={value}: take {name}=1, "
-            "or mixed_steps=False"
+            f"{name}={value}: take {name}=1, or mixed_steps=False"
         )
     if shape.mini_batches > 1 and not layout.by_heads:
         return (
             f"mini_batches={shape.mini_batches} cuts up the messages of a batch of which each worker has "
-            f"all tokens: take "
-            "partition='heads', or mini_batches=1"
+            f"all tokens: take partition='heads', or mini_batches=1"
         )
     if shape.mini_batches > 1 and n > 1:
         both = f"mini_batches={shape.mini_batches} and n_batches={n}"

@@ -87,8 +87,7 @@ class Tokenizer:
                 raise
             raise UserError(
                 f"the model's tokenizer failed on the prompt ({str(error).partition(chr(10))[0][:120]}): "
-                f"see whether its tokenizer.json "
-                "is whole"
+                f"see whether its tokenizer.json is whole"
             ) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

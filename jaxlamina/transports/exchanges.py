@@ -122,8 +122,7 @@ def _difference(
             one, other, more = (rank, peer, ours) if len(ours) > common else (peer, rank, theirs)
             return (
                 f"{_place(lists, one, more[common], describe)}, but {describe(other)} has no more exchanges "
-                f"with "
-                f"{describe(one)} after {common}"
+                f"with {describe(one)} after {common}"
             )
     return None
 

@@ -51,8 +51,7 @@ class MpiTransport(Transport):
         if found != (rank, n_ranks):
             raise UserError(
                 f"MPI says rank {found[0]} of {found[1]}, the cluster rank {rank} of {n_ranks}: start the "
-                f"ranks with "
-                f"mpirun -n {n_ranks}"
+                f"ranks with mpirun -n {n_ranks}"
             )
 
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> Sent:

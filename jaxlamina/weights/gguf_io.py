@@ -197,8 +197,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     if rotary != head_dim or value_dim != head_dim:
         raise UserError(
             f"{file.path}: {prefix}rope.dimension_count={rotary} and "
-            f"{prefix}attention.value_length={value_dim} "
-            f"must equal the head size {head_dim}"
+            f"{prefix}attention.value_length={value_dim} must equal the head size {head_dim}"
         )
     tied = "output.weight" not in file.tensors
     window = own.get("attention.sliding_window") or None

@@ -87,8 +87,7 @@ def _byte_level_bpe(
     if name not in _PRE:
         raise UserError(
             f"{where}: the pre-tokenizer tokenizer.ggml.pre={name!r} is not supported; supported: "
-            f"{', '.join(_PRE)}. "
-            "Use the Hugging Face folder of this model"
+            f"{', '.join(_PRE)}. Use the Hugging Face folder of this model"
         )
     merges = [tuple(line.split(" ", 1)) for line in meta.get("tokenizer.ggml.merges") or ()]
     llama3 = name == "llama-bpe"
@@ -121,8 +120,7 @@ def _sentencepiece_bpe(
     if len({score for score, _ in pieces}) < len(pieces):
         raise UserError(
             f"{where}: the SentencePiece vocabulary has pieces of equal score, so its merges cannot be "
-            f"rebuilt; "
-            "use the Hugging Face folder of this model"
+            f"rebuilt; use the Hugging Face folder of this model"
         )
     usable = {token for token, i in vocabulary.items() if types[i] in (NORMAL, USER_DEFINED)}
     merges = [

@@ -96,8 +96,7 @@ def read_header(path: Path) -> dict[str, tuple[str, StoredTensor]]:
             if len(first) < 8 or n > size_bytes - 8:
                 raise UserError(
                     f"{path} is truncated: its header takes {8 + n if len(first) == 8 else 8} bytes and the "
-                    f"file has "
-                    f"{size_bytes}; fetch it again"
+                    f"file has {size_bytes}; fetch it again"
                 )
             if n > MAX_HEADER_BYTES:
                 raise UserError(f"{path} is not a safetensors file: it claims a header of {n} bytes")

@@ -132,8 +132,7 @@ def check_weights(n_bytes: int, dtype: str, device: jax.Device) -> None:
         smaller = ", dtype=bfloat16" if dtype == "float32" else ""
         raise UserError(
             f"the weights take {_mib(n_bytes)} as {dtype}, and {_mib(free_bytes)} are free on {device}: "
-            f"take a smaller "
-            f"model{smaller} or a larger device"
+            f"take a smaller model{smaller} or a larger device"
         )
 
 
@@ -175,8 +174,7 @@ def check_slots(
         most = int(max(0.0, room_bytes - step_bytes) // slot_bytes)
         raise UserError(
             f"kv_slots={n_slots} take {_mib(wanted_bytes)} of KV{step}, and {_mib(free_bytes)} are free on "
-            f"{device}: at "
-            f"most {most} fit; leave kv_slots out to have it chosen"
+            f"{device}: at most {most} fit; leave kv_slots out to have it chosen"
         )
 
 
@@ -187,8 +185,7 @@ def check_host_slots(n_host_slots: int, specs: Sequence[AttentionSpec], *, share
     if wanted_bytes > free_bytes * EXPLICIT_FRACTION:
         raise UserError(
             f"host_kv_slots={n_host_slots} take {_mib(wanted_bytes)} of host memory, and {_mib(free_bytes)} "
-            f"are free: at "
-            f"most {int(free_bytes * EXPLICIT_FRACTION // slot_bytes)} fit"
+            f"are free: at most {int(free_bytes * EXPLICIT_FRACTION // slot_bytes)} fit"
         )
 
 

@@ -55,8 +55,7 @@ class AttentionSpec:
         if site.scale is None:
             raise UserError(
                 f"attention {site.index} ({site.name}) is a {site.kind}; this runtime runs "
-                f"splitter.attention "
-                "operators: call that in the model"
+                f"splitter.attention operators: call that in the model"
             )
         if kv not in KV_DTYPES:
             raise UserError(f"kv_dtype={kv!r} must be one of {', '.join(KV_DTYPES)}")

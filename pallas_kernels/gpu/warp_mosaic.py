@@ -382,8 +382,7 @@ class MosaicWarp:
         # subtraction
         select = 0x4040 | low | high << 8
         ptx = (
-            "{ .reg .b32 u, f, bias; xor.b32 u, $1, 0x80808080;"
-            f" prmt.b32 f, u, 0x64646464, 0x{select:04x};"
+            f"{{ .reg .b32 u, f, bias; xor.b32 u, $1, 0x80808080; prmt.b32 f, u, 0x64646464, 0x{select:04x};"
             " mov.b32 bias, 0x64806480; sub.rn.f16x2 $0, f, bias; }"
         )
         return _asm(ptx, ["i32"], [quad.value])[0]

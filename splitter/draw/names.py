@@ -15,8 +15,7 @@ def _words(text: str) -> frozenset[str]:
 
 LAYOUT = _words(
     "broadcast_in_dim convert_element_type copy expand_dims optimization_barrier pad reduce_precision "
-    "reshape "
-    "rev slice split squeeze stop_gradient transpose"
+    "reshape rev slice split squeeze stop_gradient transpose"
 )
 ARITHMETIC = _words("add add_any div mul neg sub")
 LIGHT = (
@@ -30,8 +29,7 @@ LIGHT = (
         "logistic lt max min ne nextafter not or pow reduce_and reduce_max reduce_min reduce_or reduce_prod "
         "reduce_sum "
         "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt "
-        "square "
-        "tan tanh xor"
+        "square tan tanh xor"
     )
 )
 PRODUCTS = _words("dot_general ragged_dot ragged_dot_general conv_general_dilated")

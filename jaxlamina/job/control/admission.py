@@ -32,15 +32,13 @@ def why_no_rank(claimed: AnyHello, n_ranks: int, job: str, describe: Callable[[i
     if not _same(claimed.job, job):
         line = (
             f"a process that was started as rank {claimed.rank} is of another job than {describe(0)}: start "
-            f"all ranks by "
-            f"one launcher, or with one {JOB} in their environment"
+            f"all ranks by one launcher, or with one {JOB} in their environment"
         )
         return Refusal(line, line)
     if claimed.protocol != PROTOCOL:
         line = (
             f"rank {claimed.rank} speaks control protocol {claimed.protocol}, {describe(0)} speaks "
-            f"{PROTOCOL}: "
-            "install the same version of jaxlamina on all hosts"
+            f"{PROTOCOL}: install the same version of jaxlamina on all hosts"
         )
         return Refusal(line, line)
     if not 1 <= claimed.rank < n_ranks:

@@ -260,8 +260,7 @@ class ControlServer:
         if claimed.rank in self._members:
             line = (
                 f"two processes were started as {who}: {self._members[claimed.rank].place} and "
-                f"{_place(hello)}; give "
-                "every process a rank of its own, and end what is left of an older job"
+                f"{_place(hello)}; give every process a rank of its own, and end what is left of an older job"
             )
             return Refusal(line, line)
         return first_difference(hello, self._config, self._versions, self._describe) or hello

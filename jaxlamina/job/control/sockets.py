@@ -67,6 +67,5 @@ def connect(address: str, deadline_s: float, whose: str) -> socket.socket:
         time.sleep(min(_RETRY_S, max(0.0, until - time.monotonic())))
     raise UserError(
         f"{whose} was not reached at {address} within {deadline_s:g} s ({why}): it must be running, and the "
-        f"address must "
-        "be one of its host that other hosts reach"
+        f"address must be one of its host that other hosts reach"
     )

@@ -51,8 +51,7 @@ def _name(item: _Item) -> str:
     return f"{what} {item.slice} of batch {item.batch} in step {item.step}"
 
 
-# -- the order
-# ----------------------------------------------------------------------------------------------------
+# --- the order ---
 
 
 def _check_complete(s: Schedule) -> None:
@@ -108,8 +107,7 @@ def _check_places(s: Schedule) -> None:
             _conflict(f"{_name(e)}, but replica {right} runs the slice after it")
 
 
-# -- the times
-# ----------------------------------------------------------------------------------------------------
+# --- the times ---
 
 
 def _tolerance_s(s: Schedule) -> float:
@@ -184,8 +182,7 @@ def _needs(
             yield e, slices[e.step, e.receive.batch, e.receive.layer + 1]
 
 
-# -- the programs
-# -------------------------------------------------------------------------------------------------
+# --- the programs ---
 
 
 def _check_programs(s: Schedule) -> None:
@@ -254,8 +251,7 @@ def _outputs(item: _Item) -> list[Hashable]:
     return [(name, step, *operator) for name, operator in sides if operator is not None]
 
 
-# -- the waiting
-# --------------------------------------------------------------------------------------------------
+# --- the waiting ---
 
 
 @dataclass(frozen=True)
