@@ -173,9 +173,8 @@ class Scheduler:
         """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its
         slots.
 
-        ``members``: all running sequences of a request, in order. Members are used again where there are
-        enough; the others are new requests (the payload is the first's), or finished. ``output_token_ids``
-        come along.
+        ``members``: all running sequences of a request, in order. They are used again where there are enough;
+        the others are new requests with the first's payload, or finished. ``output_token_ids`` come along.
         """
         old = [(member.slots, member.output_token_ids) for member in members]
         moved = [j for j, parent in enumerate(parents) if parent != j]
