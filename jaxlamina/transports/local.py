@@ -143,7 +143,7 @@ class CompiledPieces:
 
 def _likes(piece: _Piece, device: jax.Device) -> list[jax.ShapeDtypeStruct]:
     on = SingleDeviceSharding(device)
-    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=on) for v in piece.block.invars]
+    return [compat.like_of(v).update(sharding=on) for v in piece.block.invars]
 
 
 class CutProgram:
