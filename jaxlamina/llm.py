@@ -6,6 +6,7 @@ Puts checkpoint, tokenizer, executor and engine together; each of them knows how
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import itertools
 import logging
@@ -125,7 +126,7 @@ class LLM:
         on_load: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> None:
-        self.options = o = LLMOptions(**options)
+        self.options = o = _checked(options)
         policy = load_policy(o.scheduling_policy or FIRST_COME)
         source = _open(model, o.load_format, o.revision)
         self.config: ModelConfig = source.config
@@ -423,6 +424,15 @@ def _bar(what: str, in_bytes: bool = False) -> Any:
     from jaxlamina.console.progress import bar
 
     return bar(Console(stderr=True), what, in_bytes=in_bytes)
+
+
+def _checked(options: Mapping[str, Any]) -> LLMOptions:
+    known = definitions(LLMOptions)
+    for name in options:
+        if name not in known:
+            near = "".join(f", there is {there!r}" for there in difflib.get_close_matches(name, known, 1))
+            raise TypeError(f"LLM has no option {name!r}{near}: help(jaxlamina.LLM) lists them")
+    return LLMOptions(**options)
 
 
 def _tokenizer(source: ModelSource) -> tuple[Any | None, str]:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import typer
 
+from jaxlamina import LLM
 from jaxlamina.cli.main import app, main
 from jaxlamina.cli.model_options import CommandOptions
 from jaxlamina.console.command import OLD_NAMES, as_options
@@ -229,6 +230,15 @@ def test_what_is_allowed_is_taken_as_it_is():
     found = Some(size=np.int64(4), share=1, name=None)
     assert (found.size, found.share, type(found.share), found.plain) == (4, 1.0, float, 3)
     assert list(definitions_of(Some)) == ["size", "share", "word", "name"]
+
+
+def test_llm_says_which_option_was_meant():
+    with pytest.raises(
+        TypeError, match="LLM has no option 'enable_prefix_caching', there is 'prefix_caching': help"
+    ):
+        LLM("no model is looked for", enable_prefix_caching=False)
+    with pytest.raises(TypeError, match="LLM has no option 'zzz': help"):
+        LLM("no model is looked for", zzz=1)
 
 
 def test_the_cluster_file_has_the_options_of_models_and_the_docs_say_all():
