@@ -41,8 +41,8 @@ class AttentionSite:
     name: str
     kind: str
     q: Shaped[jax.ShapeDtypeStruct, "B T N H"]
-    k: Shaped[jax.ShapeDtypeStruct, "B _ K H"]
-    v: Shaped[jax.ShapeDtypeStruct, "B _ K H"]
+    k: Shaped[jax.ShapeDtypeStruct, "*tokens K H"]
+    v: Shaped[jax.ShapeDtypeStruct, "*tokens K H"]
     out: Shaped[jax.ShapeDtypeStruct, "B T N H"]
     scale: float | None
     window: int | None
@@ -53,8 +53,8 @@ class AttentionSite:
     def attend(
         self,
         q: Shaped[Array, "B T N H"],
-        k: Shaped[Array, "B _ K H"],
-        v: Shaped[Array, "B _ K H"],
+        k: Shaped[Array, "*tokens K H"],
+        v: Shaped[Array, "*tokens K H"],
         *private: Array,
     ) -> tuple[Array, Arrays]:
         """The operator as the model wrote it: `(output, state)`, state being e.g. the updated cache.

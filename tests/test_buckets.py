@@ -98,6 +98,7 @@ def test_a_prompt_bucket_of_one_token_is_refused():
         Buckets(batch=(1,), prompt=(1, 16), context=(64,))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("capability", "dtype", "kv", "head_dim", "cut"),
     [

@@ -141,6 +141,7 @@ def usual() -> Iterator[None]:
     sys.setswitchinterval(turn_s)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_rank_that_compiles_behind_lets_its_steps_go_first(
     monkeypatch: pytest.MonkeyPatch, usual: None
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_case_here(number: int) -> None:
     run_case(number, Limits(2**16, 2**8, 500), [PUBLIC])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "number", [*ON_HOPPER[:6], *(pytest.param(i, marks=pytest.mark.slow) for i in ON_HOPPER[6:])]
 )
@@ -84,6 +85,7 @@ def test_the_hopper_kernels_programs(number: int) -> None:
     run_case(number, EMULATION, [EMULATED])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("k,form", [(3, "int8"), (5, "int8"), (3, "int8-channel")])
 def test_tiles_that_are_no_multiple_of_a_warp(k: int, form: str) -> None:
     """Sixteen warps over 3 or 5 heads: tiles of 80 and 48 tokens. Once the last of them were never copied."""

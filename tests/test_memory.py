@@ -106,6 +106,7 @@ def test_a_host_has_what_its_groups_and_limits_leave(tmp_path: Path, monkeypatch
     assert free() == 4000
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_slots_that_were_asked_for_are_held_against_the_memory_there_is():
     specs, gpu = [SPEC] * 4, Gpu(1100 * MIB, used=100 * MIB)
     for n in (1, 500 * 1024, 1000 * 1024):
@@ -127,6 +128,7 @@ def test_slots_that_were_asked_for_are_held_against_the_memory_there_is():
         check_slots(701 * 1024, specs, gpu, workspace_bytes=step)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_weights_are_held_against_the_memory_there_is(tiny: Path, monkeypatch):
     check_weights(1000 * MIB, "bfloat16", Gpu(1000 * MIB))
     line = "the weights take 1,001 MiB as float32, and 1,000 MiB are free on gpu:0: take a smaller model, dtype=bfloat16"

@@ -12,6 +12,8 @@ from program_oracle import KINDS, LAYOUTS, OracleTransport, TracedProgram, compa
 
 from pallas_kernels.order import tied
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # its transport compiles nothing
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_ranks_programs_fit_together(layout: str) -> None:

@@ -89,6 +89,7 @@ def test_what_is_done_follows_from_the_messages_of_each_way():
     assert n_done([every], {}) == 1
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("start", [0, 2**31 - 2, -3])
 def test_a_program_that_waits_for_ever_is_found_by_the_marks_of_its_memory(start):
     """Rank 0's kernels run until the peer is silent; another thread reads where they are, beside them."""

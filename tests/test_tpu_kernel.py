@@ -75,6 +75,7 @@ def test_the_race_detector_would_notice(monkeypatch: pytest.MonkeyPatch) -> None
     assert compat.has_tpu_race(lambda: run(*batch([20, 5]), None))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_only_tiles_that_are_seen_are_visited() -> None:
     """The walk over (item, tile): nothing past a request's end, nothing before its queries' window."""
     lengths = jnp.asarray([0, 17, 0, 8, 40], jnp.int32)
