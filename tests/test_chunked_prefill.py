@@ -22,9 +22,20 @@ def llm(name: str, **options) -> LLM:
     return LLM(model, max_num_seqs=4, max_model_len=112, **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+TOKENS = {"attention_workers": 2, "partition": "tokens"}
+
+
 @pytest.mark.parametrize(
-    "where", [{"split": False}, {}, {"attention_workers": 2, "partition": "tokens"}], ids=str
+    ("name", "where"),
+    [
+        ("llama", {"split": False}),
+        ("llama", {}),
+        ("llama", TOKENS),
+        ("mistral-window", {}),
+        pytest.param("mistral-window", {"split": False}, marks=pytest.mark.slow),
+        pytest.param("mistral-window", TOKENS, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_same_tokens_as_whole_prompts(name: str, where: dict):
     chunked = llm(name, max_num_batched_tokens=16, **where)

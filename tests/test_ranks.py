@@ -27,7 +27,7 @@ def slow(transport: str, *values: object) -> object:
 @pytest.mark.parametrize(
     ("transport", "n_workers", "partition"),
     [
-        *(("xla", *shape) if shape in (*USUAL, (3, "tokens")) else slow("xla", *shape) for shape in SHAPES),
+        *(("xla", *shape) if shape in USUAL else slow("xla", *shape) for shape in SHAPES),
         *(
             mpi(*shape) if shape in (*USUAL, (1, "heads"), (3, "requests")) else slow("mpi", *shape)
             for shape in SHAPES

@@ -81,7 +81,10 @@ def asked_before(question="Weather in Oslo?"):
 # --- chats ---
 
 
-@pytest.mark.parametrize("form", FORMS)
+# What each form looks like is `test_tool_parsers`'.
+@pytest.mark.parametrize(
+    "form", ["hermes", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f != "hermes")]
+)
 def test_calls_in_each_form(client, form):
     asked = {"model": MODEL, "messages": asked_before(), "tools": TOOLS, "temperature": 0, "max_tokens": 30}
     asked["extra_body"] = {"chat_template": FORMS[form]}

@@ -7,7 +7,7 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rank_jobs import check_greedy, mpi, run_job
+from rank_jobs import check_greedy, run_job
 from test_models import MODELS
 
 from jaxlamina.models import ModelConfig, abstract_params, apply, random_params
@@ -17,7 +17,7 @@ from jaxlamina.ranks.shards import shard_axes, shard_like, shard_of
 CASES = [
     ("xla", (2, 1), 2, "heads"),
     pytest.param("xla", (2, 2), 1, "requests", marks=pytest.mark.slow),
-    mpi((2, 1), 1, "heads"),
+    pytest.param("mpi", (2, 1), 1, "heads", marks=[pytest.mark.mpi, pytest.mark.slow]),
     pytest.param("mpi", (3, 1), 1, "heads", marks=[pytest.mark.mpi, pytest.mark.slow]),
 ]
 
