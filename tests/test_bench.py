@@ -22,6 +22,7 @@ from jaxlamina.bench import (
     machine,
     peers,
     processes,
+    shapes,
     split_bench,
     step_bench,
 )
@@ -129,9 +130,9 @@ def test_random_prompts_stay_in_the_vocabulary_and_repeat_with_the_seed() -> Non
 def test_weight_bytes_leave_out_looked_up_tables() -> None:
     config = ModelConfig.from_hf(TINY)
     everything = sum(4 * x.size for x in abstract_params(config).values())
-    assert decode_bench.weight_bytes(config) == everything - 4 * 61 * 16  # embed_tokens; lm_head stays
+    assert shapes.weight_bytes(config) == everything - 4 * 61 * 16  # embed_tokens; lm_head stays
     tied = ModelConfig.from_hf(TINY | {"tie_word_embeddings": True})
-    assert decode_bench.weight_bytes(tied) == decode_bench.weight_bytes(config)  # now it is the head
+    assert shapes.weight_bytes(tied) == shapes.weight_bytes(config)  # now it is the head
 
 
 def test_step_bytes_count_kv_of_each_row() -> None:
@@ -139,20 +140,15 @@ def test_step_bytes_count_kv_of_each_row() -> None:
     one_token = 2 * 2 * 4 * 4  # K and V, 2 heads of 4 float32
     alone = decode_bench.step_bytes(config, 1, 10, 3)
     # earlier tokens 10, 11, 12: 11 in the mean, and the new one; two layers
-    assert alone - decode_bench.weight_bytes(config) == 2 * one_token * (11 + 1)
-    assert (
-        decode_bench.step_bytes(config, 5, 10, 3) - decode_bench.weight_bytes(config)
-        == 5 * 2 * one_token * 12
-    )
+    assert alone - shapes.weight_bytes(config) == 2 * one_token * (11 + 1)
+    assert decode_bench.step_bytes(config, 5, 10, 3) - shapes.weight_bytes(config) == 5 * 2 * one_token * 12
     windowed = ModelConfig.from_hf(TINY | {"model_type": "mistral", "sliding_window": 8})
-    assert (
-        decode_bench.step_bytes(windowed, 1, 10, 3) - decode_bench.weight_bytes(windowed) == 2 * one_token * 8
-    )
+    assert decode_bench.step_bytes(windowed, 1, 10, 3) - shapes.weight_bytes(windowed) == 2 * one_token * 8
 
 
 def test_step_flop_count_weights_and_attended_tokens() -> None:
     config = ModelConfig.from_hf(TINY)
-    weights = decode_bench.weight_bytes(config, itemsize=1)
+    weights = shapes.weight_bytes(config, itemsize=1)
     attention = 2 * 4 * 4 * 4 * 12  # layers, two products of two operations, N, H, tokens in the mean
     assert decode_bench.step_flop(config, 3, 10, 3) == 3 * (2 * weights + attention)
 
@@ -415,7 +411,9 @@ def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.Monk
     failed: list[str] = []
     options = step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 2, local=True, prefill=4)
     found, _ = step_bench.measure(ModelConfig.from_hf(TINY), options, on_failure=failed.append)
-    assert [r.way for r in found] == ["unsplit", "unsplit, then 4"]
+    local = ["slice by slice, with 4 alongside", "slice by slice, then 4"]
+    assert [r.way for r in found] == ["unsplit", "unsplit, then 4", *local]
+    assert [r.ratio_to_decode is None for r in found] == [True, False, True, True]
     assert all(len(r.ahead_ms) == 2 for r in found)
     assert failed == [
         "B 2, 8 tokens, unsplit, with 4 alongside: RESOURCE_EXHAUSTED: Out of memory",
@@ -424,10 +422,13 @@ def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.Monk
 
 
 def test_step_bench_with_prompt_tokens() -> None:
-    options = step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 2, local=True, prefill=4)
+    cases = [step_bench.StepCase(3, 8), step_bench.StepCase(2, 8)]
+    options = step_bench.StepOptions(cases, jnp.float32, 2, local=True, prefill=4)
     found, _ = step_bench.measure(ModelConfig.from_hf(TINY), options)
     ways = {r.way: r for r in found}
-    assert list(ways) == ["unsplit", "unsplit, with 4 alongside", "unsplit, then 4", "slice by slice"]
+    local = ["slice by slice", "slice by slice, with 4 alongside", "slice by slice, then 4"]
+    assert list(ways) == ["unsplit", "unsplit, with 4 alongside", "unsplit, then 4", *local]
+    assert len(found) == 2 * len(ways)
     for way in ("unsplit, with 4 alongside", "unsplit, then 4"):
         r = ways[way]
         assert (r.n_prompt_tokens, r.n_stored_tokens, r.decode_ms) == (4, 4, ways["unsplit"].ahead_ms)
@@ -436,4 +437,5 @@ def test_step_bench_with_prompt_tokens() -> None:
         assert r.to_dict()["prompt_tokens_per_s"] == pytest.approx(4e3 / np.median(r.ahead_ms))
         assert r.floor_ms > ways["unsplit"].floor_ms
     assert ways["unsplit"].ratio_to_decode is None and ways["unsplit"].prompt_tokens_per_s is None
+    # The second case's slots hold what the first case's steps have stored, the same in all ways.
     assert all(r.max_difference < 1e-5 for r in found)

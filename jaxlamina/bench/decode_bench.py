@@ -18,8 +18,10 @@ from jaxlamina.bench.machine import MatmulRate, ReadBandwidth
 from jaxlamina.bench.peers import OURS, Decoded, PeerJob, load, title
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts
+from jaxlamina.bench.rounds import ratios
+from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
 from jaxlamina.errors import UserError
-from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.models import ModelConfig
 
 FLOAT32_BYTES = 4
 
@@ -93,41 +95,31 @@ class DecodeReport:
         return asdict(self) | {"roofline_tokens_per_s": rooflines}
 
 
-def weight_bytes(config: ModelConfig, itemsize: int = FLOAT32_BYTES) -> int:
-    """Bytes of weights a decode step reads: all but tables of which it looks up a few rows."""
-    skipped = (
-        ("embed_positions.weight",)
-        if config.tie_word_embeddings
-        else ("embed_positions.weight", "embed_tokens.weight")
-    )
-    return sum(x.size * itemsize for name, x in abstract_params(config).items() if not name.endswith(skipped))
-
-
 def step_bytes(
     config: ModelConfig, batch: int, n_prompt: int, n_steps: int, itemsize: int = FLOAT32_BYTES
 ) -> int:
     """Bytes a mean decode step must touch: the weights once, each row's earlier K and V, and the new K and
     V."""
-    token_bytes = 2 * config.num_key_value_heads * config.head_dim * itemsize
-    touched = 0
-    for step in range(n_steps):
-        earlier = n_prompt + step
-        for window in config.windows:
-            touched += 1 + (earlier if window is None else min(earlier, window - 1))
-    return weight_bytes(config, itemsize) + round(batch * token_bytes * touched / n_steps)
+    a_layers_token = kv_token_bytes(config, itemsize) // config.num_hidden_layers
+    touched = _attended(config, n_prompt, n_steps)  # the new token among them
+    return weight_bytes(config, itemsize) + round(batch * a_layers_token * touched / n_steps)
 
 
 def step_flop(config: ModelConfig, batch: int, n_prompt: int, n_steps: int) -> int:
     """Floating-point operations of a mean decode step's matrix products: every weight, and q·k and
     weights·v."""
     matrices = weight_bytes(config, 1)  # norms and biases are among it, and are nothing beside it
-    attended = sum(
-        min(n_prompt + step + 1, n_prompt + step + 1 if window is None else window)
-        for step in range(n_steps)
-        for window in config.windows
-    )
+    attended = _attended(config, n_prompt, n_steps)
     attention = 4 * config.num_attention_heads * config.head_dim * attended / n_steps
     return batch * round(2 * matrices + attention)
+
+
+def _attended(config: ModelConfig, n_prompt: int, n_steps: int) -> int:
+    """Tokens that one row's queries meet, over all layers and steps: its earlier ones and the new one."""
+    lengths = range(n_prompt + 1, n_prompt + n_steps + 1)
+    return sum(
+        length if window is None else min(length, window) for length in lengths for window in config.windows
+    )
 
 
 def measure(
@@ -247,7 +239,7 @@ def _ratios(
     for batch in batches:
         for ours in (name for name in peers if name in OURS):
             for peer in (name for name in peers if name not in OURS or (ours, name) == ("split", "unsplit")):
-                pairs = zip(runs[ours, batch], runs[peer, batch], strict=True)
-                rounds = [theirs.decode_s / mine.decode_s for mine, theirs in pairs]
-                made.append(Ratio(batch, ours, peer, median(rounds), min(rounds), max(rounds)))
+                mine, theirs = ([run.decode_s for run in runs[name, batch]] for name in (ours, peer))
+                found = ratios(theirs, mine)
+                made.append(Ratio(batch, ours, peer, median(found), min(found), max(found)))
     return made

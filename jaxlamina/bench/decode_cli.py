@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from jaxlamina.bench.flags import AsJson, option
-from jaxlamina.bench.lists import listed, number
+from jaxlamina.bench.lists import whole_numbers
 from jaxlamina.bench.report import Columns, Part, counted_progress, dim, left_out, table, tell
 from jaxlamina.cli.model_options import AsyncScheduling, find
 from jaxlamina.options import MODEL_HELP
@@ -49,8 +49,7 @@ def decode_command(
     from jaxlamina.bench.prompts import encoder_of
     from jaxlamina.weights import open_checkpoint
 
-    what = "whole numbers of at least 1 separated by commas, e.g. 1,8,32"
-    batches = listed("--batch", batch, number(int, lambda n: n >= 1), what)
+    batches = whole_numbers("--batch", batch)
     names, missing = peers_.chosen(peers)
     where = machine.describe(peers_.PACKAGES)
     checkpoint = open_checkpoint(path)

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from jaxlamina.bench.exchange_ranks import RankError, Ranks
 from jaxlamina.bench.lists import listed
+from jaxlamina.bench.rounds import best_rate, record_of
 from jaxlamina.errors import UserError
 from jaxlamina.process.gpus import n_gpus
 from jaxlamina.steps.exchange import Exchange
@@ -112,9 +112,7 @@ class ExchangeReport:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        points = [
-            asdict(p) | {"round_trip_us": p.round_trip_us, "bytes_per_s": p.bytes_per_s} for p in self.points
-        ]
+        points = [record_of(p, "round_trip_us", "bytes_per_s") for p in self.points]
         return asdict(self) | {"points": points, "aims": self.aims()}
 
 
@@ -251,15 +249,11 @@ def _limit(given: float | None, devices: Sequence[str]) -> tuple[str, float]:
     return "one core's memory copies", _copies_bytes_per_s()
 
 
-def _copies_bytes_per_s(n_bytes: int = 64 * 2**20, passes: int = 5) -> float:
-    """How fast one thread copies ``n_bytes``; the best pass."""
+def _copies_bytes_per_s() -> float:
+    """How fast one thread copies memory."""
+    n_bytes = 64 * 2**20
     source, to = np.ones(n_bytes, np.uint8), np.empty(n_bytes, np.uint8)
-    best = 0.0
-    for _ in range(passes):
-        began = time.perf_counter()
-        np.copyto(to, source)
-        best = max(best, n_bytes / (time.perf_counter() - began))
-    return best
+    return best_rate(lambda: np.copyto(to, source), n_bytes, passes=5)
 
 
 def size_text(n_bytes: int) -> str:

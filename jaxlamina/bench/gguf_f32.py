@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxlamina.process.cache_folder import cache_dir
+
 # Written by the writer itself, or no longer true of the copy.
 _NOT_COPIED = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
 _ALL_F32 = 0  # general.file_type
@@ -26,7 +28,7 @@ def f32_gguf(source: Path, folder: Path | None = None) -> Path:
     """
     stat = source.stat()
     key = hashlib.sha256(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    folder = folder or _cache_folder()
+    folder = folder or cache_dir() / "bench"
     target = folder / f"{source.stem}.F32.{key}.gguf"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,9 +66,3 @@ def write_f32(source: Path, target: Path) -> None:
 
 def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))  # GGUF counts the fastest axis first
-
-
-def _cache_folder() -> Path:
-    from jaxlamina.weights import cache_dir
-
-    return cache_dir() / "bench"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxlamina.bench import kernel_peers, machine
 from jaxlamina.bench.loads import azure_conversation
+from jaxlamina.bench.rounds import ratios, record_of
 from pallas_kernels import reference
 from pallas_kernels.quantized import QuantizedPool, quantise, values_of
 
@@ -117,7 +118,7 @@ class Result:
         return self.bytes_read / self.time_us * 1e6
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"time_us": self.time_us, "bytes_per_s": self.bytes_per_s}
+        return record_of(self, "time_us", "bytes_per_s")
 
 
 def measure(
@@ -169,8 +170,7 @@ def _take_turns(
         result.of_limit = result.bytes_per_s / limit
         for other in found.values():
             if other is not result:
-                pairs = zip(result.times_us, other.times_us, strict=True)
-                result.ratio[other.peer] = statistics.median(a / b for a, b in pairs)
+                result.ratio[other.peer] = statistics.median(ratios(result.times_us, other.times_us))
     return list(found.values())
 
 

@@ -32,6 +32,12 @@ def number(kind: type[N], is_right: Callable[[N], bool]) -> Callable[[str], N]:
     return parse
 
 
+def whole_numbers(option: str, text: str, least: int = 1) -> list[int]:
+    """From "2,4,8", of at least ``least``."""
+    what = f"whole numbers of at least {least} separated by commas, e.g. {least},8,32"
+    return listed(option, text, number(int, lambda n: n >= least), what)
+
+
 def pair(text: str) -> tuple[int, int]:
     """For `listed`: (64, 4096) from "64x4096", two numbers of at least 1."""
     first, second = map(number(int, lambda n: n >= 1), text.lower().split("x"))

@@ -10,13 +10,14 @@ import datetime
 import importlib.metadata
 import os
 import platform
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
+from jaxlamina.bench.rounds import best_rate
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,8 @@ class ReadBandwidth:
         """Bytes per second of the best of `passes`; raises `best` if it is higher."""
         with ThreadPoolExecutor(self._n) as pool:
             list(pool.map(np.sum, self._pieces))
-            for _ in range(passes):
-                start = time.perf_counter()
-                list(pool.map(np.sum, self._pieces))
-                self.best = max(self.best, self._n_bytes / (time.perf_counter() - start))
+            rate = best_rate(lambda: list(pool.map(np.sum, self._pieces)), self._n_bytes, passes)
+        self.best = max(self.best, rate)
         return self.best
 
 
@@ -129,8 +128,6 @@ class MatmulRate:
     def measure(self, passes: int = 3) -> float:
         """Floating-point operations per second of the best of `passes`; raises `best` if it is higher."""
         out = self._a @ self._a
-        for _ in range(passes):
-            start = time.perf_counter()
-            np.matmul(self._a, self._a, out=out)
-            self.best = max(self.best, 2 * len(self._a) ** 3 / (time.perf_counter() - start))
+        rate = best_rate(lambda: np.matmul(self._a, self._a, out=out), 2 * len(self._a) ** 3, passes)
+        self.best = max(self.best, rate)
         return self.best

@@ -28,6 +28,7 @@ from jaxlamina.bench import serve_bench, serve_client
 from jaxlamina.bench.lists import listed, pair
 from jaxlamina.bench.loads import Size, arrivals
 from jaxlamina.bench.prompts import prompts as passages
+from jaxlamina.bench.rounds import seconds_of
 from jaxlamina.bench.serve_metrics import summary
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM
@@ -205,8 +206,8 @@ class Layers:
     def _attempt(self, text: str, times: CaseTimes) -> None:
         seconds, tokens = self._generate(text, times.case)
         times.engine.append(seconds)
-        times.tokenise.append(times.case.copies * self._seconds(lambda: self._encode(text)))
-        times.detokenise.append(self._seconds(lambda: self._detokenise(tokens)))
+        times.tokenise.append(times.case.copies * seconds_of(lambda: self._encode(text)))
+        times.detokenise.append(seconds_of(lambda: self._detokenise(tokens)))
         timed = self._llm.engine.executor = Timed(self._llm.engine.executor)
         try:
             self._generate(text, times.case)
@@ -245,9 +246,9 @@ class Layers:
         with tempfile.TemporaryDirectory(prefix="jaxlamina-") as folder:
             file = Path(folder, "requests.jsonl")
             file.write_text((json.dumps(body) + "\n") * times.case.copies)
-            times.start.append(self._seconds(lambda: _jaxlamina("--version")))
+            times.start.append(seconds_of(lambda: _jaxlamina("--version")))
             asked = ("batch", "--url", self._url, "--restart", str(file))
-            times.command.append(self._seconds(lambda: _jaxlamina(*asked)))
+            times.command.append(seconds_of(lambda: _jaxlamina(*asked)))
 
     def _encode(self, text: str) -> Sequence[int]:
         found: Sequence[int] = self._tokenizer.encode(text)
@@ -260,12 +261,6 @@ class Layers:
                 text.add(token)
                 text.release(finished=False)
             text.finish()
-
-    @staticmethod
-    def _seconds(run: Callable[[], object]) -> float:
-        began_s = time.perf_counter()
-        run()
-        return time.perf_counter() - began_s
 
     def measure_load(self, rate: float, sizes: Sequence[Size], *, seed: int) -> LoadTimes:
         """The server under requests of ``sizes`` that arrive at ``rate`` a second."""

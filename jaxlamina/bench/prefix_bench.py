@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jaxlamina.bench.rounds import ratios, record_of
 from jaxlamina.errors import UserError
 
 # The second request's time to first token, over the first's, with all programs compiled.
@@ -38,13 +39,12 @@ class PrefixTimes:
     @property
     def ratio(self) -> float:
         """Median of the rounds' second over first."""
-        return statistics.median(b / a for a, b in zip(self.first_s, self.second_s, strict=True))
+        return statistics.median(ratios(self.second_s, self.first_s))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
+        return record_of(self, "ratio") | {
             "first_median_s": statistics.median(self.first_s),
             "second_median_s": statistics.median(self.second_s),
-            "ratio": self.ratio,
             "ratio_limit": RATIO_LIMIT,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -192,10 +192,6 @@ def _each(measured: Measured, load: Load) -> dict[str, Any]:
     }
 
 
-def _value(key: str, row: tuple[str, dict[str, Any]]) -> Any:
-    return row[1][key]
-
-
 def parts(record: dict[str, Any], measured: Measured, load: Load, wanted: Wanted) -> Iterator[report.Part]:
     """What is shown of a result."""
     from jaxlamina.bench import loads, serve_metrics
@@ -222,8 +218,8 @@ def parts(record: dict[str, Any], measured: Measured, load: Load, wanted: Wanted
         rows.append((f"goodput ({limits})", f"{record['request_goodput']:.3f} requests/s"))
     yield report.table(rows, PAIRS)
     keys = ("mean", "median", "std", *(f"p{p:g}" for p in wanted.percentiles))
-    rows_ms = [(name.upper(), {key: record[f"{key}_{name}_ms"] for key in keys}) for name in wanted.names]
-    columns: list[report.Column] = [(key, partial(_value, key), ".2f") for key in keys]
+    rows_ms = [(name.upper(), *(record[f"{key}_{name}_ms"] for key in keys)) for name in wanted.names]
+    columns: list[report.Column] = [(key, itemgetter(i), ".2f") for i, key in enumerate(keys, start=1)]
     yield report.table(rows_ms, (PAIRS[0], *columns), "ms")
     yield report.dim("; ".join(f"{name.upper()}: {serve_metrics.TITLES[name]}" for name in wanted.names))
     if record["num_too_long"]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxlamina.bench.rounds import record_of, seconds_of
 from jaxlamina.models import ModelConfig, abstract_params, apply
 from pallas_kernels import compat
 from splitter import SplitModel, split, trace
@@ -53,7 +54,7 @@ class SplitTimes:
         return sum(seconds for _, _, seconds in self.programs)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"compile_s": self.compile_s}
+        return record_of(self, "compile_s")
 
 
 def with_layers(config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -151,9 +152,7 @@ def compile_slice(model: SplitModel, i: int, params: dict[str, jax.ShapeDtypeStr
         return q, piece.kv_part(slice_params, rest, None)
 
     arguments = (model.slice_params(i, params), context, attention_out)
-    start = time.perf_counter()
-    jax.jit(run).lower(*arguments).compile()
-    return time.perf_counter() - start
+    return seconds_of(lambda: jax.jit(run).lower(*arguments).compile())
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from jaxlamina.bench.flags import AsJson, Config, option
-from jaxlamina.bench.lists import listed, number
+from jaxlamina.bench.lists import whole_numbers
 from jaxlamina.bench.report import Columns, Part, dim, progress, table, tell, verdict
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
@@ -42,8 +42,7 @@ def split_command(
     shape = model_config(config)
     from jaxlamina.bench import machine, split_bench
 
-    what = "whole numbers of at least 1 separated by commas, e.g. 1,8,32"
-    counts = listed("--layers", layers, number(int, lambda n: n >= 1), what)
+    counts = whole_numbers("--layers", layers)
     if dtype not in ("bfloat16", "float32"):
         raise UserError(f"--dtype {dtype!r} must be bfloat16 or float32")
     where = machine.describe()

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,9 @@ import jax
 import numpy as np
 
 from jaxlamina.bench import kernels_bench
-from jaxlamina.bench.lists import listed, number, pair
+from jaxlamina.bench.lists import listed, pair, whole_numbers
+from jaxlamina.bench.rounds import ratios, record_of, seconds_of
+from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
 from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
@@ -66,9 +68,7 @@ def cases_of(text: str) -> list[StepCase]:
 def numbers_of(text: str, option: str = "--staggered") -> list[int]:
     """Numbers of at least 2 from "2,4", as ``--staggered`` has them; ``UserError``, naming the option, for
     other text."""
-    if not text:
-        return []
-    return listed(option, text, number(int, lambda n: n >= 2), "numbers of at least 2, such as 2,4")
+    return whole_numbers(option, text, least=2) if text else []
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class StepResult:
 
     def ratio_to(self, other_ms: Sequence[float]) -> float:
         """The median of the rounds' own ratios, to times of the same rounds."""
-        return statistics.median(a / b for a, b in zip(self.ahead_ms, other_ms, strict=True))
+        return statistics.median(ratios(self.ahead_ms, other_ms))
 
     @property
     def ratio_to_decode(self) -> float | None:
@@ -153,12 +153,7 @@ class StepResult:
         return self.n_prompt_tokens / self.ms * 1e3 if self.n_prompt_tokens else None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "ms": self.ms,
-            "blocked_ms": self.blocked_ms,
-            "ratio_to_decode": self.ratio_to_decode,
-            "prompt_tokens_per_s": self.prompt_tokens_per_s,
-        }
+        return record_of(self, "ms", "blocked_ms", "ratio_to_decode", "prompt_tokens_per_s")
 
 
 def dtype_of(name: str) -> Any:
@@ -310,7 +305,9 @@ class _CaseRun:
             self._fail(way.name, error)
             return
         took = time.perf_counter() - began
-        weights, kv = weight_bytes(bench.params), kv_bytes(bench.config, self._case, bench.params)
+        itemsize = bench.options.dtype.dtype.itemsize
+        weights, a_token = weight_bytes(bench.config, itemsize), kv_token_bytes(bench.config, itemsize)
+        kv = self._case.batch * self._case.context * a_token
         floor = (weights + kv / way.share) / limit * 1e3
         result = StepResult(str(self._case), way.name, floor_ms=floor, prepare_s=took)
         n = way.options.get("n_batches", 1)
@@ -319,8 +316,7 @@ class _CaseRun:
         chunk = self._chunk
         if way.decode in self._results and chunk is not None:
             result.n_prompt_tokens, result.n_stored_tokens = chunk.tokens.shape[1], int(chunk.lengths[0])
-            stored = kv_bytes(bench.config, StepCase(1, result.n_stored_tokens), bench.params)
-            result.floor_ms += stored / limit * 1e3
+            result.floor_ms += result.n_stored_tokens * a_token / limit * 1e3
             result.decode_ms = self._results[way.decode].ahead_ms
         self._results[way.name] = result
         if way.share > 1:
@@ -332,7 +328,11 @@ class _CaseRun:
 
     def _fail(self, way: str, error: Exception) -> None:
         self._bench.on_failure(f"{self._case}, {way}: {_reason(error)}")
-        self._steps.pop(way), self._results.pop(way, None)
+        self._steps.pop(way)
+        failed = self._results.pop(way, None)
+        for result in self._results.values():
+            if failed is not None and result.decode_ms is failed.ahead_ms:
+                result.decode_ms = []  # it has no decode step to be compared with
 
 
 def over_ranks(
@@ -371,7 +371,7 @@ def _ways(name: str, options: StepOptions, has_prefill_workers: bool = False) ->
         cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in parts]
     chunks: list[Way] = []
     here = {"prefill_workers": 0} if has_prefill_workers else {}
-    for way in whole if prefill and name in ("unsplit", "split") else []:  # others have no step for both
+    for way in whole if prefill and "by weights" not in name else []:  # that one has no step for both
         also = {"alongside": f"with {prefill} alongside", "after": f"then {prefill}"}
         chunks += [
             Way(f"{way.name}, {words}", way.options | here, chunk, way.name) for chunk, words in also.items()
@@ -402,12 +402,7 @@ def _difference(got: np.ndarray, want: np.ndarray) -> float:
 
 def alone(step: Callable[[], Any], n: int) -> float:
     """Median seconds of n steps, each waited for."""
-    times = []
-    for _ in range(n):
-        began = time.perf_counter()
-        jax.block_until_ready(step())
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(seconds_of(lambda: jax.block_until_ready(step())) for _ in range(n))
 
 
 def shuffled_batch(case: StepCase, n_slots: int, vocab_size: int) -> DecodeBatch:
@@ -430,17 +425,3 @@ def shuffled_chunk(case: StepCase, n_tokens: int, n_slots: int, vocab_size: int)
 
 def _before(case: StepCase) -> int:
     return case.context // 2
-
-
-def weight_bytes(params: dict[str, jax.Array]) -> int:
-    """Bytes of the weights that a decode step reads: of the embedding only some rows."""
-    embedding = [x.nbytes for name, x in params.items() if "embed_tokens" in name]
-    tied = not any("lm_head" in name for name in params)
-    return sum(x.nbytes for x in params.values()) - (0 if tied else sum(embedding))
-
-
-def kv_bytes(config: ModelConfig, case: StepCase, params: dict[str, jax.Array]) -> int:
-    """Bytes of the stored K and V that a step reads."""
-    itemsize = next(iter(params.values())).dtype.itemsize
-    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
-    return case.batch * case.context * a_token

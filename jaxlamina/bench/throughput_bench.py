@@ -10,13 +10,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts as passages
+from jaxlamina.bench.rounds import ratios, record_of, seconds_of
+from jaxlamina.bench.shapes import kv_token_bytes
 from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM, InMemoryModel
@@ -26,6 +28,7 @@ from jaxlamina.profiling.under_load import OneWindow, UnderLoad
 from jaxlamina.ranks import Group
 from jaxlamina.run.make import DTYPES
 from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.weights import open_checkpoint
 from jaxlamina.weights.dummy import random_weights
 
 # Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32
@@ -57,9 +60,7 @@ class ThroughputOptions:
 
     @property
     def kv_token_bytes(self) -> int:
-        config = self.config
-        n_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return n_values * int(DTYPES[self.dtype].dtype.itemsize)
+        return kv_token_bytes(self.config, DTYPES[self.dtype].dtype.itemsize)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("dtype", "split", "max_num_seqs", "max_num_batched_tokens", "kv_headroom")
@@ -94,8 +95,7 @@ class Run:
         return (self.n_prompt + self.n_output) / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        rates = ("requests_per_s", "output_per_s", "tokens_per_s")
-        return asdict(self) | {name: getattr(self, name) for name in rates}
+        return record_of(self, "requests_per_s", "output_per_s", "tokens_per_s")
 
 
 @dataclass
@@ -126,8 +126,8 @@ class ThroughputReport:
         theirs = [run.output_per_s for run in self.runs[way]]
         if way == TRANSFORMERS and not self.in_turns:
             theirs = [statistics.median(theirs)] * len(ours)
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        return statistics.median(ratios), min(ratios), max(ratios)
+        found = ratios(ours, theirs)
+        return statistics.median(found), min(found), max(found)
 
     def ratios(self) -> dict[str, tuple[float, float, float]]:
         return {way: self.ratio(way) for way in (ALONE, PADDED, TRANSFORMERS) if way in self.runs}
@@ -263,10 +263,8 @@ class _Ours:
     def warm_up(self, load: _Load, n_alone: int) -> float:
         """Serves the requests once, by which every program that they meet is compiled, and no other;
         seconds."""
-        began_s = time.perf_counter()
-        self.one_at_a_time(load.part(0, n_alone))
-        self._generate(load)
-        return time.perf_counter() - began_s
+        alone_s = self.one_at_a_time(load.part(0, n_alone))
+        return alone_s + seconds_of(lambda: self._generate(load))
 
     def run(self, load: _Load) -> Run:
         before = self._llm.stats()
@@ -302,10 +300,8 @@ class _Ours:
 
     def one_at_a_time(self, load: _Load) -> float:
         """Seconds for all requests, each begun when the one before it is done."""
-        began_s = time.perf_counter()
-        for i in range(len(load.sizes)):
-            self._generate(load.part(i, i + 1))
-        return time.perf_counter() - began_s
+        each = [load.part(i, i + 1) for i in range(len(load.sizes))]
+        return sum(seconds_of(partial(self._generate, one)) for one in each)
 
     def _generate(self, load: _Load) -> list[list[int]]:
         asked = [{"prompt_token_ids": prompt} for prompt in load.prompts]
@@ -382,8 +378,6 @@ class _Theirs:
 def _source(options: ThroughputOptions) -> InMemoryModel:
     if options.model is None:
         return InMemoryModel(options.config, random_weights(options.config, DTYPES[options.dtype]))
-    from jaxlamina.weights import open_checkpoint
-
     return InMemoryModel(options.config, open_checkpoint(options.model).load())
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.machine import n_cores
 from jaxlamina.bench.peers import flash_attention, transformers_model
+from jaxlamina.bench.shapes import kv_token_bytes
 from jaxlamina.models import ModelConfig
 
 _PAGE_TOKENS = 256  # transformers' own default
@@ -46,13 +47,15 @@ class ContinuousBatching:
         import transformers
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+        from jaxlamina.weights import open_checkpoint
+
         jax.config.update(
             "jax_platforms", "cpu"
         )  # weights are read by JAX: it must not take the GPU's memory
         on_gpu = torch.cuda.is_available() and os.environ.get("JAX_PLATFORMS") != "cpu"
         self.platform = "gpu" if on_gpu else "cpu"
         torch.set_num_threads(n_cores())
-        weights = None if job.model is None else _weights(job.model)
+        weights = None if job.model is None else open_checkpoint(job.model).load()
         self._torch = torch
         self._model = transformers_model(
             job.config,
@@ -63,7 +66,8 @@ class ContinuousBatching:
         )
         n_blocks = needed_blocks(job.sizes, job.max_num_seqs)
         if on_gpu:
-            n_blocks = min(n_blocks, int(_OF_FREE_MEMORY * self.free_bytes() / self._block_bytes(job.config)))
+            block_bytes = _PAGE_TOKENS * kv_token_bytes(job.config, self._model.dtype.itemsize)
+            n_blocks = min(n_blocks, int(_OF_FREE_MEMORY * self.free_bytes() / block_bytes))
         self._manager_options: dict[str, Any] = {
             "generation_config": transformers.GenerationConfig(
                 do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1
@@ -121,17 +125,6 @@ class ContinuousBatching:
             manager.stop(block=True, timeout=_SILENCE_S, keep_for_next_session=True)
         return seconds, [found[i] for i in range(len(prompts))]
 
-    def _block_bytes(self, config: ModelConfig) -> int:
-        itemsize = self._model.dtype.itemsize
-        return (
-            2
-            * config.num_hidden_layers
-            * config.num_key_value_heads
-            * config.head_dim
-            * itemsize
-            * _PAGE_TOKENS
-        )
-
 
 def heading(attention: str, platform: str) -> str:
     """On GPUs continuous batching is made for flash attention; any other builds a mask of all tokens of a
@@ -145,12 +138,6 @@ def needed_blocks(sizes: Sequence[Size], max_num_seqs: int) -> int:
     """Pages of KV that hold any ``max_num_seqs`` of these requests at once."""
     pages = sorted((-(-size.n_tokens // _PAGE_TOKENS) for size in sizes), reverse=True)
     return sum(pages[:max_num_seqs]) + 1
-
-
-def _weights(model: str) -> Any:
-    from jaxlamina.weights import open_checkpoint
-
-    return open_checkpoint(model).load()
 
 
 def _page_option(config: type) -> dict[str, Any]:
