@@ -47,11 +47,10 @@ class ContinuousBatching:
         import transformers
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+        # Weights are read by JAX: it must not take the GPU's memory.
+        jax.config.update("jax_platforms", "cpu")
         from jaxlamina.weights import open_checkpoint
 
-        jax.config.update(
-            "jax_platforms", "cpu"
-        )  # weights are read by JAX: it must not take the GPU's memory
         on_gpu = torch.cuda.is_available() and os.environ.get("JAX_PLATFORMS") != "cpu"
         self.platform = "gpu" if on_gpu else "cpu"
         torch.set_num_threads(n_cores())
