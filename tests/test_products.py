@@ -123,6 +123,7 @@ def test_a_layout_fits_the_device_and_covers_the_products(n_rows, widths, k):
     assert tuning.parts == 1 or tiles * tuning.parts <= 132  # parts of K only to fill one wave
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("shapes", "dtype", "why"),
     [
