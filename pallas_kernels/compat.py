@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -72,12 +72,13 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
                 yield leaf
 
 
-def bind_eqn(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+def bind_eqn(eqn: JaxprEqn, args: Sequence[Any], changed: Mapping[str, Any] | None = None) -> list[Any]:
     """Run one equation on `args` as `jax.core.eval_jaxpr` does; always a list of results.
 
-    The equation's own context (compute type, partitioning) and source position are kept.
+    The equation's own context (compute type, partitioning) and source position are kept. ``changed``: parameters
+    in place of the equation's own.
     """
-    params = eqn.primitive.get_bind_params(eqn.params)
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed} if changed else eqn.params)
     with context_of(eqn):
         out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]

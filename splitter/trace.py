@@ -32,6 +32,9 @@ _INLINE = frozenset(
 )  # fmt: skip
 
 
+IsWanted = Callable[[compat.JaxprEqn], bool]
+
+
 @dataclass(frozen=True)
 class Traced:
     """A function as one flat jaxpr.
@@ -97,11 +100,7 @@ def trace(
     with marking():
         closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(params, *inputs)
     wanted = frozenset(operators)
-    inner, consts = compat.open_jaxpr(closed)
-
-    def flat_fn(*args: Any) -> list[Any]:
-        return _inline(inner, [*consts, *args], wanted)
-
+    _, consts = compat.open_jaxpr(closed)
     params_flat, params_tree = tree_util.tree_flatten(params)
     inputs_flat, inputs_tree = tree_util.tree_flatten(tuple(inputs))
     # No parameters at all are meant so: the function closes over its weights.
@@ -118,7 +117,7 @@ def trace(
         )
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x)))
              for x in (*params_flat, *inputs_flat)]  # fmt: skip
-    flat, flat_consts = compat.open_jaxpr(jax.make_jaxpr(flat_fn)(*avals))
+    flat, flat_consts = _flat(closed, avals, lambda eqn: eqn.primitive in wanted)
     sites = tuple(i for i, eqn in enumerate(flat.eqns) if eqn.primitive in wanted)
     if not sites:
         raise SplitError(
@@ -140,6 +139,23 @@ def trace(
     )
 
 
+def flattened(
+    fn: Callable[..., Any], likes: Sequence[Any], is_wanted: IsWanted
+) -> tuple[Any, tuple[Any, ...]]:
+    """``fn`` of arrays as one flat jaxpr, and the values of its constants. An equation that ``is_wanted`` may not lie
+    within a construct whose course depends on data (SplitError); a scan that holds one is unrolled."""
+    return _flat(jax.make_jaxpr(fn)(*likes), likes, is_wanted)
+
+
+def _flat(closed: Any, likes: Sequence[Any], is_wanted: IsWanted) -> tuple[Any, tuple[Any, ...]]:
+    inner, consts = compat.open_jaxpr(closed)
+
+    def run(*args: Any) -> list[Any]:
+        return _inline(inner, [*consts, *args], is_wanted)
+
+    return compat.open_jaxpr(jax.make_jaxpr(run)(*likes))
+
+
 def _is_weight(x: Any) -> bool:
     return jnp.issubdtype(_dtype(x), jnp.floating)
 
@@ -148,20 +164,20 @@ def _dtype(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
-def _inline(jaxpr: Any, args: Sequence[Any], wanted: frozenset[Any]) -> list[Any]:
+def _inline(jaxpr: Any, args: Sequence[Any], is_wanted: IsWanted) -> list[Any]:
     """``args``: the values of its constants, then its arguments."""
 
     def in_place(eqn: compat.JaxprEqn, read: Read) -> list[Any]:
         # One body; custom_vjp's forward and backward rules are callables, not jaxprs.
         inner, consts = compat.open_jaxpr(next(compat.sub_jaxprs(eqn)))
-        return _inline(inner, [*consts, *map(read, eqn.invars)], wanted)
+        return _inline(inner, [*consts, *map(read, eqn.invars)], is_wanted)
 
     def otherwise(eqn: compat.JaxprEqn, read: Read) -> list[Any]:
-        if not _holds(eqn, wanted):
+        if not _holds(eqn, is_wanted):
             return as_it_is(eqn, read)
         name = eqn.primitive.name
         if name == "scan":
-            return _unroll(eqn, [read(a) for a in eqn.invars], wanted)
+            return _unroll(eqn, [read(a) for a in eqn.invars], is_wanted)
         raise SplitError(
             f"an attention operator lies inside `{name}` at {compat.where(eqn)}: how often it runs, or "
             f"whether, "
@@ -172,16 +188,16 @@ def _inline(jaxpr: Any, args: Sequence[Any], wanted: frozenset[Any]) -> list[Any
     return Block.of(jaxpr)(args, dict.fromkeys(_INLINE, in_place), otherwise)
 
 
-def _holds(eqn: compat.JaxprEqn, wanted: frozenset[Any]) -> bool:
-    """Whether an equation's nested jaxprs hold an operator of `wanted`."""
+def _holds(eqn: compat.JaxprEqn, is_wanted: IsWanted) -> bool:
+    """Whether an equation's nested jaxprs hold one that is wanted."""
     return any(
-        inner_eqn.primitive in wanted or _holds(inner_eqn, wanted)
+        is_wanted(inner_eqn) or _holds(inner_eqn, is_wanted)
         for sub in compat.sub_jaxprs(eqn)
         for inner_eqn in compat.open_jaxpr(sub)[0].eqns
     )
 
 
-def _unroll(eqn: compat.JaxprEqn, operands: Sequence[Any], wanted: frozenset[Any]) -> list[Any]:
+def _unroll(eqn: compat.JaxprEqn, operands: Sequence[Any], is_wanted: IsWanted) -> list[Any]:
     p = eqn.params
     body, body_consts = compat.open_jaxpr(p["jaxpr"])
     n_consts, n_carry = compat.scan_counts(eqn)
@@ -195,7 +211,7 @@ def _unroll(eqn: compat.JaxprEqn, operands: Sequence[Any], wanted: frozenset[Any
     for i in reversed(range(length)) if p["reverse"] else range(length):
         # Static slices of stacked weights are views: the slicer moves them to load time.
         x = [jax.lax.index_in_dim(s, i, axis=0, keepdims=False) for s in xs]
-        out = _inline(body, [*body_consts, *fixed, *carry, *x], wanted)
+        out = _inline(body, [*body_consts, *fixed, *carry, *x], is_wanted)
         carry, steps[i] = out[:n_carry], out[n_carry:]
     return [*carry, *(jnp.stack(ys) for ys in zip(*steps, strict=True))]
 

@@ -1,0 +1,436 @@
+"""What a region computes, found from its equations and proven by its numbers.
+
+The factor and the soft cap of scores are read from the equations; which tokens see which is read from the masks'
+values, for as many tokens as the model may have. Then the region is run on random q, k and v, in float32, for several
+lengths and sizes of scores, and must give what causal attention of that factor, cap and window gives: whatever
+equations it is written in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from pallas_kernels import compat
+from splitter.block import variables
+from splitter.find.facts import Facts, moved
+from splitter.find.lengths import ancestors
+from splitter.find.regions import Region
+
+_SPREADS = (0.5, 6.0, 60.0)  # standard deviations of scores that a region is tried with
+_MOST_PAIRS = 1 << 27  # of tokens, whose masks are looked at at once
+_FIRST_POSITION = 7  # positions are given from here on, too: masks may go by differences alone
+
+
+class Refuted(Exception):
+    """A region is not attention as the runtime knows it; the text says why."""
+
+
+class Meaning(NamedTuple):
+    """What a region computes: causal attention of scores ``scale * q·k``, capped, within a window."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Mask(NamedTuple):
+    """Which tokens see which, as the masks' values say: ``visible`` of each mask, and the sets of values that hidden
+    ones have; ``window`` None: all earlier tokens."""
+
+    window: Any  # int, or None
+    visible: tuple[Any, ...]
+    hidden: frozenset[tuple[Any, ...]]
+
+
+def meaning(facts: Facts, region: Region, leaves: Sequence[Any], max_len: int) -> Meaning:
+    """Raises `Refuted`."""
+    grids = tuple(dict.fromkeys(g for g in (_grid(facts, v) for v in leaves) if g is not None))
+    if not grids:
+        raise Refuted("there is no mask: every token sees all others (only causal attention can be served)")
+    trial = _Trial(facts, region, grids, max_len)
+    mask = _mask(trial)
+    scale, softcap = _scoring(facts, region)
+    found = Meaning(scale, mask.window, softcap)
+    _compare(trial, found, mask)
+    return found
+
+
+_SMALL = 160  # tokens for which a region and its masks are run together
+
+
+class _Trial:
+    """A region and its masks as functions of positions, compiled once for each number of tokens."""
+
+    def __init__(self, facts: Facts, region: Region, grids: tuple[Any, ...], max_len: int) -> None:
+        self.facts, self.region, self.grids, self.max_len = facts, region, grids, max_len
+        self.sources = tuple(dict.fromkeys(view.source for view in (region.q, region.k, region.v)))
+        self._compiled: dict[tuple[int, bool], Callable[..., Any]] = {}
+
+    def inputs(self, n: int, seed: int = 0) -> dict[Any, np.ndarray]:
+        """Random q, k and v, as their sources are."""
+        rng = np.random.default_rng(seed)
+        return {s: rng.standard_normal(self.facts.learned.shape_at(s, n)).astype(np.float32) for s in self.sources}
+
+    def masks(self, n: int, first: int = 0) -> list[np.ndarray]:
+        """Each ``[T, T]``, for n tokens from position ``first`` on."""
+        row = (np.arange(n, dtype=np.int32) + first)[None]
+        _, found = self._run(n, row, self.inputs(n) if n <= _SMALL else None)
+        if not all(is_same for _, is_same in found):
+            raise Refuted("its mask or bias is not the same for all heads")
+        return [mask for mask, _ in found]
+
+    def result(self, n: int, given: Mapping[Any, np.ndarray]) -> np.ndarray:
+        [out], _ = self._run(n, np.arange(n, dtype=np.int32)[None], given)
+        return out
+
+    def _run(self, n: int, row: np.ndarray, given: Mapping[Any, np.ndarray] | None) -> Any:
+        """The region's result, if q, k and v are ``given``; and each mask, and whether it is of all heads."""
+        args = (row, *(given.values() if given else ()))
+        key = n, given is not None
+        if key not in self._compiled:
+            wanted = [*([self.region.end] if given else ()), *self.grids]
+            run = computed(self.facts, wanted, n, self.sources if given else (), in_float32=True)
+
+            def run_both(*args: Any) -> Any:
+                found = run(*args)
+                grids = [self._of_each_head(v, x) for v, x in zip(self.grids, found[-len(self.grids) :], strict=True)]
+                return found[: -len(self.grids)], [(x[0], (x == x[0]).all()) for x in grids]
+
+            self._compiled[key] = on_host(run_both, *args)
+        return self._compiled[key](*args)
+
+    def _of_each_head(self, v: Any, x: Any) -> Any:
+        """``[heads, T, T]``"""
+        x = jnp.moveaxis(x, self.facts.learned.token_dims(v), (-2, -1))
+        return x.reshape(-1, *x.shape[-2:])
+
+
+# --- Masks ---
+
+
+def _grid(facts: Facts, leaf: Any) -> Any | None:
+    """The smallest variable that a mask is broadcast from, and None for what is no matter of two tokens."""
+    v = leaf
+    while len(facts.learned.token_dims(v)) >= 2:
+        position = facts.producer.get(v)
+        if position is None:
+            break
+        eqn = facts.eqns[position]
+        if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"):
+            break
+        if isinstance(eqn.invars[0], compat.Literal) or not facts.learned.token_dims(eqn.invars[0]):
+            return None  # one number
+        if len(facts.learned.token_dims(eqn.invars[0])) < 2:
+            break
+        v = eqn.invars[0]
+    return v if len(facts.learned.token_dims(v)) == 2 else None
+
+
+def closure(facts: Facts, wanted: Sequence[Any], stop: Sequence[Any] = ()) -> list[int]:
+    """Positions of the equations that compute ``wanted``, in order."""
+    return sorted(ancestors(facts.learned.jaxpr, wanted, frozenset(stop)))
+
+
+def computed(
+    facts: Facts, wanted: Sequence[Any], n: int, given: Sequence[Any] = (), *, in_float32: bool = False
+) -> Callable[..., list[Any]]:
+    """A function of the row's positions ``[1, n]`` and the values of ``given`` that computes ``wanted`` for n tokens.
+    """
+    jaxpr = facts.learned.jaxpr
+    positions = closure(facts, wanted, given)
+
+    def run(row: Any, *values: Any) -> list[Any]:
+        env = {v: facts.learned.const(i, n) for i, v in enumerate(jaxpr.constvars)}
+        env[jaxpr.invars[-1]] = row
+        env.update(zip(given, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            if not isinstance(atom, compat.Literal):
+                return env[atom]
+            return _float32(np.asarray(atom.val)) if in_float32 else atom.val
+
+        for p in positions:
+            args = [read(a) for a in facts.eqns[p].invars]
+            outs = facts.learned.run(p, args, n, _float32_parameters if in_float32 else None)
+            env.update(zip(facts.eqns[p].outvars, outs, strict=True))
+        return [read(a) for a in wanted]
+
+    return run
+
+
+def _float32(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) if _is_small_float(x.dtype) else x
+
+
+def _is_small_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4)
+
+
+def _float32_parameters(params: dict[str, Any]) -> dict[str, Any]:
+    """An equation's parameters with float32 for smaller floats, so that what is proven is not its rounding."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return tuple(map(of, value))
+        is_type = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+        return np.dtype(np.float32) if is_type and _is_small_float(value) else value
+
+    return {k: of(v) for k, v in params.items()}
+
+
+def on_host(run: Callable[..., Any], *like: Any) -> Callable[..., Any]:
+    """Compiled for a CPU, for accelerators round products; quickly, for it runs once or twice."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        compiled = jax.jit(run).lower(*like).compile(
+            {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        )
+    return lambda *args: jax.tree.map(np.asarray, compiled(*args))
+
+
+def _mask(trial: _Trial) -> Mask:
+    n = _enough(trial)
+    values, mask, flip = trial.masks(n), None, False
+    for flip in (False, True):
+        mask = _read_mask([x.T for x in values] if flip else values)
+        if mask is not None:
+            break
+    if mask is None:
+        raise Refuted(_how_it_differs(values))
+    near = min(n, _SMALL)
+    again = _read_mask([x.T if flip else x for x in trial.masks(near, _FIRST_POSITION)])
+    if again is None or again.window != min(mask.window, near):
+        raise Refuted("its mask depends on where the positions begin")
+    return mask._replace(window=None) if mask.window == n else mask
+
+
+def _enough(trial: _Trial) -> int:
+    """How many tokens a mask must be looked at with to know it for all that there may be: beyond all numbers that it
+    compares with. Tables, and what is not made of comparisons and sums, are looked at whole."""
+    facts, most, whole = trial.facts, 96, False
+    for p in closure(facts, trial.grids):
+        eqn = facts.eqns[p]
+        whole |= eqn.primitive.name not in _LINEAR
+        for a in eqn.invars:
+            if isinstance(a, compat.Literal):
+                x = np.asarray(a.val)
+                if x.dtype.kind in "iu" and x.ndim == 0 and abs(int(x)) < trial.max_len:
+                    most = max(most, 2 * abs(int(x)) + 8)
+            elif a in facts.learned.jaxpr.constvars:
+                whole |= max(a.aval.shape, default=0) > 1
+    n = trial.max_len if whole else min(most, trial.max_len)
+    if n * n > _MOST_PAIRS:
+        raise Refuted(
+            f"its mask would have to be looked at for {n} tokens, which takes too much memory: give a smaller "
+            f"max_model_len"
+        )
+    return n
+
+
+_LINEAR = frozenset(
+    "iota add sub neg lt le gt ge eq ne and or not xor select_n broadcast_in_dim reshape squeeze expand_dims "
+    "transpose convert_element_type slice concatenate max min copy stop_gradient".split()
+)
+
+
+def _read_mask(values: Sequence[np.ndarray]) -> Mask | None:
+    """Of grids [query, key]; None where what sees what is not causal."""
+    n = len(values[0])
+    same = np.ones((n, n), bool)
+    visible = tuple(x[0, 0] for x in values)
+    for x, own in zip(values, visible, strict=True):
+        same &= x == own
+    window = int(same[-1].sum())
+    if not window or not np.array_equal(same, causal(n, window)):
+        return None
+    kinds = [np.unique(x[~same]) for x in values]
+    if any(len(k) > 16 for k in kinds):
+        return None
+    codes = sum(np.searchsorted(k, np.where(same, k[0] if len(k) else 0, x)) * 32**i
+                for i, (k, x) in enumerate(zip(kinds, values, strict=True)) if len(k))  # fmt: skip
+    met = np.unique(np.asarray(codes)[~same]) if n > 1 else []
+    hidden = {
+        tuple(_item(k[(int(code) // 32**i) % 32]) if len(k) else None for i, k in enumerate(kinds)) for code in met
+    }
+    hidden = {
+        tuple(_item(own) if x is None else x for x, own in zip(h, visible, strict=True)) for h in hidden
+    }
+    return Mask(window, tuple(map(_item, visible)), frozenset(hidden))
+
+
+def _item(x: Any) -> Any:
+    return x.item() if hasattr(x, "item") else x
+
+
+def causal(n: int, window: int | None) -> Bool[np.ndarray, "T T"]:
+    """Which of n tokens sees which."""
+    behind = np.arange(n)[:, None] - np.arange(n)[None, :]
+    return (behind >= 0) & (behind < (window or n))
+
+
+def _how_it_differs(values: Sequence[np.ndarray]) -> str:
+    n = len(values[0])
+    same = np.ones((n, n), bool)
+    for x in values:
+        same &= x == x[n - 1, n - 1]
+    if same.all():
+        return "its mask hides nothing: every token sees all others (only causal attention can be served)"
+    if any(len(np.unique(x[np.tril_indices(n)])) > 2 for x in values):
+        return (
+            "something that depends on the distance of tokens is added to its scores (as ALiBi does): the attention "
+            "kernels have no such bias"
+        )
+    for t in range(n):
+        for s in range(n):
+            if same[t, s] and s > t:
+                return (
+                    f"its mask is not causal: the token at place {t} sees the one at {s} (a prefix-LM or bidirectional "
+                    f"mask cannot be served)"
+                )
+    return "its mask is neither causal nor causal within a window"
+
+
+# --- Scores ---
+
+
+def _scoring(facts: Facts, region: Region) -> tuple[float, float | None]:
+    """Factor and cap, from the equations between the product and the softmax. Where they are another thing,
+    the numbers will not agree."""
+    states: dict[Any, tuple[float, float | None]] = {facts.eqns[region.scores].outvars[0]: (1.0, None)}
+    exponent = 1.0
+    last = (1.0, None)
+    for p in sorted(region.eqns - {region.scores}):
+        eqn = facts.eqns[p]
+        name = eqn.primitive.name
+        if name == "exp2":
+            exponent = float(np.log(2.0))
+        of = [a for a in variables(eqn.invars) if a in states]
+        if len(of) != 1 or p == region.mix or name in ("exp", "exp2", "reduce_max", "reduce_sum", "argmax"):
+            continue
+        after = _scored(facts, eqn, of[0], states[of[0]])
+        if after is not None:
+            states[eqn.outvars[0]] = last = after
+    scale, cap = last
+    return scale * exponent, None if cap is None else cap * exponent
+
+
+def _scored(
+    facts: Facts, eqn: compat.JaxprEqn, x: Any, state: tuple[float, float | None]
+) -> tuple[float, float | None] | None:
+    """scale and cap after an equation of scores: ``cap`` -1 while a tanh waits for its factor."""
+    scale, cap = state
+    name = eqn.primitive.name
+    if name == "tanh":
+        return (scale, 1.0) if cap is None else None
+    if name == "neg":
+        return -scale, cap
+    if name in ("mul", "div"):
+        other = eqn.invars[1] if eqn.invars[0] is x else eqn.invars[0]
+        factor = number(facts, other)
+        if factor is None:
+            return state
+        if name == "div":
+            if eqn.invars[0] is not x or factor == 0:
+                return None
+            factor = 1.0 / factor
+        # cap * tanh(scale * s / cap) times a factor
+        return scale * factor, None if cap is None else cap * factor
+    if name in ("add", "sub", "select_n", "max", "min", "convert_element_type", "stop_gradient") or (
+        len(eqn.invars) == 1 and moved(eqn, np.zeros(x.aval.shape, np.int8)) is not None
+    ):
+        return state
+    return None
+
+
+def number(facts: Facts, atom: Any) -> float | None:
+    """The one number that a value is everywhere, if it is known while tracing."""
+    if isinstance(atom, compat.Literal):
+        return float(np.asarray(atom.val)) if np.ndim(atom.val) == 0 else None
+    v = atom
+    while facts.producer.get(v) is not None:
+        eqn = facts.eqns[facts.producer[v]]
+        if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze"):
+            break
+        if isinstance(eqn.invars[0], compat.Literal):
+            return float(np.asarray(eqn.invars[0].val))
+        v = eqn.invars[0]
+    if not facts.only_positions(v) or facts.learned.token_dims(v) or facts.learned.jaxpr.invars[-1] in closure_inputs(
+        facts, v
+    ):
+        return None
+    row = np.zeros((1, 1), np.int32)
+    [x] = on_host(computed(facts, [v], facts.learned.lengths[0]), row)(row)
+    flat = np.unique(np.asarray(x, np.float32))
+    return float(flat[0]) if flat.size == 1 and isfinite(flat[0]) else None
+
+
+def closure_inputs(facts: Facts, v: Any) -> set[Any]:
+    """The function's arguments that a value needs."""
+    found = {v}
+    for p in closure(facts, [v]):
+        found.update(variables(facts.eqns[p].invars))
+    return found & set(facts.learned.jaxpr.invars)
+
+
+# --- Numbers ---
+
+
+def _compare(trial: _Trial, found: Meaning, mask: Mask) -> None:
+    near = min(_enough(trial), _SMALL)
+    if found.window is not None:
+        near = max(near, min(found.window + 5, trial.max_len))
+    heads = trial.region.n_heads
+    if near**2 * heads > _MOST_PAIRS:
+        raise Refuted(f"its window of {found.window} tokens for {heads} heads takes too much memory to be looked at")
+    met: set[tuple[Any, ...]] = set()
+    for n in (3, near):
+        for values in (trial.masks(n), [x.T for x in trial.masks(n)]):
+            own = _read_mask(values)
+            if own is not None and own.visible == mask.visible:
+                met |= own.hidden
+                break
+        _compare_at(trial, found, n)
+    if not mask.hidden <= met:
+        raise Refuted("its mask has other values for more tokens")
+
+
+def _compare_at(trial: _Trial, found: Meaning, n: int) -> None:
+    region = trial.region
+    views = (region.q, region.k, region.v)
+    width = region.q.shape[1]
+    for spread in _SPREADS:
+        each = (spread / (abs(found.scale) * width**0.5)) ** 0.5 if found.scale else 1.0
+        given = {
+            s: x if s is region.v.source else x * np.float32(each) for s, x in trial.inputs(n, seed=n).items()
+        }
+        q, k, v = (view.of(given[view.source], n) for view in views)
+        expected = attention_of(q, k, v, found)
+        got = region.out.of(trial.result(n, given), n)
+        tolerance = 1e-5 * (1 + spread) * max(1.0, float(np.abs(v).max()))
+        if not np.allclose(got, expected, rtol=0, atol=tolerance):
+            raise Refuted(
+                "what it computes is not softmax attention of its queries, keys and values: on random ones it differs "
+                f"by {float(np.nanmax(np.abs(got - expected))):.2g} from causal attention with scale "
+                f"{found.scale:.6g}, soft cap {found.softcap}, window {found.window}"
+            )
+
+
+def attention_of(
+    q: Float[np.ndarray, "T N H"], k: Float[np.ndarray, "T K H"], v: Float[np.ndarray, "T K H"], found: Meaning
+) -> Float[np.ndarray, "T N H"]:
+    """In float64."""
+    n, heads = q.shape[:2]
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
+    scores = np.einsum("tnh,snh->nts", q, k) * found.scale
+    if found.softcap is not None:
+        scores = found.softcap * np.tanh(scores / found.softcap)
+    scores = np.where(causal(n, found.window), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("nts,snh->tnh", weights / weights.sum(axis=-1, keepdims=True), v)
