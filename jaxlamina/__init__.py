@@ -10,6 +10,7 @@ pool holds the KV and runs attention (the Lamina papers, 2024 and 2025).
 
 - `LLM`: a model ready to write. `generate`, `chat` and `stream` take prompts; `help(jaxlamina.LLM)` lists its
   options.
+- `FlaxModel`: a model of yours, in plain JAX or Flax, for `LLM`.
 - `SamplingParams`: how a text is chosen: temperature, max_tokens, stop, n, logprobs, beam search and more.
 - `StructuredOutputs`: what all of a text must be: a JSON schema, a regex, a choice.
 - `RequestOutput`, `CompletionOutput`, `Logprob`: what comes back.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxlamina.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxlamina.errors import UserError
+    from jaxlamina.flax_model import FlaxModel
     from jaxlamina.llm import LLM
     from jaxlamina.sampling.params import SamplingParams
     from jaxlamina.sampling.structured import StructuredOutputs
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "FlaxModel",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
@@ -43,6 +46,7 @@ __all__ = [
 
 _HOMES = {
     "CompletionOutput": "jaxlamina.engine.outputs",
+    "FlaxModel": "jaxlamina.flax_model",
     "LLM": "jaxlamina.llm",
     "Logprob": "jaxlamina.engine.outputs",
     "RequestOutput": "jaxlamina.engine.outputs",

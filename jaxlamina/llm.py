@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,12 @@ from jaxlamina.engine.engine import Engine, TokenEvent
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import load_policy
 from jaxlamina.errors import UserError
+from jaxlamina.model_files import is_code
 from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import CausalLM, HasConfig, built
 from jaxlamina.options import FIRST_COME, LLMOptions, definitions, described
 from jaxlamina.process import jax_cache
-from jaxlamina.run.make import DTYPES, ExecutorMaker, ModelPlace
+from jaxlamina.run.make import ExecutorMaker, ModelPlace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.workers.calibration import Calibration, calibration_rows
@@ -52,10 +54,10 @@ Messages = Sequence[Mapping[str, Any]]  # one conversation
 
 
 class ModelSource(Protocol):
-    """What ``LLM`` needs of a checkpoint (`jaxlamina.weights.Checkpoint` is one)."""
+    """What ``LLM`` needs of a checkpoint (`jaxlamina.weights.Checkpoint` is one), or of a `FlaxModel`."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def model(self) -> CausalLM: ...
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
@@ -63,15 +65,19 @@ class ModelSource(Protocol):
     @property
     def own_dtype(self) -> str | None: ...
 
+    @property
+    def in_memory(self) -> bool: ...
+
     def load(self, dtype: Any, device: Any, progress: Any) -> Mapping[str, jax.Array]: ...
 
     def tokenizer(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class InMemoryModel:
+class InMemoryModel(HasConfig):
     """A model whose parameters are already arrays; without a tokenizer it takes and gives token ids."""
 
+    in_memory: ClassVar[bool] = True
     config: ModelConfig
     params: Mapping[str, jax.Array]
     text: Any | None = None  # a Tokenizer
@@ -129,21 +135,21 @@ class LLM:
         self.options = o = _checked(options)
         policy = load_policy(o.scheduling_policy or FIRST_COME)
         source = _open(model, o.load_format, o.revision)
-        self.config: ModelConfig = source.config
-        self.place = ModelPlace.of(o, devices, group, self.config.num_key_value_heads)
+        self.model: CausalLM = source.model
+        self.place = ModelPlace.of(o, devices, group, self.model.kv_heads)
         length = self._length(o.max_model_len)
         on_cpu = not is_accelerator(self.place.model_device)
-        self.dtype, self.why_dtype = dtypes.chosen(o.dtype, source.own_dtype, on_cpu)
+        self.dtype, self.why_dtype = self._dtype(o.dtype, source.own_dtype, on_cpu)
         if self.why_dtype:
             _log.info(self.why_dtype)
         if o.compilation_cache:
             jax_cache.keep_programs()
-        maker = ExecutorMaker(self.place, self.config, self.dtype, o, length)
+        maker = ExecutorMaker(self.place, self.model, self.dtype, o, length)
         self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
         calibration = self._calibration(o.kv_dtype, calibration_tokens, calibration_headroom)
-        maker.check(weights=not isinstance(source, InMemoryModel))
+        maker.check(weights=not source.in_memory)
         with _loading(o.use_tqdm_on_load and on_load is None) as progress:
-            params = source.load(DTYPES[self.dtype], self.place.load_device, on_load or progress)
+            params = source.load(self.dtype, self.place.load_device, on_load or progress)
         self.executor = maker.make(params, calibration, recording)
         self.max_model_len = min(length, self.executor.n_slots + 1)
         cut = self.executor.capabilities.bucket_cut
@@ -151,7 +157,7 @@ class LLM:
         self.engine = Engine(
             self.executor,
             self.tokenizer,
-            vocab_size=self.config.vocab_size,
+            vocab_size=self.model.vocab_size,
             buckets=self.buckets,
             max_num_seqs=maker.n_seqs,
             max_model_len=self.max_model_len,
@@ -349,22 +355,40 @@ class LLM:
             )
         rows = None
         if tokens is not None:
-            rows = calibration_rows(tokens, self._encode_calibration, self.config.vocab_size)
+            rows = calibration_rows(tokens, self._encode_calibration, self.model.vocab_size)
         return Calibration(rows) if headroom is None else Calibration(rows, headroom)
 
     def _encode_calibration(self, text: str) -> list[int]:
         tokenizer = self._tokenizer_for("a calibration text")
         return list(tokenizer.encode(text, add_special_tokens=False))
 
+    def _dtype(self, asked: str, own: str | None, on_cpu: bool) -> dtypes.Chosen:
+        """A user's own function computes in its parameters' dtype; ours in any."""
+        if self.model.dtype is None:
+            return dtypes.chosen(asked, own, on_cpu)
+        if asked not in (dtypes.AUTO, self.model.dtype):
+            raise UserError(
+                f"dtype={asked!r}: this model's function is of {self.model.dtype} parameters; make it with others, or "
+                f"leave dtype out"
+            )
+        return dtypes.Chosen(self.model.dtype, f"dtype={self.model.dtype}, the parameters' own")
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of a model of ours. ``UserError`` for a user's own, which has none."""
+        if self.model.config is None:
+            raise UserError("this model is a function of its user's, and has no config: see LLM.model")
+        return self.model.config
+
     def _longer(self, length: int) -> str:
         """What would let longer requests in than ``max_model_len``, which is at most ``length``."""
         if self.max_model_len < length:
             return f", or give more kv_slots than {self.executor.n_slots}"
-        longest = self.config.max_position_embeddings
+        longest = self.model.max_len
         return f", or raise max_model_len, to {longest} at most" if length < longest else ""
 
     def _length(self, max_model_len: int | None) -> int:
-        longest = self.config.max_position_embeddings
+        longest = self.model.max_len
         if max_model_len is None:
             return longest
         if not 2 <= max_model_len <= longest:
@@ -375,6 +399,8 @@ class LLM:
 def _open(model: str | Path | ModelSource, load_format: str, revision: str | None) -> ModelSource:
     if not isinstance(model, str | Path):
         return model
+    if is_code(model):
+        return built(str(model))  # type: ignore[return-value]
     # Readers need more than an in-memory model does.
     from jaxlamina.weights import DummyCheckpoint, open_checkpoint
 

@@ -163,7 +163,7 @@ def moves(group: Any, model: str) -> dict[str, Any]:
     )  # a worker has room for a row and its copy: parts on two are added up otherwise
     executor = RanksExecutor(
         partial(apply, in_memory.config), in_memory.params, group=group, kv_slots=n, most_slots=n,
-        least_slots=2, largest=LargestStep(2, 32, 16), n_host_slots=32, config=in_memory.config,
+        least_slots=2, largest=LargestStep(2, 32, 16), n_host_slots=32, source=in_memory.model,
     )  # fmt: skip
     buckets = Buckets(batch=(2,), prompt=(16,), context=(16,))
     rows = [list(range(13)), list(range(20, 22))]
@@ -211,7 +211,7 @@ def with_chunk(
     params = random_params(config, seed=3, dtype=jnp.dtype(dtype))
     fn = partial(apply, config)
     over_ranks = RanksExecutor(
-        fn, params, group=group, kv_slots=n, most_slots=n, least_slots=2, largest=LargestStep(4, 32, 16), config=config,
+        fn, params, group=group, kv_slots=n, most_slots=n, least_slots=2, largest=LargestStep(4, 32, 16), source=decoder(config),
     )  # fmt: skip
     alone = UnsplitExecutor(fn, params, n_slots=n, device=group.device)
     # Slots of three requests, by position.

@@ -68,6 +68,7 @@ FLOORS = (
     "ranks",
     "run",
     "engine",
+    "flax_model",
     "llm",
     "server",
     "cli",

@@ -74,7 +74,7 @@ def test_marks_that_are_special_tokens_are_not_left_out_of_a_text():
     template = "{{ tools }}{{ messages[0].content }}[TOOL_CALLS]"
     model = SimpleNamespace(
         tokenizer=Tokenizer(inner, chat_template=template),
-        config=SimpleNamespace(vocab_size=300),
+        model=SimpleNamespace(vocab_size=300),
         max_model_len=900,
     )
     chat = {"messages": [{"role": "user", "content": "x"}]}
@@ -106,7 +106,7 @@ def test_marks_that_are_special_tokens_are_not_left_out_of_a_text():
 )  # fmt: skip
 def test_a_requests_template_that_fails_is_refused(template):
     model = SimpleNamespace(
-        tokenizer=Tokenizer(byte_tokenizer()), config=SimpleNamespace(vocab_size=300), max_model_len=900
+        tokenizer=Tokenizer(byte_tokenizer()), model=SimpleNamespace(vocab_size=300), max_model_len=900
     )
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], chat_template=template)
     with pytest.raises(ApiError) as error:

@@ -28,6 +28,7 @@ from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
 from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply
+from jaxlamina.models.causal_lm import decoder
 from jaxlamina.ranks import Group
 from jaxlamina.ranks.cluster_layout import partition_of
 from jaxlamina.run.local import LocalExecutor
@@ -346,7 +347,7 @@ def over_ranks(
     """An executor over ranks, with KV slots for so many tokens."""
     return kind(
         partial(apply, config), params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
-        largest=largest, kv_dtype=group.cluster.kv_dtype, config=config,
+        largest=largest, kv_dtype=group.cluster.kv_dtype, source=decoder(config),
     )  # fmt: skip
 
 

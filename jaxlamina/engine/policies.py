@@ -7,14 +7,12 @@ knows no slots, no clock and no device.
 from __future__ import annotations
 
 import importlib
-import os
-import sys
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxlamina.errors import UserError
 from jaxlamina.options import POLICY_NAMES, check_policy_name
+from jaxlamina.process.user_code import current_folder
 
 if TYPE_CHECKING:
     from jaxlamina.engine.request import Request
@@ -131,7 +129,7 @@ def load_policy(name: str) -> Policy:
     where = f"scheduling_policy={name!r}"
     module, _, cls = name.partition(":")
     try:
-        with _current_folder():
+        with current_folder():
             policy = getattr(importlib.import_module(module), cls)()
     except Exception as error:  # whatever the user's own code raises
         raise UserError(
@@ -141,17 +139,6 @@ def load_policy(name: str) -> Policy:
     _check(where, policy)
     found: Policy = policy
     return found
-
-
-@contextmanager
-def _current_folder() -> Iterator[None]:
-    """Python finds modules there too, last: a command that is installed does not look there."""
-    before = list(sys.path)
-    sys.path.append(os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _check(where: str, policy: Any) -> None:

@@ -6,6 +6,7 @@ Imports no JAX, so that a wrong name is an error at once. Knows file names; what
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from jaxlamina.errors import UserError
@@ -16,6 +17,16 @@ _WANTED = (
     "give a Hugging Face folder (config.json beside *.safetensors), a .gguf file, an orbax folder, or a "
     "model of the Hugging Face Hub (org/name, or org/name:file.gguf)"
 )
+
+
+# A function of a module; a drive's letter, or a file of the Hub's, has a slash or a dot after the colon.
+_CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def is_code(model: str | Path) -> bool:
+    """Whether a model is named as a function of a module that makes it, "package.module:build". A folder or a file of
+    that name goes first."""
+    return isinstance(model, str) and _CODE.fullmatch(model) is not None and _existing(model) is None
 
 
 def find(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:

@@ -8,7 +8,6 @@ Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.channel import ControlClient
 from jaxlamina.job.group import Watch
 from jaxlamina.kv.placement import PlacedIndices
-from jaxlamina.models import ModelConfig, abstract_params, apply
+from jaxlamina.models.causal_lm import of_origin
 from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
 from jaxlamina.ranks.served_rank import ServedRank
@@ -56,8 +55,8 @@ class ModelRank(ServedRank):
         self._forget_programs()
         self._side = None  # another model's weights go first
         self._epoch += 1
-        config = ModelConfig.from_hf(setup.config)
-        function, like = partial(apply, config), abstract_params(config, jnp.dtype(setup.dtype))
+        source = of_origin(setup.origin)
+        function, like = source.fn, dict(source.like(jnp.dtype(setup.dtype)))
         n, shards = self._cluster.tensor_parallel, () if self._prefill_rank else shards_of(self._cluster)
         own = shard_like(like, shard_axes(traces(function, like), like, n), n) if shards else like
         own = {name: own[name] for name in setup.params}
@@ -68,7 +67,7 @@ class ModelRank(ServedRank):
         specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
         replica = 0 if shards else self._rank
         layout = layout_of(self._cluster, setup.partition, setup.stages)
-        self._side = ModelSide(self._transport, model, layout, specs, replica, shards, config)
+        self._side = ModelSide(self._transport, model, layout, specs, replica, shards, source)
         self._client.send(m.ModelReady())
 
     def _compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:

@@ -15,7 +15,7 @@ from jaxtyping import Shaped
 
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.placement import PlacedIndices
-from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
 from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, ShardEnd, needing, with_shards
 from jaxlamina.steps.layout import Layout
@@ -41,16 +41,16 @@ class ModelSide:
         specs: Sequence[AttentionSpec],
         replica: int,
         shards: Sequence[int] = (),
-        config: ModelConfig | None = None,
+        source: CausalLM | None = None,
     ) -> None:
         """``replica``: which one this is, or which stage of a pipeline; ``shards``: the ranks that share out
-        this replica's weights, if several do; ``config``: what ``model`` is `jaxlamina.models.apply` of, if
-        it is: then its programs are kept on disk."""
+        this replica's weights, if several do; ``source``: what ``model`` is the function of; where it has
+        a name, its programs are kept on disk."""
         self.transport, self.model = transport, model
         self.layout, self.specs = layout, specs
         self.replica, self.shards = replica, tuple(shards)
         self._weights: dict[int, Any] = {}  # by id, as programs take them
-        self._config = config
+        self._model_name = None if source is None else source.name
         self._made_of = _likes(model.like), _likes(model.params)
 
     def compile_later(self, shape: StepShape, behind: bool = False) -> Callable[[], tuple[Program, Any]]:
@@ -88,10 +88,10 @@ class ModelSide:
         return self._lift(jnp.asarray(source))[1]
 
     def _name(self, shape: StepShape, behind: bool) -> str | None:
-        if self._config is None:
+        if self._model_name is None:
             return None
         sides = self.layout, self.specs, self.replica, self.shards
-        return self.transport.name_of("model", self._config, self._made_of, *sides, shape, behind)
+        return self.transport.name_of("model", self._model_name, self._made_of, *sides, shape, behind)
 
     def _keep(
         self, shape: StepShape, behind: bool, sources: Sequence[tuple[Any, ...]]

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.placement import chosen_partition, why_chosen
-from jaxlamina.models import ModelConfig, abstract_params, apply
+from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.options import DEFAULT_SEQS, LLMOptions, WorkerOptions, definitions
 from jaxlamina.run.local import LocalExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from jaxlamina.ranks import Group
     from jaxlamina.run.ranks import RanksExecutor
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
 @dataclass(frozen=True)
 class ModelPlace:
     """Where a model is run: devices of this process, the attention workers' all one or one each, or a job's
@@ -58,7 +54,7 @@ class ModelPlace:
         options: LLMOptions,
         devices: Sequence[jax.Device] | None,
         group: Group | None,
-        n_kv_heads: int,
+        kv_heads: Sequence[int],
     ) -> ModelPlace:
         """``UserError`` for devices and options that do not go together."""
         n = options.attention_workers
@@ -66,14 +62,14 @@ class ModelPlace:
             raise UserError(f"attention_workers={n} needs the model split: leave out split=False")
         if group is None:
             model_device, *attention_devices = _devices(devices, options.split, n)
-            chosen = chosen_partition(options.partition, n, [n_kv_heads])
-            _say_why(options.partition, chosen, n, n_kv_heads)
+            chosen = chosen_partition(options.partition, n, kv_heads)
+            _say_why(options.partition, chosen, n, kv_heads)
             return cls(model_device, attention_devices, n, chosen)
         from jaxlamina.ranks.cluster_layout import partition_of
 
         _check_unused(options, devices)
-        n, chosen = len(group.workers), partition_of(group.cluster, [n_kv_heads])
-        _say_why(group.cluster.partition, chosen, n, n_kv_heads)
+        n, chosen = len(group.workers), partition_of(group.cluster, kv_heads)
+        _say_why(group.cluster.partition, chosen, n, kv_heads)
         return cls(group.device, [group.device], n, chosen, group)
 
     @property
@@ -100,7 +96,7 @@ class ExecutorMaker:
     "bfloat16"."""
 
     place: ModelPlace
-    config: ModelConfig
+    model: CausalLM
     dtype: str
     options: LLMOptions
     length: int
@@ -123,17 +119,18 @@ class ExecutorMaker:
         """``UserError`` for steps, KV or ``weights`` that memory does not hold: before anything is
         allocated."""
         place, options = self.place, self.options
-        check_largest_step(self._largest, self.config.vocab_size)
-        heads, size = self.config.num_key_value_heads, self.config.head_dim
-        kept = AttentionSpec(heads, size, np.dtype(DTYPES[self.dtype]), 1.0, None, None, options.kv_dtype)
-        specs = [kept] * self.config.num_hidden_layers
+        check_largest_step(self._largest, self.model.vocab_size)
+        dtype = jnp.dtype(self.dtype)
+        specs = [
+            AttentionSpec(heads, size, dtype, 1.0, None, None, options.kv_dtype) for heads, size in self.model.kv
+        ]
         if place.group is None and options.host_kv_slots != "auto":
             check_host_slots(options.host_kv_slots, specs)
         if place.group is None and options.kv_slots is not None:  # and again by the executor, beside weights
             on = spread_over(place.n_workers, place.attention_devices[0], place.model_device)
             resolve_slots(options.kv_slots, specs, place.attention_devices if place.has_device_each else on)
         if weights:
-            n_bytes = tree_bytes(abstract_params(self.config, DTYPES[self.dtype]))
+            n_bytes = tree_bytes(self.model.like(self.dtype))
             check_weights(n_bytes, self.dtype, place.load_device)
 
     def make(
@@ -141,7 +138,7 @@ class ExecutorMaker:
     ) -> LocalExecutor | UnsplitExecutor | RanksExecutor:
         """``recording``: over ranks, one that can record decode steps on all of them."""
         place, options = self.place, self.options
-        fn = partial(apply, self.config)
+        fn = self.model.fn
         most, least = self._slots
         kv: dict[str, Any] = {
             "kv_dtype": options.kv_dtype,
@@ -155,7 +152,7 @@ class ExecutorMaker:
 
             kind = RecordingExecutor if recording else RanksExecutor
             kv |= {"kv_slots": options.kv_slots, "most_slots": most, "least_slots": least}
-            return kind(fn, params, group=place.group, config=self.config, **kv)
+            return kind(fn, params, group=place.group, source=self.model, **kv)
         n_slots = options.kv_slots or partial(slots_that_fit, most=most, least=least)
         if not options.split:
             return UnsplitExecutor(fn, params, device=place.model_device, n_slots=n_slots, **kv)
@@ -186,9 +183,9 @@ def _devices(devices: Sequence[jax.Device] | None, split: bool, n_workers: int) 
     return given[: 1 + n_workers] if len(given) > n_workers else given[:2]
 
 
-def _say_why(asked: str, chosen: str, n_workers: int, n_kv_heads: int) -> None:
+def _say_why(asked: str, chosen: str, n_workers: int, kv_heads: Sequence[int]) -> None:
     """Where the partition was left open, what it came to."""
-    if why := why_chosen(asked, chosen, n_workers, [n_kv_heads]):
+    if why := why_chosen(asked, chosen, n_workers, kv_heads):
         print(f"note: {why}", file=sys.stderr, flush=True)
 
 

@@ -26,7 +26,7 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.kv.placement import checked_partition
 from jaxlamina.kv.pool_book import PoolBook
-from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.cluster_layout import layout_of, partition_of
@@ -108,14 +108,14 @@ class RanksExecutor(Executor):
         kv_dtype: str = "auto",
         n_host_slots: int | None = 0,
         calibration: Calibration | None = None,
-        config: ModelConfig | None = None,
+        source: CausalLM | None = None,
     ) -> None:
         self.group = group
         self.programs = Programs()
         cluster = group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
-        partition = partition_of(cluster, () if config is None else (config.num_key_value_heads,))
-        own, stages = share_out(group, model, params, config, kv_dtype, partition)
+        partition = partition_of(cluster, () if source is None else source.kv_heads)
+        own, stages = share_out(group, model, params, source, kv_dtype, partition)
         self.layout = layout_of(cluster, partition, stages)
         self.model = ModelWorker(model, own, group.device, like)
         one_row = self.model.split(1)
@@ -144,7 +144,7 @@ class RanksExecutor(Executor):
         sizes = self.n_slots, self.n_host_slots, cluster.token_block
         self.pool = PoolBook(workers, self.layout, windows_of(self.specs), *sizes)
         shards = shards_of(cluster)
-        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, config)
+        self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, source)
         self._programs: dict[StepShape, Own] = {}
         self._tracing = (
             threading.Lock()

@@ -14,7 +14,7 @@ import jax
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
-from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.ranks.model_side import send_parameters, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
@@ -38,7 +38,7 @@ def share_out(
     group: Group,
     model: ModelFn,
     params: Params,
-    config: ModelConfig | None,
+    source: CausalLM | None,
     kv_dtype: str,
     partition: str,
 ) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
@@ -57,9 +57,10 @@ def share_out(
     others = (*group.replicas, *group.prefill_ranks)
     if not others:
         return share(0), stages.ranks
-    if config is None:
+    if source is None or source.origin is None:
         raise UserError(
-            "several model workers need a model that they can make themselves: give RanksExecutor its config"
+            "several model workers need a model that each can make by itself: name the function that makes it, as "
+            "model=package.module:build"
         )
     ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
     dtype = str(next(iter(params.values())).dtype)
@@ -67,7 +68,7 @@ def share_out(
         is_prefill = rank in group.prefill_ranks
         names = tuple(sorted(params if is_prefill else stages.params[rank]))
         ranks = () if is_prefill else stages.ranks
-        group.send(rank, m.SetupModel(config.to_hf(), dtype, kv_dtype, names, partition, ranks))
+        group.send(rank, m.SetupModel(dict(source.origin), dtype, kv_dtype, names, partition, ranks))
     for rank in others:  # one after another: this device may have no room for all at once
         own = dict(params) if rank in group.prefill_ranks else share(rank)
         done = send_parameters(group.transport, jax.device_put(own, group.device), rank)

@@ -49,7 +49,7 @@ class Prompts:
         self._tokenizer = llm.tokenizer
         self._trusts_templates = trust_request_chat_template
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
-        self._vocab_size = llm.config.vocab_size
+        self._vocab_size = llm.model.vocab_size
         self.max_model_len = llm.max_model_len
 
     def completion(self, body: CompletionRequest, params: SamplingParams) -> list[Prompt]:

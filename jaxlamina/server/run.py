@@ -276,7 +276,7 @@ def _info(llm: LLM, settings: Settings) -> dict[str, Any]:
     )
     scheduler = llm.engine.scheduler
     model = {
-        "config": llm.config.to_hf(),
+        "config": dict(llm.model.description),
         "max_model_len": llm.max_model_len,
         "max_num_seqs": scheduler.max_num_seqs,
         "kv_slots": scheduler.slots.capacity,

@@ -7,7 +7,7 @@ of byte layouts (`safetensors_io`, `gguf_io`, `orbax_io`) or of what a model com
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import find
 from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.models.causal_lm import HasConfig
 from jaxlamina.text.tokenizer import Tokenizer, generation_eos_ids, tokenizer_from_folder
 from jaxlamina.weights.streaming import Progress, StoredTensor, place, stream, target_dtype
 
@@ -26,7 +27,7 @@ Kind = Literal["safetensors", "gguf", "orbax"]
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding
 
 
-class Checkpoint(ABC):
+class Checkpoint(HasConfig):
     """A model on disk. Opening reads headers alone; `load` and `tokenizer` read the rest when called."""
 
     kind: Kind

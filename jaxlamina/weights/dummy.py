@@ -16,13 +16,14 @@ import numpy as np
 from jaxlamina.errors import UserError
 from jaxlamina.model_files import find_shape
 from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.models.causal_lm import HasConfig
 from jaxlamina.models.config_files import model_config
 from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import eos_token_ids_of
 from jaxlamina.weights.streaming import Progress
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(HasConfig):
     """``model``: a Hugging Face folder, or ``org/name`` of the Hub, of which config.json is read, and the
     tokenizer if there is one; or a shape as `jaxlamina.models.config_files.model_config` knows it, which has
     no tokenizer. ``UserError`` for neither."""

@@ -8,6 +8,7 @@ pools or requests.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ from pallas_kernels import compat
 from splitter.block import Block, variables
 from splitter.find import prove
 from splitter.find.facts import Facts, View, view_of
-from splitter.find.lengths import TOKENS, Learned, ancestors, learn
+from splitter.find.lengths import TOKENS, Learned, Table, ancestors, learn
 from splitter.find.places import Places, needs, row_indices, table_of
 from splitter.find.regions import Problem, Region, find_regions, reads
 from splitter.operator import attention, attention_p
@@ -119,6 +120,16 @@ class FoundModel:
         [logits] = self._facts.learned.jaxpr.outvars
         out = env[logits].reshape(b, -1, logits.aval.shape[-1])
         return jnp.take_along_axis(out, logits_at[:, None, None], axis=1) if rows is None and logits_at is not None else out
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What models that compute the same of their parameters have in common."""
+        facts = self._facts
+        learned = facts.learned
+        consts = [x.values if isinstance(x, Table) else x for x in learned.consts]
+        hashes = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in consts]
+        parts = canonical(Block.of(learned.jaxpr)), learned.lengths, sorted(learned.params), hashes, self.sites
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _places(self, row: Any, params: Sequence[Any]) -> Places:
         return Places(self._facts, self._indices, row, params, self._table)
@@ -248,8 +259,7 @@ def find_attention(fn: Callable[..., Any], params: Any, *, max_len: int) -> Foun
             "with values over tokens follows"
         )
     sites = [_numbered(s, i) for i, s in enumerate(sorted(sites, key=lambda s: s.position))]
-    names = [_path(path) for path, _ in tree_util.tree_flatten_with_path(params)[0]]
-    return FoundModel(facts, sites, names, max_len)
+    return FoundModel(facts, sites, leaf_names(params), max_len)
 
 
 def _meaning(
@@ -366,8 +376,10 @@ def _lengths(params: Any, max_len: int) -> tuple[int, int, int]:
     return fitting[0], fitting[1], fitting[2]
 
 
-def _path(path: Any) -> str:
-    return tree_util.keystr(path, simple=True, separator=".") or "params"
+def leaf_names(params: Any) -> list[str]:
+    """A name for each of a pytree's leaves."""
+    paths = [path for path, _ in tree_util.tree_flatten_with_path(params)[0]]
+    return [tree_util.keystr(path, simple=True, separator=".") or "params" for path in paths]
 
 
 def _name(fn: Any) -> str:

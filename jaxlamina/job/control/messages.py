@@ -138,10 +138,10 @@ class Setup(_Message, frozen=True):
 
 class SetupModel(_Message, frozen=True):
     """To a model rank other than rank 0, whose weights rank 0 then sends by the transport: the model
-    (`config`, as of Hugging Face), the dtype of weights, and how KV is kept; which parameters it gets;
+    (``origin``, as of `jaxlamina.models.causal_lm.CausalLM`), the dtype of weights, and how KV is kept; which parameters it gets;
     ``partition`` and ``stages``, as of Setup. It answers ModelReady."""
 
-    config: dict[str, Any]
+    origin: dict[str, Any]
     dtype: str
     kv_dtype: str
     params: tuple[str, ...]

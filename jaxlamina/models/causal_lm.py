@@ -1,0 +1,125 @@
+"""A causal language model as the runtime takes one, whoever wrote it: ours, or a user's own.
+
+What it computes, its parameters' shapes, its KV heads, and what another process makes the same model of. Knows no
+weights, no files and no steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.errors import UserError
+from jaxlamina.models.config import ModelConfig
+from jaxlamina.models.decoder import abstract_params, apply
+from jaxlamina.process.user_code import current_folder
+
+@dataclass(frozen=True, eq=False)
+class CausalLM:
+    """A model without its weights.
+
+    - ``fn(params, tokens [B, T], positions [B, T], logits_at [B] | None) -> logits [B, T or 1, V]``: causal, of
+      parameters by name, with `splitter.attention` as its attention.
+    - ``max_len``: tokens that a row may have. ``kv``: KV heads and head size of each attention.
+    - ``like(dtype)``: the parameters' shapes; ``dtype``: the one that the model has, None: any.
+    - ``origin``: what `of_origin` makes the same model of in another process; None where nothing does.
+    - ``name``: what tells it from other models, for programs kept on disk; None: they are not.
+    - ``config``: of a model of ours.
+    """
+
+    fn: Callable[..., jax.Array]
+    vocab_size: int
+    max_len: int
+    kv: tuple[tuple[int, int], ...]
+    like: Callable[[Any], Mapping[str, jax.ShapeDtypeStruct]]
+    origin: Mapping[str, Any] | None
+    name: Hashable | None
+    description: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    config: ModelConfig | None = None
+
+    @property
+    def kv_heads(self) -> list[int]:
+        """Of each attention."""
+        return [heads for heads, _ in self.kv]
+
+    @property
+    def any_dtype(self) -> np.dtype:
+        """The dtype that weights have if nobody says."""
+        return np.dtype(self.dtype or jnp.float32)
+
+
+class HasModel(ABC):
+    """What holds a model: a checkpoint, a model in memory, a user's own. ``code``: the "package.module:build" that
+    made it, if one did."""
+
+    code: str | None = None
+    in_memory: ClassVar[bool] = False  # its weights are there already
+
+    @property
+    @abstractmethod
+    def model(self) -> CausalLM: ...
+
+
+class HasConfig(HasModel):
+    """What holds a model of ours."""
+
+    config: ModelConfig
+
+    @property
+    def model(self) -> CausalLM:
+        return decoder(self.config)
+
+
+@lru_cache(maxsize=16)
+def decoder(config: ModelConfig) -> CausalLM:
+    """The model of ours that ``config`` describes."""
+    hf = config.to_hf()
+    return CausalLM(
+        fn=partial(apply, config),
+        vocab_size=config.vocab_size,
+        max_len=config.max_position_embeddings,
+        kv=((config.num_key_value_heads, config.head_dim),) * config.num_hidden_layers,
+        like=partial(abstract_params, config),
+        origin={"config": hf},
+        name=config,
+        description=hf,
+        config=config,
+    )
+
+
+def of_origin(origin: Mapping[str, Any]) -> CausalLM:
+    """The model that another process's ``CausalLM.origin`` tells of."""
+    if "config" in origin:
+        return decoder(ModelConfig.from_hf(origin["config"]))
+    return built(origin["code"]).model
+
+
+def built(name: str) -> HasModel:
+    """What the function "package.module:build" gives; modules of the current folder are found, too. It runs that
+    code. ``UserError`` if there is none, it fails, or gives no model."""
+    module, _, function = name.partition(":")
+    try:
+        with current_folder():
+            found = getattr(importlib.import_module(module), function)()
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's own code raises
+        raise UserError(
+            f"the model {name} cannot be built ({type(error).__name__}: {error}): check it; modules are looked for in "
+            f"PYTHONPATH, among what is installed, and in the current folder"
+        ) from error
+    if not isinstance(found, HasModel):
+        raise UserError(
+            f"{name} gives a {type(found).__name__}: it must return a jaxlamina.FlaxModel (docs/your-own-model.md)"
+        )
+    found.code = name
+    return found
