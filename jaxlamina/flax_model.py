@@ -22,6 +22,7 @@ from jaxlamina.models.causal_lm import CausalLM, HasModel
 from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from splitter.find import FoundModel, check_found, find_attention, leaf_names
 
+
 class FlaxModel(HasModel):
     """A model of yours.
 
@@ -48,7 +49,9 @@ class FlaxModel(HasModel):
         tokenizer: str | Path | Tokenizer | None = None,
     ) -> None:
         if not callable(fn):
-            raise UserError(f"FlaxModel's first argument must be a function of (params, tokens, positions), not {fn!r:.60}")
+            raise UserError(
+                f"FlaxModel's first argument must be a function of (params, tokens, positions), not {fn!r:.60}"
+            )
         for name, value in (("vocab_size", vocab_size), ("max_model_len", max_model_len)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 2:
                 raise UserError(f"{name}={value!r} must be an integer of at least 2")
@@ -132,13 +135,19 @@ class FlaxModel(HasModel):
             like=lambda dtype: like,
             origin=None if self.code is None else {"code": self.code},
             name=found.fingerprint,
-            description={"model_type": "own", "vocab_size": self.vocab_size, "num_hidden_layers": len(found.sites)},
+            description={
+                "model_type": "own",
+                "vocab_size": self.vocab_size,
+                "num_hidden_layers": len(found.sites),
+            },
             dtype=self.own_dtype,
         )
 
     def _of_weights(self, params: Mapping[str, Any], tokens: Any, positions: Any) -> Any:
         weights = iter(params[name] for name in self.params)
-        leaves = [self._constants[i] if i in self._constants else next(weights) for i in range(len(self._leaves))]
+        leaves = [
+            self._constants[i] if i in self._constants else next(weights) for i in range(len(self._leaves))
+        ]
         return self._fn(tree_util.tree_unflatten(self._tree, leaves), tokens, positions)
 
     @property

@@ -10,6 +10,7 @@ import difflib
 import inspect
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,8 @@ class ModelSource(Protocol):
 
     @property
     def in_memory(self) -> bool: ...
+
+    def check(self) -> float: ...
 
     def load(self, dtype: Any, device: Any, progress: Any) -> Mapping[str, jax.Array]: ...
 
@@ -144,6 +147,8 @@ class LLM:
             _log.info(self.why_dtype)
         if o.compilation_cache:
             jax_cache.keep_programs()
+        if o.check_model:
+            source.check()
         maker = ExecutorMaker(self.place, self.model, self.dtype, o, length)
         self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
         calibration = self._calibration(o.kv_dtype, calibration_tokens, calibration_headroom)
@@ -267,6 +272,30 @@ class LLM:
                         finished = event.output is not None
                         if event.new_text:
                             yield event.new_text
+
+    def serve(self, host: str = "127.0.0.1", port: int = 8000, **settings: Any) -> None:
+        """Serves the model over HTTP, as `jaxlamina serve` does, until SIGINT or SIGTERM; from the main thread.
+
+        ``settings``: as of `jaxlamina.server.settings.Settings`. ``UserError`` for a port that is taken, and for an
+        unknown setting.
+        """
+        from jaxlamina.server.run import App, bound
+        from jaxlamina.server.settings import Settings
+
+        unknown = sorted(settings.keys() - {field.name for field in dataclasses.fields(Settings)})
+        if unknown:
+            raise UserError(f"serve has no setting {unknown[0]!r}: jaxlamina serve --help lists them")
+        settings.setdefault("served_model_names", ("model",))
+        with bound(host, port) as listener, _bar("compiling") as on_progress:
+            address = "http://{}:{}".format(*listener.getsockname()[:2])
+            app = App(
+                self,
+                Settings(**settings),
+                on_progress,
+                lambda: print(f"ready: {address}/v1", file=sys.stderr, flush=True),
+            )
+            listener.listen()
+            app.run(listener)
 
     @property
     def model_device(self) -> jax.Device:

@@ -32,7 +32,6 @@ from jaxlamina.models.causal_lm import decoder
 from jaxlamina.ranks import Group
 from jaxlamina.ranks.cluster_layout import partition_of
 from jaxlamina.run.local import LocalExecutor
-from jaxlamina.run.make import DTYPES
 from jaxlamina.run.ranks import RanksExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import Buckets
@@ -155,6 +154,9 @@ class StepResult:
 
     def to_dict(self) -> dict[str, Any]:
         return record_of(self, "ms", "blocked_ms", "ratio_to_decode", "prompt_tokens_per_s")
+
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def dtype_of(name: str) -> Any:

@@ -26,7 +26,6 @@ from jaxlamina.models import ModelConfig, abstract_params
 from jaxlamina.process import garbage
 from jaxlamina.profiling.under_load import OneWindow, UnderLoad
 from jaxlamina.ranks import Group
-from jaxlamina.run.make import DTYPES
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.weights import open_checkpoint
 from jaxlamina.weights.dummy import random_weights
@@ -60,7 +59,7 @@ class ThroughputOptions:
 
     @property
     def kv_token_bytes(self) -> int:
-        return kv_token_bytes(self.config, DTYPES[self.dtype].dtype.itemsize)
+        return kv_token_bytes(self.config, jnp.dtype(self.dtype).itemsize)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("dtype", "split", "max_num_seqs", "max_num_batched_tokens", "kv_headroom")
@@ -377,7 +376,7 @@ class _Theirs:
 
 def _source(options: ThroughputOptions) -> InMemoryModel:
     if options.model is None:
-        return InMemoryModel(options.config, random_weights(options.config, DTYPES[options.dtype]))
+        return InMemoryModel(options.config, random_weights(options.config, jnp.dtype(options.dtype)))
     return InMemoryModel(options.config, open_checkpoint(options.model).load())
 
 
@@ -392,7 +391,7 @@ def _prompts(
 
 def _needed_bytes(options: ThroughputOptions, sizes: Sequence[Size]) -> float:
     """Memory for weights, and for KV of as many of these requests as can run at once."""
-    itemsize = DTYPES[options.dtype].dtype.itemsize
+    itemsize = jnp.dtype(options.dtype).itemsize
     weights = itemsize * sum(x.size for x in abstract_params(options.config).values())
     longest = max(size.n_tokens for size in sizes)
     return _ROOM * (weights + options.kv_token_bytes * options.max_num_seqs * longest)

@@ -32,6 +32,7 @@ from jaxlamina.options import (
     option,
 )
 from jaxlamina.process.gpus import MEMORY_SHARE
+from jaxlamina.process.user_code import check_module
 
 if TYPE_CHECKING:
     from jaxlamina.llm import LLM
@@ -96,7 +97,7 @@ class CommandOptions(ModelOptions, WorkerOptions):
         None, "A file with a chat template, or the template, in place of the model's own."
     )
 
-    def find(self) -> Path:
+    def find(self) -> str | Path:
         """As `find`."""
         return find(self.model, self.revision, self.load_format)
 
@@ -193,18 +194,26 @@ def check_over_ranks(context: typer.Context) -> None:
             )
 
 
-def find(model: str, revision: str | None = None, load_format: str = "auto") -> Path:
+def find(model: str, revision: str | None = None, load_format: str = "auto") -> str | Path:
     """The model's files, fetched if they must be: before JAX is imported, so that a wrong name is an error at
-    once."""
+    once. A function that makes a model stays as it is named; its module must be there."""
     from jaxlamina import model_files
 
+    if model_files.is_code(model):
+        if revision is not None or load_format != "auto":
+            given = "--revision" if revision is not None else f"--load-format {load_format}"
+            raise UserError(
+                f"{given} is for models that are read from files, and {model} is a function: leave it out"
+            )
+        check_module(model)
+        return model
     look_up = model_files.find_shape if load_format == "dummy" else model_files.find
     return look_up(model, revision)
 
 
 def load(
     console: Console,
-    path: Path,
+    path: str | Path,
     options: CommandOptions,
     *,
     default_seqs: int = DEFAULT_SEQS,

@@ -7,17 +7,21 @@ Knows how a report looks; the cutting and the drawing are the splitter's.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxlamina.cli.model_options import Revision
+from jaxlamina.cli.model_options import Revision, find
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
     from jaxlamina.models import ModelConfig
+    from jaxlamina.models.causal_lm import CausalLM
     from splitter import SplitModel, SplitReport
+    from splitter.find import FoundAttention
 
 
 def split(
@@ -25,13 +29,19 @@ def split(
         str,
         typer.Argument(
             help="A shape in configs/models (llama-3-8b), a .toml or config.json, or any model that "
-            "generate takes."
+            "generate takes, package.module:build among them."
         ),
     ],
     batch: Annotated[int, typer.Option(min=1, help="Requests in the decode step that is cut.")] = 1,
     dtype: Annotated[str, typer.Option(help="Weights and activations: float32 or bfloat16.")] = "float32",
     svg: Annotated[Path | None, typer.Option(help="Draw the partitioned graph into this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="The same as a page, details on hovering.")] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="Of package.module:build, say how each attention was read, and where."
+        ),
+    ] = False,
     revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as JSON on stdout.")] = False,
 ) -> None:
@@ -46,18 +56,29 @@ def split(
     console = Console(stderr=True)
     path = _find(model, revision)
     with console.status("reading the model's shape"):
-        shape = _shape(path)
-    with console.status(f"tracing and cutting {shape.num_hidden_layers} layers"):
+        from jaxlamina.models.causal_lm import built, decoder
+
+        shape = built(path).model if isinstance(path, str) else decoder(_shape(path))
+    dtype = shape.dtype or dtype
+    if explain and not isinstance(path, str):
+        raise UserError(
+            "--explain is for a model of yours, package.module:build: ours calls splitter.attention itself"
+        )
+    with console.status(f"tracing and cutting {len(shape.kv)} layers"):
         parts = _cut(shape, batch, dtype)
         report = parts.report()
+    found = _explained(shape) if explain else []
     if as_json:
-        print(json.dumps({"model": model, "batch": batch, "dtype": dtype, **report.to_dict()}))
+        more = {"attention": [asdict(site) for site in found]} if explain else {}
+        print(json.dumps({"model": model, "batch": batch, "dtype": dtype, **report.to_dict(), **more}))
     else:
         _show(
             Console(),
             report,
             title=f"{model}, one decode step of {batch} request{'s' * (batch > 1)}, {dtype}",
         )
+        for site in found:
+            print(site)
     if svg is not None or html is not None:
         from splitter.draw import to_html, to_svg
 
@@ -67,11 +88,14 @@ def split(
                 console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _find(model: str, revision: str | None) -> Path:
-    """The file that says the shape, or the folder or GGUF file with it. Before JAX is imported."""
+def _find(model: str, revision: str | None) -> str | Path:
+    """The file that says the shape, or the folder or GGUF file with it; a function that makes the model as it is
+    named. Before JAX is imported."""
     from jaxlamina import model_files
     from jaxlamina.models import config_files
 
+    if model_files.is_code(model):
+        return find(model, revision)
     if revision is None and (path := config_files.find_model(model)) is not None:
         return path
     try:
@@ -94,17 +118,21 @@ def _shape(path: Path) -> ModelConfig:
     return open_checkpoint(path).config
 
 
-def _cut(shape: ModelConfig, batch: int, dtype: str) -> SplitModel:
-    from functools import partial
-
+def _cut(shape: CausalLM, batch: int, dtype: str) -> SplitModel:
     import jax
     import jax.numpy as jnp
 
-    from jaxlamina.models import abstract_params, apply
     from splitter import split as split_
 
     step = jax.ShapeDtypeStruct((batch, 1), jnp.int32)  # tokens and positions, [B, T=1]
-    return split_(partial(apply, shape), abstract_params(shape, dtype), step, step)
+    return split_(shape.fn, dict(shape.like(dtype)), step, step)
+
+
+def _explained(shape: CausalLM) -> Sequence[FoundAttention]:
+    from splitter.find import FoundModel
+
+    assert isinstance(shape.fn, FoundModel), "a user's own model"
+    return shape.fn.sites
 
 
 def _show(out: Any, report: SplitReport, title: str) -> None:

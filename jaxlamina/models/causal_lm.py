@@ -22,6 +22,7 @@ from jaxlamina.models.config import ModelConfig
 from jaxlamina.models.decoder import abstract_params, apply
 from jaxlamina.process.user_code import current_folder
 
+
 @dataclass(frozen=True, eq=False)
 class CausalLM:
     """A model without its weights.
@@ -67,6 +68,11 @@ class HasModel(ABC):
     @property
     @abstractmethod
     def model(self) -> CausalLM: ...
+
+    def check(self) -> float:
+        """The largest relative difference between the model as it is and cut; 0 where there is nothing to compare.
+        ``UserError`` where it is more than rounding."""
+        return 0.0
 
 
 class HasConfig(HasModel):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jaxlamina.ranks import Group
     from jaxlamina.run.ranks import RanksExecutor
 
+
 @dataclass(frozen=True)
 class ModelPlace:
     """Where a model is run: devices of this process, the attention workers' all one or one each, or a job's
@@ -122,7 +123,8 @@ class ExecutorMaker:
         check_largest_step(self._largest, self.model.vocab_size)
         dtype = jnp.dtype(self.dtype)
         specs = [
-            AttentionSpec(heads, size, dtype, 1.0, None, None, options.kv_dtype) for heads, size in self.model.kv
+            AttentionSpec(heads, size, dtype, 1.0, None, None, options.kv_dtype)
+            for heads, size in self.model.kv
         ]
         if place.group is None and options.host_kv_slots != "auto":
             check_host_slots(options.host_kv_slots, specs)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlamina.errors import UserError
-from jaxlamina.llm import LLM
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.server import reasoning, tool_parsers, tools
 from jaxlamina.server.async_engine import Prompt
@@ -26,6 +25,9 @@ from jaxlamina.server.protocol import (
 )
 from jaxlamina.server.reading import Reading
 from jaxlamina.text.chat_template import variables_of
+
+if TYPE_CHECKING:
+    from jaxlamina.llm import LLM
 
 _OURS = ("messages", "add_generation_prompt", "tools", "self", "chat_template", "continue_final_message")
 # Characters of a text that is tokenised: real ones have a few a token.

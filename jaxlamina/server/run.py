@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,7 +25,6 @@ from fastapi import FastAPI
 import jaxlamina
 from jaxlamina.engine.warm_up import Behind, first_of, shapes, warm_up
 from jaxlamina.errors import UserError
-from jaxlamina.llm import LLM
 from jaxlamina.process import garbage
 from jaxlamina.process.compile_ahead import n_compiling
 from jaxlamina.profiling.under_load import OneWindow, say_under_load
@@ -40,6 +39,9 @@ from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.service import Service
 from jaxlamina.server.settings import COMPILING_END_S, CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
 from jaxlamina.steps.buckets import StepSizes
+
+if TYPE_CHECKING:
+    from jaxlamina.llm import LLM
 
 _READY_S = 60.0  # of one that compiles nothing before
 

@@ -86,7 +86,9 @@ class _Slices:
                 k, v, context = part.kv_part(weights, rest)
                 empty = jnp.zeros((2, self.n, *k.shape[2:]), k.dtype)
                 old = (empty, empty) if kept is None else kept[i]
-                after.append(tuple(x.at[rows[:, None], at].set(new) for x, new in zip(old, (k, v), strict=True)))
+                after.append(
+                    tuple(x.at[rows[:, None], at].set(new) for x, new in zip(old, (k, v), strict=True))
+                )
                 out = _attend(site, q, *(x[rows] for x in after[-1]), at, keys_at[rows])
             last = model.slices[model.n]
             return last.final(model.slice_params(model.n, params), context, out), after

@@ -102,7 +102,11 @@ class View:
 
     def of(self, x: Any, n: int) -> Any:
         """``x`` like ``source`` for n tokens -> ``[n, *shape]``."""
-        return x.reshape([n if s is None else s for s in self.sizes]).transpose(self.order).reshape(n, *self.shape)
+        return (
+            x.reshape([n if s is None else s for s in self.sizes])
+            .transpose(self.order)
+            .reshape(n, *self.shape)
+        )
 
     def back(self, y: Any, n: int, shape: tuple[int, ...]) -> Any:
         """``[n, *self.shape]`` as ``source``, which has ``shape``."""

@@ -87,8 +87,15 @@ class FoundModel:
     ``sites``: its attentions, in order.
     """
 
-    def __init__(self, facts: Facts, sites: Sequence[_Site], param_names: Sequence[str], max_len: int) -> None:
-        self._facts, self._sites, self.param_names, self.max_len = facts, tuple(sites), tuple(param_names), max_len
+    def __init__(
+        self, facts: Facts, sites: Sequence[_Site], param_names: Sequence[str], max_len: int
+    ) -> None:
+        self._facts, self._sites, self.param_names, self.max_len = (
+            facts,
+            tuple(sites),
+            tuple(param_names),
+            max_len,
+        )
         self.sites = tuple(site.found for site in sites)
         self._indices = row_indices(facts)
         self._tables: dict[Any, Any] = {}
@@ -119,7 +126,11 @@ class FoundModel:
         self._run(self._after, env, places, (b, t))
         [logits] = self._facts.learned.jaxpr.outvars
         out = env[logits].reshape(b, -1, logits.aval.shape[-1])
-        return jnp.take_along_axis(out, logits_at[:, None, None], axis=1) if rows is None and logits_at is not None else out
+        return (
+            jnp.take_along_axis(out, logits_at[:, None, None], axis=1)
+            if rows is None and logits_at is not None
+            else out
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -128,7 +139,13 @@ class FoundModel:
         learned = facts.learned
         consts = [x.values if isinstance(x, Table) else x for x in learned.consts]
         hashes = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in consts]
-        parts = canonical(Block.of(learned.jaxpr)), learned.lengths, sorted(learned.params), hashes, self.sites
+        parts = (
+            canonical(Block.of(learned.jaxpr)),
+            learned.lengths,
+            sorted(learned.params),
+            hashes,
+            self.sites,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _places(self, row: Any, params: Sequence[Any]) -> Places:
@@ -176,7 +193,9 @@ class FoundModel:
         [d] = self._facts.learned.token_dims(v)
         return jnp.take(x, rows, axis=d, mode="clip")
 
-    def _run(self, positions: Iterable[int], env: dict[Any, Any], places: Places, batch: tuple[int, int]) -> None:
+    def _run(
+        self, positions: Iterable[int], env: dict[Any, Any], places: Places, batch: tuple[int, int]
+    ) -> None:
         facts = self._facts
 
         def read(atom: Any, p: int) -> Any:
@@ -249,7 +268,11 @@ def find_attention(fn: Callable[..., Any], params: Any, *, max_len: int) -> Foun
                 best = best or why
         if best is not None and str(best):
             where = compat.where(facts.eqns[ways[0].scores])
-            problems.append(Problem(where, f"{best}. Its product with values is at {compat.where(facts.eqns[ways[0].mix])}"))
+            problems.append(
+                Problem(
+                    where, f"{best}. Its product with values is at {compat.where(facts.eqns[ways[0].mix])}"
+                )
+            )
     sites += [_own_site(facts, p) for p in sorted(facts.live) if facts.eqns[p].primitive is attention_p]
     if problems:
         raise SplitError(_message(fn, problems))
@@ -269,7 +292,9 @@ def _meaning(
     sources = [region.q.source, region.k.source, region.v.source]
     positions = sorted(ancestors(facts.learned.jaxpr, [region.end], frozenset(sources)))
     jaxpr = facts.learned.jaxpr
-    block = Block((*sources, *jaxpr.constvars, jaxpr.invars[-1]), tuple(facts.eqns[p] for p in positions), (region.end,))
+    block = Block(
+        (*sources, *jaxpr.constvars, jaxpr.invars[-1]), tuple(facts.eqns[p] for p in positions), (region.end,)
+    )
     used = {v for p in positions for v in variables(facts.eqns[p].invars)}
     consts = tuple(id(c) for v, c in zip(jaxpr.constvars, facts.learned.consts, strict=True) if v in used)
     views = tuple((v.sizes, v.order, v.shape) for v in (region.q, region.k, region.v, region.out))
@@ -313,7 +338,9 @@ def _own_site(facts: Facts, p: int) -> _Site:
         b, t, heads, width = v.aval.shape  # type: ignore[attr-defined]
         view = view_of(v, np.arange(t * heads * width).reshape(t, heads, width), (heads, width))
         if b != 1 or t != n or view is None:
-            raise SplitError(f"{compat.where(eqn)}: splitter.attention is called with {v.aval}, not [B, T, N, H]")
+            raise SplitError(
+                f"{compat.where(eqn)}: splitter.attention is called with {v.aval}, not [B, T, N, H]"
+            )
         views.append(view)
     q, k, v, out = views
     p_ = eqn.params
@@ -364,7 +391,34 @@ def _is_over_tokens(eqn: compat.JaxprEqn, n: int) -> bool:
     return any(v.aval.shape[d] == n for v, dims in zip(eqn.invars, contracted, strict=True) for d in dims)  # type: ignore[attr-defined]
 
 
-_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
+_PRIMES = (
+    11,
+    13,
+    17,
+    19,
+    23,
+    29,
+    31,
+    37,
+    41,
+    43,
+    47,
+    53,
+    59,
+    61,
+    67,
+    71,
+    73,
+    79,
+    83,
+    89,
+    97,
+    101,
+    103,
+    107,
+    109,
+    113,
+)
 
 
 def _lengths(params: Any, max_len: int) -> tuple[int, int, int]:
@@ -372,7 +426,9 @@ def _lengths(params: Any, max_len: int) -> tuple[int, int, int]:
     sizes = {s for x in tree_util.tree_leaves(params) for s in jnp.shape(x)}
     fitting = [p for p in _PRIMES if p < max_len and all(s % p for s in sizes)]
     if len(fitting) < 3:
-        raise SplitError(f"a model of at most {max_len} tokens is too short to find attention in: 24 or more are needed")
+        raise SplitError(
+            f"a model of at most {max_len} tokens is too short to find attention in: 24 or more are needed"
+        )
     return fitting[0], fitting[1], fitting[2]
 
 

@@ -173,7 +173,9 @@ class _Comparison:
         first, *others = self.jaxprs
         if len({len(j.eqns) for j in self.jaxprs}) > 1:
             self._say_where_eqns_part()
-        self._bind((*first.constvars, *first.invars), [(*j.constvars, *j.invars) for j in others], "its arguments")
+        self._bind(
+            (*first.constvars, *first.invars), [(*j.constvars, *j.invars) for j in others], "its arguments"
+        )
         for position, eqns in enumerate(zip(*(j.eqns for j in self.jaxprs), strict=True)):
             self._eqn(position, eqns)
         for atoms in zip(*(j.outvars for j in self.jaxprs), strict=True):
@@ -182,7 +184,9 @@ class _Comparison:
     def _say_where_eqns_part(self) -> None:
         for eqns in zip(*(j.eqns for j in self.jaxprs), strict=False):
             if len({e.primitive.name for e in eqns}) > 1:
-                raise _Differs(f"at {compat.where(eqns[0])} there is {' or '.join(e.primitive.name for e in eqns)}")
+                raise _Differs(
+                    f"at {compat.where(eqns[0])} there is {' or '.join(e.primitive.name for e in eqns)}"
+                )
         raise _Differs("it has more equations for some")
 
     def _bind(self, own: Sequence[Any], others: Sequence[Sequence[Any]], where: str) -> None:
@@ -222,7 +226,9 @@ class _Comparison:
             if values[0].ndim == 0 and values[0].dtype.kind in "iu":
                 size = self._int([int(v) for v in values], where)
                 return size if isinstance(size, Size) else None
-            raise _Differs(f"a number at {where} depends on how many tokens there are: {[v.item() for v in values]}")
+            raise _Differs(
+                f"a number at {where} depends on how many tokens there are: {[v.item() for v in values]}"
+            )
         if any(env.get(first) is not a for env, a in zip(self.others, others, strict=True)):
             raise _Differs(f"at {where}")
         return None

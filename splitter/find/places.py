@@ -48,7 +48,9 @@ def row_indices(facts: Facts) -> frozenset[Any]:
         eqn = facts.eqns[p]
         name = eqn.primitive.name
         if name in _INDEXED and facts.learned.token_dims(eqn.invars[0]):
-            marked.update(variables(eqn.invars[_INDEXED[name] : _INDEXED[name] + 1 if "slice" not in name else None]))
+            marked.update(
+                variables(eqn.invars[_INDEXED[name] : _INDEXED[name] + 1 if "slice" not in name else None])
+            )
         if name in _MAKES_INDICES and marked.intersection(eqn.outvars):
             marked.update(v for v in variables(eqn.invars) if np.dtype(compat.like_of(v).dtype).kind in "iub")
     return frozenset(marked)
@@ -81,7 +83,9 @@ class Places:
         if isinstance(atom, compat.Literal):
             return atom.val
         eqn = self.facts.eqns[position]
-        as_index = atom in self.indices and (eqn.primitive.name in _INDEXED or self.indices.intersection(eqn.outvars))
+        as_index = atom in self.indices and (
+            eqn.primitive.name in _INDEXED or self.indices.intersection(eqn.outvars)
+        )
         return self._value(atom, in_row=bool(as_index))
 
     def _value(self, v: Any, *, in_row: bool) -> Any:
@@ -131,7 +135,12 @@ class Places:
             return [self._rows_from(eqn, position, tokens[0])]
         if name in _POINTWISE and len(tokens) == 1:
             return None
-        if name == "reshape" and len(tokens) == 1 and dims[tokens[0]] == TOKENS and len(operand_tokens[0]) == 1:
+        if (
+            name == "reshape"
+            and len(tokens) == 1
+            and dims[tokens[0]] == TOKENS
+            and len(operand_tokens[0]) == 1
+        ):
             return None
         if name == "gather" and not operand_tokens[0]:
             return None
@@ -139,7 +148,11 @@ class Places:
             return None
         if name == "dot_general" and sum(map(bool, operand_tokens)) == 1 and len(tokens) == 1:
             return None
-        if name.startswith("reduce_") and len(tokens) == 1 and not set(operand_tokens[0]) & set(eqn.params["axes"]):
+        if (
+            name.startswith("reduce_")
+            and len(tokens) == 1
+            and not set(operand_tokens[0]) & set(eqn.params["axes"])
+        ):
             return None
         if more or self.facts.source[out] != From.NOTHING:
             raise SplitError(
@@ -150,17 +163,22 @@ class Places:
 
     def _rows_from(self, eqn: compat.JaxprEqn, position: int, d: int) -> Any:
         """A table's rows at the positions, for a slice that is its beginning."""
-        operand = self._value(eqn.invars[0], in_row=True) if not isinstance(eqn.invars[0], compat.Literal) else None
+        operand = (
+            self._value(eqn.invars[0], in_row=True) if not isinstance(eqn.invars[0], compat.Literal) else None
+        )
         learned = self.facts.learned
         shape = learned.shape_at(eqn.outvars[0], self.n)
-        p = eqn.params | {k: v for k, v in learned.params.get(position, {}).items() if not isinstance(v, tuple)}
+        p = eqn.params | {
+            k: v for k, v in learned.params.get(position, {}).items() if not isinstance(v, tuple)
+        }
         if eqn.primitive.name == "slice":
             starts, steps = p["start_indices"], p["strides"] or (1,) * len(shape)
             if steps[d] != 1:
                 raise SplitError(f"{compat.where(eqn)}: positions in steps of {steps[d]}")
         else:
             starts = [
-                a.val if isinstance(a, compat.Literal) else self._value(a, in_row=True) for a in eqn.invars[1:]
+                a.val if isinstance(a, compat.Literal) else self._value(a, in_row=True)
+                for a in eqn.invars[1:]
             ]
         rows = jnp.take(operand, self.row[0] + starts[d], axis=d, mode="clip")
         if eqn.primitive.name == "slice":
@@ -197,4 +215,6 @@ def table_of(facts: Facts, v: Any, max_len: int) -> np.ndarray:
 
 def needs(facts: Facts, wanted: Sequence[Any], stop: frozenset[Any]) -> list[int]:
     """Positions of the equations of tokens that ``wanted`` needs, in order."""
-    return sorted(p for p in ancestors(facts.learned.jaxpr, wanted, stop) if facts.of_tokens(facts.eqns[p].outvars[0]))
+    return sorted(
+        p for p in ancestors(facts.learned.jaxpr, wanted, stop) if facts.of_tokens(facts.eqns[p].outvars[0])
+    )

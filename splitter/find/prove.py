@@ -76,7 +76,9 @@ class _Trial:
     def inputs(self, n: int, seed: int = 0) -> dict[Any, np.ndarray]:
         """Random q, k and v, as their sources are."""
         rng = np.random.default_rng(seed)
-        return {s: rng.standard_normal(self.facts.learned.shape_at(s, n)).astype(np.float32) for s in self.sources}
+        return {
+            s: rng.standard_normal(self.facts.learned.shape_at(s, n)).astype(np.float32) for s in self.sources
+        }
 
     def masks(self, n: int, first: int = 0) -> list[np.ndarray]:
         """Each ``[T, T]``, for n tokens from position ``first`` on."""
@@ -100,7 +102,10 @@ class _Trial:
 
             def run_both(*args: Any) -> Any:
                 found = run(*args)
-                grids = [self._of_each_head(v, x) for v, x in zip(self.grids, found[-len(self.grids) :], strict=True)]
+                grids = [
+                    self._of_each_head(v, x)
+                    for v, x in zip(self.grids, found[-len(self.grids) :], strict=True)
+                ]
                 return found[: -len(self.grids)], [(x[0], (x == x[0]).all()) for x in grids]
 
             self._compiled[key] = on_host(run_both, *args)
@@ -123,7 +128,13 @@ def _grid(facts: Facts, leaf: Any) -> Any | None:
         if position is None:
             break
         eqn = facts.eqns[position]
-        if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"):
+        if eqn.primitive.name not in (
+            "broadcast_in_dim",
+            "convert_element_type",
+            "reshape",
+            "squeeze",
+            "expand_dims",
+        ):
             break
         if isinstance(eqn.invars[0], compat.Literal) or not facts.learned.token_dims(eqn.invars[0]):
             return None  # one number
@@ -141,8 +152,7 @@ def closure(facts: Facts, wanted: Sequence[Any], stop: Sequence[Any] = ()) -> li
 def computed(
     facts: Facts, wanted: Sequence[Any], n: int, given: Sequence[Any] = (), *, in_float32: bool = False
 ) -> Callable[..., list[Any]]:
-    """A function of the row's positions ``[1, n]`` and the values of ``given`` that computes ``wanted`` for n tokens.
-    """
+    """A function of the row's positions ``[1, n]`` and the values of ``given`` that computes ``wanted`` for n tokens."""
     jaxpr = facts.learned.jaxpr
     positions = closure(facts, wanted, given)
 
@@ -188,8 +198,10 @@ def _float32_parameters(params: dict[str, Any]) -> dict[str, Any]:
 def on_host(run: Callable[..., Any], *like: Any) -> Callable[..., Any]:
     """Compiled for a CPU, for accelerators round products; quickly, for it runs once or twice."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        compiled = jax.jit(run).lower(*like).compile(
-            {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        compiled = (
+            jax.jit(run)
+            .lower(*like)
+            .compile({"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
         )
     return lambda *args: jax.tree.map(np.asarray, compiled(*args))
 
@@ -256,7 +268,8 @@ def _read_mask(values: Sequence[np.ndarray]) -> Mask | None:
                 for i, (k, x) in enumerate(zip(kinds, values, strict=True)) if len(k))  # fmt: skip
     met = np.unique(np.asarray(codes)[~same]) if n > 1 else []
     hidden = {
-        tuple(_item(k[(int(code) // 32**i) % 32]) if len(k) else None for i, k in enumerate(kinds)) for code in met
+        tuple(_item(k[(int(code) // 32**i) % 32]) if len(k) else None for i, k in enumerate(kinds))
+        for code in met
     }
     hidden = {
         tuple(_item(own) if x is None else x for x, own in zip(h, visible, strict=True)) for h in hidden
@@ -360,8 +373,10 @@ def number(facts: Facts, atom: Any) -> float | None:
         if isinstance(eqn.invars[0], compat.Literal):
             return float(np.asarray(eqn.invars[0].val))
         v = eqn.invars[0]
-    if not facts.only_positions(v) or facts.learned.token_dims(v) or facts.learned.jaxpr.invars[-1] in closure_inputs(
-        facts, v
+    if (
+        not facts.only_positions(v)
+        or facts.learned.token_dims(v)
+        or facts.learned.jaxpr.invars[-1] in closure_inputs(facts, v)
     ):
         return None
     row = np.zeros((1, 1), np.int32)
@@ -387,7 +402,9 @@ def _compare(trial: _Trial, found: Meaning, mask: Mask) -> None:
         near = max(near, min(found.window + 5, trial.max_len))
     heads = trial.region.n_heads
     if near**2 * heads > _MOST_PAIRS:
-        raise Refuted(f"its window of {found.window} tokens for {heads} heads takes too much memory to be looked at")
+        raise Refuted(
+            f"its window of {found.window} tokens for {heads} heads takes too much memory to be looked at"
+        )
     met: set[tuple[Any, ...]] = set()
     for n in (3, near):
         for values in (trial.masks(n), [x.T for x in trial.masks(n)]):
@@ -422,7 +439,10 @@ def _compare_at(trial: _Trial, found: Meaning, n: int) -> None:
 
 
 def attention_of(
-    q: Float[np.ndarray, "T N H"], k: Float[np.ndarray, "T K H"], v: Float[np.ndarray, "T K H"], found: Meaning
+    q: Float[np.ndarray, "T N H"],
+    k: Float[np.ndarray, "T K H"],
+    v: Float[np.ndarray, "T K H"],
+    found: Meaning,
 ) -> Float[np.ndarray, "T N H"]:
     """In float64."""
     n, heads = q.shape[:2]

@@ -111,7 +111,9 @@ def _of_all(eqn: compat.JaxprEqn, scores_of: _ScoresOf) -> frozenset[int]:
 
 def _is_mix(facts: Facts, eqn: compat.JaxprEqn) -> bool:
     return (
-        eqn.primitive.name == "dot_general" and facts.of_tokens(eqn.outvars[0]) and _contracts_tokens(facts, eqn)
+        eqn.primitive.name == "dot_general"
+        and facts.of_tokens(eqn.outvars[0])
+        and _contracts_tokens(facts, eqn)
     )
 
 
@@ -128,7 +130,9 @@ def _is_scores(facts: Facts, eqn: compat.JaxprEqn) -> bool:
 
 
 def _contracts_tokens(facts: Facts, eqn: compat.JaxprEqn) -> bool:
-    return any(_token_dims(facts, eqn, side) & set(dims.contracted) for side, dims in enumerate(dot_dims(eqn)))
+    return any(
+        _token_dims(facts, eqn, side) & set(dims.contracted) for side, dims in enumerate(dot_dims(eqn))
+    )
 
 
 # What may mix tokens only inside an attention: float values along T. Integers may be counted, as routers do; whether
@@ -188,9 +192,7 @@ def _readings(facts: Facts, scores_of: _ScoresOf, scores: int, mix: int) -> list
     return readings
 
 
-def _extent(
-    facts: Facts, scores_of: _ScoresOf, scores: int, mix: int
-) -> tuple[frozenset[int], Any]:
+def _extent(facts: Facts, scores_of: _ScoresOf, scores: int, mix: int) -> tuple[frozenset[int], Any]:
     """The equations from the scores to the result, and the result: where sums of weights are divided by after the
     product with v, that is beyond it."""
     own, end = {mix}, facts.eqns[mix].outvars[0]
@@ -212,9 +214,7 @@ def _extent(
     raise _Refused(f"its scores are used elsewhere too, at {compat.where(facts.eqns[leak or mix])}")
 
 
-def _between(
-    facts: Facts, scores_of: _ScoresOf, scores: int, own: set[int]
-) -> set[int]:
+def _between(facts: Facts, scores_of: _ScoresOf, scores: int, own: set[int]) -> set[int]:
     inside, stack = set(own), [v for p in own for v in variables(facts.eqns[p].invars)]
     while stack:
         v = stack.pop()
@@ -260,7 +260,9 @@ def _reading(
     # v's tokens are contracted, its own dimensions are free: as [T, heads, H]
     of_v = DotDims(of_v.batch, of_v.free, of_v.contracted)
     v = _stripped(
-        facts, v_var, lambda x: _arranged(x, of_v, n_tokens).reshape(n_tokens, prod(_sizes(v_var, of_v.batch)), -1)
+        facts,
+        v_var,
+        lambda x: _arranged(x, of_v, n_tokens).reshape(n_tokens, prod(_sizes(v_var, of_v.batch)), -1),
     )
     p_groups = prod(_sizes(mixing.invars[p_side], of_p.free)) // n_tokens
     if prod(_sizes(v_var, of_v.batch)) * p_groups != heads:
