@@ -1,7 +1,8 @@
-"""``FlaxModel``: a causal language model in plain JAX or Flax, as its author wrote it, for `LLM` and the commands.
+"""``FlaxModel``: a causal language model in plain JAX or Flax, as its author wrote it, for `LLM` and the
+commands.
 
-Its attention is found by `splitter.find`; from then on it is a `CausalLM` like ours. Knows Flax's two ways of keeping
-parameters; nothing of how a model is cut or run.
+Its attention is found by `splitter.find`; from then on it is a `CausalLM` like ours. Knows Flax's two ways of
+keeping parameters; nothing of how a model is cut or run.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from splitter.find import FoundModel, check_found, find_attention, leaf_names
 class FlaxModel(HasModel):
     """A model of yours.
 
-    - ``fn(params, tokens [B, T] int32, positions [B, T] int32) -> logits [B, T, V]``: causal, and without a cache. It
-      may make its positions itself, and then ignores the argument.
+    - ``fn(params, tokens [B, T] int32, positions [B, T] int32) -> logits [B, T, V]``: causal, and without a
+      cache. It may make its positions itself, and then ignores the argument.
     - ``params``: its weights, a pytree of arrays. Integers and booleans among them count as constants.
     - ``max_model_len``: tokens that a request may have, prompt included.
-    - ``tokenizer``: a folder with tokenizer.json, that file, or a `jaxlamina.text.tokenizer.Tokenizer`; without one
-      the model takes and gives token ids.
+    - ``tokenizer``: a folder with tokenizer.json, that file, or a `jaxlamina.text.tokenizer.Tokenizer`;
+      without one the model takes and gives token ids.
 
     docs/your-own-model.md says what is understood. ``UserError`` for arguments that are none of these.
     """
@@ -50,7 +51,8 @@ class FlaxModel(HasModel):
     ) -> None:
         if not callable(fn):
             raise UserError(
-                f"FlaxModel's first argument must be a function of (params, tokens, positions), not {fn!r:.60}"
+                f"FlaxModel's first argument must be a function of (params, tokens, positions), not "
+                f"{fn!r:.60}"
             )
         for name, value in (("vocab_size", vocab_size), ("max_model_len", max_model_len)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 2:
@@ -79,8 +81,9 @@ class FlaxModel(HasModel):
     ) -> FlaxModel:
         """Of an ``nnx.Module`` as it is: ``module(tokens)`` or ``module(tokens, positions)``.
 
-        ``arguments``: its other arguments by name; what is a function of (tokens, positions) is called with these.
-        ``logits``: takes the logits out of what the module gives, where that is not all. ``more``: as of `FlaxModel`.
+        ``arguments``: its other arguments by name; what is a function of (tokens, positions) is called with
+        these. ``logits``: takes the logits out of what the module gives, where that is not all. ``more``: as
+        of `FlaxModel`.
         """
         from flax import nnx
 
@@ -116,7 +119,8 @@ class FlaxModel(HasModel):
 
     @cached_property
     def found(self) -> FoundModel:
-        """The model with its attention found. ``SplitError`` says all places at once that keep it from being cut."""
+        """The model with its attention found. ``SplitError`` says all places at once that keep it from being
+        cut."""
         return find_attention(self._of_weights, self.params, max_len=self.max_model_len)
 
     @cached_property
@@ -163,16 +167,19 @@ class FlaxModel(HasModel):
         return self._tokenizer
 
     def check(self) -> float:
-        """Runs the model as it is and cut, on random tokens: a prompt, what follows it in chunks, and single tokens
-        of rows of different lengths. Gives the largest difference of logits, relative to the largest logit.
-        ``UserError`` where that is more than rounding."""
+        """Runs the model as it is and cut, on random tokens: a prompt, what follows it in chunks, and single
+        tokens of rows of different lengths. Gives the largest difference of logits, relative to the largest
+        logit. ``UserError`` where that is more than rounding."""
         difference = check_found(self.found, self._of_weights, self.params, self.vocab_size)
         most = 1e-4 if self.own_dtype == "float32" else 0.1
         if not difference <= most:
             raise UserError(
-                f"the model does not give the same when it is cut: on random tokens logits differ by {difference:.2g} of "
-                f"the largest (at most {most:g} is rounding). Either its tokens see one another outside of attention "
-                f"(a convolution or sum over tokens, a capacity of experts), or its positions are not what they seem: "
+                f"the model does not give the same when it is cut: on random tokens logits differ by "
+                f"{difference:.2g} of "
+                f"the largest (at most {most:g} is rounding). Either its tokens see one another outside of "
+                f"attention "
+                f"(a convolution or sum over tokens, a capacity of experts), or its positions are not what "
+                f"they seem: "
                 f"FlaxModel.found.sites says how it was read"
             )
         return difference

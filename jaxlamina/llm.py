@@ -274,10 +274,11 @@ class LLM:
                             yield event.new_text
 
     def serve(self, host: str = "127.0.0.1", port: int = 8000, **settings: Any) -> None:
-        """Serves the model over HTTP, as `jaxlamina serve` does, until SIGINT or SIGTERM; from the main thread.
+        """Serves the model over HTTP, as `jaxlamina serve` does, until SIGINT or SIGTERM; from the main
+        thread.
 
-        ``settings``: as of `jaxlamina.server.settings.Settings`. ``UserError`` for a port that is taken, and for an
-        unknown setting.
+        ``settings``: as of `jaxlamina.server.settings.Settings`. ``UserError`` for a port that is taken, and
+        for an unknown setting.
         """
         from jaxlamina.server.run import App, bound
         from jaxlamina.server.settings import Settings
@@ -397,7 +398,8 @@ class LLM:
             return dtypes.chosen(asked, own, on_cpu)
         if asked not in (dtypes.AUTO, self.model.dtype):
             raise UserError(
-                f"dtype={asked!r}: this model's function is of {self.model.dtype} parameters; make it with others, or "
+                f"dtype={asked!r}: this model's function is of {self.model.dtype} parameters; make it with "
+                f"others, or "
                 f"leave dtype out"
             )
         return dtypes.Chosen(self.model.dtype, f"dtype={self.model.dtype}, the parameters' own")

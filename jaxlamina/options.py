@@ -29,7 +29,8 @@ DEFAULT_SEQS = 32
 """Sequences decoded at once where nobody says."""
 MODEL_HELP = (
     "A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf, an orbax folder, or org/name of the "
-    "Hugging Face Hub (org/name:file.gguf for a GGUF); or package.module:build, a function of yours that returns a "
+    "Hugging Face Hub (org/name:file.gguf for a GGUF); or package.module:build, a function of yours that "
+    "returns a "
     "jaxlamina.FlaxModel."
 )
 
@@ -281,7 +282,8 @@ class EngineOptions(Options):
     )
     check_model: bool = option(
         True,
-        "Of a FlaxModel: run it as it is and cut, on a few random tokens, before it is served, and refuse it if they "
+        "Of a FlaxModel: run it as it is and cut, on a few random tokens, before it is served, and refuse it "
+        "if they "
         "differ.",
     )
     seed: int = option(0, "Requests without a seed of their own get theirs from it.", least=0)

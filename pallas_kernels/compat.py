@@ -75,8 +75,8 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
 def bind_eqn(eqn: JaxprEqn, args: Sequence[Any], changed: Mapping[str, Any] | None = None) -> list[Any]:
     """Run one equation on `args` as `jax.core.eval_jaxpr` does; always a list of results.
 
-    The equation's own context (compute type, partitioning) and source position are kept. ``changed``: parameters
-    in place of the equation's own.
+    The equation's own context (compute type, partitioning) and source position are kept. ``changed``:
+    parameters in place of the equation's own.
     """
     params = eqn.primitive.get_bind_params({**eqn.params, **changed} if changed else eqn.params)
     with context_of(eqn):

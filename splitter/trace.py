@@ -142,8 +142,9 @@ def trace(
 def flattened(
     fn: Callable[..., Any], likes: Sequence[Any], is_wanted: IsWanted
 ) -> tuple[Any, tuple[Any, ...]]:
-    """``fn`` of arrays as one flat jaxpr, and the values of its constants. An equation that ``is_wanted`` may not lie
-    within a construct whose course depends on data (SplitError); a scan that holds one is unrolled."""
+    """``fn`` of arrays as one flat jaxpr, and the values of its constants. An equation that ``is_wanted`` may
+    not lie within a construct whose course depends on data (SplitError); a scan that holds one is
+    unrolled."""
     return _flat(jax.make_jaxpr(fn)(*likes), likes, is_wanted)
 
 

@@ -203,6 +203,7 @@ def with_chunk(
     import jax.numpy as jnp
 
     from jaxlamina.models import apply, random_params
+    from jaxlamina.models.causal_lm import decoder
     from jaxlamina.run.ranks import RanksExecutor
     from jaxlamina.run.unsplit import UnsplitExecutor
     from jaxlamina.workers.workspace import LargestStep

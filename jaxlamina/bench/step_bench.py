@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.bench import kernels_bench

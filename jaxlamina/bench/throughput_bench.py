@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
+
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts as passages
@@ -59,7 +61,7 @@ class ThroughputOptions:
 
     @property
     def kv_token_bytes(self) -> int:
-        return kv_token_bytes(self.config, jnp.dtype(self.dtype).itemsize)
+        return kv_token_bytes(self.config, np.dtype(self.dtype).itemsize)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("dtype", "split", "max_num_seqs", "max_num_batched_tokens", "kv_headroom")
@@ -376,7 +378,7 @@ class _Theirs:
 
 def _source(options: ThroughputOptions) -> InMemoryModel:
     if options.model is None:
-        return InMemoryModel(options.config, random_weights(options.config, jnp.dtype(options.dtype)))
+        return InMemoryModel(options.config, random_weights(options.config, np.dtype(options.dtype)))
     return InMemoryModel(options.config, open_checkpoint(options.model).load())
 
 
@@ -391,7 +393,7 @@ def _prompts(
 
 def _needed_bytes(options: ThroughputOptions, sizes: Sequence[Size]) -> float:
     """Memory for weights, and for KV of as many of these requests as can run at once."""
-    itemsize = jnp.dtype(options.dtype).itemsize
+    itemsize = np.dtype(options.dtype).itemsize
     weights = itemsize * sum(x.size for x in abstract_params(options.config).values())
     longest = max(size.n_tokens for size in sizes)
     return _ROOM * (weights + options.kv_token_bytes * options.max_num_seqs * longest)

@@ -89,8 +89,8 @@ def split(
 
 
 def _find(model: str, revision: str | None) -> str | Path:
-    """The file that says the shape, or the folder or GGUF file with it; a function that makes the model as it is
-    named. Before JAX is imported."""
+    """The file that says the shape, or the folder or GGUF file with it; a function that makes the model as it
+    is named. Before JAX is imported."""
     from jaxlamina import model_files
     from jaxlamina.models import config_files
 

@@ -24,8 +24,8 @@ _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def is_code(model: str | Path) -> bool:
-    """Whether a model is named as a function of a module that makes it, "package.module:build". A folder or a file of
-    that name goes first."""
+    """Whether a model is named as a function of a module that makes it, "package.module:build". A folder or a
+    file of that name goes first."""
     return isinstance(model, str) and _CODE.fullmatch(model) is not None and _existing(model) is None
 
 

@@ -1,7 +1,7 @@
 """A causal language model as the runtime takes one, whoever wrote it: ours, or a user's own.
 
-What it computes, its parameters' shapes, its KV heads, and what another process makes the same model of. Knows no
-weights, no files and no steps.
+What it computes, its parameters' shapes, its KV heads, and what another process makes the same model of.
+Knows no weights, no files and no steps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jaxlamina.process.user_code import current_folder
 class CausalLM:
     """A model without its weights.
 
-    - ``fn(params, tokens [B, T], positions [B, T], logits_at [B] | None) -> logits [B, T or 1, V]``: causal, of
-      parameters by name, with `splitter.attention` as its attention.
+    - ``fn(params, tokens [B, T], positions [B, T], logits_at [B] | None) -> logits [B, T or 1, V]``: causal,
+      of parameters by name, with `splitter.attention` as its attention.
     - ``max_len``: tokens that a row may have. ``kv``: KV heads and head size of each attention.
     - ``like(dtype)``: the parameters' shapes; ``dtype``: the one that the model has, None: any.
     - ``origin``: what `of_origin` makes the same model of in another process; None where nothing does.
@@ -59,8 +59,8 @@ class CausalLM:
 
 
 class HasModel(ABC):
-    """What holds a model: a checkpoint, a model in memory, a user's own. ``code``: the "package.module:build" that
-    made it, if one did."""
+    """What holds a model: a checkpoint, a model in memory, a user's own. ``code``: the "package.module:build"
+    that made it, if one did."""
 
     code: str | None = None
     in_memory: ClassVar[bool] = False  # its weights are there already
@@ -70,8 +70,8 @@ class HasModel(ABC):
     def model(self) -> CausalLM: ...
 
     def check(self) -> float:
-        """The largest relative difference between the model as it is and cut; 0 where there is nothing to compare.
-        ``UserError`` where it is more than rounding."""
+        """The largest relative difference between the model as it is and cut; 0 where there is nothing to
+        compare. ``UserError`` where it is more than rounding."""
         return 0.0
 
 
@@ -110,8 +110,8 @@ def of_origin(origin: Mapping[str, Any]) -> CausalLM:
 
 
 def built(name: str) -> HasModel:
-    """What the function "package.module:build" gives; modules of the current folder are found, too. It runs that
-    code. ``UserError`` if there is none, it fails, or gives no model."""
+    """What the function "package.module:build" gives; modules of the current folder are found, too. It runs
+    that code. ``UserError`` if there is none, it fails, or gives no model."""
     module, _, function = name.partition(":")
     try:
         with current_folder():
@@ -120,12 +120,14 @@ def built(name: str) -> HasModel:
         raise
     except Exception as error:  # whatever the user's own code raises
         raise UserError(
-            f"the model {name} cannot be built ({type(error).__name__}: {error}): check it; modules are looked for in "
+            f"the model {name} cannot be built ({type(error).__name__}: {error}): check it; modules are "
+            f"looked for in "
             f"PYTHONPATH, among what is installed, and in the current folder"
         ) from error
     if not isinstance(found, HasModel):
         raise UserError(
-            f"{name} gives a {type(found).__name__}: it must return a jaxlamina.FlaxModel (docs/your-own-model.md)"
+            f"{name} gives a {type(found).__name__}: it must return a jaxlamina.FlaxModel "
+            f"(docs/your-own-model.md)"
         )
     found.code = name
     return found

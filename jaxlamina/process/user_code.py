@@ -29,6 +29,7 @@ def check_module(name: str) -> None:
         found = importlib.util.find_spec(package)
     if found is None:
         raise UserError(
-            f"unknown model {name!r}: there is no Python package or module {package}, and no such file; modules are "
+            f"unknown model {name!r}: there is no Python package or module {package}, and no such file; "
+            f"modules are "
             f"looked for in PYTHONPATH, among what is installed, and in the current folder"
         )

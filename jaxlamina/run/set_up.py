@@ -59,7 +59,8 @@ def share_out(
         return share(0), stages.ranks
     if source is None or source.origin is None:
         raise UserError(
-            "several model workers need a model that each can make by itself: name the function that makes it, as "
+            "several model workers need a model that each can make by itself: name the function that makes "
+            "it, as "
             "model=package.module:build"
         )
     ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)

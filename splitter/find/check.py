@@ -1,6 +1,8 @@
-"""Whether a model that was found gives, cut into slices and fed piece by piece, what it gives as its author wrote it.
+"""Whether a model that was found gives, cut into slices and fed piece by piece, what it gives as its author
+wrote it.
 
-Runs prompts, chunks and single tokens through the slices, with a reference attention over stored keys and values.
+Runs prompts, chunks and single tokens through the slices, with a reference attention over stored keys and
+values.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from splitter.find.found import FoundAttention, FoundModel
+from splitter.find.prove import QUICK
 from splitter.slices import split
 
 _PROMPT, _CHUNK, _SINGLE = 6, 5, 3  # tokens of both rows; of the first, that follow; of both by themselves
 _NOT_THERE = np.iinfo(np.int32).max // 2  # the position of a token that has not come
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def check_found(
     found: FoundModel, fn: Callable[..., Any], params: Mapping[str, Any], vocab_size: int
 ) -> float:
-    """The largest difference between the logits of ``fn(params, tokens, positions)`` and of the found model's slices,
-    relative to the largest logit; NaN where the slices give no numbers."""
+    """The largest difference between the logits of ``fn(params, tokens, positions)`` and of the found model's
+    slices, relative to the largest logit; NaN where the slices give no numbers."""
     n = min(_PROMPT + _CHUNK + _SINGLE, found.max_len)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, n)).astype(np.int32)
     places = np.broadcast_to(np.arange(n, dtype=np.int32), tokens.shape)
@@ -53,7 +55,7 @@ def _pieces(n: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _quick(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled as quickly as can be: it runs once."""
-    return jax.jit(fn, compiler_options=_QUICK if jax.default_backend() == "cpu" else None)
+    return jax.jit(fn, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
 
 
 class _Slices:
@@ -89,7 +91,8 @@ class _Slices:
                 after.append(
                     tuple(x.at[rows[:, None], at].set(new) for x, new in zip(old, (k, v), strict=True))
                 )
-                out = _attend(site, q, *(x[rows] for x in after[-1]), at, keys_at[rows])
+                keys, values = (x[rows] for x in after[-1])
+                out = _attend(site, q, keys, values, at, keys_at[rows])
             last = model.slices[model.n]
             return last.final(model.slice_params(model.n, params), context, out), after
 

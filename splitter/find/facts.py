@@ -1,4 +1,5 @@
-"""What each value of a learned jaxpr derives from, and how its elements lie: the facts that matching acts on."""
+"""What each value of a learned jaxpr derives from, and how its elements lie: the facts that matching acts
+on."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ def dot_dims(eqn: compat.JaxprEqn) -> tuple[DotDims, DotDims]:
 
 @dataclass(frozen=True)
 class View:
-    """A variable as ``[T, …]``: reshaped to ``sizes``, of which the one that is None is T, and its dimensions then
-    in the order ``order``; ``shape`` is that of the result, without T."""
+    """A variable as ``[T, …]``: reshaped to ``sizes``, of which the one that is None is T, and its dimensions
+    then in the order ``order``; ``shape`` is that of the result, without T."""
 
     source: Any
     sizes: tuple[int | None, ...]
@@ -115,8 +116,8 @@ class View:
 
 
 def view_of(source: Any, labels: np.ndarray, shape: tuple[int, ...]) -> View | None:
-    """The view whose element ``[t, …]`` is the source's element ``labels[t, …]``, numbered row by row, as ``[T,
-    *shape]``; None where no reshape and transpose do that."""
+    """The view whose element ``[t, …]`` is the source's element ``labels[t, …]``, numbered row by row, as
+    ``[T, *shape]``; None where no reshape and transpose do that."""
     if labels.size != prod(source.aval.shape) or not labels.size:
         return None
     dims = [d for d in range(labels.ndim) if labels.shape[d] > 1]
@@ -141,7 +142,8 @@ def view_of(source: Any, labels: np.ndarray, shape: tuple[int, ...]) -> View | N
 
 
 def moved(eqn: compat.JaxprEqn, x: np.ndarray) -> np.ndarray | None:
-    """What an equation that only moves elements makes of an array like its first operand; None: it does more."""
+    """What an equation that only moves elements makes of an array like its first operand; None: it does
+    more."""
     p = eqn.params
     match eqn.primitive.name:
         case "reshape" if p.get("dimensions") is None:
@@ -149,14 +151,14 @@ def moved(eqn: compat.JaxprEqn, x: np.ndarray) -> np.ndarray | None:
         case "transpose":
             return x.transpose(p["permutation"])
         case "squeeze":
-            return x.reshape(eqn.outvars[0].aval.shape)
+            return x.reshape(compat.like_of(eqn.outvars[0]).shape)
         case "broadcast_in_dim":
             shape = [1] * len(p["shape"])
             for source, target in enumerate(p["broadcast_dimensions"]):
                 shape[int(target)] = x.shape[source]
             return np.broadcast_to(x.reshape(shape), p["shape"])
         case "expand_dims":
-            return x.reshape(eqn.outvars[0].aval.shape)
+            return x.reshape(compat.like_of(eqn.outvars[0]).shape)
         case "copy" | "copy_p" | "stop_gradient" | "optimization_barrier" | "sharding_constraint":
             return x
         case "rev":

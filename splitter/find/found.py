@@ -1,9 +1,10 @@
-"""A causal language model as its author wrote it, as a function that the runtime can cut and run for any batch.
+"""A causal language model as its author wrote it, as a function that the runtime can cut and run for any
+batch.
 
-`find_attention` traces the model for one row of tokens, finds its attentions (`regions`), proves what they compute
-(`prove`), and puts `splitter.attention` in their place. Outside of attention a token is computed by itself, so a batch
-``[B, T]`` runs as one row of B·T tokens at the positions it is given; only attention sees rows. Knows nothing of KV,
-pools or requests.
+`find_attention` traces the model for one row of tokens, finds its attentions (`regions`), proves what they
+compute (`prove`), and puts `splitter.attention` in their place. Outside of attention a token is computed by
+itself, so a batch ``[B, T]`` runs as one row of B·T tokens at the positions it is given; only attention sees
+rows. Knows nothing of KV, pools or requests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from splitter.block import Block, variables
 from splitter.find import prove
 from splitter.find.facts import Facts, View, view_of
 from splitter.find.lengths import TOKENS, Learned, Table, ancestors, learn
-from splitter.find.places import Places, needs, row_indices, table_of
+from splitter.find.places import Places, row_indices, table_of
 from splitter.find.regions import Problem, Region, find_regions, reads
 from splitter.operator import attention, attention_p
 from splitter.program import canonical
@@ -82,7 +83,8 @@ class _Site:
 
 
 class FoundModel:
-    """The model with its attention found, of parameters by name, for any batch: what the runtime cuts and runs.
+    """The model with its attention found, of parameters by name, for any batch: what the runtime cuts and
+    runs.
 
     ``sites``: its attentions, in order.
     """
@@ -111,8 +113,8 @@ class FoundModel:
         positions: Int32[Array, "B T"],
         logits_at: Int32[Array, " B"] | None = None,
     ) -> Float[Array, "B _ V"]:
-        """Logits ``[B, T, V]``, or ``[B, 1, V]`` after each row's token ``logits_at``. All that follows the last
-        attention is then computed for these tokens alone."""
+        """Logits ``[B, T, V]``, or ``[B, 1, V]`` after each row's token ``logits_at``. All that follows the
+        last attention is then computed for these tokens alone."""
         b, t = tokens.shape
         given = [params[name] for name in self.param_names]
         rows = None if logits_at is None or not self._crosses_by_token else jnp.arange(b) * t + logits_at
@@ -240,13 +242,13 @@ def _padded(x: Any, width: int) -> Any:
 def find_attention(fn: Callable[..., Any], params: Any, *, max_len: int) -> FoundModel:
     """The model that ``fn(params, tokens [B, T], positions [B, T]) -> logits [B, T, V]`` is.
 
-    params: its weights, a pytree of arrays or of `jax.ShapeDtypeStruct`; integers and booleans among them, such as
-    stored masks, must be closed over instead. max_len: tokens that a row may have at most.
+    params: its weights, a pytree of arrays or of `jax.ShapeDtypeStruct`; integers and booleans among them,
+    such as stored masks, must be closed over instead. max_len: tokens that a row may have at most.
 
     Raises:
-      SplitError: an attention that is not found, or not proven to be causal softmax attention; something else that
-      mixes tokens; a function that does other things for other numbers of tokens. All places at once, each with the
-      line of the model.
+      SplitError: an attention that is not found, or not proven to be causal softmax attention; something else
+      that mixes tokens; a function that does other things for other numbers of tokens. All places at once,
+      each with the line of the model.
     """
     facts = Facts.of(_learned(fn, params, max_len), len(tree_util.tree_leaves(params)))
     readings, problems = find_regions(facts)
@@ -278,7 +280,8 @@ def find_attention(fn: Callable[..., Any], params: Any, *, max_len: int) -> Foun
         raise SplitError(_message(fn, problems))
     if not sites:
         raise SplitError(
-            f"no attention found in {_name(fn)}: no product of two values over tokens (queries and keys) that a product "
+            f"no attention found in {_name(fn)}: no product of two values over tokens (queries and keys) "
+            f"that a product "
             "with values over tokens follows"
         )
     sites = [_numbered(s, i) for i, s in enumerate(sorted(sites, key=lambda s: s.position))]
@@ -333,20 +336,20 @@ def _own_site(facts: Facts, p: int) -> _Site:
     """Of a call of `splitter.attention`."""
     eqn = facts.eqns[p]
     n = facts.learned.lengths[0]
-    views = []
-    for v in (*eqn.invars, *eqn.outvars):
-        b, t, heads, width = v.aval.shape  # type: ignore[attr-defined]
-        view = view_of(v, np.arange(t * heads * width).reshape(t, heads, width), (heads, width))
+    views: list[View] = []
+    for atom in (*eqn.invars, *eqn.outvars):
+        b, t, heads, width = compat.like_of(atom).shape
+        view = view_of(atom, np.arange(t * heads * width).reshape(t, heads, width), (heads, width))
         if b != 1 or t != n or view is None:
             raise SplitError(
-                f"{compat.where(eqn)}: splitter.attention is called with {v.aval}, not [B, T, N, H]"
+                f"{compat.where(eqn)}: splitter.attention is called with {atom.aval}, not [B, T, N, H]"
             )
         views.append(view)
     q, k, v, out = views
     p_ = eqn.params
     found = FoundAttention(
-        0, p_["name"], compat.where(eqn), q.shape[0], k.shape[0], q.shape[1], v.shape[1], p_["scale"], p_["window"],
-        p_["softcap"], 1,
+        0, p_["name"], compat.where(eqn), q.shape[0], k.shape[0], q.shape[1], v.shape[1],
+        p_["scale"], p_["window"], p_["softcap"], 1,
     )  # fmt: skip
     return _Site(q, k, v, out, eqn.outvars[0], p, frozenset([p]), found)
 

@@ -1,9 +1,10 @@
 """A function of any number of tokens, learned from what it looks like for three.
 
-A model that is traced for one row of T tokens has T in its shapes: of its arrays, of its iotas, of its slices. Three
-traces of different T are compared equation by equation, and each size that differs is a + b·T: two traces give a and
-b, the third confirms them. What differs in any other way is refused with its line. The result runs for any number of
-tokens, one among them, without tracing the model again. Knows nothing of attention.
+A model that is traced for one row of T tokens has T in its shapes: of its arrays, of its iotas, of its
+slices. Three traces of different T are compared equation by equation, and each size that differs is a + b·T:
+two traces give a and b, the third confirms them. What differs in any other way is refused with its line. The
+result runs for any number of tokens, one among them, without tracing the model again. Knows nothing of
+attention.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Lengths = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Size:
+class Count:
     """``a + b * T``: a size that depends on the number of tokens."""
 
     a: int
@@ -33,18 +34,18 @@ class Size:
         return self.a + self.b * n
 
 
-TOKENS = Size(0, 1)
-Dim = int | Size
+TOKENS = Count(0, 1)
+Dim = int | Count
 
 
 def size_at(dim: Dim, n: int) -> int:
-    return dim.at(n) if isinstance(dim, Size) else dim
+    return dim.at(n) if isinstance(dim, Count) else dim
 
 
 @dataclass(frozen=True)
 class Table:
-    """A constant whose size depends on the number of tokens: the values of the longest trace begin with those of
-    the shorter ones. ``values``: for as many tokens as there may be."""
+    """A constant whose size depends on the number of tokens: the values of the longest trace begin with those
+    of the shorter ones. ``values``: for as many tokens as there may be."""
 
     values: np.ndarray
     shape: tuple[Dim, ...]
@@ -61,15 +62,15 @@ class _Differs(Exception):
 class Learned:
     """A flat jaxpr of any number of tokens; its variables are those of the first trace.
 
-    shapes: of each variable. params: of the equations in which a parameter depends on T, by position. literals: of
-    operands that do, by (position, operand). consts: values, or tables.
+    shapes: of each variable. params: of the equations in which a parameter depends on T, by position.
+    literals: of operands that do, by (position, operand). consts: values, or tables.
     """
 
     jaxpr: Any
     lengths: Lengths
     shapes: dict[Any, tuple[Dim, ...]] = field(default_factory=dict)
     params: dict[int, dict[str, Any]] = field(default_factory=dict)
-    literals: dict[tuple[int, int], Size] = field(default_factory=dict)
+    literals: dict[tuple[int, int], Count] = field(default_factory=dict)
     consts: tuple[Any, ...] = ()
 
     def shape_at(self, atom: Any, n: int) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ class Learned:
 
     def token_dims(self, atom: Any) -> tuple[int, ...]:
         """The dimensions whose size depends on T."""
-        return tuple(i for i, d in enumerate(self.dims(atom)) if isinstance(d, Size))
+        return tuple(i for i, d in enumerate(self.dims(atom)) if isinstance(d, Count))
 
     def run(
         self,
@@ -107,7 +108,7 @@ class Learned:
 
 def _at(value: Any, n: int) -> Any:
     """A learned parameter for n tokens."""
-    if isinstance(value, Size):
+    if isinstance(value, Count):
         return value.at(n)
     if isinstance(value, _Body):
         return value.at(n)
@@ -204,7 +205,7 @@ class _Comparison:
             raise _Differs(f"at {where} there is {' or '.join(e.primitive.name for e in eqns)}")
         for i, atoms in enumerate(zip(*(e.invars for e in eqns), strict=True)):
             size = self._operand(atoms, where)
-            if isinstance(size, Size):
+            if isinstance(size, Count):
                 self.found.literals[position, i] = size
         learned = {
             k: self._parameter([e.params[k] for e in eqns], f"{where}, {eqns[0].primitive.name}'s {k}")
@@ -215,7 +216,7 @@ class _Comparison:
             self.found.params[position] = changed
         self._bind(eqns[0].outvars, [e.outvars for e in eqns[1:]], where)
 
-    def _operand(self, atoms: Sequence[Any], where: str) -> Size | None:
+    def _operand(self, atoms: Sequence[Any], where: str) -> Count | None:
         first, *others = atoms
         if isinstance(first, compat.Literal):
             if not all(isinstance(a, compat.Literal) for a in others):
@@ -225,7 +226,7 @@ class _Comparison:
                 return None
             if values[0].ndim == 0 and values[0].dtype.kind in "iu":
                 size = self._int([int(v) for v in values], where)
-                return size if isinstance(size, Size) else None
+                return size if isinstance(size, Count) else None
             raise _Differs(
                 f"a number at {where} depends on how many tokens there are: {[v.item() for v in values]}"
             )
@@ -243,7 +244,7 @@ class _Comparison:
             pass
         elif isinstance(first, int | np.integer):
             size = self._int([int(v) for v in values], where)
-            return first if not isinstance(size, Size) else size
+            return first if not isinstance(size, Count) else size
         elif isinstance(first, tuple | list) and len({len(v) for v in values}) == 1:
             inner = [self._parameter(vs, where) for vs in zip(*values, strict=True)]
             if all(a is b for a, b in zip(inner, first, strict=True)):
@@ -285,7 +286,7 @@ class _Comparison:
         a = x0 - b * t0
         if rest or a + b * t2 != x2:
             raise _Differs(f"at {where}: {x0}, {x1} and {x2} for {t0}, {t1} and {t2} tokens is no a + b·T")
-        return Size(a, b)
+        return Count(a, b)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,9 +1,10 @@
-"""Values that tokens do not change: positions a model makes itself, tables it cuts to its length, masks, constants.
+"""Values that tokens do not change: positions a model makes itself, tables it cuts to its length, masks,
+constants.
 
-A model that is traced for one row of T tokens numbers them 0 to T - 1. In a step, tokens stand at any positions, so
-such a value is made of the step's positions instead: an iota becomes the positions, a table's beginning becomes its
-rows at the positions. Where a value is an index into the row itself (which of the tokens of this step?), it stays the
-token's place in the row. Knows nothing of attention.
+A model that is traced for one row of T tokens numbers them 0 to T - 1. In a step, tokens stand at any
+positions, so such a value is made of the step's positions instead: an iota becomes the positions, a table's
+beginning becomes its rows at the positions. Where a value is an index into the row itself (which of the
+tokens of this step?), it stays the token's place in the row. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from pallas_kernels import compat
 from splitter.block import variables
 from splitter.find.facts import Facts, From
-from splitter.find.lengths import TOKENS, Size, ancestors
+from splitter.find.lengths import TOKENS, Count, ancestors
 from splitter.find.prove import computed
 from splitter.trace import SplitError
 
@@ -28,16 +29,106 @@ _INDEXED = {
 }  # fmt: skip
 # Through which an index into the row is made of others.
 _MAKES_INDICES = frozenset(
-    "sort concatenate broadcast_in_dim reshape squeeze expand_dims convert_element_type add sub mul rem div select_n "
-    "transpose gather slice max min clamp cumsum copy".split()
+    [
+        "sort",
+        "concatenate",
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "convert_element_type",
+        "add",
+        "sub",
+        "mul",
+        "rem",
+        "div",
+        "select_n",
+        "transpose",
+        "gather",
+        "slice",
+        "max",
+        "min",
+        "clamp",
+        "cumsum",
+        "copy",
+    ]
 )
 # Each element of a result along T comes of the operands' elements at the same token.
 _POINTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj copy cos cosh div eq erf "
-    "erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic lt max min mul ne neg "
-    "nextafter not or population_count pow real rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor convert_element_type transpose "
-    "broadcast_in_dim squeeze expand_dims optimization_barrier".split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "complex",
+        "conj",
+        "copy",
+        "cos",
+        "cosh",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "population_count",
+        "pow",
+        "real",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "convert_element_type",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "optimization_barrier",
+    ]
 )
 
 
@@ -57,9 +148,11 @@ def row_indices(facts: Facts) -> frozenset[Any]:
 
 
 class Places:
-    """The values without tokens of one step: ``row`` are its tokens' positions ``[1, n]``; ``known`` the parameters.
+    """The values without tokens of one step: ``row`` are its tokens' positions ``[1, n]``; ``known`` the
+    parameters.
 
-    ``table(v)``: values of ``v`` for as many tokens as there may be, where a step's cannot be computed by themselves.
+    ``table(v)``: values of ``v`` for as many tokens as there may be, where a step's cannot be computed by
+    themselves.
     """
 
     def __init__(
@@ -130,7 +223,7 @@ class Places:
             if dims[d] != TOKENS:
                 return None
             shape = learned.shape_at(out, self.n)
-            return [jax.lax.broadcast_in_dim(self.row[0].astype(out.aval.dtype), shape, (d,))]
+            return [jax.lax.broadcast_in_dim(self.row[0].astype(compat.like_of(out).dtype), shape, (d,))]
         if name in ("slice", "dynamic_slice") and len(tokens) == 1 and not operand_tokens[0]:
             return [self._rows_from(eqn, position, tokens[0])]
         if name in _POINTWISE and len(tokens) == 1:
@@ -156,16 +249,15 @@ class Places:
             return None
         if more or self.facts.source[out] != From.NOTHING:
             raise SplitError(
-                f"{compat.where(eqn)}: {name} makes a value of the tokens' positions, or of a parameter cut to their "
+                f"{compat.where(eqn)}: {name} makes a value of the tokens' positions, or of a parameter cut "
+                f"to their "
                 "number, that cannot be made for tokens at any positions: take positions from the argument"
             )
         return [self._rows_of(self.table(out), out)]
 
     def _rows_from(self, eqn: compat.JaxprEqn, position: int, d: int) -> Any:
         """A table's rows at the positions, for a slice that is its beginning."""
-        operand = (
-            self._value(eqn.invars[0], in_row=True) if not isinstance(eqn.invars[0], compat.Literal) else None
-        )
+        operand = self._value(eqn.invars[0], in_row=True)
         learned = self.facts.learned
         shape = learned.shape_at(eqn.outvars[0], self.n)
         p = eqn.params | {
@@ -189,16 +281,18 @@ class Places:
 
     def _rows_of(self, table: np.ndarray, v: Any) -> Any:
         dims = self.facts.learned.dims(v)
-        tokens = [i for i, d in enumerate(dims) if isinstance(d, Size)]
+        tokens = [i for i, d in enumerate(dims) if isinstance(d, Count)]
         if len(tokens) != 1 or dims[tokens[0]] != TOKENS:
             raise SplitError(
-                f"{self.facts.made_at(v)}: a value of {v.aval} for all pairs of tokens is used outside of attention"
+                f"{self.facts.made_at(v)}: a value of {v.aval} for all pairs of tokens is used outside of "
+                f"attention"
             )
         return jnp.take(jnp.asarray(table), self.row[0], axis=tokens[0], mode="clip")
 
 
 def table_of(facts: Facts, v: Any, max_len: int) -> np.ndarray:
-    """``v`` for ``max_len`` tokens. Raises SplitError if for fewer tokens it is not this table's beginning."""
+    """``v`` for ``max_len`` tokens. Raises SplitError if for fewer tokens it is not this table's
+    beginning."""
     found = []
     for n in (facts.learned.lengths[0], max_len):
         run = computed(facts, [v], n)

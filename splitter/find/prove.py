@@ -1,9 +1,9 @@
 """What a region computes, found from its equations and proven by its numbers.
 
-The factor and the soft cap of scores are read from the equations; which tokens see which is read from the masks'
-values, for as many tokens as the model may have. Then the region is run on random q, k and v, in float32, for several
-lengths and sizes of scores, and must give what causal attention of that factor, cap and window gives: whatever
-equations it is written in.
+The factor and the soft cap of scores are read from the equations; which tokens see which is read from the
+masks' values, for as many tokens as the model may have. Then the region is run on random q, k and v, in
+float32, for several lengths and sizes of scores, and must give what causal attention of that factor, cap and
+window gives: whatever equations it is written in.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Meaning(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which tokens see which, as the masks' values say: ``visible`` of each mask, and the sets of values that hidden
-    ones have; ``window`` None: all earlier tokens."""
+    """Which tokens see which, as the masks' values say: ``visible`` of each mask, and the sets of values that
+    hidden ones have; ``window`` None: all earlier tokens."""
 
     window: Any  # int, or None
     visible: tuple[Any, ...]
@@ -152,7 +152,8 @@ def closure(facts: Facts, wanted: Sequence[Any], stop: Sequence[Any] = ()) -> li
 def computed(
     facts: Facts, wanted: Sequence[Any], n: int, given: Sequence[Any] = (), *, in_float32: bool = False
 ) -> Callable[..., list[Any]]:
-    """A function of the row's positions ``[1, n]`` and the values of ``given`` that computes ``wanted`` for n tokens."""
+    """A function of the row's positions ``[1, n]`` and the values of ``given`` that computes ``wanted`` for n
+    tokens."""
     jaxpr = facts.learned.jaxpr
     positions = closure(facts, wanted, given)
 
@@ -184,7 +185,8 @@ def _is_small_float(dtype: Any) -> bool:
 
 
 def _float32_parameters(params: dict[str, Any]) -> dict[str, Any]:
-    """An equation's parameters with float32 for smaller floats, so that what is proven is not its rounding."""
+    """An equation's parameters with float32 for smaller floats, so that what is proven is not its
+    rounding."""
 
     def of(value: Any) -> Any:
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -195,14 +197,16 @@ def _float32_parameters(params: dict[str, Any]) -> dict[str, Any]:
     return {k: of(v) for k, v in params.items()}
 
 
+QUICK: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
 def on_host(run: Callable[..., Any], *like: Any) -> Callable[..., Any]:
     """Compiled for a CPU, for accelerators round products; quickly, for it runs once or twice."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        compiled = (
-            jax.jit(run)
-            .lower(*like)
-            .compile({"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
-        )
+        compiled = jax.jit(run).lower(*like).compile(QUICK)
     return lambda *args: jax.tree.map(np.asarray, compiled(*args))
 
 
@@ -223,8 +227,8 @@ def _mask(trial: _Trial) -> Mask:
 
 
 def _enough(trial: _Trial) -> int:
-    """How many tokens a mask must be looked at with to know it for all that there may be: beyond all numbers that it
-    compares with. Tables, and what is not made of comparisons and sums, are looked at whole."""
+    """How many tokens a mask must be looked at with to know it for all that there may be: beyond all numbers
+    that it compares with. Tables, and what is not made of comparisons and sums, are looked at whole."""
     facts, most, whole = trial.facts, 96, False
     for p in closure(facts, trial.grids):
         eqn = facts.eqns[p]
@@ -235,19 +239,47 @@ def _enough(trial: _Trial) -> int:
                 if x.dtype.kind in "iu" and x.ndim == 0 and abs(int(x)) < trial.max_len:
                     most = max(most, 2 * abs(int(x)) + 8)
             elif a in facts.learned.jaxpr.constvars:
-                whole |= max(a.aval.shape, default=0) > 1
+                whole |= max(compat.like_of(a).shape, default=0) > 1
     n = trial.max_len if whole else min(most, trial.max_len)
     if n * n > _MOST_PAIRS:
         raise Refuted(
-            f"its mask would have to be looked at for {n} tokens, which takes too much memory: give a smaller "
+            f"its mask would have to be looked at for {n} tokens, which takes too much memory: give a "
+            f"smaller "
             f"max_model_len"
         )
     return n
 
 
 _LINEAR = frozenset(
-    "iota add sub neg lt le gt ge eq ne and or not xor select_n broadcast_in_dim reshape squeeze expand_dims "
-    "transpose convert_element_type slice concatenate max min copy stop_gradient".split()
+    [
+        "iota",
+        "add",
+        "sub",
+        "neg",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq",
+        "ne",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "select_n",
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "convert_element_type",
+        "slice",
+        "concatenate",
+        "max",
+        "min",
+        "copy",
+        "stop_gradient",
+    ]
 )
 
 
@@ -266,7 +298,7 @@ def _read_mask(values: Sequence[np.ndarray]) -> Mask | None:
         return None
     codes = sum(np.searchsorted(k, np.where(same, k[0] if len(k) else 0, x)) * 32**i
                 for i, (k, x) in enumerate(zip(kinds, values, strict=True)) if len(k))  # fmt: skip
-    met = np.unique(np.asarray(codes)[~same]) if n > 1 else []
+    met: Any = np.unique(np.asarray(codes)[~same]) if n > 1 else []
     hidden = {
         tuple(_item(k[(int(code) // 32**i) % 32]) if len(k) else None for i, k in enumerate(kinds))
         for code in met
@@ -296,14 +328,16 @@ def _how_it_differs(values: Sequence[np.ndarray]) -> str:
         return "its mask hides nothing: every token sees all others (only causal attention can be served)"
     if any(len(np.unique(x[np.tril_indices(n)])) > 2 for x in values):
         return (
-            "something that depends on the distance of tokens is added to its scores (as ALiBi does): the attention "
+            "something that depends on the distance of tokens is added to its scores (as ALiBi does): the "
+            "attention "
             "kernels have no such bias"
         )
     for t in range(n):
         for s in range(n):
             if same[t, s] and s > t:
                 return (
-                    f"its mask is not causal: the token at place {t} sees the one at {s} (a prefix-LM or bidirectional "
+                    f"its mask is not causal: the token at place {t} sees the one at {s} (a prefix-LM or "
+                    f"bidirectional "
                     f"mask cannot be served)"
                 )
     return "its mask is neither causal nor causal within a window"
@@ -317,7 +351,7 @@ def _scoring(facts: Facts, region: Region) -> tuple[float, float | None]:
     the numbers will not agree."""
     states: dict[Any, tuple[float, float | None]] = {facts.eqns[region.scores].outvars[0]: (1.0, None)}
     exponent = 1.0
-    last = (1.0, None)
+    last: tuple[float, float | None] = (1.0, None)
     for p in sorted(region.eqns - {region.scores}):
         eqn = facts.eqns[p]
         name = eqn.primitive.name
@@ -405,7 +439,7 @@ def _compare(trial: _Trial, found: Meaning, mask: Mask) -> None:
         raise Refuted(
             f"its window of {found.window} tokens for {heads} heads takes too much memory to be looked at"
         )
-    met: set[tuple[Any, ...]] = set()
+    met = set[tuple[Any, ...]]()
     for n in (3, near):
         for values in (trial.masks(n), [x.T for x in trial.masks(n)]):
             own = _read_mask(values)
@@ -432,7 +466,8 @@ def _compare_at(trial: _Trial, found: Meaning, n: int) -> None:
         tolerance = 1e-5 * (1 + spread) * max(1.0, float(np.abs(v).max()))
         if not np.allclose(got, expected, rtol=0, atol=tolerance):
             raise Refuted(
-                "what it computes is not softmax attention of its queries, keys and values: on random ones it differs "
+                "what it computes is not softmax attention of its queries, keys and values: on random ones "
+                "it differs "
                 f"by {float(np.nanmax(np.abs(got - expected))):.2g} from causal attention with scale "
                 f"{found.scale:.6g}, soft cap {found.softcap}, window {found.window}"
             )

@@ -1,8 +1,8 @@
-"""Where attention is, by its shape alone: a product of two values over tokens, something in between, and a product
-over those tokens again.
+"""Where attention is, by its shape alone: a product of two values over tokens, something in between, and a
+product over those tokens again.
 
-What lies between is not read like a recipe: which numbers it computes is for `prove` to say. Here it is only found,
-with everything that it reads, and with q, k and v as far up as nothing but their layout was changed.
+What lies between is not read like a recipe: which numbers it computes is for `prove` to say. Here it is only
+found, with everything that it reads, and with q, k and v as far up as nothing but their layout was changed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from splitter.find.facts import DotDims, Facts, From, View, dot_dims, moved, vie
 
 @dataclass(frozen=True)
 class Region:
-    """One attention, not proven yet. ``scores``: the position of the product of q and k; ``mix``: of the product with
-    v; ``eqns``: of all that belongs to it; ``end``: its result. Views: q ``[T, N, H]``, k and v ``[T, K, H]``, out
-    ``[T, N, H]``."""
+    """One attention, not proven yet. ``scores``: the position of the product of q and k; ``mix``: of the
+    product with v; ``eqns``: of all that belongs to it; ``end``: its result. Views: q ``[T, N, H]``, k and v
+    ``[T, K, H]``, out ``[T, N, H]``."""
 
     scores: int
     mix: int
@@ -60,8 +60,8 @@ class _Refused(Exception):
 
 
 def find_regions(facts: Facts) -> tuple[list[list[Region]], list[Problem]]:
-    """Each attention as the ways in which it can be read (which operand is q), and what looks like one, or mixes
-    tokens, and is none."""
+    """Each attention as the ways in which it can be read (which operand is q), and what looks like one, or
+    mixes tokens, and is none."""
     found, problems, ends = [], [], set[Any]()
     scores_of = _scores_of(facts, ends)
     for position in sorted(facts.live):
@@ -72,7 +72,8 @@ def find_regions(facts: Facts) -> tuple[list[list[Region]], list[Problem]]:
         try:
             if len(of) != 1:
                 raise _Refused(
-                    "a product over tokens whose weights are no scores of queries and keys: attention is the only "
+                    "a product over tokens whose weights are no scores of queries and keys: attention is the "
+                    "only "
                     "thing that may mix tokens"
                 )
             readings = _readings(facts, scores_of, next(iter(of)), position)
@@ -93,7 +94,8 @@ _ScoresOf = dict[Any, frozenset[int]]
 
 
 def _scores_of(facts: Facts, ends: set[Any]) -> _ScoresOf:
-    """The products of queries and keys that each value is made of, not beyond a product with values or ``ends``."""
+    """The products of queries and keys that each value is made of, not beyond a product with values or
+    ``ends``."""
     found: _ScoresOf = {}
     for position in sorted(facts.live):
         eqn = facts.eqns[position]
@@ -135,8 +137,8 @@ def _contracts_tokens(facts: Facts, eqn: compat.JaxprEqn) -> bool:
     )
 
 
-# What may mix tokens only inside an attention: float values along T. Integers may be counted, as routers do; whether
-# a model's tokens keep to themselves is found by running it.
+# What may mix tokens only inside an attention: float values along T. Integers may be counted, as routers do;
+# whether a model's tokens keep to themselves is found by running it.
 _ALONG = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cumlogsumexp": "axis"}
 
 
@@ -151,7 +153,8 @@ def _left_over(facts: Facts, scores_of: _ScoresOf, taken: set[int]) -> Iterator[
             first = facts.eqns[min(of)]
             yield Problem(
                 compat.where(first),
-                "a product of two values over tokens that is not followed by a softmax and a product with values, or "
+                "a product of two values over tokens that is not followed by a softmax and a product with "
+                "values, or "
                 f"whose scores are used elsewhere too, at {compat.where(eqn)}",
             )
         elif not of and facts.of_tokens(eqn.outvars[0]) and _mixes(facts, eqn):
@@ -193,8 +196,8 @@ def _readings(facts: Facts, scores_of: _ScoresOf, scores: int, mix: int) -> list
 
 
 def _extent(facts: Facts, scores_of: _ScoresOf, scores: int, mix: int) -> tuple[frozenset[int], Any]:
-    """The equations from the scores to the result, and the result: where sums of weights are divided by after the
-    product with v, that is beyond it."""
+    """The equations from the scores to the result, and the result: where sums of weights are divided by after
+    the product with v, that is beyond it."""
     own, end = {mix}, facts.eqns[mix].outvars[0]
     for _ in range(16):
         inside = _between(facts, scores_of, scores, own)
@@ -287,8 +290,8 @@ def _arranged(x: np.ndarray, dims: DotDims, n_tokens: int) -> np.ndarray:
 
 
 def _stripped(facts: Facts, operand: Any, arranged: Any, shape: tuple[int, ...] = ()) -> View:
-    """The farthest variable up from an operand of which it is a mere view, as ``[T, *shape]``; without a ``shape`` as
-    [T, K, H], heads that are repeated for groups of queries taken once."""
+    """The farthest variable up from an operand of which it is a mere view, as ``[T, *shape]``; without a
+    ``shape`` as [T, K, H], heads that are repeated for groups of queries taken once."""
     best: View | None = None
     chain: list[compat.JaxprEqn] = []
     v = operand
@@ -338,7 +341,7 @@ def _out_view(facts: Facts, mixing: compat.JaxprEqn, p_side: int, end: Any, head
     of_v = [n_batch + len(both[0].free) + i for i in range(len(both[1].free))]
     if p_side == 1:
         of_p, of_v = of_v, of_p
-    shape = result.aval.shape
+    shape = compat.like_of(result).shape
     tokens = [d for d in of_p if shape[d] == n_tokens]
     if len(tokens) != 1 or len(shape) != n_batch + len(free):
         raise _Refused("its weights have no one dimension of queries")
@@ -351,7 +354,7 @@ def _out_view(facts: Facts, mixing: compat.JaxprEqn, p_side: int, end: Any, head
         operand = eqn.invars.index(v)
         labels_after = moved(eqn, labels) if operand == 0 else None
         if labels_after is None:
-            if eqn.outvars[0].aval.shape != labels.shape:
+            if compat.like_of(eqn.outvars[0]).shape != labels.shape:
                 raise _Refused("what follows its product with values is not understood")
             labels_after = labels
         labels, [v] = labels_after, eqn.outvars
@@ -385,7 +388,8 @@ def reads(facts: Facts, region: Region) -> tuple[list[Any], list[Problem]]:
             problems.append(
                 Problem(
                     compat.where(eqn),
-                    f"{eqn.primitive.name} makes its scores of something besides q·k that is {kind}: {v.aval} from "
+                    f"{eqn.primitive.name} makes its scores of something besides q·k that is {kind}: "
+                    f"{v.aval} from "
                     f"{facts.made_at(v)}",
                 )
             )

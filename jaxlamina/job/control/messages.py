@@ -138,8 +138,8 @@ class Setup(_Message, frozen=True):
 
 class SetupModel(_Message, frozen=True):
     """To a model rank other than rank 0, whose weights rank 0 then sends by the transport: the model
-    (``origin``, as of `jaxlamina.models.causal_lm.CausalLM`), the dtype of weights, and how KV is kept; which parameters it gets;
-    ``partition`` and ``stages``, as of Setup. It answers ModelReady."""
+    (``origin``, as of `jaxlamina.models.causal_lm.CausalLM`), the dtype of weights, and how
+    KV is kept; which parameters it gets; ``partition`` and ``stages``, as of Setup. It answers ModelReady."""
 
     origin: dict[str, Any]
     dtype: str
