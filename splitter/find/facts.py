@@ -3,7 +3,7 @@ on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Flag
 from math import prod
@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels import compat
 from splitter.block import variables
-from splitter.find.lengths import Learned, ancestors
+from splitter.find.lengths import Learned
 
 
 class From(Flag):
@@ -39,13 +39,15 @@ class Facts:
     @classmethod
     def of(cls, learned: Learned, n_params: int) -> Facts:
         jaxpr = learned.jaxpr
-        facts = cls(learned, n_params, frozenset(ancestors(jaxpr, jaxpr.outvars)))
+        facts = cls(learned, n_params)
+        for position, eqn in enumerate(jaxpr.eqns):
+            facts.producer.update(dict.fromkeys(eqn.outvars, position))
+        facts.live = frozenset(facts.needed(jaxpr.outvars))
         facts.source.update(dict.fromkeys(jaxpr.constvars, From.NOTHING))
         facts.source.update(dict.fromkeys(jaxpr.invars[:n_params], From.PARAMS))
         facts.source.update(zip(jaxpr.invars[n_params:], (From.TOKENS, From.POSITIONS), strict=True))
         for position in sorted(facts.live):
             eqn = jaxpr.eqns[position]
-            facts.producer.update(dict.fromkeys(eqn.outvars, position))
             for v in dict.fromkeys(variables(eqn.invars)):
                 facts.readers.setdefault(v, []).append(position)
             of_all = From.NOTHING
@@ -57,6 +59,17 @@ class Facts:
     @property
     def eqns(self) -> Sequence[compat.JaxprEqn]:
         return self.learned.jaxpr.eqns
+
+    def needed(self, wanted: Iterable[Any], stop: Collection[Any] = ()) -> list[int]:
+        """Positions of the equations that ``wanted`` needs, in order, not beyond ``stop``."""
+        found: set[int] = set()
+        stack = [v for v in variables(wanted) if v not in stop]
+        while stack:
+            position = self.producer.get(stack.pop())
+            if position is not None and position not in found:
+                found.add(position)
+                stack.extend(v for v in variables(self.learned.jaxpr.eqns[position].invars) if v not in stop)
+        return sorted(found)
 
     def of_tokens(self, atom: Any) -> bool:
         return not isinstance(atom, compat.Literal) and From.TOKENS in self.source[atom]

@@ -25,7 +25,7 @@ from pallas_kernels import compat
 from splitter.block import Block, variables
 from splitter.find import prove
 from splitter.find.facts import Facts, View, view_of
-from splitter.find.lengths import TOKENS, Learned, Table, ancestors, learn
+from splitter.find.lengths import TOKENS, Learned, Table, learn
 from splitter.find.places import Places, row_indices, table_of
 from splitter.find.regions import Problem, Region, find_regions, reads
 from splitter.operator import attention, attention_p
@@ -293,7 +293,7 @@ def _meaning(
 ) -> prove.Meaning:
     """Equal regions are proven once."""
     sources = [region.q.source, region.k.source, region.v.source]
-    positions = sorted(ancestors(facts.learned.jaxpr, [region.end], frozenset(sources)))
+    positions = facts.needed([region.end], sources)
     jaxpr = facts.learned.jaxpr
     block = Block(
         (*sources, *jaxpr.constvars, jaxpr.invars[-1]), tuple(facts.eqns[p] for p in positions), (region.end,)

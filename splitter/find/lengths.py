@@ -9,7 +9,7 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from pallas_kernels import compat
-from splitter.block import variables
 from splitter.trace import SplitError
 
 Lengths = tuple[int, int, int]
@@ -168,19 +167,24 @@ def learn(
 class _Comparison:
     def __init__(self, found: Learned, jaxprs: Sequence[Any]) -> None:
         self.found, self.jaxprs = found, jaxprs
+        self._at: compat.JaxprEqn | None = None  # what is being compared
         self.others: list[dict[Any, Any]] = [{}, {}]  # the first trace's variables -> the others'
+
+    def _here(self) -> str:
+        if self._at is None:
+            return "its arguments or results"
+        return f"{compat.where(self._at)} ({self._at.primitive.name})"
 
     def all(self) -> None:
         first, *others = self.jaxprs
         if len({len(j.eqns) for j in self.jaxprs}) > 1:
             self._say_where_eqns_part()
-        self._bind(
-            (*first.constvars, *first.invars), [(*j.constvars, *j.invars) for j in others], "its arguments"
-        )
+        self._bind((*first.constvars, *first.invars), [(*j.constvars, *j.invars) for j in others])
         for position, eqns in enumerate(zip(*(j.eqns for j in self.jaxprs), strict=True)):
             self._eqn(position, eqns)
+        self._at = None
         for atoms in zip(*(j.outvars for j in self.jaxprs), strict=True):
-            self._operand(atoms, "its results")
+            self._operand(atoms)
 
     def _say_where_eqns_part(self) -> None:
         for eqns in zip(*(j.eqns for j in self.jaxprs), strict=False):
@@ -190,70 +194,67 @@ class _Comparison:
                 )
         raise _Differs("it has more equations for some")
 
-    def _bind(self, own: Sequence[Any], others: Sequence[Sequence[Any]], where: str) -> None:
+    def _bind(self, own: Sequence[Any], others: Sequence[Sequence[Any]]) -> None:
         for vs in zip(own, *others, strict=True):
             shapes = [v.aval.shape for v in vs]
-            if len({len(s) for s in shapes}) > 1 or len({str(v.aval.dtype) for v in vs}) > 1:
-                raise _Differs(f"at {where}: {' or '.join(str(v.aval) for v in vs)}")
-            self.found.shapes[vs[0]] = tuple(self._int(sizes, where) for sizes in zip(*shapes, strict=True))
+            if len({len(s) for s in shapes}) > 1 or any(v.aval.dtype != vs[0].aval.dtype for v in vs[1:]):
+                raise _Differs(f"at {self._here()}: {' or '.join(str(v.aval) for v in vs)}")
+            self.found.shapes[vs[0]] = tuple(self._int(sizes) for sizes in zip(*shapes, strict=True))
             for env, v in zip(self.others, vs[1:], strict=True):
                 env[vs[0]] = v
 
     def _eqn(self, position: int, eqns: Sequence[compat.JaxprEqn]) -> None:
-        where = compat.where(eqns[0])
+        self._at = eqns[0]
         if len({e.primitive.name for e in eqns}) > 1:
-            raise _Differs(f"at {where} there is {' or '.join(e.primitive.name for e in eqns)}")
+            raise _Differs(f"at {self._here()} there is {' or '.join(e.primitive.name for e in eqns)}")
         for i, atoms in enumerate(zip(*(e.invars for e in eqns), strict=True)):
-            size = self._operand(atoms, where)
+            size = self._operand(atoms)
             if isinstance(size, Count):
                 self.found.literals[position, i] = size
-        learned = {
-            k: self._parameter([e.params[k] for e in eqns], f"{where}, {eqns[0].primitive.name}'s {k}")
-            for k in eqns[0].params
-        }
+        learned = {k: self._parameter([e.params[k] for e in eqns]) for k in eqns[0].params}
         changed = {k: v for k, v in learned.items() if v is not eqns[0].params[k]}
         if changed:
             self.found.params[position] = changed
-        self._bind(eqns[0].outvars, [e.outvars for e in eqns[1:]], where)
+        self._bind(eqns[0].outvars, [e.outvars for e in eqns[1:]])
 
-    def _operand(self, atoms: Sequence[Any], where: str) -> Count | None:
+    def _operand(self, atoms: Sequence[Any]) -> Count | None:
         first, *others = atoms
         if isinstance(first, compat.Literal):
             if not all(isinstance(a, compat.Literal) for a in others):
-                raise _Differs(f"at {where}")
+                raise _Differs(f"at {self._here()}")
             values = [np.asarray(a.val) for a in atoms]
             if all(np.array_equal(values[0], v, equal_nan=values[0].dtype.kind in "fc") for v in values[1:]):
                 return None
             if values[0].ndim == 0 and values[0].dtype.kind in "iu":
-                size = self._int([int(v) for v in values], where)
+                size = self._int([int(v) for v in values])
                 return size if isinstance(size, Count) else None
             raise _Differs(
-                f"a number at {where} depends on how many tokens there are: {[v.item() for v in values]}"
+                f"a number at {self._here()} depends on how many tokens there are: {[v.item() for v in values]}"
             )
         if any(env.get(first) is not a for env, a in zip(self.others, others, strict=True)):
-            raise _Differs(f"at {where}")
+            raise _Differs(f"at {self._here()}")
         return None
 
-    def _parameter(self, values: Sequence[Any], where: str) -> Any:
+    def _parameter(self, values: Sequence[Any]) -> Any:
         first = values[0]
         if all(v is first for v in values[1:]):
             return first
         if compat.is_jaxpr(first):
-            return self._body(values, where)
+            return self._body(values)
         if isinstance(first, bool) or first is None or isinstance(first, str):
             pass
         elif isinstance(first, int | np.integer):
-            size = self._int([int(v) for v in values], where)
+            size = self._int([int(v) for v in values])
             return first if not isinstance(size, Count) else size
         elif isinstance(first, tuple | list) and len({len(v) for v in values}) == 1:
-            inner = [self._parameter(vs, where) for vs in zip(*values, strict=True)]
+            inner = [self._parameter(vs) for vs in zip(*values, strict=True)]
             if all(a is b for a, b in zip(inner, first, strict=True)):
                 return first
             return type(first)(*inner) if hasattr(first, "_fields") else tuple(inner)
         elif isinstance(first, np.ndarray):
             if all(np.array_equal(first, v) for v in values[1:]):
                 return first
-            raise _Differs(f"at {where}")
+            raise _Differs(f"at {self._here()}")
         elif is_dataclass(first) and all(type(v) is type(first) for v in values):
             names = [f.name for f in fields(first)]
             if all(all(_same(getattr(first, n), getattr(v, n)) for n in names) for v in values[1:]):
@@ -262,22 +263,22 @@ class _Comparison:
             return first  # a rule's own function, made anew in every trace
         if all(_same(first, v) for v in values[1:]):
             return first
-        raise _Differs(f"at {where}: {' or '.join(repr(v)[:60] for v in values)}")
+        raise _Differs(f"at {self._here()}: {' or '.join(repr(v)[:60] for v in values)}")
 
-    def _body(self, values: Sequence[Any], where: str) -> Any:
+    def _body(self, values: Sequence[Any]) -> Any:
         opened = [compat.open_jaxpr(v) for v in values]
         inner = Learned(opened[0][0], self.found.lengths)
         _Comparison(inner, [j for j, _ in opened]).all()
 
         def never() -> Sequence[Any]:
-            raise _Differs(f"at {where}: a constant inside")
+            raise _Differs(f"at {self._here()}: a constant inside")
 
         inner.consts = _consts(inner, [c for _, c in opened], never)
         varies = inner.params or inner.literals or any(map(inner.token_dims, inner.shapes))
         closed = values[0] is not opened[0][0]
         return _Body(inner, closed) if varies else values[0]
 
-    def _int(self, values: Sequence[int], where: str) -> Dim:
+    def _int(self, values: Sequence[int]) -> Dim:
         x0, x1, x2 = values
         if x0 == x1 == x2:
             return x0
@@ -285,7 +286,9 @@ class _Comparison:
         b, rest = divmod(x1 - x0, t1 - t0)
         a = x0 - b * t0
         if rest or a + b * t2 != x2:
-            raise _Differs(f"at {where}: {x0}, {x1} and {x2} for {t0}, {t1} and {t2} tokens is no a + b·T")
+            raise _Differs(
+                f"at {self._here()}: {x0}, {x1} and {x2} for {t0}, {t1} and {t2} tokens is no a + b·T"
+            )
         return Count(a, b)
 
 
@@ -319,13 +322,3 @@ def _consts(
 
 def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def ancestors(jaxpr: Any, wanted: Sequence[Any], stop: frozenset[Any] = frozenset()) -> Iterator[int]:
-    """Positions of the equations that ``wanted`` needs, last first, not beyond ``stop``."""
-    needed = {v for v in variables(wanted) if v not in stop}
-    for position in range(len(jaxpr.eqns) - 1, -1, -1):
-        eqn = jaxpr.eqns[position]
-        if needed.intersection(eqn.outvars):
-            needed.update(v for v in variables(eqn.invars) if v not in stop)
-            yield position

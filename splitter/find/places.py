@@ -19,7 +19,7 @@ import numpy as np
 from pallas_kernels import compat
 from splitter.block import variables
 from splitter.find.facts import Facts, From
-from splitter.find.lengths import TOKENS, Count, ancestors
+from splitter.find.lengths import TOKENS, Count
 from splitter.find.prove import computed
 from splitter.trace import SplitError
 
@@ -305,10 +305,3 @@ def table_of(facts: Facts, v: Any, max_len: int) -> np.ndarray:
             f"{facts.made_at(v)}: what a token's place counts for depends on how many tokens follow it"
         )
     return long
-
-
-def needs(facts: Facts, wanted: Sequence[Any], stop: frozenset[Any]) -> list[int]:
-    """Positions of the equations of tokens that ``wanted`` needs, in order."""
-    return sorted(
-        p for p in ancestors(facts.learned.jaxpr, wanted, stop) if facts.of_tokens(facts.eqns[p].outvars[0])
-    )

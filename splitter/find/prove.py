@@ -20,7 +20,6 @@ from jaxtyping import Bool, Float
 from pallas_kernels import compat
 from splitter.block import variables
 from splitter.find.facts import Facts, moved
-from splitter.find.lengths import ancestors
 from splitter.find.regions import Region
 
 _SPREADS = (0.5, 6.0, 60.0)  # standard deviations of scores that a region is tried with
@@ -144,18 +143,13 @@ def _grid(facts: Facts, leaf: Any) -> Any | None:
     return v if len(facts.learned.token_dims(v)) == 2 else None
 
 
-def closure(facts: Facts, wanted: Sequence[Any], stop: Sequence[Any] = ()) -> list[int]:
-    """Positions of the equations that compute ``wanted``, in order."""
-    return sorted(ancestors(facts.learned.jaxpr, wanted, frozenset(stop)))
-
-
 def computed(
     facts: Facts, wanted: Sequence[Any], n: int, given: Sequence[Any] = (), *, in_float32: bool = False
 ) -> Callable[..., list[Any]]:
     """A function of the row's positions ``[1, n]`` and the values of ``given`` that computes ``wanted`` for n
     tokens."""
     jaxpr = facts.learned.jaxpr
-    positions = closure(facts, wanted, given)
+    positions = facts.needed(wanted, given)
 
     def run(row: Any, *values: Any) -> list[Any]:
         env = {v: facts.learned.const(i, n) for i, v in enumerate(jaxpr.constvars)}
@@ -230,7 +224,7 @@ def _enough(trial: _Trial) -> int:
     """How many tokens a mask must be looked at with to know it for all that there may be: beyond all numbers
     that it compares with. Tables, and what is not made of comparisons and sums, are looked at whole."""
     facts, most, whole = trial.facts, 96, False
-    for p in closure(facts, trial.grids):
+    for p in facts.needed(trial.grids):
         eqn = facts.eqns[p]
         whole |= eqn.primitive.name not in _LINEAR
         for a in eqn.invars:
@@ -422,7 +416,7 @@ def number(facts: Facts, atom: Any) -> float | None:
 def closure_inputs(facts: Facts, v: Any) -> set[Any]:
     """The function's arguments that a value needs."""
     found = {v}
-    for p in closure(facts, [v]):
+    for p in facts.needed([v]):
         found.update(variables(facts.eqns[p].invars))
     return found & set(facts.learned.jaxpr.invars)
 
