@@ -360,11 +360,11 @@ class LLM:
         """What would let longer requests in than ``max_model_len``, which is at most ``length``."""
         if self.max_model_len < length:
             return f", or give more kv_slots than {self.executor.n_slots}"
-        longest = self.config.max_position_embeddings
+        longest = self.config.max_length
         return f", or raise max_model_len, to {longest} at most" if length < longest else ""
 
     def _length(self, max_model_len: int | None) -> int:
-        longest = self.config.max_position_embeddings
+        longest = self.config.max_length
         if max_model_len is None:
             return longest
         if not 2 <= max_model_len <= longest:

@@ -158,6 +158,41 @@ OPT_350M: dict[str, Any] = (
         "ffn_dim": 4096,
     }
 )
+GRANITE: dict[str, Any] = LLAMA_2 | {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.1,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rope_theta": 5000000.0,
+    "tie_word_embeddings": True,
+}
+del GRANITE["pretraining_tp"]
+SMOLLM3: dict[str, Any] = LLAMA_2 | {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "layer_types": ["full_attention"] * 32,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 8,
+    "pad_token_id": 128004,
+    "vocab_size": 128256,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 2,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-2": LLAMA_2,
@@ -169,6 +204,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2-yarn": QWEN2 | {"rope_scaling": YARN},
     "qwen2-window": QWEN2 | {"use_sliding_window": True},
     "qwen3": QWEN3,
+    "granite": GRANITE,
+    "smollm3": SMOLLM3,
+    "smollm3-window": SMOLLM3 | {"use_sliding_window": True, "sliding_window": 128, "layer_types": None},
     "opt-125m": OPT_125M,
     "opt-350m": OPT_350M,
 }
@@ -229,6 +267,21 @@ def test_families_differ_where_their_authors_did() -> None:
     assert (old.norm_first, old.final_norm, old.embed_dim, old.rope) == (True, True, None, None)
     assert (small.norm_first, small.final_norm, small.embed_dim) == (False, False, 512)
     assert old.tie_word_embeddings  # opt's files leave it out and mean true
+
+
+def test_granite_multiplies_and_smollm3_leaves_positions_out() -> None:
+    granite = ModelConfig.from_hf(GRANITE)
+    assert (granite.embed_scale, granite.residual_scale) == (12.0, 0.22)
+    assert (granite.attention_scale, granite.logits_divisor) == (0.015625, 8.0)
+    without = {key: value for key, value in GRANITE.items() if "multiplier" not in key}
+    assert ModelConfig.from_hf(without).attention_scale == 1.0  # transformers' default; not head_dim ** -0.5
+    config = ModelConfig.from_hf(SMOLLM3)
+    assert config.no_rope_layers == tuple(range(3, 32, 4))
+    assert [rope is None for rope in config.ropes] == [False, False, False, True] * 8
+    by_interval = {key: value for key, value in SMOLLM3.items() if key != "no_rope_layers"}
+    assert ModelConfig.from_hf(by_interval) == config
+    windows = ModelConfig.from_hf(PUBLISHED["smollm3-window"]).windows
+    assert windows == (None, None, None, 128) * 8
 
 
 def test_sliding_windows_of_each_family() -> None:
@@ -320,6 +373,9 @@ def test_llama_fields_that_are_not_supported_are_named(change: dict[str, Any], f
         (QWEN3 | {"num_experts": 128}, "num_experts=128"),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types"),
         (MISTRAL | {"sliding_window": -1}, "sliding_window=-1"),
+        (GRANITE | {"logits_scaling": 0}, "logits_scaling=0"),
+        (GRANITE | {"no_rope_layers": [1]}, "no_rope_layers=[1]"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
     ],
 )
 def test_fields_of_other_families_are_named(hf: dict[str, Any], field: str) -> None:
