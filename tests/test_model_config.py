@@ -193,6 +193,65 @@ SMOLLM3: dict[str, Any] = LLAMA_2 | {
     "tie_word_embeddings": True,
     "use_sliding_window": False,
 }
+GEMMA: dict[str, Any] = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_activation": None,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "vocab_size": 256000,
+}
+GEMMA2: dict[str, Any] = GEMMA | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 4608,
+    "model_type": "gemma2",
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 144,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+}
+GEMMA3: dict[str, Any] = GEMMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+del GEMMA3["hidden_act"]
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-2": LLAMA_2,
@@ -207,6 +266,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "granite": GRANITE,
     "smollm3": SMOLLM3,
     "smollm3-window": SMOLLM3 | {"use_sliding_window": True, "sliding_window": 128, "layer_types": None},
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma2-plain": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3": GEMMA3,
+    "gemma3-linear": GEMMA3 | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
     "opt-125m": OPT_125M,
     "opt-350m": OPT_350M,
 }
@@ -282,6 +346,41 @@ def test_granite_multiplies_and_smollm3_leaves_positions_out() -> None:
     assert ModelConfig.from_hf(by_interval) == config
     windows = ModelConfig.from_hf(PUBLISHED["smollm3-window"]).windows
     assert windows == (None, None, None, 128) * 8
+
+
+def test_gemmas_differ_where_their_authors_did() -> None:
+    one, two, three = (ModelConfig.from_hf(hf) for hf in (GEMMA, GEMMA2, GEMMA3))
+    assert {c.norm_plus_one for c in (one, two, three)} == {True}
+    assert [c.embed_scale for c in (one, two, three)] == [2048**0.5, 4608**0.5, 1152**0.5]
+    assert {c.hidden_act for c in (one, two, three)} == {"gelu_pytorch_tanh"}
+    assert [(c.post_norms, c.qk_norm) for c in (one, two, three)] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
+    assert [c.attention_scale for c in (one, two, three)] == [None, 1 / 12, 1 / 16]
+    assert (two.attention_softcap, two.logits_softcap) == (50.0, 30.0)
+    assert (three.attention_softcap, three.logits_softcap) == (None, None)
+    assert two.windows == (4096, None) * 23
+    assert three.windows == ((512,) * 5 + (None,)) * 4 + (512,) * 2
+    assert two.local_rope is None and three.rope is not None and three.local_rope is not None
+    assert (three.rope.theta, three.local_rope.theta) == (1e6, 1e4)
+
+
+def test_gemma3_reads_both_forms_of_its_two_bases() -> None:
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    old = GEMMA3 | {"rope_scaling": scaling}
+    new = {key: value for key, value in old.items() if not key.startswith("rope_")}
+    new["rope_parameters"] = {
+        "full_attention": scaling | {"rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    config = ModelConfig.from_hf(old)
+    assert ModelConfig.from_hf(new) == config
+    assert config.rope is not None and config.local_rope is not None
+    assert (config.rope.rope_type, config.local_rope.rope_type) == ("linear", "default")
+    assert "full_attention and sliding_attention" in error_of(new | {"rope_parameters": scaling})
+    assert "rope_parameters" in error_of(new | {"rope_scaling": scaling})
 
 
 def test_sliding_windows_of_each_family() -> None:
@@ -373,6 +472,11 @@ def test_llama_fields_that_are_not_supported_are_named(change: dict[str, Any], f
         (QWEN3 | {"num_experts": 128}, "num_experts=128"),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types"),
         (MISTRAL | {"sliding_window": -1}, "sliding_window=-1"),
+        (GEMMA | {"hidden_act": "silu"}, "hidden_act='silu'"),
+        (GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (GRANITE | {"logits_scaling": 0}, "logits_scaling=0"),
         (GRANITE | {"no_rope_layers": [1]}, "no_rope_layers=[1]"),
         (SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),

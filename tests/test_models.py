@@ -78,6 +78,26 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen3": GATED | {"model_type": "qwen3", "head_dim": 16},
     "qwen3-biases": GATED | {"model_type": "qwen3", "head_dim": 8, "attention_bias": True},
+    "gemma": GATED | {"model_type": "gemma", "head_dim": 16},
+    "gemma2": GATED
+    | {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "sliding_window": 5,
+    },
+    "gemma3": GATED
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
     "granite": GATED
     | {
         "model_type": "granite",
@@ -160,7 +180,8 @@ def test_inverse_frequencies_equal_transformers(name: str) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     wide = MODELS[name] | {"head_dim": 64, "rope_theta": 500000.0}
-    rope = ModelConfig.from_hf(wide).rope
+    ours_of = ModelConfig.from_hf(wide)
+    rope, kind = ours_of.rope, {"layer_type": "full_attention"} if ours_of.local_rope else {}
     assert rope is not None
     config = transformers.AutoConfig.for_model(**copy.deepcopy(wide))
     if rope.rope_type == "default":
@@ -170,7 +191,7 @@ def test_inverse_frequencies_equal_transformers(name: str) -> None:
             )
         )
     else:
-        theirs, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config)
+        theirs, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, **kind)
     ours, our_factor = inverse_frequencies(rope, 64)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=3e-7)
@@ -200,7 +221,7 @@ def test_angles_of_far_positions_equal_transformers(name: str) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("name", ["qwen3", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt-post-norm"])
 def test_bfloat16_stays_near_transformers_float32(name: str) -> None:
     hf = MODELS[name]
     config = ModelConfig.from_hf(hf)
@@ -227,7 +248,7 @@ def test_tensor_names_and_shapes_are_those_of_transformers() -> None:
         assert ours == theirs, name
 
 
-@pytest.mark.parametrize("name", ["qwen3-biases", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["qwen3-biases", "gemma3", "opt-post-norm"])
 def test_every_parameter_matters(name: str) -> None:
     """No parameter is dead: changing any of them changes the logits (so parity does test every one)."""
     config = ModelConfig.from_hf(MODELS[name])
@@ -378,9 +399,8 @@ def test_slices_are_few_and_carry_the_residual_and_at_most_the_positions(name: s
     config = ModelConfig.from_hf(MODELS[name] | {"num_hidden_layers": 5})
     step = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     model = split(partial(apply, config), abstract_params(config), step, step)
-    # Layers that differ in their positions are programs of their own: with the next layer's, or without.
-    n_programs = 3 if len(set(config.ropes)) == 1 else 4
-    assert (model.n, model.n_programs) == (5, n_programs)
+    # Before a layer without positions a slice is a program of its own; two bases are one, with two constants.
+    assert (model.n, model.n_programs) == (5, 4 if config.no_rope_layers else 3)
     assert [site.window for site in model.sites] == list(config.windows)
     for cut in model.report().cuts:
         carried = sorted((value.shape, value.dtype) for value in cut.context)

@@ -221,6 +221,7 @@ def _llama_like(name: str, hf: Mapping[str, Any]) -> ModelConfig:
     if "query_pre_attn_scalar" in family.keys:
         fields["attention_scale"] = _size(hf, "query_pre_attn_scalar") ** -0.5
     fields |= {field: _positive(hf, key) for key, field in family.numbers.items() if hf.get(key) is not None}
+    fields |= {key: d**0.5 if value == "sqrt(hidden_size)" else value for key, value in family.fields.items()}
     rope, local_rope = ropes_from_hf(hf, max_positions, family)
     return ModelConfig(
         model_type=name,
@@ -239,7 +240,7 @@ def _llama_like(name: str, hf: Mapping[str, Any]) -> ModelConfig:
         rope=rope,
         local_rope=local_rope,
         no_rope_layers=no_rope,
-        **fields | family.fields,
+        **fields,
         **_token_ids(hf),
     )
 

@@ -65,7 +65,8 @@ class Family:
 
     - `keys`: of its config.json; any other key with a value is an error. `defaults`: what transformers
       assumes where a key is left out.
-    - `fields`: those of `ModelConfig` that all its models share. `numbers`: a key's number -> such a field.
+    - `fields`: those of `ModelConfig` that all its models share; "sqrt(hidden_size)" is worked out.
+    - `numbers`: a key whose number is a field of `ModelConfig`; with null the field stays neutral.
     - `acts`: values of the key `act_key` -> `ModelConfig.hidden_act`.
     """
 
@@ -97,6 +98,22 @@ _LLAMA_KEYS = _COMMON_KEYS | frozenset(
 # fmt: on
 _BIASES = {"attention_bias", "mlp_bias"}
 _QWEN_WINDOWS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+_GEMMA_KEYS = _LLAMA_KEYS | {"attention_bias", "hidden_activation"}
+_GEMMA2_KEYS = _GEMMA_KEYS | {
+    "final_logit_softcapping",
+    "layer_types",
+    "query_pre_attn_scalar",
+    "sliding_window",
+}
+_GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
+_GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | {
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA_FIELDS = {"norm_plus_one": True, "embed_scale": "sqrt(hidden_size)"}
+_TANH = {"gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA_KEYS | _BIASES, defaults={"max_position_embeddings": 2048}),
     "mistral": Family(
@@ -151,6 +168,48 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
         windows="without positions",
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _GEMMA_KEYS,
+        defaults=_GEMMA_DEFAULTS | {"max_position_embeddings": 8192, "num_key_value_heads": 16},
+        fields=_GEMMA_FIELDS,
+        acts=_TANH | {"gelu": "gelu_pytorch_tanh"},  # what the first files say and do not mean
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA2_KEYS | {"attn_logit_softcapping", "sliding_window_size"},  # read nowhere: the last
+        defaults=_GEMMA2_DEFAULTS
+        | {
+            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fields=_GEMMA_FIELDS | {"post_norms": True},
+        numbers={
+            "attn_logit_softcapping": "attention_softcap",
+            "final_logit_softcapping": "logits_softcap",
+        },
+        act_key="hidden_activation",
+        acts=_TANH,
+        windows="pattern",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA2_KEYS | {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
+        defaults=_GEMMA2_DEFAULTS
+        | {
+            "max_position_embeddings": 131072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        fields=_GEMMA_FIELDS | {"post_norms": True, "qk_norm": True},
+        numbers={"final_logit_softcapping": "logits_softcap"},
+        act_key="hidden_activation",
+        acts=_TANH,
+        windows="pattern",
     ),
     "opt": Family(
         "OPTForCausalLM",
