@@ -193,6 +193,39 @@ SMOLLM3: dict[str, Any] = LLAMA_2 | {
     "tie_word_embeddings": True,
     "use_sliding_window": False,
 }
+PHI3: dict[str, Any] = LLAMA_2 | {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "model_type": "phi3",
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "vocab_size": 32064,
+}
+del PHI3["pretraining_tp"]
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5] * 24, "long_factor": [1.0, 40.0] * 24}
+PHI3_LONG: dict[str, Any] = PHI3 | {
+    "max_position_embeddings": 131072,
+    "rope_scaling": LONGROPE,
+    "sliding_window": 262144,
+}
+PHI4_MINI: dict[str, Any] = PHI3_LONG | {
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+}
 GEMMA: dict[str, Any] = {
     "architectures": ["GemmaForCausalLM"],
     "attention_bias": False,
@@ -266,6 +299,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "granite": GRANITE,
     "smollm3": SMOLLM3,
     "smollm3-window": SMOLLM3 | {"use_sliding_window": True, "sliding_window": 128, "layer_types": None},
+    "phi3": PHI3,
+    "phi3-longrope": PHI3_LONG,
+    "phi4-mini": PHI4_MINI,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma2-plain": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
@@ -383,6 +419,17 @@ def test_gemma3_reads_both_forms_of_its_two_bases() -> None:
     assert "rope_parameters" in error_of(new | {"rope_scaling": scaling})
 
 
+def test_phi3_turns_a_part_of_a_head_and_takes_two_factors() -> None:
+    plain, long, mini = (ModelConfig.from_hf(hf) for hf in (PHI3, PHI3_LONG, PHI4_MINI))
+    assert (plain.max_length, long.max_length, mini.max_length) == (4096, 4096, 4096)
+    assert set(plain.windows) == {2047}
+    assert plain.rope is not None and long.rope is not None and mini.rope is not None
+    assert (plain.rope.rope_type, plain.rope.rotary_dim(96)) == ("default", 96)
+    assert (long.rope.factor, long.rope.long_factor) == (32.0, (1.0, 40.0) * 24)
+    assert (mini.head_dim, mini.rope.rotary_dim(128)) == (128, 96)
+    assert ModelConfig.from_hf(PHI3_LONG | {"rope_scaling": LONGROPE | {"type": "su"}}) == long
+
+
 def test_sliding_windows_of_each_family() -> None:
     assert set(ModelConfig.from_hf(MISTRAL).windows) == {4096}
     assert set(ModelConfig.from_hf(MISTRAL | {"sliding_window": None}).windows) == {None}
@@ -472,6 +519,13 @@ def test_llama_fields_that_are_not_supported_are_named(change: dict[str, Any], f
         (QWEN3 | {"num_experts": 128}, "num_experts=128"),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types"),
         (MISTRAL | {"sliding_window": -1}, "sliding_window=-1"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"type": "yarn"}}, "rope_type='yarn'"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "short_factor has 1 numbers"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 48}}, "long_factor"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": 2.0}}, "long_factor"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        (PHI3 | {"attention_bias": True}, "attention_bias=True"),
+        (PHI3 | {"lm_head_bias": True}, "lm_head_bias=True"),
         (GEMMA | {"hidden_act": "silu"}, "hidden_act='silu'"),
         (GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),

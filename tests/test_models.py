@@ -17,6 +17,7 @@ from flax import nnx
 from jaxlamina.errors import UserError
 from jaxlamina.models import Decoder, ModelConfig, abstract_params, apply, random_params
 from jaxlamina.models.rope import inverse_frequencies, rotary_tables
+from jaxlamina.weights.fused import fused, fused_parts, fused_shapes
 from splitter import split
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -78,6 +79,19 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen3": GATED | {"model_type": "qwen3", "head_dim": 16},
     "qwen3-biases": GATED | {"model_type": "qwen3", "head_dim": 8, "attention_bias": True},
+    "phi3": GATED
+    | {"model_type": "phi3", "sliding_window": 7, "partial_rotary_factor": 0.75, "pad_token_id": 0},
+    "phi3-longrope": GATED
+    | {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 21,  # greedy tokens go past it
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.2, 1.5, 2.0],
+            "long_factor": [1.5, 3.0, 5.0, 8.0],
+        },
+    },
     "gemma": GATED | {"model_type": "gemma", "head_dim": 16},
     "gemma2": GATED
     | {
@@ -135,7 +149,9 @@ def reference(hf: dict[str, Any], params: dict[str, jax.Array]) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
-    weights = {name: torch.from_numpy(np.array(array)) for name, array in params.items()}
+    weights = {
+        name: torch.from_numpy(np.array(x)) for name, x in fused(ModelConfig.from_hf(hf), params).items()
+    }
     result = model.load_state_dict(weights, strict=False)
     tied = {"lm_head.weight"} if "lm_head.weight" not in params else set()
     assert set(result.missing_keys) <= tied and not result.unexpected_keys, result
@@ -179,16 +195,16 @@ def test_inverse_frequencies_equal_transformers(name: str) -> None:
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    wide = MODELS[name] | {"head_dim": 64, "rope_theta": 500000.0}
+    wide = copy.deepcopy(MODELS[name]) | {"head_dim": 64, "hidden_size": 256, "rope_theta": 500000.0}
+    scaling = wide.get("rope_scaling") or {}
+    scaling |= {key: value * 8 for key, value in scaling.items() if isinstance(value, list)}
     ours_of = ModelConfig.from_hf(wide)
     rope, kind = ours_of.rope, {"layer_type": "full_attention"} if ours_of.local_rope else {}
     assert rope is not None
     config = transformers.AutoConfig.for_model(**copy.deepcopy(wide))
     if rope.rope_type == "default":
         theirs, factor = (
-            transformers.models.llama.modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters(
-                config
-            )
+            transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding.compute_default_rope_parameters(config)
         )
     else:
         theirs, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, **kind)
@@ -221,7 +237,7 @@ def test_angles_of_far_positions_equal_transformers(name: str) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "opt-post-norm"])
 def test_bfloat16_stays_near_transformers_float32(name: str) -> None:
     hf = MODELS[name]
     config = ModelConfig.from_hf(hf)
@@ -239,6 +255,7 @@ def test_tensor_names_and_shapes_are_those_of_transformers() -> None:
 
     for name, hf in MODELS.items():
         ours = {key: spec.shape for key, spec in abstract_params(ModelConfig.from_hf(hf)).items()}
+        ours = fused_shapes(ours, fused_parts(ModelConfig.from_hf(hf), ours))
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**copy.deepcopy(hf))
         )
@@ -388,6 +405,8 @@ def test_rotary_tables_are_cheap_to_recompute(name: str) -> None:
         "div",
         "add",
         "sub",
+        "ge",
+        "select_n",
         "max",
         "pow",
     }

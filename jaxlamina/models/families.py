@@ -154,6 +154,18 @@ FAMILIES: dict[str, Family] = {
             "logits_scaling": "logits_divisor",
         },
     ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _LLAMA_KEYS | {"sliding_window", "partial_rotary_factor"},
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        windows="all",
+        rope_types=("default", "longrope"),
+        fused=True,
+    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         _LLAMA_KEYS
