@@ -156,7 +156,7 @@ class ModelConfig:
         }
         assert self.rope is not None
         hf |= rope_to_hf(self.rope, self.local_rope)
-        optional = {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
+        optional: dict[str, Any] = {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
         optional |= {key: getattr(self, name) for key, name in family.numbers.items()}
         optional |= _windows_to_hf(self, family)
         if "no_rope_layers" in family.keys:

@@ -118,6 +118,7 @@ def rotary_tables(
         angles = at / _dynamic_periods(rope, rope.rotary_dim(head_dim), positions)
     elif rope.rope_type == "longrope":
         long = _stretched(rope.long_factor, _periods(rope.theta, rope.rotary_dim(head_dim)))
+        assert rope.original_max_position_embeddings is not None
         is_long = jnp.max(positions, axis=1) >= rope.original_max_position_embeddings
         angles = at * jnp.where(is_long[:, None, None, None], long, frequencies)
     else:
