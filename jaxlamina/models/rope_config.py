@@ -155,17 +155,6 @@ def _rope_from_hf(
                 f"config: {where}.original_max_position_embeddings={original!r} must be a positive integer"
             )
 
-    def numbers(key: str) -> tuple[float, ...]:
-        if key not in keys:
-            return ()
-        values = params[key]
-        if not isinstance(values, list | tuple):
-            raise UserError(f"config: {where}.{key}={values!r:.60} must be a list of numbers")
-        found = tuple(finite(f"{where}.{key}", value) for value in values)
-        if any(value <= 0 for value in found):
-            raise UserError(f"config: {where}.{key} must have positive numbers only")
-        return found
-
     factor = number("factor")
     if factor is None:
         factor = max_position_embeddings / original if original is not None else 1.0
@@ -193,8 +182,8 @@ def _rope_from_hf(
         mscale=number("mscale"),
         mscale_all_dim=number("mscale_all_dim"),
         truncate=True if truncate is None or "truncate" not in keys else bool(truncate),
-        short_factor=numbers("short_factor"),
-        long_factor=numbers("long_factor"),
+        short_factor=_numbers(where, params, "short_factor") if "short_factor" in keys else (),
+        long_factor=_numbers(where, params, "long_factor") if "long_factor" in keys else (),
         partial_rotary_factor=_partial(where, params, hf, family),
     )
 
@@ -242,6 +231,16 @@ def _rope_dict(hf: Mapping[str, Any], kind: str | None) -> tuple[str, Mapping[st
             "config: rope_scaling and rope_parameters are both there and differ; keep one of the two"
         )
     return ("rope_scaling", old) if old else ("rope_parameters", new or {})
+
+
+def _numbers(where: str, params: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    values = params[key]
+    if not isinstance(values, list | tuple):
+        raise UserError(f"config: {where}.{key}={values!r:.60} must be a list of numbers")
+    found = tuple(finite(f"{where}.{key}", value) for value in values)
+    if any(value <= 0 for value in found):
+        raise UserError(f"config: {where}.{key} must have positive numbers only")
+    return found
 
 
 def _theta(where: str, params: Mapping[str, Any], hf: Mapping[str, Any], key: str) -> float:
