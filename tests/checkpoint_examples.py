@@ -33,6 +33,33 @@ LLAMA = {
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
+PHI3 = {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5, "pad_token_id": 0}
+GRANITE = {
+    **LLAMA,
+    "model_type": "granite",
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
+SMOLLM3 = {**LLAMA, "model_type": "smollm3", "num_hidden_layers": 4, "tie_word_embeddings": True}
+GEMMA = {**LLAMA, "model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True}
+GEMMA2 = {
+    **GEMMA,
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 16,
+}
+GEMMA3 = {
+    **GEMMA,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 32,
+    "num_hidden_layers": 7,
+    "sliding_window": 16,
+    "rope_theta": 1000000.0,
+}
 OPT = {
     "model_type": "opt",
     "vocab_size": 288,

@@ -314,6 +314,15 @@ def test_bad_options_are_refused_before_anything_is_loaded(options: dict, messag
         LLM(model, **options)
 
 
+def test_longrope_is_served_up_to_its_original_length():
+    """Beyond it every key of a sequence is turned otherwise, those that are stored too."""
+    config = ModelConfig.from_hf(MODELS["phi3-longrope"])
+    with pytest.raises(UserError, match="max_model_len=22 must be at least 2 and at most 21, the model's"):
+        LLM(InMemoryModel(config, {}), max_model_len=22)
+    llm = LLM(InMemoryModel(config, random_params(config, seed=3)), max_num_seqs=1)
+    assert llm.max_model_len == 21
+
+
 def test_host_slots_come_by_themselves_where_they_pay(monkeypatch):
     """On a CPU there are none; where there are, what gives way is not computed again."""
     config = ModelConfig.from_hf(MODELS["llama"])

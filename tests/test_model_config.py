@@ -8,170 +8,30 @@ import json
 from typing import Any
 
 import pytest
+from published_configs import (
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    LLAMA_2,
+    LLAMA_31,
+    LONGROPE,
+    MISTRAL,
+    OPT_125M,
+    OPT_350M,
+    PHI3,
+    PHI3_LONG,
+    PHI4_MINI,
+    PUBLISHED,
+    QWEN2,
+    QWEN3,
+    SMOLLM2,
+    SMOLLM3,
+    YARN,
+)
 
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
-
-# Published config.json files, shortened only where values repeat.
-LLAMA_2: dict[str, Any] = {
-    "_name_or_path": "meta-llama/Llama-2-7b-hf",
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.31.0.dev0",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-LLAMA_31: dict[str, Any] = LLAMA_2 | {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_key_value_heads": 8,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "vocab_size": 128256,
-}
-SMOLLM2: dict[str, Any] = LLAMA_2 | {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "is_llama_config": True,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 9,
-    "num_hidden_layers": 30,
-    "num_key_value_heads": 3,
-    "pad_token_id": 2,
-    "rope_interleaved": False,
-    "rope_theta": 100000,
-    "tie_word_embeddings": True,
-    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
-    "vocab_size": 49152,
-}
-MISTRAL: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-}
-QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 21,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN3: dict[str, Any] = QWEN2 | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rope_scaling": None,
-    "sliding_window": None,
-}
-OPT_125M: dict[str, Any] = {
-    "_name_or_path": "facebook/opt-125m",
-    "_remove_final_layer_norm": False,
-    "activation_dropout": 0.0,
-    "activation_function": "relu",
-    "architectures": ["OPTForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 2,
-    "do_layer_norm_before": True,
-    "dropout": 0.1,
-    "eos_token_id": 2,
-    "ffn_dim": 3072,
-    "hidden_size": 768,
-    "init_std": 0.02,
-    "layerdrop": 0.0,
-    "max_position_embeddings": 2048,
-    "model_type": "opt",
-    "num_attention_heads": 12,
-    "num_hidden_layers": 12,
-    "pad_token_id": 1,
-    "prefix": "</s>",
-    "torch_dtype": "float16",
-    "use_cache": True,
-    "vocab_size": 50272,
-    "word_embed_proj_dim": 768,
-}
-OPT_350M: dict[str, Any] = (
-    OPT_125M
-    | {"do_layer_norm_before": False, "hidden_size": 1024, "word_embed_proj_dim": 512}
-    | {
-        "num_attention_heads": 16,
-        "ffn_dim": 4096,
-    }
-)
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama-2": LLAMA_2,
-    "llama-3.1": LLAMA_31,
-    "smollm2": SMOLLM2,
-    "mistral": MISTRAL,
-    "mistral-v0.3": MISTRAL | {"sliding_window": None, "head_dim": 128},
-    "qwen2": QWEN2,
-    "qwen2-yarn": QWEN2 | {"rope_scaling": YARN},
-    "qwen2-window": QWEN2 | {"use_sliding_window": True},
-    "qwen3": QWEN3,
-    "opt-125m": OPT_125M,
-    "opt-350m": OPT_350M,
-}
 
 
 def error_of(hf: dict[str, Any]) -> str:
@@ -229,6 +89,67 @@ def test_families_differ_where_their_authors_did() -> None:
     assert (old.norm_first, old.final_norm, old.embed_dim, old.rope) == (True, True, None, None)
     assert (small.norm_first, small.final_norm, small.embed_dim) == (False, False, 512)
     assert old.tie_word_embeddings  # opt's files leave it out and mean true
+
+
+def test_granite_multiplies_and_smollm3_leaves_positions_out() -> None:
+    granite = ModelConfig.from_hf(GRANITE)
+    assert (granite.embed_scale, granite.residual_scale) == (12.0, 0.22)
+    assert (granite.attention_scale, granite.logits_divisor) == (0.015625, 8.0)
+    without = {key: value for key, value in GRANITE.items() if "multiplier" not in key}
+    assert ModelConfig.from_hf(without).attention_scale == 1.0  # transformers' default; not head_dim ** -0.5
+    config = ModelConfig.from_hf(SMOLLM3)
+    assert config.no_rope_layers == tuple(range(3, 32, 4))
+    assert [rope is None for rope in config.ropes] == [False, False, False, True] * 8
+    by_interval = {key: value for key, value in SMOLLM3.items() if key != "no_rope_layers"}
+    assert ModelConfig.from_hf(by_interval) == config
+    windows = ModelConfig.from_hf(PUBLISHED["smollm3-window"]).windows
+    assert windows == (None, None, None, 128) * 8
+
+
+def test_gemmas_differ_where_their_authors_did() -> None:
+    one, two, three = (ModelConfig.from_hf(hf) for hf in (GEMMA, GEMMA2, GEMMA3))
+    assert {c.norm_plus_one for c in (one, two, three)} == {True}
+    assert [c.embed_scale for c in (one, two, three)] == [2048**0.5, 4608**0.5, 1152**0.5]
+    assert {c.hidden_act for c in (one, two, three)} == {"gelu_pytorch_tanh"}
+    assert [(c.post_norms, c.qk_norm) for c in (one, two, three)] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
+    assert [c.attention_scale for c in (one, two, three)] == [None, 1 / 12, 1 / 16]
+    assert (two.attention_softcap, two.logits_softcap) == (50.0, 30.0)
+    assert (three.attention_softcap, three.logits_softcap) == (None, None)
+    assert two.windows == (4096, None) * 23
+    assert three.windows == ((512,) * 5 + (None,)) * 4 + (512,) * 2
+    assert two.local_rope is None and three.rope is not None and three.local_rope is not None
+    assert (three.rope.theta, three.local_rope.theta) == (1e6, 1e4)
+
+
+def test_gemma3_reads_both_forms_of_its_two_bases() -> None:
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    old = GEMMA3 | {"rope_scaling": scaling}
+    new = {key: value for key, value in old.items() if not key.startswith("rope_")}
+    new["rope_parameters"] = {
+        "full_attention": scaling | {"rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    config = ModelConfig.from_hf(old)
+    assert ModelConfig.from_hf(new) == config
+    assert config.rope is not None and config.local_rope is not None
+    assert (config.rope.rope_type, config.local_rope.rope_type) == ("linear", "default")
+    assert "full_attention and sliding_attention" in error_of(new | {"rope_parameters": scaling})
+    assert "rope_parameters" in error_of(new | {"rope_scaling": scaling})
+
+
+def test_phi3_turns_a_part_of_a_head_and_takes_two_factors() -> None:
+    plain, long, mini = (ModelConfig.from_hf(hf) for hf in (PHI3, PHI3_LONG, PHI4_MINI))
+    assert (plain.max_length, long.max_length, mini.max_length) == (4096, 4096, 4096)
+    assert set(plain.windows) == {2047}
+    assert plain.rope is not None and long.rope is not None and mini.rope is not None
+    assert (plain.rope.rope_type, plain.rope.rotary_dim(96)) == ("default", 96)
+    assert (long.rope.factor, long.rope.long_factor) == (32.0, (1.0, 40.0) * 24)
+    assert (mini.head_dim, mini.rope.rotary_dim(128)) == (128, 96)
+    assert ModelConfig.from_hf(PHI3_LONG | {"rope_scaling": LONGROPE | {"type": "su"}}) == long
 
 
 def test_sliding_windows_of_each_family() -> None:
@@ -320,6 +241,21 @@ def test_llama_fields_that_are_not_supported_are_named(change: dict[str, Any], f
         (QWEN3 | {"num_experts": 128}, "num_experts=128"),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types"),
         (MISTRAL | {"sliding_window": -1}, "sliding_window=-1"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"type": "yarn"}}, "rope_type='yarn'"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "short_factor has 1 numbers"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 48}}, "long_factor"),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": 2.0}}, "long_factor"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        (PHI3 | {"attention_bias": True}, "attention_bias=True"),
+        (PHI3 | {"lm_head_bias": True}, "lm_head_bias=True"),
+        (GEMMA | {"hidden_act": "silu"}, "hidden_act='silu'"),
+        (GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (GRANITE | {"logits_scaling": 0}, "logits_scaling=0"),
+        (GRANITE | {"no_rope_layers": [1]}, "no_rope_layers=[1]"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
     ],
 )
 def test_fields_of_other_families_are_named(hf: dict[str, Any], field: str) -> None:

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxlamina.errors import UserError
 from jaxlamina.models import Decoder, ModelConfig, abstract_params, apply, random_params
 from jaxlamina.models.rope import inverse_frequencies, rotary_tables
+from jaxlamina.weights.fused import fused, fused_parts, fused_shapes
 from splitter import split
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -78,6 +79,48 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen3": GATED | {"model_type": "qwen3", "head_dim": 16},
     "qwen3-biases": GATED | {"model_type": "qwen3", "head_dim": 8, "attention_bias": True},
+    "phi3": GATED
+    | {"model_type": "phi3", "sliding_window": 7, "partial_rotary_factor": 0.75, "pad_token_id": 0},
+    "phi3-longrope": GATED
+    | {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 21,  # greedy tokens go past it
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.2, 1.5, 2.0],
+            "long_factor": [1.5, 3.0, 5.0, 8.0],
+        },
+    },
+    "gemma": GATED | {"model_type": "gemma", "head_dim": 16},
+    "gemma2": GATED
+    | {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "sliding_window": 5,
+    },
+    "gemma3": GATED
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "granite": GATED
+    | {
+        "model_type": "granite",
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 4.0,
+    },
+    "smollm3": GATED | {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},
     "opt": OPT,
     "opt-gelu-untied": OPT | {"activation_function": "gelu", "tie_word_embeddings": False},
     "opt-post-norm": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
@@ -106,7 +149,9 @@ def reference(hf: dict[str, Any], params: dict[str, jax.Array]) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
-    weights = {name: torch.from_numpy(np.array(array)) for name, array in params.items()}
+    weights = {
+        name: torch.from_numpy(np.array(x)) for name, x in fused(ModelConfig.from_hf(hf), params).items()
+    }
     result = model.load_state_dict(weights, strict=False)
     tied = {"lm_head.weight"} if "lm_head.weight" not in params else set()
     assert set(result.missing_keys) <= tied and not result.unexpected_keys, result
@@ -150,18 +195,19 @@ def test_inverse_frequencies_equal_transformers(name: str) -> None:
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    wide = MODELS[name] | {"head_dim": 64, "rope_theta": 500000.0}
-    rope = ModelConfig.from_hf(wide).rope
+    wide = copy.deepcopy(MODELS[name]) | {"head_dim": 64, "hidden_size": 256, "rope_theta": 500000.0}
+    scaling = wide.get("rope_scaling") or {}
+    scaling |= {key: value * 8 for key, value in scaling.items() if isinstance(value, list)}
+    ours_of = ModelConfig.from_hf(wide)
+    rope, kind = ours_of.rope, {"layer_type": "full_attention"} if ours_of.local_rope else {}
     assert rope is not None
     config = transformers.AutoConfig.for_model(**copy.deepcopy(wide))
     if rope.rope_type == "default":
         theirs, factor = (
-            transformers.models.llama.modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters(
-                config
-            )
+            transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding.compute_default_rope_parameters(config)
         )
     else:
-        theirs, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config)
+        theirs, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, **kind)
     ours, our_factor = inverse_frequencies(rope, 64)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=3e-7)
@@ -191,7 +237,7 @@ def test_angles_of_far_positions_equal_transformers(name: str) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("name", ["qwen3", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "opt-post-norm"])
 def test_bfloat16_stays_near_transformers_float32(name: str) -> None:
     hf = MODELS[name]
     config = ModelConfig.from_hf(hf)
@@ -209,6 +255,7 @@ def test_tensor_names_and_shapes_are_those_of_transformers() -> None:
 
     for name, hf in MODELS.items():
         ours = {key: spec.shape for key, spec in abstract_params(ModelConfig.from_hf(hf)).items()}
+        ours = fused_shapes(ours, fused_parts(ModelConfig.from_hf(hf), ours))
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**copy.deepcopy(hf))
         )
@@ -218,7 +265,7 @@ def test_tensor_names_and_shapes_are_those_of_transformers() -> None:
         assert ours == theirs, name
 
 
-@pytest.mark.parametrize("name", ["qwen3-biases", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["qwen3-biases", "gemma3", "opt-post-norm"])
 def test_every_parameter_matters(name: str) -> None:
     """No parameter is dead: changing any of them changes the logits (so parity does test every one)."""
     config = ModelConfig.from_hf(MODELS[name])
@@ -358,6 +405,8 @@ def test_rotary_tables_are_cheap_to_recompute(name: str) -> None:
         "div",
         "add",
         "sub",
+        "ge",
+        "select_n",
         "max",
         "pow",
     }
@@ -369,7 +418,8 @@ def test_slices_are_few_and_carry_the_residual_and_at_most_the_positions(name: s
     config = ModelConfig.from_hf(MODELS[name] | {"num_hidden_layers": 5})
     step = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     model = split(partial(apply, config), abstract_params(config), step, step)
-    assert (model.n, model.n_programs) == (5, 3)
+    # Before a layer without positions a slice is a program of its own; two bases are one, with two constants.
+    assert (model.n, model.n_programs) == (5, 4 if config.no_rope_layers else 3)
     assert [site.window for site in model.sites] == list(config.windows)
     for cut in model.report().cuts:
         carried = sorted((value.shape, value.dtype) for value in cut.context)

@@ -28,6 +28,7 @@ CASES: list[Any] = [
     ("xla", (3, 1), 1, "heads", "opt"),
     ("xla", (2, 2), 1, "heads", "qwen3"),
     ("xla", (2, 2), 4, "requests", "mistral-window"),
+    ("xla", (2, 2), 1, "tokens", "gemma3"),
     mpi((2, 1), 3, "heads", DEEP),
     mpi((2, 2), 1, "requests", DEEP),
     mpi((2, 2), 4, "heads", DEEP),
@@ -107,7 +108,9 @@ def slices_of(name: str, n_layers: int, tied: bool) -> set[int]:
     return {i} if any(part in name for part in before) else {i + 1}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "qwen2", "qwen3", "mistral-window"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "llama-biases", "qwen2", "qwen3", "mistral-window", "gemma2"]
+)
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 5])
 def test_a_stage_has_what_its_slices_read(name, n_stages):
     n_layers = 4

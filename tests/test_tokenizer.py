@@ -245,6 +245,8 @@ def words(pre: str, text: str) -> list[str]:
         ("gpt-2", ["It", "'s", " 1234", " o", "'", "clock", "...", "  ", " Ça", "\n\n"]),
         ("default", ["It", "'", "s", " ", "123", "4", " o", "'", "clock", "...", "  ", " Ça", "\n\n"]),
         ("llama-bpe", ["It", "'s", " ", "123", "4", " o", "'clock", "...", "  ", " Ça", "\n\n"]),
+        ("smaug-bpe", ["It", "'s", " ", "123", "4", " o", "'clock", "...", "  ", " Ça", "\n\n"]),
+        ("refact", ["It", "'s", " ", "1", "2", "3", "4", " o", "'", "clock", "...", "  ", " Ça", "\n\n"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " o", "'clock", "...", "  ", " Ça", "\n\n"]),
     ],
 )
@@ -278,12 +280,14 @@ def test_merges_special_tokens_and_ends():
     # llama-bpe takes a whole word that is in the vocabulary without its merges, the others do not.
     assert tokenizer.encode("abc") == [tokens.index("ab"), tokens.index("c")]
     assert tokenizer_from_gguf(bpe_metadata(pre="llama-bpe"), "x").encode("abc") == [tokens.index("abc")]
+    smaug = tokenizer_from_gguf(bpe_metadata(pre="smaug-bpe"), "x")
+    assert smaug.encode("abc") == [tokens.index("ab"), tokens.index("c")]
 
 
 def test_ends_of_a_turn_are_found_by_name():
-    tokens = [*byte_tokens(), "<|end|>", "<|eot_id|>"]
-    meta = bpe_metadata(tokens=tokens, token_type=[1] * 256 + [3, 3], merges=[])
-    assert tokenizer_from_gguf(meta, "x").eos_token_ids == (256, 257)
+    tokens = [*byte_tokens(), "</s>", "<|eot_id|>", "<end_of_turn>", "<|end|>"]
+    meta = bpe_metadata(tokens=tokens, token_type=[1] * 256 + [3] * 4, merges=[])
+    assert tokenizer_from_gguf(meta, "x").eos_token_ids == (256, 257, 258, 259)
 
 
 @pytest.mark.parametrize(

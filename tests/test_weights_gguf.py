@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights import open_checkpoint
+from jaxlamina.weights.fused import fused
 from jaxlamina.weights.gguf_file import decoder, read_gguf
 
 HIDDEN, FFN = 256, 512  # K-quants come in blocks of 256
@@ -38,13 +39,23 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+FOUR_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OWN_NAMES = {
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "gemma2": FOUR_NORMS,
+    "gemma3": FOUR_NORMS,
+}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str = "llama") -> str:
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{GGUF_NAMES[part]}.{suffix}"
+        return f"blk.{layer}.{(GGUF_NAMES | OWN_NAMES.get(arch, {}))[part]}.{suffix}"
     return f"{GGUF_NAMES[stem]}.{suffix}"
 
 
@@ -56,8 +67,9 @@ def llamacpp_permute(w: np.ndarray, n_heads: int) -> np.ndarray:
 
 def write_gguf(path, hf, params, *, quantise=None, meta=None, extra=None, permute=True):
     """A llama.cpp file of a Hugging Face model: metadata as its converter names it, q and k permuted for
-    llama."""
-    arch = {"mistral": "llama"}.get(hf["model_type"], hf["model_type"])
+    what its converter makes as it makes llama, 1 added to the norms of Gemma."""
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(hf["model_type"], hf["model_type"])
+    params = fused(ModelConfig.from_hf(hf), params)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(hf["hidden_size"])
@@ -80,10 +92,12 @@ def write_gguf(path, hf, params, *, quantise=None, meta=None, extra=None, permut
         }
         (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
     for name, w in (params | (extra or {})).items():
-        if permute and arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            w = w + 1
+        if permute and arch in ("llama", "granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
             w = llamacpp_permute(w, hf["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
         kind = quantise(name, w) if quantise else Q.F32
-        target = name if name in (extra or {}) else gguf_name(name)
+        target = name if name in (extra or {}) else gguf_name(name, arch)
         if kind is Q.F32:
             writer.add_tensor(target, np.ascontiguousarray(w, np.float32))
         elif kind is Q.F16:

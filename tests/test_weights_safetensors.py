@@ -13,15 +13,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_examples import LLAMA, OPT, QWEN2, QWEN3, byte_tokenizer, host_params, write_folder
+from checkpoint_examples import LLAMA, OPT, PHI3, QWEN2, QWEN3, byte_tokenizer, host_params, write_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxlamina.errors import UserError
+from jaxlamina.models import ModelConfig
 from jaxlamina.weights import convert, open_checkpoint
 from jaxlamina.weights.fit import folded
+from jaxlamina.weights.fused import fused
 from jaxlamina.weights.safetensors_io import read_header
 from jaxlamina.weights.streaming import StoredTensor
 
@@ -48,6 +50,24 @@ def test_reads_what_the_safetensors_package_wrote(tmp_path, hf, n_shards):
     loaded = checkpoint.load("float32")
     assert all(isinstance(x, jax.Array) and x.dtype == jnp.float32 for x in loaded.values())
     assert_equal_params(loaded, params)
+
+
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_phi3_holds_queries_keys_and_values_in_one_tensor(tmp_path, n_shards):
+    """They come apart where they are read, and go together where they are written."""
+    params = host_params(PHI3)
+    held = fused(ModelConfig.from_hf(PHI3), params)
+    assert held["model.layers.1.self_attn.qkv_proj.weight"].shape == (64 + 2 * 32, 64)
+    assert held["model.layers.0.mlp.gate_up_proj.weight"].shape == (2 * 96, 64)
+    folder = write_folder(tmp_path / "m", PHI3, held, n_shards=n_shards)
+    assert_equal_params(open_checkpoint(folder).load("float32"), params)
+    again = convert(folder, tmp_path / "again", max_shard_bytes=5 * 10**9 if n_shards == 1 else 60_000)
+    assert_equal_params(open_checkpoint(again).load("float32"), params)
+    written = {name: x for file in again.glob("*.safetensors") for name, x in load_file(file).items()}
+    assert_equal_params(written, held)
+    del held["model.layers.1.self_attn.qkv_proj.weight"]
+    with pytest.raises(UserError, match=r"1 missing: model.layers.1.self_attn.qkv_proj.weight \[128, 64\]"):
+        open_checkpoint(write_folder(tmp_path / "less", PHI3, held))
 
 
 @pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])

@@ -91,7 +91,9 @@ def assert_close(got: np.ndarray, want: np.ndarray, relative: float) -> None:
     assert np.abs(got - want).max() <= relative * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [n for n in MODELS if n not in ("gemma", "phi3-longrope")]
+)  # as gemma2, phi3
 def test_split_equals_unsplit_and_the_whole_sequence(name: str):
     config = config_of(name)
     params = random_params(config, seed=3)

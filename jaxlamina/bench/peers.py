@@ -136,6 +136,8 @@ def transformers_model(
     import torch
     import transformers
 
+    from jaxlamina.weights.fused import fused
+
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**config.to_hf()),
@@ -143,7 +145,7 @@ def transformers_model(
             **({"attn_implementation": attention} if attention else {}),
         )
     if weights is not None:
-        tensors = {name: torch.from_numpy(np.array(x)) for name, x in weights.items()}
+        tensors = {name: torch.from_numpy(np.array(x)) for name, x in fused(config, weights).items()}
         missing, unexpected = model.load_state_dict(tensors, strict=False)
         if unexpected or set(missing) - {"lm_head.weight"}:
             raise UserError(f"transformers does not take these weights: {missing=} {unexpected=}")

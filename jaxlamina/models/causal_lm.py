@@ -92,7 +92,7 @@ def decoder(config: ModelConfig) -> CausalLM:
     return CausalLM(
         fn=partial(apply, config),
         vocab_size=config.vocab_size,
-        max_len=config.max_position_embeddings,
+        max_len=config.max_length,
         kv=((config.num_key_value_heads, config.head_dim),) * config.num_hidden_layers,
         like=partial(abstract_params, config),
         origin={"config": hf},

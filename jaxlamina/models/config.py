@@ -1,90 +1,19 @@
 """What a model looks like: one frozen dataclass, read from a Hugging Face `config.json`.
 
-Knows the configuration forms of transformers 4 and 5 for llama, mistral, qwen2, qwen3 and opt. A field that
-would change the result and is not supported is an error that names the field; a field nobody here has heard
-of is one too, because a silently ignored field is a wrong model. Knows nothing of arrays, weights or
-tokenizers.
+Knows the configuration forms of transformers 4 and 5 for the families of `families.py`. A field that would
+change the result and is not supported is an error that names the field; a field nobody here has heard of is
+one too, because a silently ignored field is a wrong model. Knows nothing of arrays, weights or tokenizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxlamina.errors import UserError
-from jaxlamina.models.rope_config import RopeConfig, finite, rope_from_hf, rope_to_hf
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
-
-# Keys with no effect on what a forward pass computes: bookkeeping, training-only settings, defaults for
-# generation.
-# fmt: off
-HARMLESS_KEYS = frozenset(
-    {
-        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
-        "_name_or_path", "activation_dropout", "architectures", "attention_dropout",
-        "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens",
-        "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout",
-        "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
-        "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
-        "id2label", "init_std", "initializer_range", "is_decoder", "is_llama_config",
-        "keys_to_ignore_at_inference", "label2id", "layerdrop", "length_penalty", "max_length",
-        "max_new_tokens", "max_sequence_length", "min_length", "model_max_length", "name_or_path",
-        "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences",
-        "output_attentions", "output_hidden_states", "output_scores", "prefix", "problem_type",
-        "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
-        "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
-        "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-        "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16",
-        "use_cache",
-    }
-)
-# fmt: on
-
-# Keys that do change the result, with the only values under which they do not.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (),
-    "is_encoder_decoder": (False,),
-    "partial_rotary_factor": (1, 1.0),
-    "pretraining_tp": (1,),
-    "pruned_heads": ({},),
-    "rope_interleaved": (False,),
-    "tie_encoder_decoder": (False,),
-}
-
-# fmt: off
-_COMMON_KEYS = frozenset(
-    {
-        "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-        "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
-    }
-)
-_LLAMA_KEYS = _COMMON_KEYS | frozenset(
-    {
-        "intermediate_size", "num_key_value_heads", "hidden_act", "rms_norm_eps", "head_dim",
-        "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
-    }
-)
-# fmt: on
-_FAMILY_KEYS: dict[str, frozenset[str]] = {
-    "llama": _LLAMA_KEYS | {"attention_bias", "mlp_bias"},
-    "mistral": _LLAMA_KEYS | {"sliding_window", "layer_types"},
-    "qwen2": _LLAMA_KEYS | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
-    "qwen3": _LLAMA_KEYS
-    | {"attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
-    "opt": _COMMON_KEYS
-    | {
-        "ffn_dim",
-        "activation_function",
-        "do_layer_norm_before",
-        "_remove_final_layer_norm",
-        "word_embed_proj_dim",
-        "enable_bias",
-        "layer_norm_elementwise_affine",
-    },
-}
+from jaxlamina.models.families import FAMILIES, HARMLESS_KEYS, NEUTRAL_VALUES, Family
+from jaxlamina.models.rope_config import RopeConfig, finite, rope_to_hf, ropes_from_hf
 
 # Far above any model that there is: what is larger is damage or malice, and takes memory before a tensor is
 # looked at.
@@ -95,15 +24,6 @@ _MOST = {
     "head_dim": 4096,
 }
 _MOST_OF_ALL = 1 << 27
-
-# What transformers assumes when a config.json leaves the key out.
-_DEFAULTS: dict[str, dict[str, int | None]] = {
-    "llama": {"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None},
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": None},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-    "opt": {"max_position_embeddings": 2048},
-}
 
 
 @dataclass(frozen=True)
@@ -123,20 +43,30 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    hidden_act: str  # silu | relu | gelu
+    hidden_act: str  # silu | relu | gelu | gelu_pytorch_tanh
     norm_eps: float
     tie_word_embeddings: bool
     windows: tuple[
         int | None, ...
     ]  # a layer's sliding window in tokens, None = attends over everything earlier
     rope: RopeConfig | None  # None: learned positions (opt)
+    local_rope: RopeConfig | None = None  # of layers with a sliding window, where they have their own
+    no_rope_layers: tuple[int, ...] = ()  # layers without positions, whatever `rope` says
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    attention_softcap: float | None = None  # c: a score s becomes c * tanh(s / c)
     norm_first: bool = True  # False: norms come after attention and MLP (opt-350m)
     final_norm: bool = True
     norm_affine: bool = True
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # norms after attention and MLP, too: four a layer
+    embed_scale: float = 1.0  # what the token embedding is multiplied by
+    residual_scale: float = 1.0  # what attention and MLP are multiplied by before they are added
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None
     embed_dim: int | None = None  # width of the token embedding where it is not hidden_size (opt-350m)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -151,10 +81,26 @@ class ModelConfig:
                 f"config: layer_types names {len(self.windows)} layers "
                 f"but num_hidden_layers={self.num_hidden_layers}"
             )
-        if self.rope is not None and self.head_dim % 2:
-            raise UserError(
-                f"config: head_dim={self.head_dim} must be even for rotary positions; check config.json"
-            )
+        if self.rope is not None:
+            self.rope.check(self.head_dim)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """Each layer's rotary positions."""
+        local = self.rope if self.local_rope is None else self.local_rope
+        kinds = [self.rope if window is None else local for window in self.windows]
+        return tuple(None if i in self.no_rope_layers else rope for i, rope in enumerate(kinds))
+
+    @property
+    def max_length(self) -> int:
+        """Tokens up to which KV that was stored stays what the whole sequence would have.
+
+        `longrope` turns keys otherwise in sequences longer than the original length, earlier keys too.
+        """
+        if self.rope is not None and self.rope.rope_type == "longrope":
+            assert self.rope.original_max_position_embeddings is not None
+            return min(self.max_position_embeddings, self.rope.original_max_position_embeddings)
+        return self.max_position_embeddings
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
@@ -163,24 +109,23 @@ class ModelConfig:
         Raises `UserError` naming the field for an unknown model_type, a missing or ill-typed size, and every
         field that would change the result and is not supported.
         """
-        family = hf.get("model_type")
-        if family is None:
+        name = hf.get("model_type")
+        if name is None:
             raise UserError("config: model_type is missing; is this the config.json of a Hugging Face model?")
-        if family not in FAMILIES:
-            raise UserError(
-                f"config: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
-            )
-        _reject_unsupported(family, hf)
-        return _opt(hf) if family == "opt" else _llama_like(family, hf)
+        if name not in FAMILIES:
+            raise UserError(f"config: model_type={name!r} is not supported; supported: {', '.join(FAMILIES)}")
+        _reject_unsupported(name, hf)
+        hf = {**FAMILIES[name].defaults, **hf}
+        return _opt(hf) if name == "opt" else _llama_like(name, hf)
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` dict of this model, in the form that transformers 4 and 5 both read.
 
         `ModelConfig.from_hf(config.to_hf()) == config`.
         """
-        eos = self.eos_token_ids
+        eos, family = self.eos_token_ids, FAMILIES[self.model_type]
         hf: dict[str, Any] = {
-            "architectures": [_ARCHITECTURES[self.model_type]],
+            "architectures": [family.architecture],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -205,33 +150,31 @@ class ModelConfig:
         hf |= {
             "intermediate_size": self.intermediate_size,
             "num_key_value_heads": self.num_key_value_heads,
-            "hidden_act": self.hidden_act,
+            family.act_key: self.hidden_act,
             "rms_norm_eps": self.norm_eps,
             "head_dim": self.head_dim,
         }
         assert self.rope is not None
-        hf |= rope_to_hf(self.rope)
-        if self.model_type in ("llama", "qwen3"):
-            hf["attention_bias"] = self.qkv_bias
-        if self.model_type == "llama":
-            hf["mlp_bias"] = self.mlp_bias
-        if self.model_type == "mistral":
-            hf["sliding_window"] = self.windows[0]
-        if self.model_type in ("qwen2", "qwen3"):
-            sizes = [w for w in self.windows if w is not None]
-            hf["use_sliding_window"] = bool(sizes)
-            hf["sliding_window"] = sizes[0] if sizes else None
-            hf["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
-        return hf
+        hf |= rope_to_hf(self.rope, self.local_rope)
+        optional: dict[str, Any] = {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
+        optional |= {key: getattr(self, name) for key, name in family.numbers.items()}
+        optional |= _windows_to_hf(self, family)
+        if "no_rope_layers" in family.keys:
+            optional["no_rope_layers"] = [int(rope is not None) for rope in self.ropes]
+        if "query_pre_attn_scalar" in family.keys and self.attention_scale is not None:
+            optional["query_pre_attn_scalar"] = round(self.attention_scale**-2)
+        return hf | {key: value for key, value in optional.items() if key in family.keys}
 
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "opt": "OPTForCausalLM",
-}
+def _windows_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
+    if family.windows == "none":
+        return {}
+    sizes = [window for window in config.windows if window is not None]
+    found: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None, "use_sliding_window": bool(sizes)}
+    if family.windows != "all":
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+        found["layer_types"] = kinds
+    return found
 
 
 def _reject_unsupported(family: str, hf: Mapping[str, Any]) -> None:
@@ -239,11 +182,12 @@ def _reject_unsupported(family: str, hf: Mapping[str, Any]) -> None:
         raise UserError(
             "config: quantization_config is not supported; use unquantized weights or a GGUF file"
         )
+    keys = FAMILIES[family].keys
     for key, allowed in NEUTRAL_VALUES.items():
-        value = hf.get(key)
+        value = None if key in keys else hf.get(key)
         if value is not None and value not in allowed:
             raise UserError(f"config: {key}={value!r} is not supported and would change the result")
-    known = _FAMILY_KEYS[family] | HARMLESS_KEYS | NEUTRAL_VALUES.keys() | {"quantization_config"}
+    known = keys | HARMLESS_KEYS | NEUTRAL_VALUES.keys() | {"quantization_config"}
     unknown = sorted(key for key, value in hf.items() if key not in known and value is not None)
     if unknown:
         shown = ", ".join(f"{key}={_short(hf[key])}" for key in unknown)
@@ -253,29 +197,34 @@ def _reject_unsupported(family: str, hf: Mapping[str, Any]) -> None:
         )
 
 
-def _llama_like(family: str, hf: Mapping[str, Any]) -> ModelConfig:
+def _llama_like(name: str, hf: Mapping[str, Any]) -> ModelConfig:
+    family = FAMILIES[name]
     n = _size(hf, "num_attention_heads")
     d = _size(hf, "hidden_size")
     n_layers = _size(hf, "num_hidden_layers")
-    defaults = _DEFAULTS[family]
-    max_positions = _optional_size(hf, "max_position_embeddings", defaults["max_position_embeddings"])
-    assert max_positions is not None
-    k = _optional_size(hf, "num_key_value_heads", defaults["num_key_value_heads"])
-    head_dim = _optional_size(hf, "head_dim", defaults["head_dim"])
+    max_positions = _size(hf, "max_position_embeddings")
+    k = _optional_size(hf, "num_key_value_heads", None)
+    head_dim = _optional_size(hf, "head_dim", None)
     if head_dim is None:
         if d % n:
             raise UserError(
                 f"config: hidden_size={d} must be a multiple of num_attention_heads={n} without head_dim"
             )
         head_dim = d // n
-    act = hf.get("hidden_act") or "silu"
-    if act not in ("silu", "swish"):
-        raise UserError(
-            f"config: hidden_act={act!r} is not supported for model_type={family!r}; supported: silu"
-        )
-    attention_bias = _flag(hf, "attention_bias", False)
+    attention_bias = "attention_bias" in family.keys and _flag(hf, "attention_bias", False)
+    no_rope = _no_rope_layers(hf, n_layers) if "no_rope_layers" in family.keys else ()
+    fields: dict[str, Any] = {
+        "qkv_bias": attention_bias,
+        "o_bias": attention_bias,
+        "mlp_bias": "mlp_bias" in family.keys and _flag(hf, "mlp_bias", False),
+    }
+    if "query_pre_attn_scalar" in family.keys:
+        fields["attention_scale"] = _size(hf, "query_pre_attn_scalar") ** -0.5
+    fields |= {field: _positive(hf, key) for key, field in family.numbers.items() if hf.get(key) is not None}
+    fields |= {key: d**0.5 if value == "sqrt(hidden_size)" else value for key, value in family.fields.items()}
+    rope, local_rope = ropes_from_hf(hf, max_positions, family)
     return ModelConfig(
-        model_type=family,
+        model_type=name,
         vocab_size=_size(hf, "vocab_size"),
         hidden_size=d,
         intermediate_size=_size(hf, "intermediate_size"),
@@ -284,17 +233,40 @@ def _llama_like(family: str, hf: Mapping[str, Any]) -> ModelConfig:
         num_key_value_heads=n if k is None else k,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        hidden_act="silu",
+        hidden_act=_act(name, hf),
         norm_eps=_epsilon(hf, "rms_norm_eps", 1e-6),
         tie_word_embeddings=_flag(hf, "tie_word_embeddings", False),
-        windows=_windows(family, hf, n_layers),
-        rope=rope_from_hf(hf, max_positions),
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=_flag(hf, "mlp_bias", False),
-        qk_norm=family == "qwen3",
+        windows=_windows(name, hf, n_layers, no_rope),
+        rope=rope,
+        local_rope=local_rope,
+        no_rope_layers=no_rope,
+        **fields,
         **_token_ids(hf),
     )
+
+
+def _act(name: str, hf: Mapping[str, Any]) -> str:
+    family = FAMILIES[name]
+    act = hf.get(family.act_key) or next(iter(family.acts))
+    if act not in family.acts:
+        raise UserError(
+            f"config: {family.act_key}={act!r} is not supported for model_type={name!r}; "
+            f"supported: {next(iter(family.acts))}"
+        )
+    return family.acts[act]
+
+
+def _no_rope_layers(hf: Mapping[str, Any], n_layers: int) -> tuple[int, ...]:
+    """The layers without positions: those with 0 in no_rope_layers, else every no_rope_layer_interval-th."""
+    flags = hf.get("no_rope_layers")
+    if flags is None:
+        every = _size(hf, "no_rope_layer_interval")
+        return tuple(range(every - 1, n_layers, every))
+    if not isinstance(flags, list | tuple) or len(flags) < n_layers or any(x not in (0, 1) for x in flags):
+        raise UserError(
+            f"config: no_rope_layers={_short(flags)} must have 0 or 1 for each of {n_layers} layers"
+        )
+    return tuple(i for i in range(n_layers) if not flags[i])
 
 
 def _opt(hf: Mapping[str, Any]) -> ModelConfig:
@@ -308,8 +280,7 @@ def _opt(hf: Mapping[str, Any]) -> ModelConfig:
         raise UserError(
             f"config: activation_function={act!r} is not supported for opt; supported: relu, gelu"
         )
-    max_positions = _optional_size(hf, "max_position_embeddings", _DEFAULTS["opt"]["max_position_embeddings"])
-    assert max_positions is not None
+    max_positions = _size(hf, "max_position_embeddings")
     embed_dim = _optional_size(hf, "word_embed_proj_dim", None)
     bias = _flag(hf, "enable_bias", True)
     norm_first = _flag(hf, "do_layer_norm_before", True)
@@ -339,11 +310,14 @@ def _opt(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _windows(family: str, hf: Mapping[str, Any], n_layers: int) -> tuple[int | None, ...]:
+def _windows(
+    name: str, hf: Mapping[str, Any], n_layers: int, no_rope: tuple[int, ...]
+) -> tuple[int | None, ...]:
     """Each layer's sliding window, as the family's own rules give it."""
-    if family == "llama":
+    family = FAMILIES[name]
+    if family.windows == "none":
         return (None,) * n_layers
-    window = _optional_size(hf, "sliding_window", 4096)
+    window = _optional_size(hf, "sliding_window", None)
     types = hf.get("layer_types")
     if types is not None:
         if not isinstance(types, list | tuple) or not all(isinstance(kind, str) for kind in types):
@@ -353,28 +327,41 @@ def _windows(family: str, hf: Mapping[str, Any], n_layers: int) -> tuple[int | N
             raise UserError(
                 f"config: layer_types has {', '.join(strange)}; supported: full_attention, sliding_attention"
             )
-    if family == "mistral":
+    if family.windows == "all":
         expected = "full_attention" if window is None else "sliding_attention"
         if types is not None and any(kind != expected for kind in types):
             raise UserError(
-                f"config: layer_types must all be {expected} for model_type='mistral' "
+                f"config: layer_types must all be {expected} for model_type={name!r} "
                 f"with sliding_window={window}; a model that mixes them has another model_type"
             )
         return (window,) * (n_layers if types is None else len(types))
-    if not _flag(hf, "use_sliding_window", False):
+    if "use_sliding_window" in family.keys and not _flag(hf, "use_sliding_window", False):
         window = None
     if types is None:
-        first = hf.get("max_window_layers")
-        first = 28 if first is None else first
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise UserError(f"config: max_window_layers={_short(first)} must be an integer")
-        return tuple(window if i >= first else None for i in range(n_layers))
+        local = _local_layers(family, hf, n_layers, no_rope)
+        return tuple(window if i in local else None for i in range(n_layers))
     if window is None and "sliding_attention" in types:
         raise UserError(
             "config: layer_types asks for sliding_attention but use_sliding_window is false "
             "or sliding_window is null"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _local_layers(
+    family: Family, hf: Mapping[str, Any], n_layers: int, no_rope: tuple[int, ...]
+) -> Container[int]:
+    """The layers with a sliding window, where layer_types does not say."""
+    if family.windows == "without positions":
+        return no_rope
+    if family.windows == "pattern":
+        every = _size(hf, "sliding_window_pattern")
+        return [i for i in range(n_layers) if (i + 1) % every]
+    first = hf.get("max_window_layers")
+    first = 28 if first is None else first
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise UserError(f"config: max_window_layers={_short(first)} must be an integer")
+    return range(first, n_layers)
 
 
 def _token_ids(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,6 +408,13 @@ def _number(hf: Mapping[str, Any], key: str, default: float) -> float:
     if value is None:
         return default
     return finite(key, value)
+
+
+def _positive(hf: Mapping[str, Any], key: str) -> float:
+    value = finite(key, hf[key])
+    if value <= 0:
+        raise UserError(f"config: {key}={_short(value)} must be positive")
+    return value
 
 
 def _epsilon(hf: Mapping[str, Any], key: str, default: float) -> float:

@@ -19,12 +19,13 @@ from jaxlamina.errors import UserError
 from jaxlamina.models.config import ModelConfig
 from jaxlamina.models.layers import (
     Embedding,
+    FourNormLayer,
     LayerNorm,
     Linear,
     LlamaLayer,
     Make,
     OptLayer,
-    RMSNorm,
+    rms_norm,
     vocabulary_logits,
 )
 from jaxlamina.models.rope import rotary_tables
@@ -34,21 +35,28 @@ OPT_POSITION_OFFSET = 2
 
 
 class LlamaStack(nnx.Module):
-    """`model.*` of llama, mistral, qwen2 and qwen3."""
+    """`model.*` of every family but opt."""
 
     def __init__(self, config: ModelConfig, *, make: Make) -> None:
         self.config = config
+        kind = FourNormLayer if config.post_norms else LlamaLayer
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make=make)
-        self.layers = nnx.List([LlamaLayer(config, i, make=make) for i in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, make=make)
+        self.layers = nnx.List([kind(config, i, make=make) for i in range(config.num_hidden_layers)])
+        self.norm = rms_norm(config, config.hidden_size, make)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """tokens, positions [B, T] -> [B, T, D], before the last norm."""
-        assert self.config.rope is not None
+        config = self.config
         x = self.embed_tokens(tokens)
-        tables = rotary_tables(self.config.rope, self.config.head_dim, positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, tables)
+        if config.embed_scale != 1:
+            x = x * config.embed_scale  # which is rounded to x's dtype first
+        tables = {
+            rope: rotary_tables(rope, config.head_dim, positions, x.dtype)
+            for rope in dict.fromkeys(config.ropes)
+            if rope is not None
+        }
+        for layer, rope in zip(self.layers, config.ropes, strict=True):
+            x = layer(x, None if rope is None else tables[rope])
         return x
 
     def normed(self, x: jax.Array) -> jax.Array:
@@ -112,6 +120,7 @@ class Decoder(nnx.Module):
         opt = config.model_type == "opt"
         self.model = OptModel(config, make=make) if opt else LlamaStack(config, make=make)
         width = config.embed_dim or config.hidden_size
+        self.logits_divisor, self.logits_softcap = config.logits_divisor, config.logits_softcap
         self.lm_head = (
             None if config.tie_word_embeddings else Linear(width, config.vocab_size, bias=False, make=make)
         )
@@ -123,8 +132,8 @@ class Decoder(nnx.Module):
 
         `logits_at` names one index along T a row, such as the last valid token of a padded prompt.
 
-        Rows are padded on the right; a pad's position repeats the last valid one (`dynamic` rotary scaling
-        takes a row's length from its largest position). Causal attention runs over T, so with T = 1 a
+        Rows are padded on the right; a pad's position repeats the last valid one (`dynamic` and `longrope`
+        take a row's length from its largest position). Causal attention runs over T, so with T = 1 a
         whole-model call sees one token: earlier ones are the attention worker's.
         """
         stack = self.model.decoder if isinstance(self.model, OptModel) else self.model
@@ -132,7 +141,14 @@ class Decoder(nnx.Module):
         if logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1, mode="clip")
         head = stack.embed_tokens if self.lm_head is None else self.lm_head
-        return vocabulary_logits(stack.normed(x), head.weight[...])
+        return self._adjusted(vocabulary_logits(stack.normed(x), head.weight[...]))
+
+    def _adjusted(self, logits: jax.Array) -> jax.Array:
+        if self.logits_divisor != 1:
+            logits = logits / self.logits_divisor
+        if self.logits_softcap is not None:
+            logits = jnp.tanh(logits / self.logits_softcap) * self.logits_softcap
+        return logits
 
 
 def _abstract(dtype: Any) -> Make:

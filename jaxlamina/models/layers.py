@@ -85,16 +85,24 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square in float32, cast back, then scaled: the order Hugging Face rounds in."""
+    """Root mean square in float32, cast back, then scaled: the order Hugging Face rounds in. With
+    ``plus_one`` scaled by 1 + weight in float32, then cast back, which is Gemma's order."""
 
-    def __init__(self, width: int, eps: float, *, make: Make) -> None:
-        self.weight = nnx.Param(make("scale", (width,)))
+    def __init__(self, width: int, eps: float, *, plus_one: bool = False, make: Make) -> None:
+        self.weight = nnx.Param(make("bias" if plus_one else "scale", (width,)))
         self.eps = eps
+        self.plus_one = plus_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.plus_one:
+            return (wide * (1 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return self.weight[...] * wide.astype(x.dtype)
+
+
+def rms_norm(config: ModelConfig, width: int, make: Make) -> RMSNorm:
+    return RMSNorm(width, config.norm_eps, plus_one=config.norm_plus_one, make=make)
 
 
 class LayerNorm(nnx.Module):
@@ -122,6 +130,7 @@ class Attention(nnx.Module):
         n, k = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = h
         self.window = config.windows[layer]
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.name = f"layers.{layer}.self_attn"
         self.q_proj = Linear(d, n * h, bias=config.qkv_bias, make=make)
         self.k_proj = Linear(d, k * h, bias=config.qkv_bias, make=make)
@@ -131,8 +140,8 @@ class Attention(nnx.Module):
             self.out_proj = out
         else:
             self.o_proj = out
-        self.q_norm = RMSNorm(h, config.norm_eps, make=make) if config.qk_norm else None
-        self.k_norm = RMSNorm(h, config.norm_eps, make=make) if config.qk_norm else None
+        self.q_norm = rms_norm(config, h, make) if config.qk_norm else None
+        self.k_norm = rms_norm(config, h, make) if config.qk_norm else None
 
     def queries(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
         """[B, T, D] -> [B, T, N, H], normed and rotated."""
@@ -156,7 +165,8 @@ class Attention(nnx.Module):
         q = self.queries(x, tables)
         k = self.keys(x, tables)
         v = self.values(x)
-        return self.project_out(attention(q, k, v, window=self.window, name=self.name))
+        out = attention(q, k, v, scale=self.scale, window=self.window, softcap=self.softcap, name=self.name)
+        return self.project_out(out)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -169,30 +179,56 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)); D -> F -> D."""
+    """down(act(gate(x)) * up(x)); D -> F -> D."""
 
     def __init__(self, config: ModelConfig, *, make: Make) -> None:
         d, f = config.hidden_size, config.intermediate_size
+        self.act = config.hidden_act
         self.gate_proj = Linear(d, f, bias=config.mlp_bias, make=make)
         self.up_proj = Linear(d, f, bias=config.mlp_bias, make=make)
         self.down_proj = Linear(f, d, bias=config.mlp_bias, make=make)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        gate = jax.nn.silu(gate) if self.act == "silu" else jax.nn.gelu(gate, approximate=True)
+        return self.down_proj(gate * self.up_proj(x))
 
 
 class LlamaLayer(nnx.Module):
-    """Pre-norm layer of llama, mistral, qwen2 and qwen3."""
+    """Layer with two norms, before attention and before the MLP: every family but opt and Gemma from 2 on."""
 
     def __init__(self, config: ModelConfig, layer: int, *, make: Make) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, make=make)
+        self.residual_scale = config.residual_scale
+        self.input_layernorm = rms_norm(config, config.hidden_size, make)
         self.self_attn = Attention(config, layer, make=make)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, make=make)
+        self.post_attention_layernorm = rms_norm(config, config.hidden_size, make)
         self.mlp = GatedMLP(config, make=make)
 
     def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
-        x = x + self.self_attn(self.input_layernorm(x), tables)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self._scaled(self.self_attn(self.input_layernorm(x), tables))
+        return x + self._scaled(self.mlp(self.post_attention_layernorm(x)))
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        if self.residual_scale == 1:
+            return x
+        return (x.astype(jnp.float32) * self.residual_scale).astype(x.dtype)
+
+
+class FourNormLayer(nnx.Module):
+    """Layer with norms before and after attention and the MLP (Gemma 2 and 3)."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, make: Make) -> None:
+        d = config.hidden_size
+        self.input_layernorm = rms_norm(config, d, make)
+        self.self_attn = Attention(config, layer, make=make)
+        self.post_attention_layernorm = rms_norm(config, d, make)
+        self.pre_feedforward_layernorm = rms_norm(config, d, make)
+        self.mlp = GatedMLP(config, make=make)
+        self.post_feedforward_layernorm = rms_norm(config, d, make)
+
+    def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), tables))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
 class OptLayer(nnx.Module):

@@ -1,9 +1,9 @@
 """Rotary positions: frequencies as numpy constants, cosine and sine from positions, and the rotation itself.
 
 Sources: RoFormer (arXiv 2104.09864); linear and dynamic NTK scaling (arXiv 2306.15595 and the community's NTK
-work); YaRN (arXiv 2309.00071); Llama 3.1's frequency bands. Angles are plain elementwise arithmetic on the
-positions (no table look-up, no matrix product), so that whoever slices the model can recompute them in every
-slice rather than carry them. Knows nothing of models, layers or attention.
+work); YaRN (arXiv 2309.00071); Llama 3.1's frequency bands; LongRoPE (arXiv 2402.13753). Angles are plain
+elementwise arithmetic on the positions (no table look-up, no matrix product), so that whoever slices the
+model can recompute them in every slice rather than carry them. Knows nothing of models, layers or attention.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from jaxlamina.models.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angle per position of each pair of dimensions: float32 [H/2], and the factor on cosine and sine.
+    """Angle per position of each pair of turned dimensions: float32 [R/2], and the factor on cosine and sine.
 
-    For `dynamic` these hold up to `max_position_embeddings` tokens; `rotary_tables` stretches them beyond.
+    R is H, or the part of it that `partial_rotary_factor` names. For `dynamic` these hold up to
+    `max_position_embeddings` tokens, for `longrope` up to the original length; `rotary_tables` goes beyond.
     """
-    periods = _periods(rope.theta, head_dim)
+    periods = _periods(rope.theta, rope.rotary_dim(head_dim))
     plain = np.float32(1.0) / periods
     if rope.rope_type in ("default", "dynamic"):
         return plain, 1.0
@@ -30,6 +31,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
         return plain / np.float32(rope.factor), 1.0
     if rope.rope_type == "llama3":
         return _llama3(rope, plain), 1.0
+    if rope.rope_type == "longrope":
+        return _stretched(rope.short_factor, periods), longrope_attention_factor(rope)
     assert rope.rope_type == "yarn", rope.rope_type
     return _yarn(rope, periods), yarn_attention_factor(rope)
 
@@ -88,18 +91,36 @@ def yarn_attention_factor(rope: RopeConfig) -> float:
     return magnitude(1.0)
 
 
+def _stretched(factors: tuple[float, ...], periods: np.ndarray) -> np.ndarray:
+    return np.float32(1.0) / (np.array(factors, np.float32) * periods)
+
+
+def longrope_attention_factor(rope: RopeConfig) -> float:
+    """The factor on cosine and sine of LongRoPE (§4)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    original = rope.original_max_position_embeddings
+    assert original is not None
+    return math.sqrt(1 + math.log(rope.factor) / math.log(original)) if rope.factor > 1 else 1.0
+
+
 def rotary_tables(
     rope: RopeConfig, head_dim: int, positions: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every angle: positions [B, T] int32 -> two [B, T, 1, H/2] of `dtype`.
+    """Cosine and sine of every angle: positions [B, T] int32 -> two [B, T, 1, R/2] of `dtype`.
 
-    Angles are float32. `dynamic` takes a row's length to be its largest position + 1, row by row: unlike
-    transformers, no row's frequencies depend on the others' lengths or on earlier calls.
+    Angles are float32. `dynamic` and `longrope` take a row's length to be its largest position + 1, row by
+    row: unlike transformers, no row's frequencies depend on the others' lengths or on earlier calls.
     """
     frequencies, factor = inverse_frequencies(rope, head_dim)
     at = positions.astype(jnp.float32)[:, :, None, None]
     if rope.rope_type == "dynamic":
-        angles = at / _dynamic_periods(rope, head_dim, positions)
+        angles = at / _dynamic_periods(rope, rope.rotary_dim(head_dim), positions)
+    elif rope.rope_type == "longrope":
+        long = _stretched(rope.long_factor, _periods(rope.theta, rope.rotary_dim(head_dim)))
+        assert rope.original_max_position_embeddings is not None
+        is_long = jnp.max(positions, axis=1) >= rope.original_max_position_embeddings
+        angles = at * jnp.where(is_long[:, None, None, None], long, frequencies)
     else:
         angles = at * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -118,7 +139,9 @@ def _dynamic_periods(rope: RopeConfig, head_dim: int, positions: jax.Array) -> j
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn each pair (i, i + H/2) of x [B, T, heads, H] by its angle; cos, sin [B, T, 1, H/2]."""
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    """Turn each pair (i, i + R/2) of x [B, T, heads, H] by its angle; cos, sin [B, T, 1, R/2]. What lies
+    beyond the first R dimensions stays."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1)

@@ -14,6 +14,7 @@ import jax
 
 from jaxlamina.errors import UserError
 from jaxlamina.weights.checkpoint import Checkpoint, expected_shapes, open_checkpoint
+from jaxlamina.weights.fused import fused_parts
 from jaxlamina.weights.orbax_io import write_orbax
 from jaxlamina.weights.safetensors_io import write_safetensors
 from jaxlamina.weights.streaming import TARGET_DTYPES, Progress, target_dtype
@@ -57,7 +58,8 @@ def convert(
     try:
         if to == "safetensors":
             shapes = expected_shapes(checkpoint.config)
-            write_safetensors(folder, shapes, checkpoint.host_tensors(kind, progress), kind, max_shard_bytes)
+            tensors, parts = checkpoint.host_tensors(kind, progress), fused_parts(checkpoint.config, shapes)
+            write_safetensors(folder, shapes, tensors, kind, max_shard_bytes, parts)
         else:
             write_orbax(folder, checkpoint.load(kind, jax.local_devices(backend="cpu")[0], progress))
         _write_side_files(folder, checkpoint, kind.name)

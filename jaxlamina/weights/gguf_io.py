@@ -1,7 +1,8 @@
 """GGUF files of llama.cpp as checkpoints: metadata to `ModelConfig`, tensors to Hugging Face names and order.
 
-Knows llama.cpp's names for the llama (mistral too), qwen2 and qwen3 architectures and how its converter
-reorders weights. Knows nothing of the container's bytes (`gguf_file`) or of tokenizers (`gguf_tokenizer`).
+Knows the words that llama.cpp's architectures share and how its converter reorders weights; what one of them
+has of its own is in `gguf_families`. Knows nothing of the container's bytes (`gguf_file`) or of tokenizers
+(`gguf_tokenizer`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import numpy as np
 from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
+from jaxlamina.models.families import FAMILIES
 from jaxlamina.text.tokenizer import Tokenizer
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes
 from jaxlamina.weights.fit import check_fit
+from jaxlamina.weights.fused import fused_parts, fused_shapes
+from jaxlamina.weights.gguf_families import GGUF_FAMILIES, GgufFamily, short_float
 from jaxlamina.weights.gguf_file import SUPPORTED, GgufFile, GgufTensor, decoder, read_gguf
 from jaxlamina.weights.gguf_tokenizer import gguf_eos_ids, tokenizer_from_gguf
-from jaxlamina.weights.streaming import StoredTensor
+from jaxlamina.weights.streaming import Decode, StoredTensor
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_FACTORS = "rope_freqs.weight"
 _OWN_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -97,32 +101,41 @@ class GgufCheckpoint(StreamedCheckpoint):
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
+        family = family_of(self._file)
+        skipped = (LONG_FACTORS, SHORT_FACTORS) if family.model_type == "phi3" else (ROPE_FACTORS,)
         found = {
-            hf_name(name): (name, tensor)
+            hf_name(name, family): (name, tensor)
             for name, tensor in self._file.tensors.items()
-            if name != ROPE_FACTORS
+            if name not in skipped
         }
         shapes = {hf: tensor.shape for hf, (_, tensor) in found.items()}
-        check_fit(expected_shapes(self.config), shapes, str(self.path))
+        expected = expected_shapes(self.config)
+        parts = fused_parts(self.config, expected)
+        check_fit(fused_shapes(expected, parts), shapes, str(self.path))
         strange = sorted({t.type_name for _, t in found.values()} - set(SUPPORTED))
         if strange:
             raise UserError(
                 f"{self.path} has tensors of type {', '.join(strange)}; supported: {', '.join(SUPPORTED)}. "
                 "Fetch another quantisation of this model"
             )
-        return {hf: self._stored(name, tensor) for hf, (name, tensor) in found.items()}
+        stored = {hf: self._stored(name, tensor, family) for hf, (name, tensor) in found.items()}
+        for whole, rows in parts.items():
+            tensor = stored.pop(whole)
+            stored |= {name: tensor.part(where) for name, where in rows}
+        return stored
 
-    def _stored(self, name: str, tensor: GgufTensor) -> StoredTensor:
-        permuted = self.config.model_type in ("llama", "mistral") and re.search(
-            r"\.attn_[qk]\.(weight|bias)$", name
-        )
+    def _stored(self, name: str, tensor: GgufTensor, family: GgufFamily) -> StoredTensor:
+        permuted = family.permuted and re.search(r"\.attn_[qk]\.(weight|bias)$", name)
+        decode = decoder(tensor.type_name)
+        if family.norm_plus_one and name.endswith("norm.weight"):
+            decode = _less_one(decode)
         head_dim = self.config.head_dim
         return StoredTensor(
             path=self.path,
             shape=tensor.shape,
             offset_bytes=tensor.offset_bytes,
             n_bytes=tensor.n_bytes,
-            decode=decoder(tensor.type_name),
+            decode=decode,
             row_group=head_dim if permuted else 1,
             rearrange=_unpermute(head_dim) if permuted else None,
         )
@@ -132,13 +145,28 @@ class GgufCheckpoint(StreamedCheckpoint):
         return tokenizer_from_gguf(self._file.metadata, str(self.path))
 
 
-def hf_name(name: str) -> str:
+def family_of(file: GgufFile) -> GgufFamily:
+    """`UserError` for an architecture that is not known."""
+    arch = file.metadata.get("general.architecture")
+    if arch not in GGUF_FAMILIES:
+        raise UserError(
+            f"{file.path} has the architecture {arch!r}; supported in GGUF: {', '.join(GGUF_FAMILIES)}"
+        )
+    return GGUF_FAMILIES[arch]
+
+
+def _less_one(decode: Decode) -> Decode:
+    """llama.cpp's converter adds to norms the 1 that Gemma's own code adds when it runs."""
+    return lambda raw: decode(raw).astype(np.float32) - np.float32(1)
+
+
+def hf_name(name: str, family: GgufFamily) -> str:
     """llama.cpp's tensor name in Hugging Face's words; a name that is not known comes back as it is."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None:
         return name
     layer, stem, suffix = match.groups()
-    known = (_TOP if layer is None else _BLOCK).get(stem)
+    known = (_TOP if layer is None else {**_BLOCK, **family.names}).get(stem)
     if known is None:
         return name
     return f"{known}.{suffix}" if layer is None else f"model.layers.{layer}.{known}.{suffix}"
@@ -165,20 +193,15 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     Raises `UserError` for another architecture, one part of a split file, a missing key, a key that is not
     known and may change the result, and a `rope_freqs.weight` that is not the llama3 scaling.
     """
-    meta = file.metadata
-    arch = meta.get("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise UserError(
-            f"{file.path} has the architecture {arch!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
-        )
+    meta, own_family = file.metadata, family_of(file)
     if meta.get("split.count", 0) > 1:
         raise UserError(
             f"{file.path} is one of {meta['split.count']} parts; join them first: "
             "llama-gguf-split --merge <first part> <whole file>"
         )
-    prefix = f"{arch}."
+    prefix = f"{meta['general.architecture']}."
     own = {key[len(prefix) :]: value for key, value in meta.items() if key.startswith(prefix)}
-    _reject_unknown(own, prefix, file)
+    _reject_unknown(own, prefix, file, own_family)
 
     def size(key: str, default: int | None = None) -> int:
         value = own.get(key, default)
@@ -194,16 +217,17 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     hidden, heads = size("embedding_length"), size("attention.head_count")
     head_dim = size("attention.key_length", hidden // heads)
     rotary, value_dim = size("rope.dimension_count", head_dim), size("attention.value_length", head_dim)
-    if rotary != head_dim or value_dim != head_dim:
+    window = own.get("attention.sliding_window") or None
+    model_type = "mistral" if own_family.model_type == "llama" and window else own_family.model_type
+    family = FAMILIES[model_type]
+    partial = "partial_rotary_factor" in family.keys
+    if (rotary != head_dim and not partial) or value_dim != head_dim:
         raise UserError(
             f"{file.path}: {prefix}rope.dimension_count={rotary} and "
             f"{prefix}attention.value_length={value_dim} must equal the head size {head_dim}"
         )
-    tied = "output.weight" not in file.tensors
-    window = own.get("attention.sliding_window") or None
-    family = "mistral" if arch == "llama" and window else arch
     config: dict[str, Any] = {
-        "model_type": family,
+        "model_type": model_type,
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden,
         "intermediate_size": size("feed_forward_length"),
@@ -212,31 +236,33 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": size("context_length"),
-        "rms_norm_eps": _short_float(own.get("attention.layer_norm_rms_epsilon"), prefix, file),
-        "hidden_act": "silu",
-        "tie_word_embeddings": tied,
+        "rms_norm_eps": _epsilon(own.get("attention.layer_norm_rms_epsilon"), prefix, file),
+        family.act_key: next(iter(family.acts)),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": float(own.get("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(own, prefix, file, head_dim),
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(gguf_eos_ids(meta)) or None,
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
     }
-    if family in ("llama", "qwen3"):
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if family == "llama":
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if family == "mistral":
-        config["sliding_window"] = window
-    elif window:
+    biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    config |= {key: name in file.tensors for key, name in biases.items() if key in family.keys}
+    if family.windows == "from layer" and window:
         config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    return config
+    elif family.windows in ("all", "pattern"):
+        config |= {"sliding_window": window} if window or family.windows == "all" else {}
+    elif window:
+        raise UserError(f"{file.path}: {prefix}attention.sliding_window={window} is not supported")
+    return config | own_family.fields(own, config)
 
 
-def _reject_unknown(own: Mapping[str, Any], prefix: str, file: GgufFile) -> None:
+def _reject_unknown(own: Mapping[str, Any], prefix: str, file: GgufFile, family: GgufFamily) -> None:
+    neutral = {**_NEUTRAL_KEYS, **family.neutral}
+    read = (_READ_KEYS | family.keys) - family.neutral.keys()
     unknown = sorted(
         f"{prefix}{key}={str(value)[:40]}"
         for key, value in own.items()
-        if key not in _READ_KEYS and value not in _NEUTRAL_KEYS.get(key, ())
+        if key not in read and value not in neutral.get(key, ())
     )
     if unknown:
         raise UserError(f"{file.path}: {', '.join(unknown)} is not supported and may change the result")
@@ -251,18 +277,18 @@ def _vocab_size(file: GgufFile) -> int:
     return embedding.shape[0]  # rows, not the vocabulary's length: models pad the table
 
 
-def _short_float(value: Any, prefix: str, file: GgufFile) -> float:
-    """A float32 of the metadata as the shortest decimal that names it: 1e-05 and not
-    9.999999747378752e-06."""
+def _epsilon(value: Any, prefix: str, file: GgufFile) -> float:
     if not isinstance(value, float):
         raise UserError(f"{file.path}: {prefix}attention.layer_norm_rms_epsilon is missing")
-    return float(str(np.float32(value)))
+    return short_float(value)
 
 
 def _rope_scaling(
     own: Mapping[str, Any], prefix: str, file: GgufFile, head_dim: int
 ) -> dict[str, Any] | None:
     kind = own.get("rope.scaling.type", "none")
+    if LONG_FACTORS in file.tensors:
+        return _longrope(file, own)
     factor = float(own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0)) or 1.0)
     scaling: dict[str, Any] | None
     if kind in ("none", "linear"):
@@ -292,6 +318,23 @@ def _rope_scaling(
     return _llama3_scaling(file, own, head_dim)
 
 
+def _longrope(file: GgufFile, own: Mapping[str, Any]) -> dict[str, Any]:
+    lists = {}
+    for key, name in (("short_factor", SHORT_FACTORS), ("long_factor", LONG_FACTORS)):
+        if name not in file.tensors or file.tensors[name].type_name not in SUPPORTED:
+            raise UserError(f"{file.path}: {name} is missing, or of a type that is not supported")
+        lists[key] = [short_float(x) for x in _numbers(file, name)]
+    attention = own.get("rope.scaling.attn_factor")
+    return {"type": "longrope", **lists, "attention_factor": attention and short_float(attention)}
+
+
+def _numbers(file: GgufFile, name: str) -> np.ndarray:
+    tensor = file.tensors[name]
+    decode = decoder(tensor.type_name)
+    stored = StoredTensor(file.path, tensor.shape, tensor.offset_bytes, tensor.n_bytes, decode)
+    return stored.read(np.dtype(np.float32))
+
+
 def _yarn_attention_factor(own: Mapping[str, Any], factor: float) -> float | None:
     # llama.cpp multiplies its attn_factor with YaRN's own 1 + 0.1 ln(factor); Hugging Face's replaces it.
     extra = own.get("rope.scaling.attn_factor")
@@ -309,10 +352,7 @@ def _llama3_scaling(file: GgufFile, own: Mapping[str, Any], head_dim: int) -> di
         raise UserError(
             f"{file.path}: {ROPE_FACTORS} has shape {list(tensor.shape)} and must have [{head_dim // 2}]"
         )
-    stored = StoredTensor(
-        file.path, tensor.shape, tensor.offset_bytes, tensor.n_bytes, decoder(tensor.type_name)
-    )
-    found = stored.read(np.dtype(np.float32)).astype(np.float64)
+    found = _numbers(file, ROPE_FACTORS).astype(np.float64)
     factor = float(np.max(found))
     low, high, original = 1.0, 4.0, 8192
     theta = float(own.get("rope.freq_base", 10000.0))

@@ -32,11 +32,18 @@ _PRE: dict[str, tuple[str, ...]] = {
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_TIKTOKEN.replace("DIGITS", "{1,3}"),),
     "qwen2": (_TIKTOKEN.replace("DIGITS", ""),),
+    "smaug-bpe": (_TIKTOKEN.replace("DIGITS", "{1,3}"),),
 }
-_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_ALIASES = {
+    "dbrx": "smaug-bpe",
+    "refact": "smollm",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+}
 
 # Tokens that end a turn even where the file names another end of text.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_turn|>")
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>")
 
 
 def tokenizer_from_gguf(meta: Mapping[str, Any], where: str) -> Tokenizer:

@@ -23,6 +23,7 @@ from jaxlamina.model_files.hub import INDEX_NAME, SINGLE_NAME
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes, read_json
 from jaxlamina.weights.fit import check_fit, is_buffer, model_names
+from jaxlamina.weights.fused import Parts, fused_parts, fused_shapes
 from jaxlamina.weights.streaming import StoredTensor
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -68,17 +69,22 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
                     raise UserError(f"{self.path}: tensor {name} is in two files; remove the older one")
                 tensors[name] = entry
         expected = expected_shapes(self.config)
-        renamed = model_names(tensors, expected)
+        parts = fused_parts(self.config, expected)
+        in_files = fused_shapes(expected, parts)
+        renamed = model_names(tensors, in_files)
         found = {renamed[name]: entry for name, entry in tensors.items() if not is_buffer(name)}
         if self.config.tie_word_embeddings and "lm_head.weight" not in expected:
             _drop_tied_head(found, self.config)
-        check_fit(expected, {name: tensor.shape for name, (_, tensor) in found.items()}, str(self.path))
+        check_fit(in_files, {name: tensor.shape for name, (_, tensor) in found.items()}, str(self.path))
         strange = sorted({dtype for dtype, _ in found.values() if dtype not in FLOATS})
         if strange:
             raise UserError(
                 f"{self.path} stores weights as {', '.join(strange)}, which is not supported; "
                 f"supported: {', '.join(FLOATS)}"
             )
+        for whole, rows in parts.items():
+            kind, tensor = found.pop(whole)
+            found |= {name: (kind, tensor.part(where)) for name, where in rows}
         return found
 
 
@@ -239,11 +245,15 @@ def write_safetensors(
     tensors: Iterator[tuple[str, np.ndarray]],
     dtype: np.dtype,
     max_shard_bytes: int,
+    parts: Parts | None = None,
 ) -> None:
     """Write `tensors` (any order, every name of `shapes` once) as one file, or as shards with an index.
 
-    The headers are known before the data, so each tensor goes to its place and is forgotten.
+    The headers are known before the data, so each tensor goes to its place and is forgotten. What `parts`
+    names lies in the file as parts of one tensor.
     """
+    parts = parts or {}
+    shapes = fused_shapes(shapes, parts)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards: list[list[str]] = [[]]
     filled = 0
@@ -258,6 +268,10 @@ def write_safetensors(
     places: dict[str, tuple[Path, int]] = {}
     for file, names in zip(files, shards, strict=True):
         places |= _write_header(folder / file, {name: shapes[name] for name in names}, dtype)
+    for whole, rows in parts.items():
+        path, offset = places.pop(whole)
+        row_bytes = sizes[whole] // shapes[whole][0]
+        places |= {name: (path, offset + where.start * row_bytes) for name, where in rows}
     for name, array in tensors:
         path, offset = places.pop(name)
         with open(path, "r+b") as out:

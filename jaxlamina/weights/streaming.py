@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,17 @@ class StoredTensor:
     decode: Decode
     row_group: int = 1
     rearrange: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def part(self, rows: slice) -> StoredTensor:
+        """These rows as a tensor of their own."""
+        row_bytes, rest = divmod(self.n_bytes, self.shape[0])
+        assert rest == 0, (self.path, self.shape, self.n_bytes)
+        return replace(
+            self,
+            shape=(rows.stop - rows.start, *self.shape[1:]),
+            offset_bytes=self.offset_bytes + rows.start * row_bytes,
+            n_bytes=(rows.stop - rows.start) * row_bytes,
+        )
 
     def chunks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """(range of rows, numbers [rows, columns]) from the first row to the last.
