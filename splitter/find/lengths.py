@@ -229,7 +229,8 @@ class _Comparison:
                 size = self._int([int(v) for v in values])
                 return size if isinstance(size, Count) else None
             raise _Differs(
-                f"a number at {self._here()} depends on how many tokens there are: {[v.item() for v in values]}"
+                f"a number at {self._here()} depends on how many tokens there are: "
+                f"{[v.item() for v in values]}"
             )
         if any(env.get(first) is not a for env, a in zip(self.others, others, strict=True)):
             raise _Differs(f"at {self._here()}")

@@ -226,26 +226,7 @@ class Places:
             return [jax.lax.broadcast_in_dim(self.row[0].astype(compat.like_of(out).dtype), shape, (d,))]
         if name in ("slice", "dynamic_slice") and len(tokens) == 1 and not operand_tokens[0]:
             return [self._rows_from(eqn, position, tokens[0])]
-        if name in _POINTWISE and len(tokens) == 1:
-            return None
-        if (
-            name == "reshape"
-            and len(tokens) == 1
-            and dims[tokens[0]] == TOKENS
-            and len(operand_tokens[0]) == 1
-        ):
-            return None
-        if name == "gather" and not operand_tokens[0]:
-            return None
-        if name == "concatenate" and len(tokens) == 1 and eqn.params["dimension"] not in tokens:
-            return None
-        if name == "dot_general" and sum(map(bool, operand_tokens)) == 1 and len(tokens) == 1:
-            return None
-        if (
-            name.startswith("reduce_")
-            and len(tokens) == 1
-            and not set(operand_tokens[0]) & set(eqn.params["axes"])
-        ):
+        if len(tokens) == 1 and _keeps_tokens_apart(eqn, tokens, operand_tokens, dims):
             return None
         if more or self.facts.source[out] != From.NOTHING:
             raise SplitError(
@@ -305,3 +286,33 @@ def table_of(facts: Facts, v: Any, max_len: int) -> np.ndarray:
             f"{facts.made_at(v)}: what a token's place counts for depends on how many tokens follow it"
         )
     return long
+
+
+# Primitives that do something along the dimensions of a parameter, and nothing along others.
+_ALONG = {
+    "concatenate": "dimension", "split": "axis", "rev": "dimensions", "cumsum": "axis", "cumprod": "axis",
+    "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis", "argmax": "axes", "argmin": "axes",
+    "sort": "dimension",
+}  # fmt: skip
+
+
+def _keeps_tokens_apart(
+    eqn: compat.JaxprEqn, tokens: Sequence[int], of_operands: Sequence[Sequence[int]], dims: Sequence[Any]
+) -> bool:
+    """Whether each token's part of the result, whose dimension of tokens is ``tokens``, comes of the same
+    token's part of the operands, of which these are ``of_operands``."""
+    name, p = eqn.primitive.name, eqn.params
+    if name in _POINTWISE:
+        return True
+    if name == "reshape":
+        return dims[tokens[0]] == TOKENS and len(of_operands[0]) == 1
+    if name == "gather":
+        return not of_operands[0]
+    if name == "dot_general":
+        return sum(map(bool, of_operands)) == 1
+    if name == "tile":
+        return all(p["reps"][d] == 1 for d in tokens)
+    if name == "slice":
+        return tuple(of_operands[0]) == tuple(tokens) and p["start_indices"][tokens[0]] == 0
+    along = p.get(_ALONG.get(name, "axes" if name.startswith("reduce_") else ""), tokens)
+    return not {*(along if isinstance(along, tuple | list) else (along,))} & {*of_operands[0]}
