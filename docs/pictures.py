@@ -84,7 +84,7 @@ def picture(width: float, height: float, title: str, parts: Iterable[str]) -> st
 GROUND = " ".join(FLOORS[:3]).split()  # every room imports these
 SHARED = [name for name in GROUND if name != "__init__"]
 COLUMN = {
-    "text": 0, "weights": 1, "model_files": 1, "models": 1, "steps": 3, "kv": 3, "launch": 3, "sampling": 4,
+    "text": 0, "weights": 1, "model_files": 1, "models": 1, "flax_model": 1, "steps": 3, "kv": 3, "launch": 3, "sampling": 4,
 }  # fmt: skip
 SPINE = 2  # the column of all others
 HINT = {
@@ -104,6 +104,7 @@ HINT = {
     "ranks": "each rank's programs",
     "run": "executors of steps",
     "engine": "admission and scheduling",
+    "flax_model": "a model of the user's own",
     "llm": "the Python interface",
     "server": "OpenAI's API",
     "cli": "the commands",
@@ -119,10 +120,10 @@ SHOWN = {
     "pallas_kernels": "pallas_kernels/",
 }
 FILL = {
-    BLUE: "main bench launch cli server llm",
+    BLUE: "main bench launch cli llm server",
     GREEN: "engine sampling text",
     AMBER: "run ranks profiling job transports workers",
-    VIOLET: "weights model_files models kv steps",
+    VIOLET: "flax_model weights model_files models kv steps",
     GREY: "splitter pallas_kernels",
 }
 MEANING = {

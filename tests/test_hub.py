@@ -148,7 +148,7 @@ def test_a_file_of_ggufs_is_fetched_alone(hub: Hub, tmp_path: Path):
 def test_what_the_hub_refuses_is_one_line(hub: Hub, tmp_path: Path):
     revisions = hub.repositories["org/tiny"].revisions
     revisions["pickles"] = {"config.json": revisions["v2"]["config.json"], "pytorch_model.bin": b"x"}
-    revisions["gemma"] = revisions["v2"] | {"config.json": b'{"model_type": "gemma2"}'}
+    revisions["mamba"] = revisions["v2"] | {"config.json": b'{"model_type": "mamba2"}'}
     revisions["torn"] = {
         k: v for k, v in revisions["main"].items() if k != "model-00002-of-00002.safetensors"
     }
@@ -164,7 +164,7 @@ def test_what_the_hub_refuses_is_one_line(hub: Hub, tmp_path: Path):
         ): r"org/gated is gated: ask for access at http://127.0.0.1:\d+/org/gated, then set HF_TOKEN",
         ("org/tiny", "v9"): r"org/tiny has no revision 'v9'",
         ("org/tiny", "pickles"): r"PyTorch pickles and no safetensors",
-        ("org/tiny", "gemma"): r"model_type='gemma2' is not supported",
+        ("org/tiny", "mamba"): r"model_type='mamba2' is not supported",
         ("org/tiny", "torn"): r"lacks shards that its model.safetensors.index.json names",
         ("llama-9000", None): r"unknown model 'llama-9000': .*smollm2-135m-instruct",
         ("smollm2-135m-instruct", "v2"): r"revision='v2' is for models of the Hub",

@@ -112,7 +112,7 @@ class ModelConfig:
         name = hf.get("model_type")
         if name is None:
             raise UserError("config: model_type is missing; is this the config.json of a Hugging Face model?")
-        if name not in FAMILIES:
+        if not isinstance(name, str) or name not in FAMILIES:
             raise UserError(f"config: model_type={name!r} is not supported; supported: {', '.join(FAMILIES)}")
         _reject_unsupported(name, hf)
         hf = {**FAMILIES[name].defaults, **hf}
