@@ -33,6 +33,7 @@ class FlaxModel(HasModel):
     - ``max_model_len``: tokens that a request may have, prompt included.
     - ``tokenizer``: a folder with tokenizer.json, that file, or a `jaxlamina.text.tokenizer.Tokenizer`;
       without one the model takes and gives token ids.
+    - ``name``: what messages call the model; the function's or the module's name.
 
     docs/your-own-model.md says what is understood. ``UserError`` for arguments that are none of these.
     """
@@ -48,18 +49,20 @@ class FlaxModel(HasModel):
         max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         tokenizer: str | Path | Tokenizer | None = None,
+        name: str | None = None,
     ) -> None:
         if not callable(fn):
             raise UserError(
                 f"FlaxModel's first argument must be a function of (params, tokens, positions), not "
                 f"{fn!r:.60}"
             )
-        for name, value in (("vocab_size", vocab_size), ("max_model_len", max_model_len)):
+        for size, value in (("vocab_size", vocab_size), ("max_model_len", max_model_len)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 2:
-                raise UserError(f"{name}={value!r} must be an integer of at least 2")
+                raise UserError(f"{size}={value!r} must be an integer of at least 2")
         leaves, tree = tree_util.tree_flatten(params)
         if not any(_is_weight(x) for x in leaves):
             raise UserError("FlaxModel's params hold no floating-point array: give the weights that fn reads")
+        self.name = name or getattr(fn, "__qualname__", None) or type(fn).__name__
         self._fn, self._leaves, self._tree = fn, leaves, tree
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._tokenizer = _opened(tokenizer, eos_token_ids)
@@ -97,7 +100,7 @@ class FlaxModel(HasModel):
             return merged(*given, **named)
 
         fn = partial(_called, call, _takes_positions(type(module).__call__, 1), dict(arguments or {}), logits)
-        return cls(fn, state, **more)
+        return cls(fn, state, **{"name": type(module).__name__, **more})
 
     @classmethod
     def from_linen(
@@ -115,13 +118,13 @@ class FlaxModel(HasModel):
             return module.apply(variables, *given, **named)
 
         fn = partial(_called, call, _takes_positions(type(module).__call__, 1), dict(arguments or {}), logits)
-        return cls(fn, variables, **more)
+        return cls(fn, variables, **{"name": type(module).__name__, **more})
 
     @cached_property
     def found(self) -> FoundModel:
         """The model with its attention found. ``SplitError`` says all places at once that keep it from being
         cut."""
-        return find_attention(self._of_weights, self.params, max_len=self.max_model_len)
+        return find_attention(self._of_weights, self.params, max_len=self.max_model_len, name=self.name)
 
     @cached_property
     def model(self) -> CausalLM:

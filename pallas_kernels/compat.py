@@ -7,11 +7,14 @@ functions below and never looks at the version itself. Knows nothing of attentio
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -89,8 +92,25 @@ def context_of(eqn: JaxprEqn) -> Iterator[None]:
     """What is traced inside counts as the equation's: its names, its source position, its context."""
     info = eqn.source_info
     name_stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    # What a library's function holds has no line of the user's: it counts as its caller's.
+    own = info.traceback if source_info_util.user_frame(info.traceback) else _caller.get() or info.traceback
+    with source_info_util.user_context(own, name_stack=name_stack), eqn.ctx.manager:
         yield
+
+
+_caller: contextvars.ContextVar[Any] = contextvars.ContextVar("caller", default=None)
+
+
+@contextlib.contextmanager
+def called_by(eqn: JaxprEqn) -> Iterator[None]:
+    """Equations of a call's body that are run inside count as the call's where they have no line of their
+    own."""
+    traceback = eqn.source_info.traceback
+    token = _caller.set(traceback if source_info_util.user_frame(traceback) else _caller.get())
+    try:
+        yield
+    finally:
+        _caller.reset(token)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -104,10 +124,19 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 def where(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the user's code that made an equation, with its name stack where there is
-    one."""
-    place = source_info_util.summarize(eqn.source_info)
+    one. Flax's own lines are passed over for those that call it."""
+    traceback = eqn.source_info.traceback
+    frames = [*source_info_util.user_frames(traceback)]
+    own = [f for f in frames if not f.file_name.startswith(_flax_folder())] or frames
+    places = [f"{f.file_name}:{f.start_line} ({f.function_name})" for f in own[:1]]
     stack = str(eqn.source_info.name_stack)
-    return f"{place} [{stack}]" if stack else place
+    return " ".join([*places, *([f"[{stack}]"] if stack else [])]) or "a line that JAX does not tell"
+
+
+@lru_cache(maxsize=1)
+def _flax_folder() -> str:
+    spec = importlib.util.find_spec("flax")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else "no flax"
 
 
 def name_stack(eqn: JaxprEqn) -> str:

@@ -171,7 +171,8 @@ def _inline(jaxpr: Any, args: Sequence[Any], is_wanted: IsWanted) -> list[Any]:
     def in_place(eqn: compat.JaxprEqn, read: Read) -> list[Any]:
         # One body; custom_vjp's forward and backward rules are callables, not jaxprs.
         inner, consts = compat.open_jaxpr(next(compat.sub_jaxprs(eqn)))
-        return _inline(inner, [*consts, *map(read, eqn.invars)], is_wanted)
+        with compat.called_by(eqn):
+            return _inline(inner, [*consts, *map(read, eqn.invars)], is_wanted)
 
     def otherwise(eqn: compat.JaxprEqn, read: Read) -> list[Any]:
         if not _holds(eqn, is_wanted):

@@ -239,18 +239,21 @@ def _padded(x: Any, width: int) -> Any:
     return x if x.shape[-1] == width else jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1])))
 
 
-def find_attention(fn: Callable[..., Any], params: Any, *, max_len: int) -> FoundModel:
+def find_attention(
+    fn: Callable[..., Any], params: Any, *, max_len: int, name: str | None = None
+) -> FoundModel:
     """The model that ``fn(params, tokens [B, T], positions [B, T]) -> logits [B, T, V]`` is.
 
     params: its weights, a pytree of arrays or of `jax.ShapeDtypeStruct`; integers and booleans among them,
-    such as stored masks, must be closed over instead. max_len: tokens that a row may have at most.
+    such as stored masks, must be closed over instead. max_len: tokens that a row may have at most. name: of the
+    model, for messages.
 
     Raises:
       SplitError: an attention that is not found, or not proven to be causal softmax attention; something else
       that mixes tokens; a function that does other things for other numbers of tokens. All places at once,
       each with the line of the model.
     """
-    facts = Facts.of(_learned(fn, params, max_len), len(tree_util.tree_leaves(params)))
+    facts = Facts.of(_learned(fn, params, max_len, name or _name(fn)), len(tree_util.tree_leaves(params)))
     readings, problems = find_regions(facts)
     proven: dict[str, prove.Meaning | prove.Refuted] = {}
     sites: list[_Site] = []
@@ -276,11 +279,12 @@ def find_attention(fn: Callable[..., Any], params: Any, *, max_len: int) -> Foun
                 )
             )
     sites += [_own_site(facts, p) for p in sorted(facts.live) if facts.eqns[p].primitive is attention_p]
+    problems += [_own_sharding(facts, p) for p in sorted(facts.live) if _is_sharding(facts.eqns[p])]
     if problems:
-        raise SplitError(_message(fn, problems))
+        raise SplitError(_message(name or _name(fn), problems))
     if not sites:
         raise SplitError(
-            f"no attention found in {_name(fn)}: no product of two values over tokens (queries and keys) "
+            f"no attention found in {name or _name(fn)}: no product of two values over tokens (queries and keys) "
             f"that a product "
             "with values over tokens follows"
         )
@@ -354,13 +358,26 @@ def _own_site(facts: Facts, p: int) -> _Site:
     return _Site(q, k, v, out, eqn.outvars[0], p, frozenset([p]), found)
 
 
+def _is_sharding(eqn: compat.JaxprEqn) -> bool:
+    return eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast", "shard_map")
+
+
+def _own_sharding(facts: Facts, p: int) -> Problem:
+    eqn = facts.eqns[p]
+    return Problem(
+        compat.where(eqn),
+        f"{eqn.primitive.name} lays out values over a mesh of the model's own: pass the model without it, since "
+        "weights and values are placed by the layout that it is served on",
+    )
+
+
 def _numbered(site: _Site, index: int) -> _Site:
     from dataclasses import replace
 
     return replace(site, found=replace(site.found, index=index))
 
 
-def _learned(fn: Callable[..., Any], params: Any, max_len: int) -> Learned:
+def _learned(fn: Callable[..., Any], params: Any, max_len: int, name: str) -> Learned:
     lengths = _lengths(params, max_len)
     leaves, tree = tree_util.tree_flatten(params)
     likes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
@@ -373,7 +390,7 @@ def _learned(fn: Callable[..., Any], params: Any, max_len: int) -> Learned:
             shape = getattr(out, "shape", None)
             if shape is None or len(shape) != 3 or shape[:2] != (1, n):
                 raise SplitError(
-                    f"{_name(fn)} must give logits [B, T, V] alone; for tokens [1, {n}] it gives "
+                    f"{name} must give logits [B, T, V] alone; for tokens [1, {n}] it gives "
                     f"{shape if shape is not None else type(out).__name__}"
                 )
             return out
@@ -445,7 +462,7 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__name__
 
 
-def _message(fn: Any, problems: Sequence[Problem]) -> str:
+def _message(name: str, problems: Sequence[Problem]) -> str:
     lines = list(dict.fromkeys(map(str, problems)))
     more = [f"… and {len(lines) - 12} more places"] if len(lines) > 12 else []
-    return f"{_name(fn)} cannot be cut:\n" + "\n".join(f"- {line}" for line in [*lines[:12], *more])
+    return f"{name} cannot be cut:\n" + "\n".join(f"- {line}" for line in [*lines[:12], *more])

@@ -62,13 +62,16 @@ class _Refused(Exception):
 def find_regions(facts: Facts) -> tuple[list[list[Region]], list[Problem]]:
     """Each attention as the ways in which it can be read (which operand is q), and what looks like one, or
     mixes tokens, and is none."""
-    found, problems, ends = [], [], set[Any]()
+    found, problems, ends, refused = [], [], set[Any](), set[int]()
     scores_of = _scores_of(facts, ends)
     for position in sorted(facts.live):
         eqn = facts.eqns[position]
         if not _is_mix(facts, eqn):
             continue
         of = _of_all(eqn, scores_of)
+        if of and of <= refused:
+            continue  # what they were used for elsewhere
+        of -= refused
         try:
             if len(of) != 1:
                 raise _Refused(
@@ -79,6 +82,7 @@ def find_regions(facts: Facts) -> tuple[list[list[Region]], list[Problem]]:
             readings = _readings(facts, scores_of, next(iter(of)), position)
         except _Refused as why:
             problems.append(Problem(compat.where(eqn), str(why)))
+            refused |= of
             continue
         found.append(readings)
         if readings[0].end not in eqn.outvars:  # what follows was taken for scores
@@ -162,9 +166,10 @@ def _left_over(facts: Facts, scores_of: _ScoresOf, taken: set[int]) -> Iterator[
 
 
 def _mixes(facts: Facts, eqn: compat.JaxprEqn) -> bool:
-    if not eqn.invars or isinstance(eqn.invars[0], compat.Literal):
+    of_tokens = [v for v in eqn.invars if facts.of_tokens(v)]
+    if not of_tokens:
         return False
-    x = eqn.invars[0]
+    x = of_tokens[0]
     if np.dtype(compat.like_of(x).dtype).kind not in "fcV":
         return False
     tokens, p, name = set(facts.learned.token_dims(x)), eqn.params, eqn.primitive.name
@@ -174,7 +179,24 @@ def _mixes(facts: Facts, eqn: compat.JaxprEqn) -> bool:
         return bool(tokens & set(p["axes"]))
     if name == "conv_general_dilated":
         return bool(tokens)
-    return False
+    return any(d in tokens for d in _shifted(facts, eqn))
+
+
+def _shifted(facts: Facts, eqn: compat.JaxprEqn) -> list[int]:
+    """Dimensions along which a result's element is not the operand's at the same place: a token would see
+    another. More places behind the last one are let be: nobody is shifted."""
+    p = eqn.params
+    match eqn.primitive.name:
+        case "slice":
+            return [d for d, start in enumerate(p["start_indices"]) if start]
+        case "pad":
+            return [d for d, (low, _, _) in enumerate(p["padding_config"]) if low]
+        case "rev":
+            return [*p["dimensions"]]
+        case "concatenate":
+            behind = any(facts.of_tokens(v) for v in eqn.invars[1:])
+            return [p["dimension"]] if behind else []
+    return []
 
 
 def _readings(facts: Facts, scores_of: _ScoresOf, scores: int, mix: int) -> list[Region]:
@@ -253,6 +275,11 @@ def _reading(
     of_p, of_v = dot_dims(mixing)[p_side], dot_dims(mixing)[1 - p_side]
     q_var, k_var, v_var = product.invars[q_side], product.invars[1 - q_side], mixing.invars[1 - p_side]
     n_tokens = facts.learned.lengths[0]
+    for name, operand in (("queries", q_var), ("keys", k_var), ("values", v_var)):
+        if not facts.of_tokens(operand):
+            raise _Refused(
+                f"its {name} are not made of the tokens (those of another sequence, or a parameter)"
+            )
     groups = prod(_sizes(q_var, of_q.free)) // n_tokens
     if prod(_sizes(k_var, of_k.free)) != n_tokens:
         raise _Refused("its keys have a dimension that neither queries nor scores share")
