@@ -8,7 +8,7 @@ With ``"behind": [first, last]`` they run each of these steps only once they hav
 after it; with ``"slow": [first, last, seconds]`` each of these takes them so long; with ``"unreadable":
 true`` their first recording cannot be read. After each step they note, with ``"frozen": FOLDER``, how much
 Python's collections leave out, and model ranks but rank 0, with ``"weigh": FOLDER``, what arrays they hold. A
-model is a name of `test_models`, or a name and what is changed of it.
+model is a name of `test_models`, or a name and what is changed of it, or a name of `plain_models`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import msgspec
 import numpy as np
+import plain_models
 
 from jaxlamina import LLM, SamplingParams, ranks
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
 from jaxlamina.llm import InMemoryModel
+from jaxlamina.models.causal_lm import built
 from launch.roles import place
 
 # Of mixed lengths; the third begins as the first does, so that it follows stored tokens.
@@ -51,6 +53,8 @@ def source(model: str | list[Any]) -> Any:
     if model == "smollm2-135m-instruct":
         return model
     name, changes = (model, {}) if isinstance(model, str) else model
+    if name in plain_models.NAMES:
+        return built(f"plain_models:{name}")  # so that other model ranks can make it, too
     from test_models import MODELS
 
     from jaxlamina.models import ModelConfig, random_params
@@ -105,6 +109,17 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
         "ahead": over_ranks.engine.async_scheduling,
         "n_kept": group.transport.n_kept,
     }
+
+
+def as_written(group: Any, model: str, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
+    """The tokens that a plain Flax model's own function says?"""
+    params = SamplingParams(max_tokens=n_tokens, temperature=0, ignore_eos=True)
+    llm = LLM(source(model), group=group, **({"max_num_seqs": 4, "max_model_len": 96} | options))
+    prompts = [{"prompt_token_ids": p} for p in plain_models.PROMPTS]
+    found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+    llm.engine.check_integrity()
+    expected = plain_models.greedy_of_the_function(model, n_tokens=n_tokens)
+    return {"model": model, "same": found == expected, "n_tokens": [len(x) for x in found]}
 
 
 def answer(group: Any, model: str, prompt: str) -> dict[str, Any]:
@@ -594,7 +609,7 @@ def weigh(folder: str) -> None:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch,
+        greedy, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch,
     )
 }  # fmt: skip
 
