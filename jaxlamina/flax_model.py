@@ -53,7 +53,7 @@ class FlaxModel(HasModel):
     ) -> None:
         if not callable(fn):
             raise UserError(
-                f"FlaxModel's first argument must be a function of (params, tokens, positions), not "
+                "FlaxModel's first argument must be a function of (params, tokens, positions), not "
                 f"{fn!r:.60}"
             )
         for size, value in (("vocab_size", vocab_size), ("max_model_len", max_model_len)):
@@ -177,13 +177,10 @@ class FlaxModel(HasModel):
         most = 1e-4 if self.own_dtype == "float32" else 0.1
         if not difference <= most:
             raise UserError(
-                f"the model does not give the same when it is cut: on random tokens logits differ by "
-                f"{difference:.2g} of "
-                f"the largest (at most {most:g} is rounding). Either its tokens see one another outside of "
-                f"attention "
-                f"(a convolution or sum over tokens, a capacity of experts), or its positions are not what "
-                f"they seem: "
-                f"FlaxModel.found.sites says how it was read"
+                "the model does not give the same when it is cut: on random tokens logits differ by "
+                f"{difference:.2g} of the largest (at most {most:g} is rounding). Either its tokens see one "
+                "another outside of attention (a convolution or sum over tokens, a capacity of experts), "
+                "or its positions are not what they seem: FlaxModel.found.sites says how it was read"
             )
         return difference
 

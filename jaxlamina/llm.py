@@ -399,8 +399,7 @@ class LLM:
         if asked not in (dtypes.AUTO, self.model.dtype):
             raise UserError(
                 f"dtype={asked!r}: this model's function is of {self.model.dtype} parameters; make it with "
-                f"others, or "
-                f"leave dtype out"
+                "others, or leave dtype out"
             )
         return dtypes.Chosen(self.model.dtype, f"dtype={self.model.dtype}, the parameters' own")
 

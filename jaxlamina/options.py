@@ -30,8 +30,7 @@ DEFAULT_SEQS = 32
 MODEL_HELP = (
     "A name (smollm2-135m-instruct), a Hugging Face folder, a .gguf, an orbax folder, or org/name of the "
     "Hugging Face Hub (org/name:file.gguf for a GGUF); or package.module:build, a function of yours that "
-    "returns a "
-    "jaxlamina.FlaxModel."
+    "returns a jaxlamina.FlaxModel."
 )
 
 
@@ -188,7 +187,7 @@ def check_policy_name(name: str) -> None:
     if name not in POLICY_NAMES and not (module and cls):
         raise UserError(
             f"scheduling_policy={name!r} must be one of {', '.join(POLICY_NAMES)}, or a class: "
-            f"package.module:Class"
+            "package.module:Class"
         )
 
 
@@ -218,13 +217,13 @@ class EngineOptions(Options):
     max_num_seqs: int | None = option(
         None,
         f"Sequences decoded at once. Default: {DEFAULT_SEQS}; of generate, as many as it is to write; of "
-        f"chat, 4.",
+        "chat, 4.",
         least=1,
     )
     max_num_batched_tokens: int | None = option(
         2048,
-        "Prompt tokens computed in one step; longer prompts come in chunks, between which running requests "
-        "get tokens. None, in Python alone: prompts are computed whole.",
+        "Prompt tokens computed in one step; longer prompts come in chunks, between which running "
+        "requests get tokens. None, in Python alone: prompts are computed whole.",
         least=1,
         rule="at least 1, or None",
     )
@@ -235,8 +234,8 @@ class EngineOptions(Options):
     )
     async_scheduling: bool = option(
         True,
-        "Launch each step before the tokens of the one before it are looked at; the same tokens either way. "
-        "Jobs of several model ranks go one step at a time regardless.",
+        "Launch each step before the tokens of the one before it are looked at; the same tokens either "
+        "way. Jobs of several model ranks go one step at a time regardless.",
     )
     prefix_caching: bool = option(
         True,
@@ -252,8 +251,8 @@ class EngineOptions(Options):
     kv_dtype: Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"] = option(
         "auto",
         "KV: auto (as dtype), int8 (a scale a token and head), int8-channel (fixed scales) or "
-        "int8-channel-asymmetric (and "
-        "fixed zero points): half the bytes of bfloat16, and not quite the same tokens.",
+        "int8-channel-asymmetric (and fixed zero points): half the bytes of bfloat16, and not quite the "
+        "same tokens.",
     )
     host_kv_slots: int | Literal["auto"] = option(
         "auto",
@@ -265,8 +264,8 @@ class EngineOptions(Options):
     scheduling_policy: str | None = option(
         None,
         "Who goes first: fifo, priority, chat-first, shortest-remaining, or package.module:Class, a class "
-        "of yours, "
-        f"also of a module in the current folder. Default: {FIRST_COME}; of servers, {SERVER_POLICY}.",
+        f"of yours, also of a module in the current folder. Default: {FIRST_COME}; of servers, "
+        f"{SERVER_POLICY}.",
         check=check_policy_name,
     )
     kv_manager: Literal["token", "padded"] = option(
@@ -282,9 +281,8 @@ class EngineOptions(Options):
     )
     check_model: bool = option(
         True,
-        "Of a FlaxModel: run it as it is and cut, on a few random tokens, before it is served, and refuse it "
-        "if they "
-        "differ.",
+        "Of a FlaxModel: run it as it is and cut, on a few random tokens, before it is served, and refuse "
+        "it if they differ.",
     )
     seed: int = option(0, "Requests without a seed of their own get theirs from it.", least=0)
 
@@ -299,8 +297,8 @@ class WorkerOptions(Options):
     attention_workers: int = option(1, "Workers that share the KV.", least=1)
     partition: Literal["auto", "heads", "requests", "tokens"] = option(
         "auto",
-        "What several attention workers share out: heads, requests or tokens; auto: heads where they divide "
-        "evenly, else tokens.",
+        "What several attention workers share out: heads, requests or tokens; auto: heads where they "
+        "divide evenly, else tokens.",
     )
     q_first: bool | None = option(
         None,
@@ -324,8 +322,8 @@ class ModelOptions(EngineOptions):
     model: str = option(DEFAULT_MODEL, MODEL_HELP, check=_check_model)
     calibration_file: str | None = option(
         None,
-        "A text, on rank 0's host, from which int8-channel and int8-channel-asymmetric KV finds its scales. "
-        "Default: random tokens.",
+        "A text, on rank 0's host, from which int8-channel and int8-channel-asymmetric KV finds its "
+        "scales. Default: random tokens.",
     )
     gpu_memory_utilization: float | None = option(
         None,

@@ -75,8 +75,8 @@ class Traced:
         x, x_tree = tree_util.tree_flatten(tuple(inputs))
         if p_tree != self.params_tree or x_tree != self.inputs_tree:
             raise SplitError(
-                f"arguments have another structure than those traced: "
-                f"parameters {p_tree} for {self.params_tree}, inputs {x_tree} for {self.inputs_tree}"
+                f"arguments have another structure than those traced: parameters {p_tree} for "
+                f"{self.params_tree}, inputs {x_tree} for {self.inputs_tree}"
             )
         return [*p, *x]
 
@@ -111,9 +111,9 @@ def trace(
     ):
         raise SplitError(
             f"the first argument after {_fn_name(fn)} is its parameters, and holds no floating-point array, "
-            f"while the "
-            "function itself holds weights: call split(fn, params, *inputs); for a Flax NNX module, graph, "
-            "params = nnx.split(module) and fn = lambda params, *inputs: nnx.merge(graph, params)(*inputs)"
+            "while the function itself holds weights: call split(fn, params, *inputs); for a Flax NNX "
+            "module, graph, params = nnx.split(module) and fn = lambda params, *inputs: nnx.merge(graph, "
+            "params)(*inputs)"
         )
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x)))
              for x in (*params_flat, *inputs_flat)]  # fmt: skip
@@ -122,8 +122,8 @@ def trace(
     if not sites:
         raise SplitError(
             f"no attention operator found in {_fn_name(fn)}: it must call splitter.attention, or "
-            "jax.nn.dot_product_attention through the module (`jax.nn.dot_product_attention(…)`, not a name "
-            "imported from it)"
+            "jax.nn.dot_product_attention through the module (`jax.nn.dot_product_attention(…)`, not a "
+            "name imported from it)"
         )
     return Traced(
         jaxpr=flat,
@@ -182,9 +182,8 @@ def _inline(jaxpr: Any, args: Sequence[Any], is_wanted: IsWanted) -> list[Any]:
             return _unroll(eqn, [read(a) for a in eqn.invars], is_wanted)
         raise SplitError(
             f"an attention operator lies inside `{name}` at {compat.where(eqn)}: how often it runs, or "
-            f"whether, "
-            "is decided by data or by another construct that cannot be cut; take it out of there, or use a "
-            "Python loop or jax.lax.scan over the layers"
+            "whether, is decided by data or by another construct that cannot be cut; take it out of there, "
+            "or use a Python loop or jax.lax.scan over the layers"
         )
 
     return Block.of(jaxpr)(args, dict.fromkeys(_INLINE, in_place), otherwise)

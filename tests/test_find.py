@@ -6,26 +6,175 @@ compared with its own function: cut, a prompt, chunks and single tokens give the
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from pathlib import Path
+import inspect
+import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxlamina import FlaxModel
-from jaxlamina.errors import UserError
 from splitter import SplitError
+from splitter.find import find_attention
+from splitter.find.prove import QUICK
+from splitter.slices import split
 from tests.flax_models import refused
+from tests.plain_models import NAMES, flax_model
+from tests.written import FORMS, NEAR_MISSES, Written
 
-MODELS = sorted(
-    path.stem
-    for path in (Path(__file__).parent / "flax_models").glob("*.py")
-    if path.stem not in ("__init__", "refused", "published")
+N_LAYERS = {
+    "linen_parallel_block": 3,
+    "moe": 3,
+    "nnx_einsum_gqa": 3,
+    "nnx_scan_layers": 3,
+    "soft_cap_window": 3,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_model_is_found_and_cut(name: str):
+    model = flax_model(name)
+    difference = model.check()
+    assert len(model.found.sites) == N_LAYERS.get(name, 2)
+    # In bfloat16, sums in another order: as much as its rounding, times a few layers.
+    assert difference < (0.03 if name == "qk_norm_bf16" else 1e-5)
+
+
+def test_windows_and_caps_are_read():
+    sites = flax_model("soft_cap_window").found.sites
+    assert [s.window for s in sites] == [7, None, 7] and {s.softcap for s in sites} == {5.0}
+    assert {(s.n_heads, s.n_kv_heads, s.head_dim) for s in sites} == {(4, 2, 16)}
+
+
+# --- What is refused ---
+
+REFUSED = {
+    "bidirectional_mask": "there is no mask: every token sees all others",
+    "prefix_lm_mask": "its mask is not causal: the token at place 0 sees the one at 1",
+    "softmax_over_queries": "what it computes is not softmax attention",
+    "probabilities_used_elsewhere": "its scores are used elsewhere too, at",
+    "scores_used_elsewhere": "its scores are used elsewhere too, at",
+    "causal_convolution": "pad mixes tokens: attention is the only thing that may",
+    "cumulative_mean": "cumsum mixes tokens: attention is the only thing that may",
+    "relative_position_bias": r"something besides q·k that is learned \(a bias, a sink or a scale",
+    "attention_sink": r"something besides q·k that is learned \(a bias, a sink or a scale",
+    "values_of_memory": "its values are not made of the tokens",
+}
+
+
+def model_that_is_refused(name: str) -> FlaxModel:
+    fn, params = getattr(refused, name)()
+    return FlaxModel(fn, params, vocab_size=refused.VOCAB_SIZE, max_model_len=refused.MAX_LEN)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_attention_over_kv_cannot_give_is_refused_with_its_line(name: str):
+    with pytest.raises(SplitError, match=REFUSED[name]) as error:
+        _ = model_that_is_refused(name).found
+    text = str(error.value)
+    assert text.startswith("decoder.<locals>.fn cannot be cut:\n- "), text
+    lines = [int(n) for n in re.findall(r"refused\.py:(\d+)", text)]
+    source, first = inspect.getsourcelines(getattr(refused, name))
+    shared = [inspect.getsourcelines(f) for f in (refused.scores_of, refused.masked_attention)]
+    ranges = [range(start, start + len(of)) for of, start in ((source, first), *shared)]
+    assert lines and all(any(n in r for r in ranges) for n in lines), text
+
+
+def test_attention_to_what_is_not_of_the_row_stays_in_the_slice():
+    """Cross attention to a memory of parameters mixes no tokens."""
+    model = model_that_is_refused("cross_attention")
+    assert model.check() < 1e-5 and len(model.found.sites) == refused.LAYERS
+
+
+def test_all_places_are_said_at_once():
+    with pytest.raises(SplitError) as error:
+        _ = model_that_is_refused("causal_convolution").found
+    assert len(str(error.value).splitlines()) >= 3
+
+
+def test_a_line_within_flax_is_told_as_its_callers():
+    for name in ("nnx_mha", "linen_mhdpa"):
+        assert all(f"{name}.py" in site.where for site in flax_model(name).found.sites)
+
+
+# --- Forms ---
+
+
+@settings(max_examples=16)
+@given(st.fixed_dictionaries({axis: st.sampled_from(forms) for axis, forms in FORMS.items()}))
+def test_any_composition_of_forms_is_found_and_means_the_same(form: dict[str, Any]):
+    written = Written(**form)
+    found = find_attention(written, written.params, max_len=64)
+    assert len(found.sites) == 1
+    [site] = found.sites
+    assert (site.window, site.softcap) == (written.window, written.softcap)
+    assert site.n_kv_heads == written.n_kv_heads
+    agrees(found, written)
+
+
+@settings(max_examples=16)
+@given(
+    st.fixed_dictionaries({axis: st.sampled_from(forms) for axis, forms in FORMS.items()}),
+    st.sampled_from(NEAR_MISSES),
 )
+def test_near_misses_are_refused(form: dict[str, Any], miss: str):
+    written = Written(**form, miss=miss)
+    with pytest.raises(SplitError):
+        find_attention(written, written.params, max_len=64)
 
 
-def model_of(name: str) -> FlaxModel:
-    module = importlib.import_module(f"tests.flax_models.{name}")
-    fn, params = module.build()
-    return FlaxModel(fn, params, vocab_size=module.VOCAB_SIZE, max_model_len=module.MAX_LEN)
+def agrees(found: Any, written: Any) -> None:
+    """Rows of several tokens, and the same as the same tokens at places behind others."""
+    params = {name: jnp.asarray(x) for name, x in written.params.items()}
+    tokens = np.random.default_rng(1).integers(0, written.vocab_size, (2, 9)).astype(np.int32)
+    places = np.broadcast_to(np.arange(9, dtype=np.int32), tokens.shape)
+    expected, given_ = (
+        np.asarray(jax.jit(fn, compiler_options=QUICK)(params, tokens, places)) for fn in (written, found)
+    )
+    np.testing.assert_allclose(given_, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+# --- Layers ---
+
+
+def test_eighty_layers_are_three_programs():
+    """In a scan over stacked weights and in a Python loop."""
+    for scanned in (True, False):
+        fn, params = eighty(scanned)
+        found = find_attention(fn, params, max_len=64)
+        assert len(found.sites) == 80
+        row = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+        model = split(found, dict(zip(found.param_names, jax.tree.leaves(params), strict=True)), row, row)
+        assert model.n_programs <= 3
+
+
+def eighty(scanned: bool, layers: int = 80) -> tuple[Any, Any]:
+    d, heads, width = 16, 2, 8
+    draw = iter(np.random.default_rng(0).standard_normal((400, d, d)).astype(np.float32) / 4)
+    names = ("q", "k", "v", "o", "up")
+    stacked = {name: np.stack([next(draw) for _ in range(layers)]) for name in names}
+    embed = np.random.default_rng(1).standard_normal((32, d)).astype(np.float32)
+
+    def layer(x: Any, p: Any) -> Any:
+        b, t, _ = x.shape
+        q, k, v = ((x @ p[n]).reshape(b, t, heads, width) for n in "qkv")
+        mask = jnp.tril(jnp.ones((t, t), bool))
+        scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, k) * width**-0.5, -1e30)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v).reshape(b, t, d)
+        x = x + out @ p["o"]
+        return x + jnp.tanh(x @ p["up"])
+
+    def fn(params: Any, tokens: Any, positions: Any) -> Any:
+        x = params["embed"][tokens] + jnp.sin(positions)[..., None]
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+        else:
+            for i in range(layers):
+                x = layer(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+        return x @ params["embed"].T
+
+    return fn, {"embed": embed, "layers": stacked}

@@ -22,7 +22,12 @@ def check(found: list[dict[str, Any]]) -> None:
     [
         mpi((1, 2), ["nnx_einsum_gqa", "soft_cap_window"], {}),
         ("xla", (2, 1), ["imported_dpa"], {"tensor_parallel": 2, "n_batches": 3}),
-        ("xla", (2, 2), ["nnx_scan_layers"], {"pipeline_parallel": 2, "partition": "tokens", "prefill_workers": 1}),
+        (
+            "xla",
+            (2, 2),
+            ["nnx_scan_layers"],
+            {"pipeline_parallel": 2, "partition": "tokens", "prefill_workers": 1},
+        ),
     ],
 )
 def test_over_ranks(transport: str, dop: tuple[int, int], models: list[str], cluster: dict[str, Any]):

@@ -350,8 +350,8 @@ class _Theirs:
     def check_same_platform(self, platform: str) -> None:
         if self._platform and self._platform != platform:
             raise UserError(
-                f"transformers would run on the {self._platform} and JAX on the {platform}: "
-                "set JAX_PLATFORMS=cpu to compare on the CPU"
+                f"transformers would run on the {self._platform} and JAX on the {platform}: set "
+                "JAX_PLATFORMS=cpu to compare on the CPU"
             )
 
     def turn(self) -> None:

@@ -190,7 +190,7 @@ def check_over_ranks(context: typer.Context) -> None:
             flag = (off or param.opts)[0]
             raise UserError(
                 f"{context.command.name}'s {flag} is for one process; over ranks the cluster says it: leave "
-                f"it out"
+                "it out"
             )
 
 

@@ -134,7 +134,7 @@ def load_policy(name: str) -> Policy:
     except Exception as error:  # whatever the user's own code raises
         raise UserError(
             f"{where} cannot be loaded ({type(error).__name__}: {error}): check it; modules are looked for "
-            f"in PYTHONPATH, among what is installed, and in the current folder"
+            "in PYTHONPATH, among what is installed, and in the current folder"
         ) from error
     _check(where, policy)
     found: Policy = policy
@@ -150,6 +150,6 @@ def _check(where: str, policy: Any) -> None:
         bool(policy.rank(Request("one", (0,), 1)) < policy.rank(Request("another", (0,), 1)))
     except Exception as error:
         raise UserError(
-            f"{where} gives no rank that can be compared ({type(error).__name__}: {error}): "
-            "give it rank(self, request), returning a number or a tuple of numbers"
+            f"{where} gives no rank that can be compared ({type(error).__name__}: {error}): give it "
+            "rank(self, request), returning a number or a tuple of numbers"
         ) from error

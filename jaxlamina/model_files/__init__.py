@@ -69,7 +69,7 @@ def find_shape(model: str | Path, revision: str | None = None) -> Path:
     if path is None or not path.is_dir():
         raise UserError(
             f"random weights need a model's shape: {str(model)[:200]!r} is no folder with a config.json, no "
-            f".json or .toml file, no name of configs/models and no org/name of the Hugging Face Hub"
+            ".json or .toml file, no name of configs/models and no org/name of the Hugging Face Hub"
         )
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json, which says what shape random weights are to have")

@@ -121,13 +121,12 @@ def built(name: str) -> HasModel:
     except Exception as error:  # whatever the user's own code raises
         raise UserError(
             f"the model {name} cannot be built ({type(error).__name__}: {error}): check it; modules are "
-            f"looked for in "
-            f"PYTHONPATH, among what is installed, and in the current folder"
+            "looked for in PYTHONPATH, among what is installed, and in the current folder"
         ) from error
     if not isinstance(found, HasModel):
         raise UserError(
             f"{name} gives a {type(found).__name__}: it must return a jaxlamina.FlaxModel "
-            f"(docs/your-own-model.md)"
+            "(docs/your-own-model.md)"
         )
     found.code = name
     return found

@@ -78,8 +78,8 @@ class ModelConfig:
             raise UserError(f"config: num_attention_heads={n} must be a multiple of num_key_value_heads={k}")
         if len(self.windows) != self.num_hidden_layers:
             raise UserError(
-                f"config: layer_types names {len(self.windows)} layers "
-                f"but num_hidden_layers={self.num_hidden_layers}"
+                f"config: layer_types names {len(self.windows)} layers but "
+                f"num_hidden_layers={self.num_hidden_layers}"
             )
         if self.rope is not None:
             self.rope.check(self.head_dim)
@@ -192,8 +192,8 @@ def _reject_unsupported(family: str, hf: Mapping[str, Any]) -> None:
     if unknown:
         shown = ", ".join(f"{key}={_short(hf[key])}" for key in unknown)
         raise UserError(
-            f"config: {shown} is not known for model_type={family!r} and may change the result; "
-            "remove it from config.json if the model does not need it"
+            f"config: {shown} is not known for model_type={family!r} and may change the result; remove it "
+            "from config.json if the model does not need it"
         )
 
 
@@ -250,8 +250,8 @@ def _act(name: str, hf: Mapping[str, Any]) -> str:
     act = hf.get(family.act_key) or next(iter(family.acts))
     if act not in family.acts:
         raise UserError(
-            f"config: {family.act_key}={act!r} is not supported for model_type={name!r}; "
-            f"supported: {next(iter(family.acts))}"
+            f"config: {family.act_key}={act!r} is not supported for model_type={name!r}; supported: "
+            f"{next(iter(family.acts))}"
         )
     return family.acts[act]
 
@@ -331,8 +331,8 @@ def _windows(
         expected = "full_attention" if window is None else "sliding_attention"
         if types is not None and any(kind != expected for kind in types):
             raise UserError(
-                f"config: layer_types must all be {expected} for model_type={name!r} "
-                f"with sliding_window={window}; a model that mixes them has another model_type"
+                f"config: layer_types must all be {expected} for model_type={name!r} with "
+                f"sliding_window={window}; a model that mixes them has another model_type"
             )
         return (window,) * (n_layers if types is None else len(types))
     if "use_sliding_window" in family.keys and not _flag(hf, "use_sliding_window", False):
@@ -342,8 +342,8 @@ def _windows(
         return tuple(window if i in local else None for i in range(n_layers))
     if window is None and "sliding_attention" in types:
         raise UserError(
-            "config: layer_types asks for sliding_attention but use_sliding_window is false "
-            "or sliding_window is null"
+            "config: layer_types asks for sliding_attention but use_sliding_window is false or "
+            "sliding_window is null"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

@@ -30,6 +30,5 @@ def check_module(name: str) -> None:
     if found is None:
         raise UserError(
             f"unknown model {name!r}: there is no Python package or module {package}, and no such file; "
-            f"modules are "
-            f"looked for in PYTHONPATH, among what is installed, and in the current folder"
+            "modules are looked for in PYTHONPATH, among what is installed, and in the current folder"
         )

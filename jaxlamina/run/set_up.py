@@ -60,8 +60,7 @@ def share_out(
     if source is None or source.origin is None:
         raise UserError(
             "several model workers need a model that each can make by itself: name the function that makes "
-            "it, as "
-            "model=package.module:build"
+            "it, as model=package.module:build"
         )
     ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
     dtype = str(next(iter(params.values())).dtype)

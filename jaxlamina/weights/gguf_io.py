@@ -196,8 +196,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     meta, own_family = file.metadata, family_of(file)
     if meta.get("split.count", 0) > 1:
         raise UserError(
-            f"{file.path} is one of {meta['split.count']} parts; join them first: "
-            "llama-gguf-split --merge <first part> <whole file>"
+            f"{file.path} is one of {meta['split.count']} parts; join them first: llama-gguf-split --merge "
+            "<first part> <whole file>"
         )
     prefix = f"{meta['general.architecture']}."
     own = {key[len(prefix) :]: value for key, value in meta.items() if key.startswith(prefix)}
@@ -362,8 +362,8 @@ def _llama3_scaling(file: GgufFile, own: Mapping[str, Any], head_dim: int) -> di
     if not np.allclose(found, expected, rtol=1e-3):
         raise UserError(
             f"{file.path}: {ROPE_FACTORS} is not the llama3 rope scaling (low_freq_factor 1, "
-            f"high_freq_factor 4, "
-            "8192 original tokens) and is not supported; use the Hugging Face folder of this model"
+            "high_freq_factor 4, 8192 original tokens) and is not supported; use the Hugging Face folder "
+            "of this model"
         )
     return {
         "rope_type": "llama3",

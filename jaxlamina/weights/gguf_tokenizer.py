@@ -127,7 +127,7 @@ def _sentencepiece_bpe(
     if len({score for score, _ in pieces}) < len(pieces):
         raise UserError(
             f"{where}: the SentencePiece vocabulary has pieces of equal score, so its merges cannot be "
-            f"rebuilt; use the Hugging Face folder of this model"
+            "rebuilt; use the Hugging Face folder of this model"
         )
     usable = {token for token, i in vocabulary.items() if types[i] in (NORMAL, USER_DEFINED)}
     merges = [

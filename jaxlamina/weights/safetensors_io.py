@@ -79,8 +79,8 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
         strange = sorted({dtype for dtype, _ in found.values() if dtype not in FLOATS})
         if strange:
             raise UserError(
-                f"{self.path} stores weights as {', '.join(strange)}, which is not supported; "
-                f"supported: {', '.join(FLOATS)}"
+                f"{self.path} stores weights as {', '.join(strange)}, which is not supported; supported: "
+                f"{', '.join(FLOATS)}"
             )
         for whole, rows in parts.items():
             kind, tensor = found.pop(whole)
@@ -197,8 +197,8 @@ def _weight_files(folder: Path) -> list[Path]:
         )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
         raise UserError(
-            f"{folder} has PyTorch pickles and no safetensors; save it again with "
-            "transformers' save_pretrained(safe_serialization=True)"
+            f"{folder} has PyTorch pickles and no safetensors; save it again with transformers' "
+            "save_pretrained(safe_serialization=True)"
         )
     raise UserError(f"{folder} has a config.json and no *.safetensors; fetch the weights too")
 

@@ -184,6 +184,6 @@ def _read_exactly(file: Any, out: np.ndarray, path: Path) -> None:
         if not n:
             raise UserError(
                 f"{path} ends at byte {os.fstat(file.fileno()).st_size}, before or in a tensor; fetch it "
-                f"again"
+                "again"
             )
         view = view[n:]

@@ -63,8 +63,8 @@ class FoundAttention:
         sees = "causal" if self.window is None else f"causal within {self.window} tokens"
         cap = "" if self.softcap is None else f", scores capped at {self.softcap:g}"
         return (
-            f"attention {self.index} at {self.where}: {heads}; {sees}; scale {self.scale:.6g}{cap}; "
-            f"read from {self.eqns} equations"
+            f"attention {self.index} at {self.where}: {heads}; {sees}; scale {self.scale:.6g}{cap}; read "
+            f"from {self.eqns} equations"
         )
 
 
@@ -245,8 +245,8 @@ def find_attention(
     """The model that ``fn(params, tokens [B, T], positions [B, T]) -> logits [B, T, V]`` is.
 
     params: its weights, a pytree of arrays or of `jax.ShapeDtypeStruct`; integers and booleans among them,
-    such as stored masks, must be closed over instead. max_len: tokens that a row may have at most. name: of the
-    model, for messages.
+    such as stored masks, must be closed over instead. max_len: tokens that a row may have at most. name: of
+    the model, for messages.
 
     Raises:
       SplitError: an attention that is not found, or not proven to be causal softmax attention; something else
@@ -284,9 +284,8 @@ def find_attention(
         raise SplitError(_message(name or _name(fn), problems))
     if not sites:
         raise SplitError(
-            f"no attention found in {name or _name(fn)}: no product of two values over tokens (queries and keys) "
-            f"that a product "
-            "with values over tokens follows"
+            f"no attention found in {name or _name(fn)}: no product of two values over tokens (queries and "
+            "keys) that a product with values over tokens follows"
         )
     sites = [_numbered(s, i) for i, s in enumerate(sorted(sites, key=lambda s: s.position))]
     return FoundModel(facts, sites, leaf_names(params), max_len)
@@ -366,8 +365,8 @@ def _own_sharding(facts: Facts, p: int) -> Problem:
     eqn = facts.eqns[p]
     return Problem(
         compat.where(eqn),
-        f"{eqn.primitive.name} lays out values over a mesh of the model's own: pass the model without it, since "
-        "weights and values are placed by the layout that it is served on",
+        f"{eqn.primitive.name} lays out values over a mesh of the model's own: pass the model without it, "
+        "since weights and values are placed by the layout that it is served on",
     )
 
 

@@ -231,8 +231,8 @@ class Places:
         if more or self.facts.source[out] != From.NOTHING:
             raise SplitError(
                 f"{compat.where(eqn)}: {name} makes a value of the tokens' positions, or of a parameter cut "
-                f"to their "
-                "number, that cannot be made for tokens at any positions: take positions from the argument"
+                "to their number, that cannot be made for tokens at any positions: take positions from the "
+                "argument"
             )
         return [self._rows_of(self.table(out), out)]
 
@@ -266,7 +266,7 @@ class Places:
         if len(tokens) != 1 or dims[tokens[0]] != TOKENS:
             raise SplitError(
                 f"{self.facts.made_at(v)}: a value of {v.aval} for all pairs of tokens is used outside of "
-                f"attention"
+                "attention"
             )
         return jnp.take(jnp.asarray(table), self.row[0], axis=tokens[0], mode="clip")
 

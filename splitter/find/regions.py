@@ -75,9 +75,8 @@ def find_regions(facts: Facts) -> tuple[list[list[Region]], list[Problem]]:
         try:
             if len(of) != 1:
                 raise _Refused(
-                    "a product over tokens whose weights are no scores of queries and keys: attention is the "
-                    "only "
-                    "thing that may mix tokens"
+                    "a product over tokens whose weights are no scores of queries and keys: attention is "
+                    "the only thing that may mix tokens"
                 )
             readings = _readings(facts, scores_of, next(iter(of)), position)
         except _Refused as why:
@@ -158,8 +157,7 @@ def _left_over(facts: Facts, scores_of: _ScoresOf, taken: set[int]) -> Iterator[
             yield Problem(
                 compat.where(first),
                 "a product of two values over tokens that is not followed by a softmax and a product with "
-                "values, or "
-                f"whose scores are used elsewhere too, at {compat.where(eqn)}",
+                f"values, or whose scores are used elsewhere too, at {compat.where(eqn)}",
             )
         elif not of and facts.of_tokens(eqn.outvars[0]) and _mixes(facts, eqn):
             yield Problem(compat.where(eqn), f"{name} mixes tokens: attention is the only thing that may")
@@ -416,8 +414,7 @@ def reads(facts: Facts, region: Region) -> tuple[list[Any], list[Problem]]:
                 Problem(
                     compat.where(eqn),
                     f"{eqn.primitive.name} makes its scores of something besides q·k that is {kind}: "
-                    f"{v.aval} from "
-                    f"{facts.made_at(v)}",
+                    f"{v.aval} from {facts.made_at(v)}",
                 )
             )
     return list(dict.fromkeys(leaves)), problems
