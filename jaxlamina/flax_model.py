@@ -139,6 +139,9 @@ class FlaxModel(HasModel):
             vocab_size=self.vocab_size,
             max_len=self.max_model_len,
             kv=tuple((site.n_kv_heads, max(site.head_dim, site.v_head_dim)) for site in found.sites),
+            heads=tuple(site.n_heads for site in found.sites),
+            windows=tuple(site.window for site in found.sites),
+            looked_up=found.looked_up,
             like=lambda dtype: like,
             origin=None if self.code is None else {"code": self.code},
             name=found.fingerprint,
@@ -162,7 +165,7 @@ class FlaxModel(HasModel):
         """What most of the parameters are."""
         return dtypes.most_common_dtype((x.dtype.name, x.nbytes) for x in self.params.values())
 
-    def load(self, dtype: Any, device: Any, progress: Any = None) -> dict[str, jax.Array]:
+    def load(self, dtype: Any, device: Any = None, progress: Any = None) -> dict[str, jax.Array]:
         """The parameters on ``device``, in their own dtypes."""
         return {name: jax.device_put(x, device) for name, x in self.params.items()}
 

@@ -91,7 +91,7 @@ class InMemoryModel(HasConfig):
         """What most of the parameters are."""
         return dtypes.most_common_dtype((x.dtype.name, x.nbytes) for x in self.params.values())
 
-    def load(self, dtype: Any, device: Any, progress: Any = None) -> dict[str, jax.Array]:
+    def load(self, dtype: Any, device: Any = None, progress: Any = None) -> dict[str, jax.Array]:
         return {name: jax.device_put(jnp.asarray(x, dtype), device) for name, x in self.params.items()}
 
     def tokenizer(self) -> Any:

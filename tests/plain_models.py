@@ -23,8 +23,7 @@ PROMPTS = ([5, 9, 11, 3, 4, 17, 8, 2, 1, 6, 12, 40, 41, 50, 51, 52, 53, 54, 55],
 
 def built(name: str) -> tuple[Any, Any, int, int]:
     """(function, parameters, vocabulary, tokens at most)"""
-    package = f"{__package__}.flax_models" if __package__ else "flax_models"
-    module = importlib.import_module(f"{package}.{name}")
+    module = importlib.import_module(f"flax_models.{name}")
     fn, params = module.build()
     return fn, params, module.VOCAB_SIZE, module.MAX_LEN
 

@@ -298,7 +298,7 @@ def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
     from jaxlamina.bench import step_bench
 
     found, _ = step_bench.measure(
-        source(model).config,
+        source(model),
         step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2]),
         group=group,
     )

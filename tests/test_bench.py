@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_models
 import pytest
 import safetensors.numpy
 from benches import bench, refused
@@ -29,6 +30,8 @@ from jaxlamina.bench import (
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply, random_params
+from jaxlamina.models.causal_lm import decoder
+from jaxlamina.weights.dummy import Drawn
 from splitter import split
 
 TINY = {
@@ -128,29 +131,36 @@ def test_random_prompts_stay_in_the_vocabulary_and_repeat_with_the_seed() -> Non
 
 
 def test_weight_bytes_leave_out_looked_up_tables() -> None:
-    config = ModelConfig.from_hf(TINY)
-    everything = sum(4 * x.size for x in abstract_params(config).values())
-    assert shapes.weight_bytes(config) == everything - 4 * 61 * 16  # embed_tokens; lm_head stays
-    tied = ModelConfig.from_hf(TINY | {"tie_word_embeddings": True})
-    assert shapes.weight_bytes(tied) == shapes.weight_bytes(config)  # now it is the head
+    model = decoder(ModelConfig.from_hf(TINY))
+    everything = sum(4 * x.size for x in abstract_params(ModelConfig.from_hf(TINY)).values())
+    assert shapes.weight_bytes(model) == everything - 4 * 61 * 16  # embed_tokens; lm_head stays
+    tied = decoder(ModelConfig.from_hf(TINY | {"tie_word_embeddings": True}))
+    assert shapes.weight_bytes(tied) == shapes.weight_bytes(model)  # now it is the head
+    own = plain_models.flax_model("nnx_mha").model
+    table = own.like(own.any_dtype)[own.looked_up[0]]
+    assert table.shape[0] >= own.vocab_size
+    assert (
+        shapes.weight_bytes(own)
+        < 4 * sum(x.size for x in own.like(own.any_dtype).values()) - 4 * table.size + 1
+    )
 
 
 def test_step_bytes_count_kv_of_each_row() -> None:
-    config = ModelConfig.from_hf(TINY)
+    model = decoder(ModelConfig.from_hf(TINY))
     one_token = 2 * 2 * 4 * 4  # K and V, 2 heads of 4 float32
-    alone = decode_bench.step_bytes(config, 1, 10, 3)
+    alone = decode_bench.step_bytes(model, 1, 10, 3)
     # earlier tokens 10, 11, 12: 11 in the mean, and the new one; two layers
-    assert alone - shapes.weight_bytes(config) == 2 * one_token * (11 + 1)
-    assert decode_bench.step_bytes(config, 5, 10, 3) - shapes.weight_bytes(config) == 5 * 2 * one_token * 12
-    windowed = ModelConfig.from_hf(TINY | {"model_type": "mistral", "sliding_window": 8})
+    assert alone - shapes.weight_bytes(model) == 2 * one_token * (11 + 1)
+    assert decode_bench.step_bytes(model, 5, 10, 3) - shapes.weight_bytes(model) == 5 * 2 * one_token * 12
+    windowed = decoder(ModelConfig.from_hf(TINY | {"model_type": "mistral", "sliding_window": 8}))
     assert decode_bench.step_bytes(windowed, 1, 10, 3) - shapes.weight_bytes(windowed) == 2 * one_token * 8
 
 
 def test_step_flop_count_weights_and_attended_tokens() -> None:
-    config = ModelConfig.from_hf(TINY)
-    weights = shapes.weight_bytes(config, itemsize=1)
+    model = decoder(ModelConfig.from_hf(TINY))
+    weights = shapes.weight_bytes(model, itemsize=1)
     attention = 2 * 4 * 4 * 4 * 12  # layers, two products of two operations, N, H, tokens in the mean
-    assert decode_bench.step_flop(config, 3, 10, 3) == 3 * (2 * weights + attention)
+    assert decode_bench.step_flop(model, 3, 10, 3) == 3 * (2 * weights + attention)
 
 
 # ---- choosing peers
@@ -176,7 +186,7 @@ def test_peers_by_name_and_unknown_ones(monkeypatch: pytest.MonkeyPatch) -> None
 def decoded(model: Any, peers: list[str], **changes: Any) -> decode_bench.DecodeReport:
     """What `decode_bench` measures of a few steps of the tiny model."""
     given: dict[str, Any] = {"batches": [1], "n_prompt": 4, "n_steps": 2, "n_rounds": 1, "encode": None}
-    return decode_bench.measure(str(model), ModelConfig.from_hf(TINY), peers, **(given | changes))
+    return decode_bench.measure(str(model), decoder(ModelConfig.from_hf(TINY)), peers, **(given | changes))
 
 
 def test_decode_bench_end_to_end(tiny_folder: Path) -> None:
@@ -410,7 +420,7 @@ def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(step_bench, "_run", failing)
     failed: list[str] = []
     options = step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 2, local=True, prefill=4)
-    found, _ = step_bench.measure(ModelConfig.from_hf(TINY), options, on_failure=failed.append)
+    found, _ = step_bench.measure(Drawn(ModelConfig.from_hf(TINY)), options, on_failure=failed.append)
     local = ["slice by slice, with 4 alongside", "slice by slice, then 4"]
     assert [r.way for r in found] == ["unsplit", "unsplit, then 4", *local]
     assert [r.ratio_to_decode is None for r in found] == [True, False, True, True]
@@ -424,7 +434,7 @@ def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.Monk
 def test_step_bench_with_prompt_tokens() -> None:
     cases = [step_bench.StepCase(3, 8), step_bench.StepCase(2, 8)]
     options = step_bench.StepOptions(cases, jnp.float32, 2, local=True, prefill=4)
-    found, _ = step_bench.measure(ModelConfig.from_hf(TINY), options)
+    found, _ = step_bench.measure(Drawn(ModelConfig.from_hf(TINY)), options)
     ways = {r.way: r for r in found}
     local = ["slice by slice", "slice by slice, with 4 alongside", "slice by slice, then 4"]
     assert list(ways) == ["unsplit", "unsplit, with 4 alongside", "unsplit, then 4", *local]

@@ -14,17 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax_models import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_models import NAMES, flax_model
+from written import FORMS, NEAR_MISSES, Written
 
 from jaxlamina import FlaxModel
 from splitter import SplitError
 from splitter.find import find_attention
 from splitter.find.prove import QUICK
 from splitter.slices import split
-from tests.flax_models import refused
-from tests.plain_models import NAMES, flax_model
-from tests.written import FORMS, NEAR_MISSES, Written
 
 N_LAYERS = {
     "linen_parallel_block": 3,

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from plain_models import NAMES, PROMPTS, flax_model, greedy_of_the_function
 
 from jaxlamina import LLM, SamplingParams
-from tests.plain_models import NAMES, PROMPTS, flax_model, greedy_of_the_function
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from tests.plain_models import NAMES
-from tests.rank_jobs import TRANSPORTS, mpi, run_job
+from plain_models import NAMES
+from rank_jobs import TRANSPORTS, mpi, run_job
 
 IN_FLOAT32 = [name for name in NAMES if name != "qk_norm_bf16"]
 

@@ -17,11 +17,10 @@ from typing import Any
 from jaxlamina.bench.step_bench import StepCase, alone, check_cut, largest_of, over_ranks, shuffled_batch
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import HasModel
 from jaxlamina.profiling.timeline import POOLS, Timeline
 from jaxlamina.ranks import Group
 from jaxlamina.run.recording import RecordingExecutor
-from jaxlamina.weights.dummy import random_weights
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def check(cluster: Cluster, cases: Sequence[StepCase], staggered: Sequence[int])
 
 
 def measure(
-    config: ModelConfig,
+    source: HasModel,
     cases: Sequence[StepCase],
     *,
     group: Group,
@@ -92,11 +91,11 @@ def measure(
     check(group.cluster, cases, staggered)
     on_progress("weights")
     n_slots = max(case.batch * (case.context + 1) for case in cases)
-    known = config, random_weights(config, dtype), group, n_slots, largest_of(cases)
+    known = source.model, source.load(dtype, group.device), group, n_slots, largest_of(cases)
     executor = over_ranks(RecordingExecutor, *known)
     found = []
     for case in cases:
-        batch = shuffled_batch(case, n_slots, config.vocab_size)
+        batch = shuffled_batch(case, n_slots, source.model.vocab_size)
         executor.pool.assume_stored(batch)
         for n in (1, *staggered):
             executor.n_batches = n

@@ -48,12 +48,14 @@ def breakdown_command(
         )
     where = machine.describe(["mpi4jax", "mpi4py"])
     with progress() as on_progress:
+        source = step_bench.source_of(shape)
         found = breakdown_bench.measure(
-            shape, cases, group=group, dtype=weights, n_steps=steps, staggered=n_batches,
+            source, cases, group=group, dtype=weights, n_steps=steps, staggered=n_batches,
             on_progress=on_progress,
         )  # fmt: skip
-    record = step_bench.job_of(config, shape, dtype, group) | {"results": [x.to_dict() for x in found]}
-    title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {record['job']}; {record['accelerator']}"
+    record = step_bench.job_of(config, source.model, dtype, group)
+    record |= {"results": [x.to_dict() for x in found]}
+    title = "{model}, {n_layers} layers, {dtype}; {job}; {accelerator}".format(**record)
     if timeline is not None:
         perfetto.write({str(x): x.timeline for x in found}, timeline)
     if figure is not None:

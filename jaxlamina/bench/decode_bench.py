@@ -19,9 +19,9 @@ from jaxlamina.bench.peers import OURS, Decoded, PeerJob, load, title
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.bench.rounds import ratios
-from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
+from jaxlamina.bench.shapes import weight_bytes
 from jaxlamina.errors import UserError
-from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import CausalLM
 
 FLOAT32_BYTES = 4
 
@@ -96,35 +96,36 @@ class DecodeReport:
 
 
 def step_bytes(
-    config: ModelConfig, batch: int, n_prompt: int, n_steps: int, itemsize: int = FLOAT32_BYTES
+    model: CausalLM, batch: int, n_prompt: int, n_steps: int, itemsize: int = FLOAT32_BYTES
 ) -> int:
     """Bytes a mean decode step must touch: the weights once, each row's earlier K and V, and the new K and
     V."""
-    a_layers_token = kv_token_bytes(config, itemsize) // config.num_hidden_layers
-    touched = _attended(config, n_prompt, n_steps)  # the new token among them
-    return weight_bytes(config, itemsize) + round(batch * a_layers_token * touched / n_steps)
+    tokens = _attended(model, n_prompt, n_steps)  # the new ones among them
+    touched = sum(
+        2 * itemsize * heads * width * n for (heads, width), n in zip(model.kv, tokens, strict=True)
+    )
+    return weight_bytes(model, itemsize) + round(batch * touched / n_steps)
 
 
-def step_flop(config: ModelConfig, batch: int, n_prompt: int, n_steps: int) -> int:
+def step_flop(model: CausalLM, batch: int, n_prompt: int, n_steps: int) -> int:
     """Floating-point operations of a mean decode step's matrix products: every weight, and q·k and
     weights·v."""
-    matrices = weight_bytes(config, 1)  # norms and biases are among it, and are nothing beside it
-    attended = _attended(config, n_prompt, n_steps)
-    attention = 4 * config.num_attention_heads * config.head_dim * attended / n_steps
-    return batch * round(2 * matrices + attention)
+    matrices = weight_bytes(model, 1)  # norms and biases are among it, and are nothing beside it
+    tokens = _attended(model, n_prompt, n_steps)
+    each = zip(model.heads, model.kv, tokens, strict=True)
+    attention = sum(4 * heads * width * n for heads, (_, width), n in each)
+    return batch * round(2 * matrices + attention / n_steps)
 
 
-def _attended(config: ModelConfig, n_prompt: int, n_steps: int) -> int:
-    """Tokens that one row's queries meet, over all layers and steps: its earlier ones and the new one."""
+def _attended(model: CausalLM, n_prompt: int, n_steps: int) -> list[int]:
+    """Tokens that one row's queries meet in each layer over all steps: its earlier ones and the new one."""
     lengths = range(n_prompt + 1, n_prompt + n_steps + 1)
-    return sum(
-        length if window is None else min(length, window) for length in lengths for window in config.windows
-    )
+    return [sum(n if window is None else min(n, window) for n in lengths) for window in model.windows]
 
 
 def measure(
     model: str,
-    config: ModelConfig,
+    shape: CausalLM,
     peers: Sequence[str],
     *,
     batches: Sequence[int],
@@ -143,13 +144,13 @@ def measure(
     `UserError` if none of the peers could be measured, or the sequence is longer than the model's.
     """
     length = n_prompt + n_steps
-    if length + 1 > config.max_position_embeddings:
+    if length + 1 > shape.max_len:
         raise UserError(
             f"--prompt {n_prompt} and --tokens {n_steps} make {length + 1} tokens, "
-            f"{model} has {config.max_position_embeddings} positions: lower one of them"
+            f"{model} has {shape.max_len} positions: lower one of them"
         )
-    texts = prompts(max(batches), n_prompt, vocab_size=config.vocab_size, encode=encode)
-    bandwidth, matmul = ReadBandwidth(weight_bytes(config)), MatmulRate()
+    texts = prompts(max(batches), n_prompt, vocab_size=shape.vocab_size, encode=encode)
+    bandwidth, matmul = ReadBandwidth(weight_bytes(shape)), MatmulRate()
     n_begun, n_all = itertools.count(), len(peers) * (1 + len(batches) * (1 + n_rounds))
     missing = dict(left_out or {})
     runs: dict[tuple[str, int], list[Decoded]] = {}
@@ -192,8 +193,8 @@ def measure(
         prompt_kind="text" if encode is not None else "random token ids",
         read_bandwidth_bytes_per_s=bandwidth.best,
         matmul_flop_per_s=matmul.best,
-        step_bytes={batch: step_bytes(config, batch, n_prompt, n_steps) for batch in batches},
-        step_flop={batch: step_flop(config, batch, n_prompt, n_steps) for batch in batches},
+        step_bytes={batch: step_bytes(shape, batch, n_prompt, n_steps) for batch in batches},
+        step_flop={batch: step_flop(shape, batch, n_prompt, n_steps) for batch in batches},
         results=(),
         ratios=tuple(_ratios(complete, names, batches)),
         notes={name: notes[name] for name in names},

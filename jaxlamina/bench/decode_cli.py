@@ -46,16 +46,16 @@ def decode_command(
     path = find(model)
     from jaxlamina.bench import decode_bench, machine
     from jaxlamina.bench import peers as peers_
+    from jaxlamina.bench.peers import opened
     from jaxlamina.bench.prompts import encoder_of
-    from jaxlamina.weights import open_checkpoint
 
     batches = whole_numbers("--batch", batch)
     names, missing = peers_.chosen(peers)
     where = machine.describe(peers_.PACKAGES)
-    checkpoint = open_checkpoint(path)
+    checkpoint = opened(path)
     with counted_progress("starting") as on_progress:
         found = decode_bench.measure(
-            model, checkpoint.config, names, batches=batches, n_prompt=prompt, n_steps=tokens,
+            model, checkpoint.model, names, batches=batches, n_prompt=prompt, n_steps=tokens,
             n_rounds=rounds, encode=encoder_of(checkpoint), left_out=missing,
             async_scheduling=async_scheduling, on_progress=on_progress,
         )  # fmt: skip

@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxlamina import model_files
+from jaxlamina.cli.model_options import find
+from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 
 
@@ -21,7 +24,13 @@ Seed = Annotated[int, option("Of drawn lengths and arrivals.", min=0)]
 Figure = Annotated[Path | None, option("Draw what was measured: a .svg, .png or .pdf.")]
 
 # Of model shapes with random weights.
-Config = Annotated[str, option("A model shape: a name in configs/models, or a config.json.")]
+Config = Annotated[
+    str,
+    option(
+        "A model shape, with random weights: a name in configs/models, or a config.json. Or a function that "
+        "makes a FlaxModel, package.module:build."
+    ),
+]
 Layers = Annotated[int | None, option("Fewer layers than --config's shape has.", min=1)]
 DType = Annotated[str, option("Weights and KV: bfloat16 or float32.")]
 Case = Annotated[str, option("Requests x stored tokens, separated by commas, such as 64x4096.")]
@@ -44,7 +53,11 @@ def address(base_url: str | None, host: str, port: int) -> str:
 
 
 def shape_of(config: str, layers: int | None) -> Any:
-    """The `ModelConfig` of ``--config`` and ``--layers``."""
+    """The `ModelConfig` of ``--config`` and ``--layers``; "package.module:build" as it is."""
+    if model_files.is_code(config):
+        if layers is not None:
+            raise UserError("--layers is for shapes: a model of yours has the layers that it is built with")
+        return find(config)
     shape = model_config(config)
     if layers is None:
         return shape

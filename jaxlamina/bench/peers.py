@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxlamina.bench.machine import n_cores
 from jaxlamina.errors import UserError
+from jaxlamina.model_files import is_code
 from jaxlamina.models import ModelConfig
 
 
@@ -44,6 +45,20 @@ class Decoded:
     decode_s: float
 
 
+def opened(model: str | Path) -> Any:
+    """A checkpoint, or what a user's own "package.module:build" gives."""
+    from jaxlamina.models.causal_lm import built
+    from jaxlamina.weights import open_checkpoint
+
+    return built(str(model)) if is_code(str(model)) else open_checkpoint(model)
+
+
+def _checkpoint(model: str) -> Any:
+    if is_code(model):
+        raise UserError(f"{model} is a function of its user's, which nobody else runs")
+    return opened(model)
+
+
 class Peer(Protocol):
     """A loaded model. `note` says what a reader should know of how it is run."""
 
@@ -57,14 +72,15 @@ class Ours:
 
     def __init__(self, job: PeerJob, *, split: bool) -> None:
         from jaxlamina.llm import LLM, InMemoryModel
-        from jaxlamina.weights import open_checkpoint
 
         self.note = "model worker and attention worker, KV in float32" if split else "one program a step"
-        checkpoint = open_checkpoint(job.model)
+        found = opened(job.model)
+        config = found.model.config
         # Prompts that take the engine several steps to admit put their first rows that many tokens ahead.
-        length = min(job.max_length + 1 + job.max_batch, checkpoint.config.max_position_embeddings)
+        length = min(job.max_length + 1 + job.max_batch, found.model.max_len)
         self._llm = LLM(
-            InMemoryModel(checkpoint.config, checkpoint.load()),  # no tokenizer: nothing is turned into text
+            # no tokenizer: nothing is turned into text
+            found if config is None else InMemoryModel(config, found.load(np.float32)),
             dtype="float32",
             split=split,
             max_num_seqs=job.max_batch,
@@ -164,10 +180,8 @@ class Transformers:
     def __init__(self, job: PeerJob) -> None:
         import torch
 
-        from jaxlamina.weights import open_checkpoint
-
         torch.set_num_threads(n_cores())
-        checkpoint = open_checkpoint(job.model)
+        checkpoint = _checkpoint(job.model)
         self._torch = torch
         self._model = transformers_model(checkpoint.config, torch.float32, "cpu", checkpoint.load())
 
@@ -198,10 +212,9 @@ class LlamaCpp:
         import llama_cpp
 
         from jaxlamina.bench.gguf_f32 import f32_gguf
-        from jaxlamina.weights import open_checkpoint
 
         self._c = llama_cpp
-        checkpoint = open_checkpoint(job.model)
+        checkpoint = _checkpoint(job.model)
         if checkpoint.kind != "gguf":
             raise UserError(f"llama.cpp needs a GGUF model, {job.model} is {checkpoint.kind}")
         path = f32_gguf(Path(checkpoint.path))

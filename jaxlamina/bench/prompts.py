@@ -33,10 +33,12 @@ with the next boat. It hangs there still, behind glass, between the barometer an
 
 
 def encoder_of(checkpoint: Any) -> Callable[[str], Sequence[int]] | None:
-    """A checkpoint's tokenizer as a function, without special tokens; None if it has none."""
+    """A model's tokenizer as a function, without special tokens; None if it has none."""
     try:
         tokenizer = checkpoint.tokenizer()
     except UserError:
+        return None
+    if tokenizer is None:
         return None
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 

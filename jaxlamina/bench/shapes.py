@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.models.causal_lm import CausalLM
 
 
-def weight_bytes(config: ModelConfig, itemsize: int = 4) -> int:
+def weight_bytes(model: CausalLM, itemsize: int = 4) -> int:
     """Bytes of weights a decode step reads: all but tables of which it looks up a few rows."""
-    looked_up = ["embed_positions.weight"]
-    if not config.tie_word_embeddings:
-        looked_up.append("embed_tokens.weight")
-    read = (x.size for name, x in abstract_params(config).items() if not name.endswith(tuple(looked_up)))
-    return itemsize * sum(read)
+    return itemsize * sum(
+        x.size for name, x in model.like(model.any_dtype).items() if name not in model.looked_up
+    )
 
 
-def kv_token_bytes(config: ModelConfig, itemsize: int) -> int:
+def kv_token_bytes(model: CausalLM, itemsize: int) -> int:
     """Bytes of one token's K and V in all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    return 2 * itemsize * sum(heads * head_dim for heads, head_dim in model.kv)

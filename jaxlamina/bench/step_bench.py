@@ -13,7 +13,7 @@ import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,8 +28,8 @@ from jaxlamina.bench.rounds import ratios, record_of, seconds_of
 from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
 from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
-from jaxlamina.models import ModelConfig, apply
-from jaxlamina.models.causal_lm import decoder
+from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import CausalLM, HasModel, built
 from jaxlamina.ranks import Group
 from jaxlamina.ranks.cluster_layout import partition_of
 from jaxlamina.run.local import LocalExecutor
@@ -37,7 +37,7 @@ from jaxlamina.run.ranks import RanksExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
-from jaxlamina.weights.dummy import random_weights
+from jaxlamina.weights.dummy import Drawn
 from jaxlamina.workers import DecodeBatch, PrefillBatch
 from jaxlamina.workers.workspace import LargestStep
 
@@ -167,14 +167,19 @@ def dtype_of(name: str) -> Any:
     return DTYPES[name]
 
 
-def job_of(model: str, shape: ModelConfig, dtype: str, group: Group | None) -> dict[str, Any]:
+def source_of(shape: ModelConfig | str) -> HasModel:
+    """What `flags.shape_of` found, with its weights: random ones, or those of a user's own model."""
+    return built(shape) if isinstance(shape, str) else Drawn(shape)
+
+
+def job_of(name: str, model: CausalLM, dtype: str, group: Group | None) -> dict[str, Any]:
     """What a record says of the model, and of what runs it."""
-    heads = [shape.num_key_value_heads]
+    over = group and f"{group.description}, {partition_of(group.cluster, model.kv_heads)}"
     return {
-        "model": model,
-        "n_layers": shape.num_hidden_layers,
-        "dtype": dtype,
-        "job": f"{group.description}, {partition_of(group.cluster, heads)}" if group else "one device",
+        "model": name,
+        "n_layers": len(model.kv),
+        "dtype": model.dtype or dtype,
+        "job": over or "one device",
         "accelerator": _device_of(group).device_kind,
     }
 
@@ -184,7 +189,7 @@ def _device_of(group: Group | None) -> jax.Device:
 
 
 def measure(
-    config: ModelConfig,
+    source: HasModel,
     options: StepOptions,
     *,
     group: Group | None = None,
@@ -198,8 +203,8 @@ def measure(
     on_progress("read bandwidth")
     limit = kernels_bench.read_bandwidth(3)
     on_progress("weights")
-    params = random_weights(config, options.dtype)
-    bench = _Bench(config, options, group, params, limit, on_progress, on_failure)
+    params = source.load(options.dtype, _device_of(group))
+    bench = _Bench(source.model, options, group, params, limit, on_progress, on_failure)
     makers = bench.makers()
     found: list[StepResult] = []
     for names in [[name] for name in makers] if options.n_devices > 1 else [list(makers)]:
@@ -225,10 +230,10 @@ class _Bench:
     """What all cases have in common. ``first``: logits of each case's first way, empty before there are
     any."""
 
-    config: ModelConfig
+    model: CausalLM
     options: StepOptions
     group: Group | None
-    params: dict[str, jax.Array]
+    params: Mapping[str, jax.Array]
     limit: float
     on_progress: Callable[[str], object]
     on_failure: Callable[[str], object]
@@ -242,7 +247,7 @@ class _Bench:
     def makers(self) -> dict[str, Callable[[], Any]]:
         """Of executors, by the name of their ways."""
         options, device, n_slots = self.options, _device_of(self.group), self.n_slots
-        fn = partial(apply, self.config)
+        fn = self.model.fn
         found: dict[str, Callable[[], Any]] = {}
         if options.unsplit:
             found["unsplit"] = partial(UnsplitExecutor, fn, self.params, n_slots=n_slots, device=device)
@@ -255,7 +260,7 @@ class _Bench:
             found["slice by slice"] = partial(LocalExecutor, fn, self.params, n_slots=n_slots, **workers)
         if self.group is not None:
             largest = largest_of(options.cases, options.prefill)
-            known = self.config, self.params, self.group, n_slots, largest
+            known = self.model, self.params, self.group, n_slots, largest
             found["split"] = partial(over_ranks, RanksExecutor, *known)
         return found
 
@@ -267,7 +272,7 @@ class _CaseRun:
         self._bench, self._case = bench, case
         self._steps: dict[str, Callable[[], Any]] = {}
         self._results: dict[str, StepResult] = {}
-        options, known = bench.options, (bench.n_slots, bench.config.vocab_size)
+        options, known = bench.options, (bench.n_slots, bench.model.vocab_size)
         self._batch = shuffled_batch(case, *known)
         self._part = shuffled_batch(StepCase(case.batch // options.n_devices, case.context), *known)
         self._chunk = shuffled_chunk(case, options.prefill, *known) if options.prefill else None
@@ -309,8 +314,8 @@ class _CaseRun:
             self._fail(way.name, error)
             return
         took = time.perf_counter() - began
-        itemsize = bench.options.dtype.dtype.itemsize
-        weights, a_token = weight_bytes(bench.config, itemsize), kv_token_bytes(bench.config, itemsize)
+        itemsize = np.dtype(bench.model.dtype or bench.options.dtype).itemsize
+        weights, a_token = weight_bytes(bench.model, itemsize), kv_token_bytes(bench.model, itemsize)
         kv = self._case.batch * self._case.context * a_token
         floor = (weights + kv / way.share) / limit * 1e3
         result = StepResult(str(self._case), way.name, floor_ms=floor, prepare_s=took)
@@ -341,16 +346,16 @@ class _CaseRun:
 
 def over_ranks(
     kind: type[E],
-    config: ModelConfig,
-    params: dict[str, jax.Array],
+    model: CausalLM,
+    params: Mapping[str, jax.Array],
     group: Group,
     n_slots: int,
     largest: LargestStep,
 ) -> E:
     """An executor over ranks, with KV slots for so many tokens."""
     return kind(
-        partial(apply, config), params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
-        largest=largest, kv_dtype=group.cluster.kv_dtype, source=decoder(config),
+        model.fn, params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
+        largest=largest, kv_dtype=group.cluster.kv_dtype, source=model,
     )  # fmt: skip
 
 

@@ -81,16 +81,17 @@ def step_command(
     where = machine.describe(["mpi4jax", "mpi4py"])
     failed: list[str] = []
     with progress() as on_progress:
+        source = step_bench.source_of(shape)
         results, limit = step_bench.measure(
-            shape, options, group=group, on_progress=on_progress, on_failure=failed.append
+            source, options, group=group, on_progress=on_progress, on_failure=failed.append
         )
-    record = step_bench.job_of(config, shape, dtype, group)
+    record = step_bench.job_of(config, source.model, dtype, group)
     record |= {"read_bytes_per_s": limit, "results": [r.to_dict() for r in results], "failed": failed}
     decodes = [r for r in results if not r.n_prompt_tokens]
-    title = f"{config}, {shape.num_hidden_layers} layers, {dtype}; {record['job']}; {record['accelerator']}"
+    title = "{model}, {n_layers} layers, {dtype}; {job}; {accelerator}".format(**record)
     parts: list[Part] = [
         f"{title}; read at {limit / 1e12:.3f} TB/s",
-        table(decodes, _columns(decodes, shape.num_hidden_layers)),
+        table(decodes, _columns(decodes, record["n_layers"])),
         *([table([r for r in results if r.n_prompt_tokens], PREFILL)] if prefill is not None else []),
         *(warning(f"failed, and left out: {line}") for line in failed),
     ]

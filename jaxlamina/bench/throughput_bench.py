@@ -24,13 +24,11 @@ from jaxlamina.bench.shapes import kv_token_bytes
 from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM, InMemoryModel
-from jaxlamina.models import ModelConfig, abstract_params
+from jaxlamina.models.causal_lm import HasModel
 from jaxlamina.process import garbage
 from jaxlamina.profiling.under_load import OneWindow, UnderLoad
 from jaxlamina.ranks import Group
 from jaxlamina.sampling.params import SamplingParams
-from jaxlamina.weights import open_checkpoint
-from jaxlamina.weights.dummy import random_weights
 
 # Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32
 # ShareGPT-like requests.
@@ -41,12 +39,13 @@ _ROOM = 1.2  # of memory beside weights and KV, for what a step works with
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """``model``: a checkpoint's name, or None for random weights of ``config``. ``n_alone``: of the requests
+    """``source``: the model with its weights; ``model``: its checkpoint's name, None for random weights or a
+    function. ``n_alone``: of the requests
     the first so many are also served one after another. ``padded``: also serve all with a padded KV cache.
     ``profile_s``: seconds that are recorded of one more run. Other options as of `LLM`."""
 
     model: str | None
-    config: ModelConfig
+    source: HasModel
     dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -61,12 +60,12 @@ class ThroughputOptions:
 
     @property
     def kv_token_bytes(self) -> int:
-        return kv_token_bytes(self.config, np.dtype(self.dtype).itemsize)
+        return kv_token_bytes(self.source.model, np.dtype(self.dtype).itemsize)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("dtype", "split", "max_num_seqs", "max_num_batched_tokens", "kv_headroom")
         said = {name: getattr(self, name) for name in names}
-        return said | {"n_layers": self.config.num_hidden_layers}
+        return said | {"n_layers": len(self.source.model.kv)}
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,9 @@ def measure(
     that is longer than the model, or if the two find different devices.
     """
     longest = max(size.n_tokens for size in sizes)
-    if longest > options.config.max_position_embeddings:
-        raise UserError(
-            f"a request has {longest} tokens, the model {options.config.max_position_embeddings} positions"
-        )
-    load = _Load(sizes, _prompts(sizes, options.config.vocab_size, encode))
+    if longest > options.source.model.max_len:
+        raise UserError(f"a request has {longest} tokens, the model {options.source.model.max_len} positions")
+    load = _Load(sizes, _prompts(sizes, options.source.model.vocab_size, encode))
     report = ThroughputReport()
     with ExitStack() as stack:
         theirs: _Theirs | None = None
@@ -323,7 +320,7 @@ class _Theirs:
         self._process: PeerProcess | None = None
         job = BatchingJob(
             options.model,
-            options.config,
+            options.source.model.config,
             options.dtype,
             load.sizes,
             options.max_num_seqs,
@@ -376,10 +373,12 @@ class _Theirs:
         self._report.left_out[TRANSFORMERS] = str(error)
 
 
-def _source(options: ThroughputOptions) -> InMemoryModel:
-    if options.model is None:
-        return InMemoryModel(options.config, random_weights(options.config, np.dtype(options.dtype)))
-    return InMemoryModel(options.config, open_checkpoint(options.model).load())
+def _source(options: ThroughputOptions) -> Any:
+    """The model for `LLM`, its weights read once for all that is compared, and without its tokenizer."""
+    source = options.source
+    if source.model.config is None:
+        return source
+    return InMemoryModel(source.model.config, source.load(np.dtype(options.dtype)))
 
 
 def _prompts(
@@ -394,6 +393,6 @@ def _prompts(
 def _needed_bytes(options: ThroughputOptions, sizes: Sequence[Size]) -> float:
     """Memory for weights, and for KV of as many of these requests as can run at once."""
     itemsize = np.dtype(options.dtype).itemsize
-    weights = itemsize * sum(x.size for x in abstract_params(options.config).values())
+    weights = itemsize * sum(x.size for x in options.source.model.like(options.dtype).values())
     longest = max(size.n_tokens for size in sizes)
     return _ROOM * (weights + options.kv_token_bytes * options.max_num_seqs * longest)

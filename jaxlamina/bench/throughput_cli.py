@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
+from jaxlamina import model_files
 from jaxlamina.bench.flags import AsJson, Layers, Rounds, Seed, option, shape_of
 from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell, verdict, warning
 from jaxlamina.cli import model_options
@@ -66,12 +67,13 @@ def throughput_command(
 ) -> None:
     """Serve a full queue of requests in this process, greedily: requests and tokens a second. Over ranks,
     too: `jaxlamina launch --dop 1,1 -- bench throughput`."""
-    model, shape, encode = _model(model, config, layers)
+    model, opened = _model(model, config, layers)
     from jaxlamina import ranks
     from jaxlamina.bench import machine, step_bench, throughput_bench
     from jaxlamina.bench.loads import Size, means, sizes_of
 
     step_bench.dtype_of(dtype)
+    source, encode = opened()
     if compare not in (None, "transformers"):
         raise UserError(f"--compare {compare!r} must be transformers")
     if one_at_a_time > num_prompts:
@@ -79,18 +81,20 @@ def throughput_command(
     group = ranks.current()
     if padded and group is not None:
         raise UserError("--padded is for one process: run it without launch")
-    most = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
+    if compare is not None and source.model.config is None:
+        raise UserError("--compare transformers is for models that transformers has: leave it out")
+    most = min(max_model_len or source.model.max_len, source.model.max_len)
     sizes = sizes_of(dataset_name, num_prompts, Size(input_len, output_len), seed=seed, most_tokens=most)
     where = machine.describe(["torch", "transformers"] if compare else [])
     options = throughput_bench.ThroughputOptions(
-        model, shape, dtype, max_num_seqs or DEFAULT_SEQS, max_num_batched_tokens,
+        model, source, dtype, max_num_seqs or DEFAULT_SEQS, max_num_batched_tokens,
         split, rounds, one_at_a_time, compare is not None, kv_slots, padded, kv_headroom, profile_s,
     )  # fmt: skip
     with progress() as on_progress:
         found = throughput_bench.measure(options, sizes, encode=encode, group=group, on_progress=on_progress)
     job = "one process" if group is None else str(group.cluster.pools)
     record: dict[str, Any] = {
-        "model": config or model,
+        "model": config or model or DEFAULT_MODEL,
         "job": job,
         "dataset_name": dataset_name,
         "seed": seed,
@@ -101,24 +105,29 @@ def throughput_command(
     tell("throughput", record, where, _parts(record, found), as_json=as_json)
 
 
-def _model(
-    model: str | None, config: str | None, layers: int | None
-) -> tuple[str | None, Any, Callable[[str], Sequence[int]] | None]:
-    """The model's name, None for random weights; its `ModelConfig`; and its tokenizer's function, if it has
-    one."""
+def _model(model: str | None, config: str | None, layers: int | None) -> tuple[str | None, Callable[[], Any]]:
+    """The checkpoint's name, None for random weights and functions; and what opens the model once JAX may be
+    imported: the model, and its tokenizer's function, if it has one."""
     if model is not None and config is not None:
         raise UserError("--model and --config are two ways to say which model: give one")
-    if config is not None:
-        return None, shape_of(config, layers), None
-    if layers is not None:
+    if config is None and layers is not None:
         raise UserError("--layers is for --config: a model of trained weights has all of its layers")
-    model = model or DEFAULT_MODEL
-    path = model_options.find(model)
-    from jaxlamina.bench.prompts import encoder_of
-    from jaxlamina.weights import open_checkpoint
+    if config is not None:
+        shape: Any = shape_of(config, layers)
+        name = None
+    else:
+        shape = model_options.find(model or DEFAULT_MODEL)
+        name = None if model_files.is_code(str(shape)) else model or DEFAULT_MODEL
 
-    checkpoint = open_checkpoint(path)
-    return model, checkpoint.config, encoder_of(checkpoint)
+    def opened() -> Any:
+        from jaxlamina.bench.prompts import encoder_of
+        from jaxlamina.bench.step_bench import source_of
+        from jaxlamina.weights import open_checkpoint
+
+        source = source_of(shape) if name is None else open_checkpoint(shape)
+        return source, encoder_of(source)
+
+    return name, opened
 
 
 def _limit(record: dict[str, Any], ratio: float) -> str:

@@ -19,6 +19,7 @@ from jaxlamina.bench.machine import n_cores
 from jaxlamina.bench.peers import flash_attention, transformers_model
 from jaxlamina.bench.shapes import kv_token_bytes
 from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import decoder
 
 _PAGE_TOKENS = 256  # transformers' own default
 _OF_FREE_MEMORY = 0.8  # for KV, where all of it does not fit: what it takes itself
@@ -30,7 +31,7 @@ class BatchingJob:
     """``model``: a checkpoint, or None for random weights of ``config``. The other limits as of `LLM`."""
 
     model: str | None
-    config: ModelConfig
+    config: ModelConfig | None
     dtype: str
     sizes: Sequence[Size]
     max_num_seqs: int
@@ -51,6 +52,7 @@ class ContinuousBatching:
         jax.config.update("jax_platforms", "cpu")
         from jaxlamina.weights import open_checkpoint
 
+        assert job.config is not None, "only a model of ours is compared"
         on_gpu = torch.cuda.is_available() and os.environ.get("JAX_PLATFORMS") != "cpu"
         self.platform = "gpu" if on_gpu else "cpu"
         torch.set_num_threads(n_cores())
@@ -65,7 +67,7 @@ class ContinuousBatching:
         )
         n_blocks = needed_blocks(job.sizes, job.max_num_seqs)
         if on_gpu:
-            block_bytes = _PAGE_TOKENS * kv_token_bytes(job.config, self._model.dtype.itemsize)
+            block_bytes = _PAGE_TOKENS * kv_token_bytes(decoder(job.config), self._model.dtype.itemsize)
             n_blocks = min(n_blocks, int(_OF_FREE_MEMORY * self.free_bytes() / block_bytes))
         self._manager_options: dict[str, Any] = {
             "generation_config": transformers.GenerationConfig(

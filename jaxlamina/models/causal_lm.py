@@ -30,6 +30,8 @@ class CausalLM:
     - ``fn(params, tokens [B, T], positions [B, T], logits_at [B] | None) -> logits [B, T or 1, V]``: causal,
       of parameters by name, with `splitter.attention` as its attention.
     - ``max_len``: tokens that a row may have. ``kv``: KV heads and head size of each attention.
+    - ``heads``, ``windows``: query heads and sliding window of each attention. ``looked_up``: parameters of
+      which a step reads a few rows.
     - ``like(dtype)``: the parameters' shapes; ``dtype``: the one that the model has, None: any.
     - ``origin``: what `of_origin` makes the same model of in another process; None where nothing does.
     - ``name``: what tells it from other models, for programs kept on disk; None: they are not.
@@ -40,12 +42,15 @@ class CausalLM:
     vocab_size: int
     max_len: int
     kv: tuple[tuple[int, int], ...]
+    heads: tuple[int, ...]
+    windows: tuple[int | None, ...]
     like: Callable[[Any], Mapping[str, jax.ShapeDtypeStruct]]
     origin: Mapping[str, Any] | None
     name: Hashable | None
     description: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     config: ModelConfig | None = None
+    looked_up: tuple[str, ...] = ()
 
     @property
     def kv_heads(self) -> list[int]:
@@ -68,6 +73,10 @@ class HasModel(ABC):
     @property
     @abstractmethod
     def model(self) -> CausalLM: ...
+
+    @abstractmethod
+    def load(self, dtype: Any, device: Any = None, progress: Any = None) -> Mapping[str, jax.Array]:
+        """The parameters by name, on ``device``."""
 
     def check(self) -> float:
         """The largest relative difference between the model as it is and cut; 0 where there is nothing to
@@ -94,12 +103,19 @@ def decoder(config: ModelConfig) -> CausalLM:
         vocab_size=config.vocab_size,
         max_len=config.max_length,
         kv=((config.num_key_value_heads, config.head_dim),) * config.num_hidden_layers,
+        heads=(config.num_attention_heads,) * config.num_hidden_layers,
+        windows=config.windows,
         like=partial(abstract_params, config),
         origin={"config": hf},
         name=config,
         description=hf,
         config=config,
+        looked_up=tuple(name for name in abstract_params(config) if name.endswith(_tables(config))),
     )
+
+
+def _tables(config: ModelConfig) -> tuple[str, ...]:
+    return ("embed_positions.weight", *(() if config.tie_word_embeddings else ("embed_tokens.weight",)))
 
 
 def of_origin(origin: Mapping[str, Any]) -> CausalLM:

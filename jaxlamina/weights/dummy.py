@@ -23,22 +23,33 @@ from jaxlamina.weights.checkpoint import eos_token_ids_of
 from jaxlamina.weights.streaming import Progress
 
 
-class DummyCheckpoint(HasConfig):
-    """``model``: a Hugging Face folder, or ``org/name`` of the Hub, of which config.json is read, and the
-    tokenizer if there is one; or a shape as `jaxlamina.models.config_files.model_config` knows it, which has
-    no tokenizer. ``UserError`` for neither."""
+class Drawn(HasConfig):
+    """Random weights of a config, and no tokenizer."""
 
     own_dtype: str | None = None  # drawn as one likes
+    eos_token_ids: tuple[int, ...] = ()
 
-    def __init__(self, model: str | Path, revision: str | None = None) -> None:
-        self._path = path = find_shape(model, revision)
-        self._folder = path if path.is_dir() else None
-        self.config: ModelConfig = model_config(path if self._folder is None else path / "config.json")
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
 
     def load(self, dtype: Any, device: Any = None, progress: Progress | None = None) -> dict[str, jax.Array]:
         """Drawn on ``device``; ``progress(done_bytes, total_bytes)``."""
         with jax.default_device(device):
             return random_weights(self.config, dtype, progress)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return None
+
+
+class DummyCheckpoint(Drawn):
+    """``model``: a Hugging Face folder, or ``org/name`` of the Hub, of which config.json is read, and the
+    tokenizer if there is one; or a shape as `jaxlamina.models.config_files.model_config` knows it, which has
+    no tokenizer. ``UserError`` for neither."""
+
+    def __init__(self, model: str | Path, revision: str | None = None) -> None:
+        self._path = path = find_shape(model, revision)
+        self._folder = path if path.is_dir() else None
+        super().__init__(model_config(path if self._folder is None else path / "config.json"))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -50,7 +61,7 @@ class DummyCheckpoint(HasConfig):
         return self._tokenizer
 
     @cached_property
-    def eos_token_ids(self) -> tuple[int, ...]:
+    def eos_token_ids(self) -> tuple[int, ...]:  # type: ignore[override]
         return eos_token_ids_of(self.tokenizer, self.config, self._path)
 
 

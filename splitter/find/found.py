@@ -134,6 +134,16 @@ class FoundModel:
             else out
         )
 
+    @property
+    def looked_up(self) -> tuple[str, ...]:
+        """The parameters of which rows are taken, and nothing else is done with them."""
+        facts = self._facts
+        variables_of = zip(self.param_names, facts.learned.jaxpr.invars, strict=False)
+        readers = {name: [facts.eqns[p] for p in facts.readers.get(v, ())] for name, v in variables_of}
+        return tuple(
+            name for name, eqns in readers.items() if eqns and all(e.primitive.name == "gather" for e in eqns)
+        )
+
     @cached_property
     def fingerprint(self) -> str:
         """What models that compute the same of their parameters have in common."""
