@@ -6,7 +6,7 @@ runs a page's commands (```sh, ```console) and Python (```python) in FOLDER: one
 one server at a time, which a line of a block starts, is waited for, and is ended when the next one comes or
 no later block has its port. Output of a block that fails is printed, and the exit code is 1. Of a ```console
 block the line after `$` is run, and what follows `> ` is typed. A block after `<!-- not run: why -->` or
-`<!-- needs: what -->` is not run. Knows nothing of what the blocks do.
+`<!-- needs: what -->` is not run; one after `<!-- file: NAME -->` is saved under that name. Knows nothing of what the blocks do.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = ("sh", "console", "python")
 DEADLINE_S = 400
 _FENCE = re.compile(r"^ *```(\w*)\s*$")  # also in a list
-_MARK = re.compile(r"^<!-- (not run|needs): (.+) -->$")
+_MARK = re.compile(r"^<!-- (not run|needs|file): (.+) -->$")
 _SERVES = re.compile(r"^(jaxlamina serve|jaxlamina launch .*-- serve)\b[^&|;]*(?=&?$)")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Lines between two fences. ``why_not``: what its mark says, "not run: …" or "needs: …"."""
+    """Lines between two fences. ``why_not``: what its mark says, "not run: …" or "needs: …"; ``file``: the
+    name that the block is saved under, where its mark says one."""
 
     page: str
     line: int
     language: str
     text: str
     why_not: str | None
+    file: str | None = None
 
     @property
     def commands(self) -> list[str]:
@@ -57,19 +59,20 @@ class Block:
 
 def blocks(page: str) -> Iterator[Block]:
     """Every fenced block of a page (its path below the repository's root)."""
-    why_not, begin, language, found = None, 0, "", []
+    mark, begin, language, found = None, 0, "", list[str]()
     for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
         fence = _FENCE.match(line)
         if not begin and fence:
             begin, language, found = number, fence[1], []
         elif begin and fence:
-            yield Block(page, begin, language, textwrap.dedent("\n".join(found)) + "\n", why_not)
-            begin, why_not = 0, None
+            text = textwrap.dedent("\n".join(found)) + "\n"
+            why_not = f"{mark[1]}: {mark[2]}" if mark and mark[1] != "file" else None
+            yield Block(page, begin, language, text, why_not, mark[2] if mark and not why_not else None)
+            begin, mark = 0, None
         elif begin:
             found.append(line)
         elif line.strip():
             mark = _MARK.match(line)
-            why_not = f"{mark[1]}: {mark[2]}" if mark else None
     assert not begin, f"{page}:{begin}: a block without an end"
 
 
@@ -135,6 +138,9 @@ class Session:
 
     def run(self, block: Block, number: int) -> str:
         end = f"end of block {number}"
+        if block.file is not None:
+            (self.folder / block.file).write_text(block.text)
+            return ""
         if block.language == "python":
             self.python = self.python or Child([sys.executable, "-c", _PYTHON], self.folder)
             return self.python.run(json.dumps([f"{block.page}:{block.line}", block.text, end]) + "\n", end)
