@@ -8,6 +8,7 @@ values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from splitter.find.found import FoundAttention, FoundModel
 from splitter.find.prove import QUICK
-from splitter.slices import split
+from splitter.slices import Slice, SplitModel, split
 
 _PROMPT, _CHUNK, _SINGLE = 6, 5, 3  # tokens of both rows; of the first, that follow; of both by themselves
 _NOT_THERE = np.iinfo(np.int32).max // 2  # the position of a token that has not come
@@ -59,44 +60,55 @@ def _quick(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Slices:
-    """A found model's slices over rows whose keys and values are kept, ``[2, n, K, H]`` of each attention."""
+    """A found model's slices over rows whose keys and values are kept, ``[2, n, K, H]`` of each attention.
+    Equal slices are compiled once."""
 
     def __init__(self, found: FoundModel, params: Mapping[str, Any], n: int) -> None:
         self.found, self.params, self.n = found, params, n
-        self.kept: Any = None
+        self.kept: list[Any] = [None] * len(found.sites)
         self.keys_at = np.full((2, n), _NOT_THERE, np.int32)
-        self._steps: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._models: dict[tuple[int, ...], tuple[SplitModel, list[Any]]] = {}
+        self._programs: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, tokens: Any, at: Any, rows: Any) -> np.ndarray:
         """Logits ``[rows, tokens, V]``."""
-        if tokens.shape not in self._steps:
-            self._steps[tokens.shape] = _quick(self._step_of(tokens.shape))
         self.keys_at[rows[:, None], at] = at
-        args = self.params, tokens.astype(np.int32), at.astype(np.int32), rows, self.kept, self.keys_at.copy()
-        logits, self.kept = self._steps[tokens.shape](*args)
-        return np.asarray(logits, np.float32)
+        model, weights = self._split(tokens.shape)
+        tokens, at = jnp.asarray(tokens, jnp.int32), jnp.asarray(at, jnp.int32)
+        context, out = model.first_context(tokens, at), None
+        for i, site in enumerate(self.found.sites):
+            part = model.slices[i]
+            run = self._program((id(part.program), replace(site, index=0, name=None, where="")), part, site)
+            out, context, self.kept[i] = run(
+                weights[i], context, out, self.kept[i], rows, at, self.keys_at.copy()
+            )
+        last = model.slices[model.n]
+        final = self._programs.setdefault(id(last.program), _quick(last.final))
+        return np.asarray(final(weights[model.n], context, out), np.float32)
 
-    def _step_of(self, shape: tuple[int, ...]) -> Callable[..., Any]:
-        like = jax.ShapeDtypeStruct(shape, jnp.int32)
-        found, model = self.found, split(self.found, self.params, like, like)
+    def _split(self, shape: tuple[int, ...]) -> tuple[SplitModel, list[Any]]:
+        """The model cut for batches of this shape, and its slices' weights."""
+        if shape not in self._models:
+            like = jax.ShapeDtypeStruct(shape, jnp.int32)
+            model = split(self.found, self.params, like, like)
+            self._models[shape] = model, [model.slice_params(i, self.params) for i in range(model.n + 1)]
+        return self._models[shape]
 
-        def step(params: Any, tokens: Any, at: Any, rows: Any, kept: Any, keys_at: Any) -> Any:
-            context, out, after = model.first_context(tokens, at), None, []
-            for i, site in enumerate(found.sites):
-                weights, part = model.slice_params(i, params), model.slices[i]
-                q, rest = part.q_part(weights, context, out)
-                k, v, context = part.kv_part(weights, rest)
-                empty = jnp.zeros((2, self.n, *k.shape[2:]), k.dtype)
-                old = (empty, empty) if kept is None else kept[i]
-                after.append(
-                    tuple(x.at[rows[:, None], at].set(new) for x, new in zip(old, (k, v), strict=True))
-                )
-                keys, values = (x[rows] for x in after[-1])
-                out = _attend(site, q, keys, values, at, keys_at[rows])
-            last = model.slices[model.n]
-            return last.final(model.slice_params(model.n, params), context, out), after
+    def _program(self, key: Any, part: Slice, site: FoundAttention) -> Callable[..., Any]:
+        def run(
+            weights: Any, context: Any, out: Any, kept: Any, rows: Any, at: Any, keys_at: Any
+        ) -> tuple[Any, Any, Any]:
+            q, rest = part.q_part(weights, context, out)
+            k, v, context = part.kv_part(weights, rest)
+            empty = jnp.zeros((2, self.n, *k.shape[2:]), k.dtype)
+            old = (empty, empty) if kept is None else kept
+            kept = tuple(x.at[rows[:, None], at].set(new) for x, new in zip(old, (k, v), strict=True))
+            keys, values = (x[rows] for x in kept)
+            return _attend(site, q, keys, values, at, keys_at[rows]), context, kept
 
-        return step
+        if key not in self._programs:
+            self._programs[key] = _quick(run)
+        return self._programs[key]
 
 
 def _attend(site: FoundAttention, q: Any, k: Any, v: Any, at: Any, keys_at: Any) -> Any:
