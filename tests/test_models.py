@@ -17,7 +17,7 @@ from flax import nnx
 from jaxlamina.errors import UserError
 from jaxlamina.models import Decoder, ModelConfig, abstract_params, apply, random_params
 from jaxlamina.models.rope import inverse_frequencies, rotary_tables
-from jaxlamina.weights.fused import fused, fused_parts, fused_shapes
+from jaxlamina.weights.fused import fused
 from splitter import split
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -121,6 +121,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "logits_scaling": 4.0,
     },
     "smollm3": GATED | {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "mixtral": GATED | {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3-moe": GATED
+    | {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "qwen3-moe-plain-shares": GATED
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
     "opt": OPT,
     "opt-gelu-untied": OPT | {"activation_function": "gelu", "tie_word_embeddings": False},
     "opt-post-norm": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
@@ -254,8 +277,9 @@ def test_tensor_names_and_shapes_are_those_of_transformers() -> None:
     import transformers
 
     for name, hf in MODELS.items():
-        ours = {key: spec.shape for key, spec in abstract_params(ModelConfig.from_hf(hf)).items()}
-        ours = fused_shapes(ours, fused_parts(ModelConfig.from_hf(hf), ours))
+        config = ModelConfig.from_hf(hf)
+        shapes = {key: spec.shape for key, spec in abstract_params(config).items()}
+        ours = {key: x.shape for key, x in fused(config, {k: np.empty(s) for k, s in shapes.items()}).items()}
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**copy.deepcopy(hf))
         )
@@ -418,8 +442,9 @@ def test_slices_are_few_and_carry_the_residual_and_at_most_the_positions(name: s
     config = ModelConfig.from_hf(MODELS[name] | {"num_hidden_layers": 5})
     step = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     model = split(partial(apply, config), abstract_params(config), step, step)
-    # Before a layer without positions a slice is a program of its own; two bases are one, with two constants.
-    assert (model.n, model.n_programs) == (5, 4 if config.no_rope_layers else 3)
+    # A slice is a program of its own before a layer without positions, and after one without experts;
+    # two bases are one, with two constants.
+    assert (model.n, model.n_programs) == (5, 4 if config.no_rope_layers or config.dense_layers else 3)
     assert [site.window for site in model.sites] == list(config.windows)
     for cut in model.report().cuts:
         carried = sorted((value.shape, value.dtype) for value in cut.context)
