@@ -125,7 +125,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-moe": GATED
     | {
         "model_type": "qwen3_moe",
-        "num_hidden_layers": 3,
         "head_dim": 8,
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -137,7 +136,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "model_type": "qwen3_moe",
         "head_dim": 16,
-        "num_experts": 5,
+        "num_local_experts": 4,  # transformers 5's word for it
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "decoder_sparse_step": 2,
@@ -332,6 +331,28 @@ def test_dynamic_rope_looks_at_each_row_alone() -> None:
     np.testing.assert_allclose(
         both[0][0], rotary_tables(plain, 8, jnp.asarray(short[None]), jnp.float32)[0][0], rtol=1e-5, atol=1e-6
     )
+
+
+def test_a_token_of_experts_depends_on_no_other() -> None:
+    """Few rows are computed one by one, many in blocks; pads and other rows are sorted in between."""
+    config = ModelConfig.from_hf(MODELS["qwen3-moe"])
+    params = random_params(config, seed=3)
+    rows = np.random.default_rng(1).integers(3, SMALL["vocab_size"], size=(5, 40), dtype=np.int32)
+    rows[3:] = 9
+    many = runner(config)(params, rows, positions_of(rows))
+    for row in (0, 4):
+        few = rows[row : row + 1, :14]
+        alone = runner(config)(params, few, positions_of(few))
+        np.testing.assert_allclose(alone[0], many[row, :14], rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_accelerators_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_hf(MODELS["mixtral"])
+    params = random_params(config, seed=3)
+    ours = apply(config, params, ROWS, positions_of(ROWS))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    theirs = apply(config, params, ROWS, positions_of(ROWS))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt-post-norm"])

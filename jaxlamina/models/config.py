@@ -135,7 +135,8 @@ class ModelConfig:
         if not isinstance(name, str) or name not in FAMILIES:
             raise UserError(f"config: model_type={name!r} is not supported; supported: {', '.join(FAMILIES)}")
         family = FAMILIES[name]
-        hf = {family.aliases.get(key, key): value for key, value in hf.items()}
+        for alias, key in family.aliases.items():
+            hf = _with_one_name(hf, alias, key)
         _reject_unsupported(name, hf)
         hf = {**family.defaults, **hf}
         return _opt(hf) if name == "opt" else _llama_like(name, hf)
@@ -187,6 +188,14 @@ class ModelConfig:
         if "query_pre_attn_scalar" in family.keys and self.attention_scale is not None:
             optional["query_pre_attn_scalar"] = round(self.attention_scale**-2)
         return hf | {key: value for key, value in optional.items() if key in family.keys}
+
+
+def _with_one_name(hf: Mapping[str, Any], alias: str, key: str) -> Mapping[str, Any]:
+    if hf.get(alias) is None:
+        return hf
+    if hf.get(key) not in (None, hf[alias]):
+        raise UserError(f"config: {alias}={_short(hf[alias])} and {key}={_short(hf[key])} must be the same")
+    return {name: value for name, value in hf.items() if name != alias} | {key: hf[alias]}
 
 
 def _windows_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
