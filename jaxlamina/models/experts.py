@@ -14,9 +14,10 @@ from jaxlamina.models.config import ModelConfig
 from jaxlamina.models.layers import Linear, Make, activated
 from pallas_kernels import exact
 
-# On a CPU up to this many rows go one by one: XLA reads a matrix for one row where it lies, and copies it out
-# of its stack for more. Beyond it, blocks of rows pay the copy back. docs/findings.md has the figures.
-_ONE_BY_ONE = 128
+# On a CPU up to this many rows per expert go one by one: XLA reads a matrix for one row where it lies, and
+# copies it out of its stack for more. Beyond it, blocks of rows pay the copy back. docs/findings.md has the
+# figures.
+_ONE_BY_ONE = 4
 _BLOCK_ROWS = 32
 
 
@@ -93,7 +94,7 @@ def _in_blocks(
 
     A block that ends in another expert's rows writes there what that expert's own block overwrites.
     """
-    n_rows, block = len(rows), 1 if len(rows) <= _ONE_BY_ONE else _BLOCK_ROWS
+    n_rows, block = len(rows), 1 if len(rows) <= _ONE_BY_ONE * len(sizes) else _BLOCK_ROWS
     blocks = (sizes + block - 1) // block
     block_ends, row_ends = jnp.cumsum(blocks), jnp.cumsum(sizes)
     padded = jnp.pad(rows, ((0, block - 1), (0, 0)))
