@@ -334,7 +334,7 @@ def test_other_rope_freqs_are_an_error_that_names_them(tmp_path, change):
     ("meta", "problem"),
     [
         ({"ARCH.rope.scaling.type": "longrope"}, r"rope.scaling.type='longrope' is not supported"),
-        ({"ARCH.expert_count": 8}, r"llama.expert_count=8 is not supported"),
+        ({"ARCH.expert_shared_count": 1}, r"llama.expert_shared_count=1 is not supported"),
         ({"ARCH.logit_scale": 0.5}, r"llama.logit_scale=0.5 is not supported"),
         ({"split.count": 3}, r"is one of 3 parts; join them first: llama-gguf-split --merge"),
         ({"ARCH.rope.dimension_count": 8}, r"rope.dimension_count=8 .* must equal the head size 16"),

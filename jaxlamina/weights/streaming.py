@@ -110,8 +110,9 @@ class StoredTensor:
                 on_bytes(self.n_bytes * (rows.stop - rows.start) // n_rows)
 
     def _rows(self) -> tuple[int, int]:
-        if self.row_group == 1 and len(self.shape) < 2:
-            return 1, int(np.prod(self.shape))
+        if len(self.shape) < 2:
+            n = int(np.prod(self.shape))
+            return (1, n) if self.row_group == 1 else (n, 1)
         return int(np.prod(self.shape[:-1])), self.shape[-1]
 
 
