@@ -346,7 +346,7 @@ def test_a_token_of_experts_depends_on_no_other() -> None:
         np.testing.assert_allclose(alone[0], many[row, :2], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("n_rows", [2, 100])
+@pytest.mark.parametrize("n_rows", [2, 9, 100])
 def test_both_ways_to_compute_experts_agree(n_rows: int) -> None:
     experts = Decoder(ModelConfig.from_hf(MODELS["mixtral"])).model.layers[0].mlp.experts
     rng = np.random.default_rng(0)

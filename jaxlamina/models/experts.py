@@ -14,7 +14,9 @@ from jaxlamina.models.config import ModelConfig
 from jaxlamina.models.layers import Linear, Make, activated
 from pallas_kernels import exact
 
-_BLOCK_ROWS = 32  # docs/findings.md has the figures
+# Rows of a CPU's blocks: the first that is no less than rows per expert, else the last. docs/findings.md has
+# the figures.
+_BLOCK_ROWS = (1, 8, 32)
 
 
 class Experts(nnx.Module):
@@ -61,7 +63,7 @@ class Experts(nnx.Module):
         expert's rows writes there what that expert's own block overwrites. XLA's CPU code reads a matrix for
         one row where it lies in its stack, and copies it out for more; so few rows go one by one.
         """
-        block = 1 if len(rows) <= len(sizes) else _BLOCK_ROWS
+        block = next((n for n in _BLOCK_ROWS if len(rows) <= n * len(sizes)), _BLOCK_ROWS[-1])
         blocks = (sizes + block - 1) // block
         block_ends, row_ends = jnp.cumsum(blocks), jnp.cumsum(sizes)
         padded = jnp.pad(rows, ((0, block - 1), (0, 0)))
