@@ -84,7 +84,8 @@ def picture(width: float, height: float, title: str, parts: Iterable[str]) -> st
 GROUND = " ".join(FLOORS[:3]).split()  # every room imports these
 SHARED = [name for name in GROUND if name != "__init__"]
 COLUMN = {
-    "text": 0, "weights": 1, "model_files": 1, "models": 1, "flax_model": 1, "steps": 3, "kv": 3, "launch": 3, "sampling": 4,
+    "text": 0, "weights": 1, "model_files": 1, "models": 1, "flax_model": 1, "steps": 3,
+    "kv": 3, "launch": 3, "sampling": 4,
 }  # fmt: skip
 SPINE = 2  # the column of all others
 HINT = {

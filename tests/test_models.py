@@ -259,7 +259,7 @@ def test_angles_of_far_positions_equal_transformers(name: str) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("name", ["qwen3", "gemma", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "mixtral", "opt-post-norm"])
 def test_bfloat16_stays_near_transformers_float32(name: str) -> None:
     hf = MODELS[name]
     config = ModelConfig.from_hf(hf)
