@@ -60,6 +60,15 @@ GEMMA3 = {
     "sliding_window": 16,
     "rope_theta": 1000000.0,
 }
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 OPT = {
     "model_type": "opt",
     "vocab_size": 288,

@@ -39,9 +39,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bkgts,bskh->btkgh", weights, v)
 
 
-def llama(
-    params: Params, tokens: Any, positions: Any, *, head_dim: int, eps: float, theta: float
-) -> Any:
+def llama(params: Params, tokens: Any, positions: Any, *, head_dim: int, eps: float, theta: float) -> Any:
     """Logits ``[B, T, V]``."""
     x = params["model.embed_tokens.weight"][tokens]
     layer = 0

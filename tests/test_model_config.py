@@ -17,6 +17,7 @@ from published_configs import (
     LLAMA_31,
     LONGROPE,
     MISTRAL,
+    MIXTRAL,
     OPT_125M,
     OPT_350M,
     PHI3,
@@ -25,13 +26,14 @@ from published_configs import (
     PUBLISHED,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     SMOLLM2,
     SMOLLM3,
     YARN,
 )
 
 from jaxlamina.errors import UserError
-from jaxlamina.models import ModelConfig
+from jaxlamina.models import ModelConfig, abstract_params
 
 
 def error_of(hf: dict[str, Any]) -> str:
@@ -104,6 +106,22 @@ def test_granite_multiplies_and_smollm3_leaves_positions_out() -> None:
     assert ModelConfig.from_hf(by_interval) == config
     windows = ModelConfig.from_hf(PUBLISHED["smollm3-window"]).windows
     assert windows == (None, None, None, 128) * 8
+
+
+def test_experts_are_where_their_authors_put_them() -> None:
+    mixtral, qwen = ModelConfig.from_hf(MIXTRAL), ModelConfig.from_hf(QWEN3_MOE)
+    assert (mixtral.n_experts, mixtral.experts_per_token, mixtral.expert_size) == (8, 2, 14336)
+    assert (qwen.n_experts, qwen.experts_per_token, qwen.expert_size) == (128, 8, 768)
+    assert mixtral.norm_topk_prob and qwen.norm_topk_prob and qwen.qk_norm
+    without = {key: value for key, value in QWEN3_MOE.items() if key != "norm_topk_prob"}
+    assert not ModelConfig.from_hf(without).norm_topk_prob
+    assert all(config.has_experts(i) for config in (mixtral, qwen) for i in range(config.num_hidden_layers))
+    some = ModelConfig.from_hf(PUBLISHED["qwen3-moe-dense-layers"])
+    assert [some.has_experts(i) for i in range(7)] == [False, False, False, False, False, True, False]
+    assert qwen.windows == (None,) * 48
+    assert ModelConfig.from_hf(PUBLISHED["qwen3-moe-window"]).windows == (4096,) * 48
+    for hf, n_parameters in ((MIXTRAL, 46_702_792_704), (QWEN3_MOE, 30_532_122_624)):
+        assert sum(x.size for x in abstract_params(ModelConfig.from_hf(hf)).values()) == n_parameters
 
 
 def test_gemmas_differ_where_their_authors_did() -> None:
@@ -241,6 +259,18 @@ def test_llama_fields_that_are_not_supported_are_named(change: dict[str, Any], f
         (QWEN3 | {"num_experts": 128}, "num_experts=128"),
         (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types"),
         (MISTRAL | {"sliding_window": -1}, "sliding_window=-1"),
+        (
+            MIXTRAL | {"num_experts_per_tok": 9},
+            "num_experts_per_tok=9 must be at most the number of experts 8",
+        ),
+        (MIXTRAL | {"num_local_experts": 10**9}, "num_local_experts=1000000000 must be at most 4096"),
+        (MIXTRAL | {"num_experts": 8}, "num_experts=8"),
+        (QWEN3_MOE | {"num_experts": 0}, "num_experts=0"),
+        (QWEN3_MOE | {"num_local_experts": 4}, "num_local_experts=4"),
+        (QWEN3_MOE | {"mlp_only_layers": "0"}, "mlp_only_layers='0'"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob=1"),
+        (QWEN3_MOE | {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
         (PHI3 | {"rope_scaling": LONGROPE | {"type": "yarn"}}, "rope_type='yarn'"),
         (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "short_factor has 1 numbers"),
         (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 48}}, "long_factor"),

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxlamina.errors import UserError
 from jaxlamina.models import Decoder, ModelConfig, abstract_params, apply, random_params
 from jaxlamina.models.rope import inverse_frequencies, rotary_tables
-from jaxlamina.weights.fused import fused, fused_parts, fused_shapes
+from jaxlamina.weights.fused import fused
 from splitter import split
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -121,6 +121,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "logits_scaling": 4.0,
     },
     "smollm3": GATED | {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": 0},
+    "mixtral": GATED | {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3-moe": GATED
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "qwen3-moe-plain-shares": GATED
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_local_experts": 4,  # transformers 5's word for it
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
     "opt": OPT,
     "opt-gelu-untied": OPT | {"activation_function": "gelu", "tie_word_embeddings": False},
     "opt-post-norm": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
@@ -237,7 +259,7 @@ def test_angles_of_far_positions_equal_transformers(name: str) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("name", ["qwen3", "gemma", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "mixtral", "opt-post-norm"])
 def test_bfloat16_stays_near_transformers_float32(name: str) -> None:
     hf = MODELS[name]
     config = ModelConfig.from_hf(hf)
@@ -254,8 +276,9 @@ def test_tensor_names_and_shapes_are_those_of_transformers() -> None:
     import transformers
 
     for name, hf in MODELS.items():
-        ours = {key: spec.shape for key, spec in abstract_params(ModelConfig.from_hf(hf)).items()}
-        ours = fused_shapes(ours, fused_parts(ModelConfig.from_hf(hf), ours))
+        config = ModelConfig.from_hf(hf)
+        shapes = {key: spec.shape for key, spec in abstract_params(config).items()}
+        ours = {key: x.shape for key, x in fused(config, {k: np.empty(s) for k, s in shapes.items()}).items()}
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**copy.deepcopy(hf))
         )
@@ -308,6 +331,31 @@ def test_dynamic_rope_looks_at_each_row_alone() -> None:
     np.testing.assert_allclose(
         both[0][0], rotary_tables(plain, 8, jnp.asarray(short[None]), jnp.float32)[0][0], rtol=1e-5, atol=1e-6
     )
+
+
+def test_a_token_of_experts_depends_on_no_other() -> None:
+    """Few rows are computed one by one, many in blocks; pads and other rows are sorted in between."""
+    config = ModelConfig.from_hf(MODELS["qwen3-moe"])
+    params = random_params(config, seed=3)
+    rows = np.random.default_rng(1).integers(3, SMALL["vocab_size"], size=(5, 40), dtype=np.int32)
+    rows[3:] = 9
+    many = runner(config)(params, rows, positions_of(rows))
+    for row in (0, 4):
+        few = rows[row : row + 1, :2]
+        alone = runner(config)(params, few, positions_of(few))
+        np.testing.assert_allclose(alone[0], many[row, :2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_rows", [2, 9, 100])
+def test_both_ways_to_compute_experts_agree(n_rows: int) -> None:
+    experts = Decoder(ModelConfig.from_hf(MODELS["mixtral"])).model.layers[0].mlp.experts
+    rng = np.random.default_rng(0)
+    x, shares = rng.standard_normal((n_rows, 32), np.float32), rng.random((n_rows, 2), np.float32)
+    chosen = np.stack([np.arange(n_rows) % 2, np.full(n_rows, 3)], axis=1)  # expert 2 has no row
+    ours, theirs = (
+        jax.jit(lambda *xs, f=f: f(*xs))(x, shares, chosen) for f in (experts.only_chosen, experts.every)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt-post-norm"])
@@ -418,8 +466,9 @@ def test_slices_are_few_and_carry_the_residual_and_at_most_the_positions(name: s
     config = ModelConfig.from_hf(MODELS[name] | {"num_hidden_layers": 5})
     step = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     model = split(partial(apply, config), abstract_params(config), step, step)
-    # Before a layer without positions a slice is a program of its own; two bases are one, with two constants.
-    assert (model.n, model.n_programs) == (5, 4 if config.no_rope_layers else 3)
+    # A slice is a program of its own before a layer without positions, and after one without experts;
+    # two bases are one, with two constants.
+    assert (model.n, model.n_programs) == (5, 4 if config.no_rope_layers or config.dense_layers else 3)
     assert [site.window for site in model.sites] == list(config.windows)
     for cut in model.report().cuts:
         carried = sorted((value.shape, value.dtype) for value in cut.context)

@@ -38,6 +38,12 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+EXPERT_STACKS = {
+    f"model.layers.{i}.mlp.experts.{m}_proj": f"blk.{i}.ffn_{m}_exps.weight"
+    for i in range(2)
+    for m in ("gate", "up", "down")
 }
 FOUR_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -52,6 +58,8 @@ OWN_NAMES = {
 
 
 def gguf_name(name: str, arch: str = "llama") -> str:
+    if name in EXPERT_STACKS:
+        return EXPERT_STACKS[name]
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
@@ -68,8 +76,11 @@ def llamacpp_permute(w: np.ndarray, n_heads: int) -> np.ndarray:
 def write_gguf(path, hf, params, *, quantise=None, meta=None, extra=None, permute=True):
     """A llama.cpp file of a Hugging Face model: metadata as its converter names it, q and k permuted for
     what its converter makes as it makes llama, 1 added to the norms of Gemma."""
-    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(hf["model_type"], hf["model_type"])
-    params = fused(ModelConfig.from_hf(hf), params)
+    arch = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}.get(
+        hf["model_type"], hf["model_type"]
+    )
+    if "num_experts_per_tok" not in hf:
+        params = fused(ModelConfig.from_hf(hf), params)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(hf["hidden_size"])
@@ -323,7 +334,7 @@ def test_other_rope_freqs_are_an_error_that_names_them(tmp_path, change):
     ("meta", "problem"),
     [
         ({"ARCH.rope.scaling.type": "longrope"}, r"rope.scaling.type='longrope' is not supported"),
-        ({"ARCH.expert_count": 8}, r"llama.expert_count=8 is not supported"),
+        ({"ARCH.expert_shared_count": 1}, r"llama.expert_shared_count=1 is not supported"),
         ({"ARCH.logit_scale": 0.5}, r"llama.logit_scale=0.5 is not supported"),
         ({"split.count": 3}, r"is one of 3 parts; join them first: llama-gguf-split --merge"),
         ({"ARCH.rope.dimension_count": 8}, r"rope.dimension_count=8 .* must equal the head size 16"),

@@ -6,13 +6,25 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
-from checkpoint_examples import GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3, SMOLLM3, host_params
+from checkpoint_examples import (
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    MIXTRAL,
+    PHI3,
+    QWEN3_MOE,
+    SMOLLM3,
+    host_params,
+    write_folder,
+)
 from gguf import GGMLQuantizationType as Q
 from test_weights_gguf import SIZES, config_of, write_gguf
 
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights import open_checkpoint
+from jaxlamina.weights.expert_stacks import unstacked
 
 GRANITE_META = {
     "ARCH.attention.scale": 0.015625,
@@ -21,6 +33,12 @@ GRANITE_META = {
     "ARCH.logit_scale": 8.0,
     "ARCH.rope.dimension_count": 16,
     "ARCH.vocab_size": 288,
+}
+MIXTRAL_META = {"ARCH.expert_count": 4, "ARCH.expert_used_count": 2, "ARCH.rope.dimension_count": 16}
+QWEN3_MOE_META = {
+    "ARCH.expert_count": 6,
+    "ARCH.expert_used_count": 2,
+    "ARCH.expert_feed_forward_length": 32,
 }
 GEMMA2_META = {
     "ARCH.attn_logit_softcapping": 50.0,
@@ -36,6 +54,8 @@ GEMMA2_META = {
         (SMOLLM3, {"ARCH.rope.dimension_count": 16}),
         (PHI3, {"ARCH.rope.dimension_count": 8, "ARCH.attention.sliding_window": 0}),
         (GEMMA, {}),
+        (MIXTRAL, MIXTRAL_META),
+        (QWEN3_MOE, QWEN3_MOE_META),
         (GEMMA2, GEMMA2_META),
         (GEMMA3, {"ARCH.attention.sliding_window": 16}),
     ],
@@ -66,6 +86,34 @@ def test_phi3_in_blocks_comes_apart_at_its_rows(tmp_path):
     for name, x in open_checkpoint(path).load().items():
         stored = gguf.dequantize(gguf.quantize(params[name], Q.Q8_0), Q.Q8_0) if x.ndim == 2 else params[name]
         np.testing.assert_array_equal(np.asarray(x), stored, err_msg=name)
+
+
+@pytest.mark.parametrize(("hf", "meta"), [(MIXTRAL, MIXTRAL_META), (QWEN3_MOE, QWEN3_MOE_META)])
+def test_experts_of_a_gguf_file_are_those_of_the_folder(tmp_path, hf, meta):
+    params = host_params(hf)
+    held = dict(unstacked(ModelConfig.from_hf(hf), params.items()))
+    folder = open_checkpoint(write_folder(tmp_path / "m", hf, held))
+    file = open_checkpoint(write_gguf(tmp_path / "m.gguf", hf, params, meta=meta))
+    wanted, found = folder.load(), file.load()
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(x), err_msg=name)
+
+
+def test_quantised_experts(tmp_path):
+    hf = MIXTRAL | SIZES
+    params = host_params(hf)
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        hf,
+        params,
+        meta=MIXTRAL_META | {"ARCH.rope.dimension_count": 64},
+        quantise=lambda name, w: Q.Q8_0 if w.ndim > 1 else Q.F32,
+    )
+    loaded = open_checkpoint(path).load()
+    for name in (n for n in params if "experts" in n):
+        stored = gguf.dequantize(gguf.quantize(params[name], Q.Q8_0), Q.Q8_0)
+        np.testing.assert_array_equal(np.asarray(loaded[name]), stored, err_msg=name)
 
 
 def test_longrope_of_phi3(tmp_path):
@@ -110,6 +158,10 @@ def test_what_llamacpp_knows_of_gemma_and_no_key_says(tmp_path):
         (GRANITE, {"ARCH.rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned=False"),
         (GRANITE, {"ARCH.attention.sliding_window": 16}, "granite.attention.sliding_window=16"),
         (SMOLLM3, {"ARCH.attention.sliding_window": 16}, "smollm3.attention.sliding_window=16"),
+        (GRANITE, {"ARCH.expert_count": 8}, "granite.expert_count=8"),
+        (MIXTRAL, {"ARCH.expert_count": 4}, "llama.expert_used_count is missing"),
+        (QWEN3_MOE, {}, "qwen3moe.expert_count is missing"),
+        (QWEN3_MOE, QWEN3_MOE_META | {"ARCH.expert_weights_scale": 2.5}, "qwen3moe.expert_weights_scale=2.5"),
         (GEMMA3, {"ARCH.attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping=50.0"),
         (GEMMA, {"ARCH.rope.dimension_count": 16}, "must equal the head size 32"),
     ],

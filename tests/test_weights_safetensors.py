@@ -13,15 +13,28 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_examples import LLAMA, OPT, PHI3, QWEN2, QWEN3, byte_tokenizer, host_params, write_folder
+from checkpoint_examples import (
+    LLAMA,
+    MIXTRAL,
+    OPT,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    byte_tokenizer,
+    host_params,
+    write_folder,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from test_models import needs_torch
 
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights import convert, open_checkpoint
+from jaxlamina.weights.expert_stacks import unstacked
 from jaxlamina.weights.fit import folded
 from jaxlamina.weights.fused import fused
 from jaxlamina.weights.safetensors_io import read_header
@@ -68,6 +81,72 @@ def test_phi3_holds_queries_keys_and_values_in_one_tensor(tmp_path, n_shards):
     del held["model.layers.1.self_attn.qkv_proj.weight"]
     with pytest.raises(UserError, match=r"1 missing: model.layers.1.self_attn.qkv_proj.weight \[128, 64\]"):
         open_checkpoint(write_folder(tmp_path / "less", PHI3, held))
+
+
+@pytest.mark.parametrize(
+    "hf", [MIXTRAL, QWEN3_MOE | {"mlp_only_layers": [0]}], ids=lambda hf: hf["model_type"]
+)
+def test_experts_of_files_are_stacked(tmp_path, hf):
+    """One by one in several files, or in stacks; and one by one again where they are written."""
+    params, config = host_params(hf), ModelConfig.from_hf(hf)
+    single = dict(unstacked(config, params.items()))
+    names = {
+        "mixtral": "model.layers.1.block_sparse_moe.experts.3.w2.weight",
+        "qwen3_moe": "model.layers.1.mlp.experts.3.down_proj.weight",
+    }
+    matrix = single[names[hf["model_type"]]]
+    np.testing.assert_array_equal(matrix, params["model.layers.1.mlp.experts.down_proj"][3])
+    folder = write_folder(tmp_path / "m", hf, single, n_shards=3)
+    assert_equal_params(open_checkpoint(folder).load("float32"), params)
+    again = convert(folder, tmp_path / "again", max_shard_bytes=60_000)
+    written = {name: x for file in again.glob("*.safetensors") for name, x in load_file(file).items()}
+    assert_equal_params(written, single)
+    whole = open_checkpoint(write_folder(tmp_path / "stacks", hf, fused(config, params)))
+    assert_equal_params(whole.load("float32"), params)
+    without = {name.removeprefix("model."): x for name, x in written.items()}
+    assert_equal_params(open_checkpoint(write_folder(tmp_path / "base", hf, without)).load(), params)
+
+
+def test_experts_that_do_not_fit_are_named(tmp_path):
+    single = dict(unstacked(ModelConfig.from_hf(MIXTRAL), host_params(MIXTRAL).items()))
+    name = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
+    for i, (change, says) in enumerate(
+        (
+            (
+                {name.format(2): None},
+                "layers.1.mlp.experts.gate_proj must have 4 experts, and expert 2 is missing",
+            ),
+            ({name.format(4): single[name.format(0)]}, "must have 4 experts, and there is an expert 4"),
+            ({name.format(2): np.zeros((3, 64), np.float32)}, r"one shape .* \[\[3, 64\], \[96, 64\]\]"),
+            ({name.format(2): single[name.format(2)].astype(np.float16)}, "of F16, F32"),
+            ({name.replace("block_sparse_moe", "mlp").format(2): single[name.format(2)]}, "is there twice"),
+        )
+    ):
+        held = {name: x for name, x in (single | change).items() if x is not None}
+        with pytest.raises(UserError, match=says) as error:
+            open_checkpoint(write_folder(tmp_path / f"m{i}", MIXTRAL, held))
+        one_line(error)
+
+
+@needs_torch
+@pytest.mark.parametrize("hf", [MIXTRAL, QWEN3_MOE], ids=lambda hf: hf["model_type"])
+def test_what_transformers_saves_of_experts_is_read(tmp_path, hf):
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**hf)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    theirs = {name: x.numpy() for name, x in model.state_dict().items()}
+    if hf["tie_word_embeddings"]:
+        del theirs["lm_head.weight"]
+    for original in (True, False):
+        model.save_pretrained(tmp_path / str(original), save_original_format=original)
+        checkpoint = open_checkpoint(tmp_path / str(original))
+        assert_equal_params(fused(checkpoint.config, checkpoint.load()), theirs)
+    convert(tmp_path / "False", tmp_path / "ours")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    for name, x in ours.state_dict().items():
+        np.testing.assert_array_equal(x.numpy(), theirs.get(name, x.numpy()), err_msg=name)
 
 
 @pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])

@@ -40,7 +40,17 @@ def whole_then_chunks(executor) -> tuple[np.ndarray, np.ndarray]:
 
 
 # What these have of their own is in the model's slices, not in attention over stored tokens.
-SAME = ("gemma", "gemma2", "granite", "phi3", "phi3-longrope", "smollm3")
+SAME = (
+    "gemma",
+    "gemma2",
+    "granite",
+    "phi3",
+    "phi3-longrope",
+    "smollm3",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-plain-shares",
+)
 CASES = [(name, "split") for name in MODELS if name not in SAME] + [
     ("llama", "unsplit"),
     ("qwen2-window", "unsplit"),

@@ -22,6 +22,8 @@ _MOST = {
     "num_attention_heads": 4096,
     "num_key_value_heads": 4096,
     "head_dim": 4096,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
 }
 _MOST_OF_ALL = 1 << 27
 
@@ -67,6 +69,11 @@ class ModelConfig:
     residual_scale: float = 1.0  # what attention and MLP are multiplied by before they are added
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
+    n_experts: int = 0  # in each layer but `dense_layers`; 0: every layer has one MLP
+    experts_per_token: int = 0
+    expert_intermediate_size: int | None = None  # None: intermediate_size
+    norm_topk_prob: bool = False  # the chosen experts' probabilities are made to add up to 1
+    dense_layers: tuple[int, ...] = ()  # layers with one MLP where others have experts
     embed_dim: int | None = None  # width of the token embedding where it is not hidden_size (opt-350m)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -83,6 +90,19 @@ class ModelConfig:
             )
         if self.rope is not None:
             self.rope.check(self.head_dim)
+        if self.experts_per_token > self.n_experts:
+            raise UserError(
+                f"config: num_experts_per_tok={self.experts_per_token} must be at most the number of "
+                f"experts {self.n_experts}"
+            )
+
+    @property
+    def expert_size(self) -> int:
+        """F of one expert."""
+        return self.expert_intermediate_size or self.intermediate_size
+
+    def has_experts(self, layer: int) -> bool:
+        return self.n_experts > 0 and layer not in self.dense_layers
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
@@ -114,8 +134,11 @@ class ModelConfig:
             raise UserError("config: model_type is missing; is this the config.json of a Hugging Face model?")
         if not isinstance(name, str) or name not in FAMILIES:
             raise UserError(f"config: model_type={name!r} is not supported; supported: {', '.join(FAMILIES)}")
+        family = FAMILIES[name]
+        for alias, key in family.aliases.items():
+            hf = _with_one_name(hf, alias, key)
         _reject_unsupported(name, hf)
-        hf = {**FAMILIES[name].defaults, **hf}
+        hf = {**family.defaults, **hf}
         return _opt(hf) if name == "opt" else _llama_like(name, hf)
 
     def to_hf(self) -> dict[str, Any]:
@@ -157,13 +180,22 @@ class ModelConfig:
         assert self.rope is not None
         hf |= rope_to_hf(self.rope, self.local_rope)
         optional: dict[str, Any] = {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias}
-        optional |= {key: getattr(self, name) for key, name in family.numbers.items()}
+        optional |= {key: getattr(self, name) for key, name in {**family.numbers, **family.sizes}.items()}
+        optional |= {"norm_topk_prob": self.norm_topk_prob, "mlp_only_layers": list(self.dense_layers)}
         optional |= _windows_to_hf(self, family)
         if "no_rope_layers" in family.keys:
             optional["no_rope_layers"] = [int(rope is not None) for rope in self.ropes]
         if "query_pre_attn_scalar" in family.keys and self.attention_scale is not None:
             optional["query_pre_attn_scalar"] = round(self.attention_scale**-2)
         return hf | {key: value for key, value in optional.items() if key in family.keys}
+
+
+def _with_one_name(hf: Mapping[str, Any], alias: str, key: str) -> Mapping[str, Any]:
+    if hf.get(alias) is None:
+        return hf
+    if hf.get(key) not in (None, hf[alias]):
+        raise UserError(f"config: {alias}={_short(hf[alias])} and {key}={_short(hf[key])} must be the same")
+    return {name: value for name, value in hf.items() if name != alias} | {key: hf[alias]}
 
 
 def _windows_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -221,6 +253,10 @@ def _llama_like(name: str, hf: Mapping[str, Any]) -> ModelConfig:
     if "query_pre_attn_scalar" in family.keys:
         fields["attention_scale"] = _size(hf, "query_pre_attn_scalar") ** -0.5
     fields |= {field: _positive(hf, key) for key, field in family.numbers.items() if hf.get(key) is not None}
+    fields |= {field: _size(hf, key) for key, field in family.sizes.items()}
+    if "mlp_only_layers" in family.keys:
+        fields["norm_topk_prob"] = _flag(hf, "norm_topk_prob", False)
+        fields["dense_layers"] = _dense_layers(hf, n_layers)
     fields |= {key: d**0.5 if value == "sqrt(hidden_size)" else value for key, value in family.fields.items()}
     rope, local_rope = ropes_from_hf(hf, max_positions, family)
     return ModelConfig(
@@ -267,6 +303,15 @@ def _no_rope_layers(hf: Mapping[str, Any], n_layers: int) -> tuple[int, ...]:
             f"config: no_rope_layers={_short(flags)} must have 0 or 1 for each of {n_layers} layers"
         )
     return tuple(i for i in range(n_layers) if not flags[i])
+
+
+def _dense_layers(hf: Mapping[str, Any], n_layers: int) -> tuple[int, ...]:
+    """The layers without experts: those of mlp_only_layers, and all but every decoder_sparse_step-th."""
+    named = hf.get("mlp_only_layers") or []
+    if not isinstance(named, list | tuple) or not all(type(i) is int for i in named):
+        raise UserError(f"config: mlp_only_layers={_short(named)} must be a list of layers' numbers")
+    every = _optional_size(hf, "decoder_sparse_step", 1) or 1
+    return tuple(i for i in range(n_layers) if i in named or (i + 1) % every)
 
 
 def _opt(hf: Mapping[str, Any]) -> ModelConfig:
@@ -327,6 +372,8 @@ def _windows(
             raise UserError(
                 f"config: layer_types has {', '.join(strange)}; supported: full_attention, sliding_attention"
             )
+    if "use_sliding_window" in family.keys and not _flag(hf, "use_sliding_window", False):
+        window = None
     if family.windows == "all":
         expected = "full_attention" if window is None else "sliding_attention"
         if types is not None and any(kind != expected for kind in types):
@@ -335,8 +382,6 @@ def _windows(
                 f"sliding_window={window}; a model that mixes them has another model_type"
             )
         return (window,) * (n_layers if types is None else len(types))
-    if "use_sliding_window" in family.keys and not _flag(hf, "use_sliding_window", False):
-        window = None
     if types is None:
         local = _local_layers(family, hf, n_layers, no_rope)
         return tuple(window if i in local else None for i in range(n_layers))

@@ -17,9 +17,11 @@ from flax import nnx
 
 from jaxlamina.errors import UserError
 from jaxlamina.models.config import ModelConfig
+from jaxlamina.models.experts import SparseMLP
 from jaxlamina.models.layers import (
     Embedding,
     FourNormLayer,
+    GatedMLP,
     LayerNorm,
     Linear,
     LlamaLayer,
@@ -40,8 +42,11 @@ class LlamaStack(nnx.Module):
     def __init__(self, config: ModelConfig, *, make: Make) -> None:
         self.config = config
         kind = FourNormLayer if config.post_norms else LlamaLayer
+        mlps = [SparseMLP if config.has_experts(i) else GatedMLP for i in range(config.num_hidden_layers)]
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make=make)
-        self.layers = nnx.List([kind(config, i, make=make) for i in range(config.num_hidden_layers)])
+        self.layers = nnx.List(
+            [kind(config, i, mlp(config, make=make), make=make) for i, mlp in enumerate(mlps)]
+        )
         self.norm = rms_norm(config, config.hidden_size, make)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -212,7 +217,7 @@ def random_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) 
     params = {}
     for i, (name, spec) in enumerate(abstract_params(config, dtype).items()):
         values = np.random.default_rng([seed, i]).standard_normal(spec.shape, dtype=np.float32)
-        if len(spec.shape) == 2:
+        if len(spec.shape) >= 2:
             values *= np.float32(spec.shape[-1] ** -0.5)
         else:
             values *= np.float32(0.1)

@@ -26,9 +26,10 @@ HARMLESS_KEYS = frozenset(
         "is_llama_config", "keys_to_ignore_at_inference", "label2id", "layerdrop", "length_penalty",
         "max_length", "max_new_tokens", "max_sequence_length", "min_length", "model_max_length",
         "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
-        "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "prefix",
-        "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
-        "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+        "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits",
+        "output_scores", "prefix", "problem_type", "remove_invalid_values", "repetition_penalty",
+        "resid_pdrop", "return_dict", "return_dict_in_generate", "router_aux_loss_coef",
+        "router_jitter_noise", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
         "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
         "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version",
         "use_bfloat16", "use_cache",
@@ -67,6 +68,7 @@ class Family:
       assumes where a key is left out.
     - `fields`: those of `ModelConfig` that all its models share; "sqrt(hidden_size)" is worked out.
     - `numbers`: a key whose number is a field of `ModelConfig`; with null the field stays neutral.
+    - `sizes`: likewise, of sizes that must be given. `aliases`: other words for a key.
     - `acts`: values of the key `act_key` -> `ModelConfig.hidden_act`.
     """
 
@@ -75,6 +77,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     act_key: str = "hidden_act"
     acts: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu", "swish": "silu"})
     windows: Windows = "none"
@@ -140,6 +144,51 @@ FAMILIES: dict[str, Family] = {
         },
         fields={"qk_norm": True},
         windows="from layer",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _LLAMA_KEYS | {"sliding_window", "num_local_experts", "num_experts_per_tok"},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        fields={"norm_topk_prob": True},
+        sizes={"num_local_experts": "n_experts", "num_experts_per_tok": "experts_per_token"},
+        windows="all",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _LLAMA_KEYS
+        | _QWEN_WINDOWS  # read nowhere: max_window_layers
+        | {
+            "attention_bias",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+        },
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        fields={"qk_norm": True},
+        sizes={
+            "num_experts": "n_experts",
+            "num_experts_per_tok": "experts_per_token",
+            "moe_intermediate_size": "expert_intermediate_size",
+        },
+        aliases={"num_local_experts": "num_experts"},  # what transformers 5 writes
+        windows="all",
     ),
     "granite": Family(
         "GraniteForCausalLM",

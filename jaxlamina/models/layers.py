@@ -178,6 +178,10 @@ class Attention(nnx.Module):
         return x if tables is None else rotate(x, *tables)
 
 
+def activated(act: str, x: jax.Array) -> jax.Array:
+    return jax.nn.silu(x) if act == "silu" else jax.nn.gelu(x, approximate=True)
+
+
 class GatedMLP(nnx.Module):
     """down(act(gate(x)) * up(x)); D -> F -> D."""
 
@@ -189,20 +193,18 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear(f, d, bias=config.mlp_bias, make=make)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = self.gate_proj(x)
-        gate = jax.nn.silu(gate) if self.act == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down_proj(gate * self.up_proj(x))
+        return self.down_proj(activated(self.act, self.gate_proj(x)) * self.up_proj(x))
 
 
 class LlamaLayer(nnx.Module):
     """Layer with two norms, before attention and before the MLP: every family but opt and Gemma from 2 on."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, make: Make) -> None:
+    def __init__(self, config: ModelConfig, layer: int, mlp: nnx.Module, *, make: Make) -> None:
         self.residual_scale = config.residual_scale
         self.input_layernorm = rms_norm(config, config.hidden_size, make)
         self.self_attn = Attention(config, layer, make=make)
         self.post_attention_layernorm = rms_norm(config, config.hidden_size, make)
-        self.mlp = GatedMLP(config, make=make)
+        self.mlp = mlp
 
     def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
         x = x + self._scaled(self.self_attn(self.input_layernorm(x), tables))
@@ -217,13 +219,13 @@ class LlamaLayer(nnx.Module):
 class FourNormLayer(nnx.Module):
     """Layer with norms before and after attention and the MLP (Gemma 2 and 3)."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, make: Make) -> None:
+    def __init__(self, config: ModelConfig, layer: int, mlp: nnx.Module, *, make: Make) -> None:
         d = config.hidden_size
         self.input_layernorm = rms_norm(config, d, make)
         self.self_attn = Attention(config, layer, make=make)
         self.post_attention_layernorm = rms_norm(config, d, make)
         self.pre_feedforward_layernorm = rms_norm(config, d, make)
-        self.mlp = GatedMLP(config, make=make)
+        self.mlp = mlp
         self.post_feedforward_layernorm = rms_norm(config, d, make)
 
     def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,7 +21,7 @@ from jaxlamina.model_files import find
 from jaxlamina.models import ModelConfig, abstract_params
 from jaxlamina.models.causal_lm import HasConfig
 from jaxlamina.text.tokenizer import Tokenizer, generation_eos_ids, tokenizer_from_folder
-from jaxlamina.weights.streaming import Progress, StoredTensor, place, stream, target_dtype
+from jaxlamina.weights.streaming import Progress, Stored, place, stream, target_dtype
 
 Kind = Literal["safetensors", "gguf", "orbax"]
 Placement: TypeAlias = jax.Device | jax.sharding.Sharding
@@ -84,7 +84,7 @@ class StreamedCheckpoint(Checkpoint):
 
     @property
     @abstractmethod
-    def stored(self) -> dict[str, StoredTensor]:
+    def stored(self) -> Mapping[str, Stored]:
         """Model name -> where it lies, already checked against the config."""
 
     def load(

@@ -14,6 +14,7 @@ import jax
 
 from jaxlamina.errors import UserError
 from jaxlamina.weights.checkpoint import Checkpoint, expected_shapes, open_checkpoint
+from jaxlamina.weights.expert_stacks import unstacked, unstacked_shapes
 from jaxlamina.weights.fused import fused_parts
 from jaxlamina.weights.orbax_io import write_orbax
 from jaxlamina.weights.safetensors_io import write_safetensors
@@ -57,8 +58,10 @@ def convert(
         raise UserError(f"cannot write to {target.parent}: {error.strerror}") from None
     try:
         if to == "safetensors":
-            shapes = expected_shapes(checkpoint.config)
-            tensors, parts = checkpoint.host_tensors(kind, progress), fused_parts(checkpoint.config, shapes)
+            config = checkpoint.config
+            shapes = unstacked_shapes(config, expected_shapes(config))
+            tensors, parts = checkpoint.host_tensors(kind, progress), fused_parts(config, shapes)
+            tensors = unstacked(config, tensors)
             write_safetensors(folder, shapes, tensors, kind, max_shard_bytes, parts)
         else:
             write_orbax(folder, checkpoint.load(kind, jax.local_devices(backend="cpu")[0], progress))

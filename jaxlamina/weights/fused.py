@@ -48,8 +48,13 @@ def fused_shapes(shapes: Mapping[str, Shape], parts: Parts) -> dict[str, Shape]:
 
 
 def fused(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's arrays as files of its family name them."""
+    """A model's arrays as transformers' model of its family names them, as do files if it has no experts."""
     found = dict(params)
+    for name in params:
+        if name.endswith(".experts.gate_proj"):
+            up = name.replace("gate_proj", "up_proj")
+            both = [np.asarray(found.pop(part)) for part in (name, up)]
+            found[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both, axis=1)
     for whole, rows in fused_parts(config, {name: x.shape for name, x in params.items()}).items():
         found[whole] = np.concatenate([np.asarray(found.pop(part)) for part, _ in rows])
     return found

@@ -91,10 +91,18 @@ _FOUR_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
+_EXPERTS = frozenset({"expert_count", "expert_used_count"})
+
 GGUF_FAMILIES: dict[str, GgufFamily] = {
-    "llama": GgufFamily("llama", permuted=True),  # and mistral, which has a sliding window
+    # And mistral, which has a sliding window, and mixtral, which has experts.
+    "llama": GgufFamily("llama", permuted=True, keys=_EXPERTS),
     "qwen2": GgufFamily("qwen2"),
     "qwen3": GgufFamily("qwen3"),
+    "qwen3moe": GgufFamily(
+        "qwen3_moe",
+        keys=_EXPERTS | {"expert_feed_forward_length"},
+        fields=lambda own, found: {"norm_topk_prob": True, "use_sliding_window": False},  # as llama.cpp does
+    ),
     "granite": GgufFamily(
         "granite",
         permuted=True,

@@ -46,6 +46,13 @@ _BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+# Stacks have no "weight" at the end of their names in a model.
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 
 # Metadata under `<architecture>.` that is read here, or has no effect on what is computed.
@@ -166,6 +173,8 @@ def hf_name(name: str, family: GgufFamily) -> str:
     if match is None:
         return name
     layer, stem, suffix = match.groups()
+    if layer is not None and suffix == "weight" and stem in _EXPERTS:
+        return f"model.layers.{layer}.{_EXPERTS[stem]}"
     known = (_TOP if layer is None else {**_BLOCK, **family.names}).get(stem)
     if known is None:
         return name
@@ -218,7 +227,9 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     head_dim = size("attention.key_length", hidden // heads)
     rotary, value_dim = size("rope.dimension_count", head_dim), size("attention.value_length", head_dim)
     window = own.get("attention.sliding_window") or None
-    model_type = "mistral" if own_family.model_type == "llama" and window else own_family.model_type
+    model_type = own_family.model_type
+    if model_type == "llama":
+        model_type = "mixtral" if own.get("expert_count") else "mistral" if window else "llama"
     family = FAMILIES[model_type]
     partial = "partial_rotary_factor" in family.keys
     if (rotary != head_dim and not partial) or value_dim != head_dim:
@@ -245,6 +256,9 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": list(gguf_eos_ids(meta)) or None,
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
     }
+    experts = {"n_experts": "expert_count", "experts_per_token": "expert_used_count"}
+    experts |= {"expert_intermediate_size": "expert_feed_forward_length"}
+    config |= {key: size(experts[field]) for key, field in family.sizes.items()}
     biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
     config |= {key: name in file.tensors for key, name in biases.items() if key in family.keys}
     if family.windows == "from layer" and window:

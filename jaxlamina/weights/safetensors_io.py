@@ -22,9 +22,10 @@ from jaxlamina.errors import UserError
 from jaxlamina.model_files.hub import INDEX_NAME, SINGLE_NAME
 from jaxlamina.models import ModelConfig
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes, read_json
+from jaxlamina.weights.expert_stacks import stacked
 from jaxlamina.weights.fit import check_fit, is_buffer, model_names
 from jaxlamina.weights.fused import Parts, fused_parts, fused_shapes
-from jaxlamina.weights.streaming import StoredTensor
+from jaxlamina.weights.streaming import Stored, StoredTensor
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
@@ -57,11 +58,11 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
         return most_common_dtype((np.dtype(FLOATS[kind]).name, t.n_bytes) for kind, t in self._found.values())
 
     @cached_property
-    def stored(self) -> dict[str, StoredTensor]:
+    def stored(self) -> dict[str, Stored]:
         return {name: tensor for name, (_, tensor) in self._found.items()}
 
     @cached_property
-    def _found(self) -> dict[str, tuple[str, StoredTensor]]:
+    def _found(self) -> dict[str, tuple[str, Stored]]:
         tensors: dict[str, tuple[str, StoredTensor]] = {}
         for file in _weight_files(self.path):
             for name, entry in read_header(file).items():
@@ -71,8 +72,9 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
         expected = expected_shapes(self.config)
         parts = fused_parts(self.config, expected)
         in_files = fused_shapes(expected, parts)
-        renamed = model_names(tensors, in_files)
-        found = {renamed[name]: entry for name, entry in tensors.items() if not is_buffer(name)}
+        whole_stacks = stacked(self.config, tensors, str(self.path))
+        renamed = model_names(whole_stacks, in_files)
+        found = {renamed[name]: entry for name, entry in whole_stacks.items() if not is_buffer(name)}
         if self.config.tie_word_embeddings and "lm_head.weight" not in expected:
             _drop_tied_head(found, self.config)
         check_fit(in_files, {name: tensor.shape for name, (_, tensor) in found.items()}, str(self.path))
@@ -84,6 +86,7 @@ class SafetensorsCheckpoint(StreamedCheckpoint):
             )
         for whole, rows in parts.items():
             kind, tensor = found.pop(whole)
+            assert isinstance(tensor, StoredTensor)
             found |= {name: (kind, tensor.part(where)) for name, where in rows}
         return found
 
@@ -219,7 +222,7 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _drop_tied_head(found: dict[str, tuple[str, StoredTensor]], config: ModelConfig) -> None:
+def _drop_tied_head(found: dict[str, tuple[str, Stored]], config: ModelConfig) -> None:
     """Some exports store a tied head again. Equal to the embedding it is dropped; else the config lies."""
     if "lm_head.weight" not in found:
         return
@@ -229,6 +232,7 @@ def _drop_tied_head(found: dict[str, tuple[str, StoredTensor]], config: ModelCon
     if embedding not in found:
         return  # reported as missing, and the head as unexpected
     (head_type, head), (body_type, body) = found["lm_head.weight"], found[embedding]
+    assert isinstance(head, StoredTensor) and isinstance(body, StoredTensor)  # no experts
     if head.shape != body.shape or head_type not in FLOATS or body_type not in FLOATS:
         return
     if not all(np.array_equal(a, b) for (_, a), (_, b) in zip(head.chunks(), body.chunks(), strict=True)):

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import ml_dtypes
@@ -46,9 +46,9 @@ def target_dtype(dtype: Any) -> np.dtype:
 class StoredTensor:
     """One tensor in a file: `shape` as the model wants it, `n_bytes` at `offset_bytes` as the file has it.
 
-    `decode` turns the bytes of whole rows (first axis; a vector is one row) into numbers. Rows are read in
-    multiples of `row_group`, and `rearrange` (rows [n * row_group, columns] -> the same shape) reorders
-    them inside each group.
+    `decode` turns the bytes of whole rows (all axes but the last; a vector is one row) into numbers. Rows
+    are read in multiples of `row_group`, and `rearrange` (rows [n * row_group, columns] -> the same shape)
+    reorders them inside each group.
     """
 
     path: Path
@@ -69,6 +69,10 @@ class StoredTensor:
             offset_bytes=self.offset_bytes + rows.start * row_bytes,
             n_bytes=(rows.stop - rows.start) * row_bytes,
         )
+
+    def flat(self) -> StoredTensor:
+        """The same rows as a matrix."""
+        return replace(self, shape=self._rows())
 
     def chunks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """(range of rows, numbers [rows, columns]) from the first row to the last.
@@ -94,22 +98,59 @@ class StoredTensor:
     def read(self, dtype: np.dtype, on_bytes: Callable[[int], None] | None = None) -> np.ndarray:
         """The whole tensor in `dtype`, in memory that JAX can take over; `on_bytes` hears of each chunk."""
         out = aligned_empty(self.shape, dtype)
+        self.read_into(out, on_bytes)
+        return out
+
+    def read_into(self, out: np.ndarray, on_bytes: Callable[[int], None] | None = None) -> None:
         n_rows, n_columns = self._rows()
         table = out.reshape(n_rows, n_columns)
         for rows, numbers in self.chunks():
             cast_into(table[rows], numbers, self.path)
             if on_bytes is not None:
                 on_bytes(self.n_bytes * (rows.stop - rows.start) // n_rows)
-        return out
 
     def _rows(self) -> tuple[int, int]:
-        if self.row_group == 1 and len(self.shape) < 2:
-            return 1, int(np.prod(self.shape))
-        return self.shape[0], int(np.prod(self.shape[1:]))
+        if len(self.shape) < 2:
+            n = int(np.prod(self.shape))
+            return (1, n) if self.row_group == 1 else (n, 1)
+        return int(np.prod(self.shape[:-1])), self.shape[-1]
+
+
+@dataclass(frozen=True)
+class StoredStack:
+    """Tensors of one shape, from anywhere, as one tensor with a further first axis."""
+
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.tensors[0].path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.tensors), *self.tensors[0].shape)
+
+    @property
+    def offset_bytes(self) -> int:
+        return self.tensors[0].offset_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(tensor.n_bytes for tensor in self.tensors)
+
+    def read(self, dtype: np.dtype, on_bytes: Callable[[int], None] | None = None) -> np.ndarray:
+        """As `StoredTensor.read`."""
+        out = aligned_empty(self.shape, dtype)
+        for own, tensor in zip(out, self.tensors, strict=True):
+            tensor.read_into(own, on_bytes)
+        return out
+
+
+Stored: TypeAlias = StoredTensor | StoredStack
 
 
 def stream(
-    stored: Mapping[str, StoredTensor], dtype: np.dtype, progress: Progress | None = None
+    stored: Mapping[str, Stored], dtype: np.dtype, progress: Progress | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor in turn, as (name, array in `dtype`); the caller decides how long each one lives."""
     total = sum(tensor.n_bytes for tensor in stored.values())
