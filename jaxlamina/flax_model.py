@@ -177,7 +177,10 @@ class FlaxModel(HasModel):
         tokens of rows of different lengths. Gives the largest difference of logits, relative to the largest
         logit. ``UserError`` where that is more than rounding."""
         difference = check_found(self.found, self._of_weights, self.params, self.vocab_size)
-        most = 1e-4 if self.own_dtype == "float32" else 0.1
+        # Accelerators' products of float32 have the digits of TF32 or bfloat16 where the model does not ask
+        # for more.
+        exact = 1e-4 if jax.default_backend() == "cpu" else 0.02
+        most = exact if self.own_dtype == "float32" else 0.1
         if not difference <= most:
             raise UserError(
                 "the model does not give the same when it is cut: on random tokens logits differ by "

@@ -85,13 +85,15 @@ LONG_PERPLEXITY: Mapping[tuple[int, int], float] = {(20, 1024): 23.2289, (1, 12)
 @dataclass(frozen=True)
 class Case:
     """``at``: attributes of the executor for this case; ``llm``: options of `LLM`, by which an executor is
-    made. ``covers``: of `WANTED`."""
+    made. ``own``: the demo model's weights in a function of its user's (`plain_llama`). ``covers``: of
+    `WANTED`."""
 
     name: str
     how: str
     model: str = "demo"
     dtype: Dtype = "bfloat16"
     kv_dtype: KvDtype = "auto"
+    own: bool = False
     at: Mapping[str, Any] = field(default_factory=dict)
     llm: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -250,6 +252,15 @@ def _of_three(what: str, **options: Any) -> tuple[Case, ...]:
 
 
 _MPI = {"transport": "mpi"}
+_OWN = _cases(
+    ("f32", {"how": "decode", "dtype": "float32"}),
+    ("f32 tokens", {"how": "tokens", "dtype": "float32", "llm": SMALL_POOL}),
+    ("bf16 chunks", {"how": "chunks"}),
+    ("bf16 moves", {"how": "moves"}),
+    ("bf16 int8", {"how": "decode", "kv_dtype": "int8"}),
+    own=True,
+    covers=("own model",),
+)
 # The most telling first: what does not fit into the time is left out, and said.
 GROUPS: tuple[Group, ...] = (
     Group("ranks by memory", _ranks("ranks by memory"), {"transport": "xla"}, n_gpus=2, alone=True),
@@ -303,6 +314,13 @@ GROUPS: tuple[Group, ...] = (
         Group(f"ranks, {way}", _of_three(way), _MPI | {"dop": (1, 2), "partition": way})
         for way in ("heads", "requests", "tokens")
     ),
+    Group("own model", _OWN),
+    Group("own model, ranks", _only(_OWN, "f32", "bf16 chunks", "bf16 int8"), _MPI | {"dop": (1, 2)}),
+    Group(
+        "own model, tensor parallel",
+        _only(_OWN, "f32", "f32 tokens"),
+        _MPI | {"dop": (2, 1), "tensor_parallel": 2},
+    ),
     Group(
         "rotation",
         _cases(
@@ -316,7 +334,7 @@ GROUPS: tuple[Group, ...] = (
 WANTED = (
     "unsplit", "local", "ranks by memory", "ranks by nccl", "ranks by mpi", "q first", "q with k, v", "staggered",
     "mini-batches", "mixed steps", "prefill worker", "tensor parallel", "pipeline parallel", "rotation", "heads",
-    "requests", "tokens", "moves", "head dims",
+    "requests", "tokens", "moves", "head dims", "own model",
 )  # fmt: skip
 
 

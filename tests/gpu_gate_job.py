@@ -37,6 +37,7 @@ from jaxlamina.engine.engine import Engine
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, apply, random_params
+from jaxlamina.models.causal_lm import built
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights import open_checkpoint
@@ -207,7 +208,7 @@ def written(case: Case, llm: LLM, reference: Any, size: Size) -> dict[str, np.nd
     buckets = Buckets(batch=(len(prompts),), prompt=(8,), context=(longest,))
     host = case.llm.get("host_kv_slots", 0)
     engine = Engine(
-        llm.executor, vocab_size=llm.config.vocab_size, buckets=buckets, max_num_seqs=len(prompts),
+        llm.executor, vocab_size=llm.model.vocab_size, buckets=buckets, max_num_seqs=len(prompts),
         max_model_len=longest, max_num_batched_tokens=8, host_kv_slots=host, headroom=0.0, **case.engine,
     )  # fmt: skip
     params = SamplingParams(max_tokens=size.written, ignore_eos=True, temperature=0.0)
@@ -225,7 +226,7 @@ class Held:
 
     def __init__(self, group: Any, scale: str, folder: Path) -> None:
         self._group, self._scale, self._folder = group, scale, folder
-        self._sources: dict[str, InMemoryModel] = {}
+        self._sources: dict[str, Any] = {}
         self._key: Any = None
         self._llm: LLM | None = None
         self._usual: dict[str, Any] = {}
@@ -243,7 +244,7 @@ class Held:
         return self.reference(case.model)["windows"][: size.rows, : size.tokens].astype(np.int32)
 
     def llm(self, case: Case) -> LLM:
-        key = case.model, case.dtype, case.kv_dtype, sorted(case.llm.items())
+        key = case.model, case.own, case.dtype, case.kv_dtype, sorted(case.llm.items())
         if key != self._key:
             self._key = self._llm = None  # what it holds goes first
             self._llm = self._make(case)
@@ -259,8 +260,10 @@ class Held:
 
     def _make(self, case: Case) -> LLM:
         size = case.size(self._scale)
-        if case.model not in self._sources:
-            self._sources[case.model] = demo_model() if case.model == "demo" else random_model(case.model)
+        source = f"plain_llama:demo_{case.dtype}" if case.own else case.model
+        if source not in self._sources:
+            made = partial(built, source) if case.own else demo_model if source == "demo" else None
+            self._sources[source] = made() if made is not None else random_model(source)
         n_slots = max(size.rows * size.tokens, 2 * size.few * size.tokens) + 7
         longest = size.tokens
         if case.model == "demo":
@@ -270,7 +273,7 @@ class Held:
             "kv_slots": n_slots, "host_kv_slots": size.few * size.tokens, "max_model_len": longest,
             "max_num_seqs": size.rows, "dtype": case.dtype, "kv_dtype": case.kv_dtype, "group": self._group,
         }  # fmt: skip
-        return LLM(self._sources[case.model], **options | dict(case.llm))
+        return LLM(self._sources[source], **options | dict(case.llm))
 
 
 def run_cases(job: dict[str, Any], group: Any) -> int:

@@ -40,7 +40,12 @@ def attention(q: Any, k: Any, v: Any) -> Any:
 
 
 def llama(params: Params, tokens: Any, positions: Any, *, head_dim: int, eps: float, theta: float) -> Any:
-    """Logits ``[B, T, V]``."""
+    """Logits ``[B, T, V]``. Products of float32 are of float32: on GPUs JAX's default has fewer digits."""
+    with jax.default_matmul_precision("float32"):
+        return _llama(params, tokens, positions, head_dim, eps, theta)
+
+
+def _llama(params: Params, tokens: Any, positions: Any, head_dim: int, eps: float, theta: float) -> Any:
     x = params["model.embed_tokens.weight"][tokens]
     layer = 0
     while (root := f"model.layers.{layer}.") + "input_layernorm.weight" in params:
@@ -70,12 +75,16 @@ def of_weights(config: Any, params: Params, dtype: Any, **more: Any) -> FlaxMode
     return FlaxModel(fn, params, vocab_size=config.vocab_size, max_model_len=longest, name="llama", **more)
 
 
-def demo(dtype: Any = np.float32) -> FlaxModel:
+def demo_float32(dtype: Any = np.float32) -> FlaxModel:
     """The demo model's weights and tokenizer."""
     from jaxlamina.weights import open_checkpoint
 
     checkpoint = open_checkpoint("smollm2-135m-instruct")
     return of_weights(checkpoint.config, checkpoint.load("float32"), dtype, tokenizer=checkpoint.tokenizer())
+
+
+def demo_bfloat16() -> FlaxModel:
+    return demo_float32(jnp.bfloat16)
 
 
 def llama_8b() -> FlaxModel:
