@@ -1,29 +1,55 @@
-"""Decoders of packages that others have published, small and with drawn weights; nothing is downloaded.
+"""Decoders that other people have published, unmodified: small, with drawn weights, and nothing is downloaded.
 
-Each ``build_*`` imports its package when it is called (ImportError: not installed) and returns ``(fn, params,
-vocab_size, max_len)``, with fn as in this package's own files. Models are called as their packages have them
-called for training or prefill; what had to be given beside tokens and positions is said at each.
+Each ``build_*`` imports its package when it is called. It returns ``Built(fn, params, n_layers)``, with ``fn``
+as in this package's own files. A model is called as its package calls it in training. Where a model takes more
+than tokens and positions, its builder says what it gets. docs/published-models.md has the results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-Built = tuple[Callable[..., jax.Array], Any, int, int]
 
 VOCAB_SIZE = 96
 MAX_LEN = 64
 
 
-def drawn(params: Any, seed: int) -> Any:
-    """Weights of the same shapes for a model whose own ones are zeros, ones or too small for logits to differ.
+class Built(NamedTuple):
+    fn: Callable[..., jax.Array]
+    params: Any
+    n_layers: int
 
-    What multiplies activations is divided by the root of its inputs' number, taken for all axes but the last; for
-    vectors (scales, biases) it is what they are, and a little noise.
+
+@dataclass(frozen=True)
+class Published:
+    """``package``: its name on PyPI. ``below``: the first major version without the model."""
+
+    package: str
+    build: Callable[[], Built]
+    below: int | None = None
+
+    def missing(self) -> str | None:
+        """Why it cannot be built here, or None."""
+        how = "make test-third-party installs it"
+        try:
+            version = metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return f"{self.package}, of the extra third-party, is not installed: {how}"
+        if self.below is not None and int(version.split(".")[0]) >= self.below:
+            return f"{self.package} {version} has no Flax models, {self.below - 1} has: {how}"
+        return None
+
+
+def drawn(params: Any, seed: int) -> Any:
+    """Weights of the same shapes, under which different tokens get different logits.
+
+    Matrices are normal, divided by the root of the axis before the last. Vectors (scales, biases) keep their
+    values and get a little noise.
     """
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -53,7 +79,7 @@ def _tunix(model: Any, seed: int) -> Built:
         logits, _ = nnx.merge(graphdef, params, rest)(tokens, positions, None, causal_mask(tokens))
         return logits.astype(jnp.float32)
 
-    return fn, drawn(params, seed), VOCAB_SIZE, MAX_LEN
+    return Built(fn, drawn(params, seed), model.config.num_layers)
 
 
 def build_tunix_llama3(seed: int = 0) -> Built:
@@ -166,9 +192,6 @@ def _transformers(name: str, seed: int, **config: Any) -> Built:
     config_class, model_class = getattr(transformers, f"{name}Config"), f"Flax{name}ForCausalLM"
     if name == "GPT2":
         model_class = "FlaxGPT2LMHeadModel"
-    # Without torch, the name would be a stand-in that raises when it is used.
-    if not transformers.utils.is_flax_available():
-        raise ImportError("this transformers has no Flax models")
     model = getattr(transformers, model_class)(config_class(vocab_size=VOCAB_SIZE, **config), seed=seed)
 
     def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -177,7 +200,7 @@ def _transformers(name: str, seed: int, **config: Any) -> Built:
         )
         return output.logits
 
-    return fn, drawn(model.params, seed), VOCAB_SIZE, MAX_LEN
+    return Built(fn, drawn(model.params, seed), model.config.num_hidden_layers)
 
 
 def build_transformers_gpt2(seed: int = 0) -> Built:
@@ -191,15 +214,17 @@ def build_transformers_gptj(seed: int = 0) -> Built:
 
 
 def _llama_like(name: str, seed: int, **more: Any) -> Built:
-    sizes = dict(
+    return _transformers(
+        name,
+        seed,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=MAX_LEN,
+        **more,
     )
-    return _transformers(name, seed, **sizes, **more)
 
 
 def build_transformers_llama(seed: int = 0) -> Built:
@@ -208,7 +233,7 @@ def build_transformers_llama(seed: int = 0) -> Built:
 
 
 def build_transformers_mistral(seed: int = 0) -> Built:
-    """transformers 4, FlaxMistralForCausalLM (Linen): a window of 16 tokens."""
+    """transformers 4, FlaxMistralForCausalLM (Linen): `sliding_window=16` is 17 tokens there."""
     return _llama_like("Mistral", seed, sliding_window=16)
 
 
@@ -248,19 +273,195 @@ def build_gemma(seed: int = 0) -> Built:
         )
         return output.logits.astype(jnp.float32)
 
-    return fn, drawn(variables["params"], seed), VOCAB_SIZE, MAX_LEN
+    return Built(fn, drawn(variables["params"], seed), 2)
 
 
-ALL: tuple[Callable[..., Built], ...] = (
-    build_tunix_llama3,
-    build_tunix_qwen2,
-    build_tunix_qwen3,
-    build_tunix_qwen3_moe,
-    build_tunix_gemma3,
-    build_transformers_gpt2,
-    build_transformers_gptj,
-    build_transformers_llama,
-    build_transformers_mistral,
-    build_transformers_gemma,
-    build_gemma,
+def _penzai(config: Any, build_transformer: Callable[..., Any], seed: int) -> Built:
+    """penzai's models take and give arrays with named axes, and hold their parameters as variables."""
+    from penzai import pz
+
+    model, params = pz.unbind_params(
+        build_transformer(config, init_base_rng=jax.random.key(seed)), freeze=True
+    )
+
+    def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        named_tokens, named_positions = (pz.nx.wrap(x).tag("batch", "seq") for x in (tokens, positions))
+        logits = pz.bind_variables(model, params)(named_tokens, token_positions=named_positions)
+        return logits.unwrap("batch", "seq", "vocabulary")
+
+    return Built(fn, drawn(params, seed), config.num_decoder_blocks)
+
+
+def _penzai_llama_like(seed: int, **more: Any) -> Built:
+    from penzai.models.transformer.variants import llamalike_common
+
+    config = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=2,
+        query_head_multiplier=2,
+        embedding_dim=32,
+        projection_dim=8,
+        mlp_hidden_dim=64,
+        num_decoder_blocks=2,
+        vocab_size=VOCAB_SIZE,
+        **more,
+    )
+    return _penzai(config, llamalike_common.build_llamalike_transformer, seed)
+
+
+def build_penzai_llama(seed: int = 0) -> Built:
+    """penzai, Llama; its layers are a scan over stacked weights."""
+    return _penzai_llama_like(seed, mlp_variant="swiglu", tie_embedder_and_logits=False, use_layer_stack=True)
+
+
+def build_penzai_gemma2(seed: int = 0) -> Built:
+    """penzai, Gemma 2: soft caps, a window of 5 tokens at every other layer, a tied head."""
+    from penzai.models.transformer.variants import llamalike_common
+
+    return _penzai_llama_like(
+        seed,
+        mlp_variant="geglu_approx",
+        tie_embedder_and_logits=True,
+        attention_type=(
+            llamalike_common.AttentionTypeSlidingWindowCausal(5),
+            llamalike_common.AttentionTypeGlobalCausal(),
+        ),
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        final_logit_softcap=30.0,
+        attn_logits_soft_cap=50.0,
+    )
+
+
+def build_penzai_gpt_neox(seed: int = 0) -> Built:
+    """penzai, GPT-NeoX: a parallel block, rotary positions of half of a head."""
+    from penzai.models.transformer.variants import gpt_neox
+
+    config = gpt_neox.GPTNeoXTransformerConfig(
+        num_attention_heads=4,
+        embedding_dim=32,
+        projection_dim=8,
+        mlp_hidden_dim=64,
+        num_decoder_blocks=2,
+        vocab_size=VOCAB_SIZE,
+        rope_wavelength=10_000,
+        rope_subset_size=4,
+        layernorm_epsilon=1e-5,
+        activation_fn="gelu_exact",
+        parameter_dtype=jnp.float32,
+        activation_dtype=jnp.float32,
+    )
+    return _penzai(config, gpt_neox.build_gpt_neox_transformer, seed)
+
+
+def _dantinox(seed: int, **config: Any) -> Built:
+    """DantinoX's Transformer takes tokens, and ``deterministic=True`` for no dropout; it makes positions
+    itself."""
+    from dantinox.core.config import ModelConfig
+    from dantinox.core.model import Transformer
+    from flax import nnx
+
+    sizes = ModelConfig(dim=32, n_heads=4, num_blocks=2, vocab_size=VOCAB_SIZE, max_context=MAX_LEN, **config)
+    graph, params, rest = nnx.split(Transformer(sizes, rngs=nnx.Rngs(seed)), nnx.Param, ...)
+
+    def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        return nnx.merge(graph, params, rest)(tokens, deterministic=True).logits
+
+    return Built(fn, drawn(params, seed), 2)
+
+
+def build_dantinox_gqa(seed: int = 0) -> Built:
+    """DantinoX (NNX): grouped queries, rotary positions, a window of 5 tokens (`context_window=4`)."""
+    return _dantinox(seed, attention="gqa", kv_heads=2, sliding_window=True, context_window=4)
+
+
+def build_dantinox_moe(seed: int = 0) -> Built:
+    """DantinoX (NNX): learned positions and 4 experts, with a loss of their balance beside the logits."""
+    return _dantinox(seed, pos_encoding="learned", ffn="moe")
+
+
+def build_dantinox_mla(seed: int = 0) -> Built:
+    """DantinoX (NNX): latent attention, as it is trained: heads of 16, values of 8."""
+    return _dantinox(seed, attention="mla", down_dim_q=16, down_dim_kv=16, rope_dim=8)
+
+
+def build_dantinox_mla_absorbed(seed: int = 0) -> Built:
+    """The same with the products of keys and values drawn into queries and outputs: scores are a sum of two
+    products."""
+    return _dantinox(seed, attention="mla", down_dim_q=16, down_dim_kv=16, rope_dim=8, inference_mode=True)
+
+
+def build_dantinox_differential(seed: int = 0) -> Built:
+    """DantinoX (NNX): weights of one attention minus those of another."""
+    return _dantinox(seed, differential=True)
+
+
+def build_nano_moe(seed: int = 0) -> Built:
+    """nano-moe-jax (Linen): learned positions by a slice, 4 experts, a loss of their balance beside the
+    logits."""
+    from nano_moe.config import NanoMoEConfig
+    from nano_moe.model import NanoMoE
+
+    config = NanoMoEConfig(
+        vocab_size=VOCAB_SIZE, n_layers=2, n_heads=4, d_model=32, d_ff=64, block_size=MAX_LEN
+    )
+    model = NanoMoE(config)
+    params = model.init(jax.random.key(seed), jnp.ones((1, 4), jnp.int32))["params"]
+
+    def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        logits, _ = model.apply({"params": params}, tokens)
+        return logits
+
+    return Built(fn, drawn(params, seed), config.n_layers)
+
+
+def build_nanodl_gpt3(seed: int = 0) -> Built:
+    """nanodl (Linen): scores are multiplied by a mask of ones and zeros, so each token sees all."""
+    import nanodl
+
+    model = nanodl.GPT3(
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=32,
+        feedforward_dim=64,
+        dropout=0.0,
+        vocab_size=VOCAB_SIZE,
+        embed_dim=32,
+        max_length=MAX_LEN,
+        start_token=0,
+        end_token=1,
+    )
+    params = model.init(jax.random.key(seed), jnp.ones((1, 4), jnp.int32))["params"]
+
+    def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        return model.apply({"params": params}, tokens, training=False)[0]
+
+    return Built(fn, drawn(params, seed), 2)
+
+
+ALL = (
+    Published("google-tunix", build_tunix_llama3),
+    Published("google-tunix", build_tunix_qwen2),
+    Published("google-tunix", build_tunix_qwen3),
+    Published("google-tunix", build_tunix_qwen3_moe),
+    Published("google-tunix", build_tunix_gemma3),
+    Published("transformers", build_transformers_gpt2, below=5),
+    Published("transformers", build_transformers_gptj, below=5),
+    Published("transformers", build_transformers_llama, below=5),
+    Published("transformers", build_transformers_mistral, below=5),
+    Published("transformers", build_transformers_gemma, below=5),
+    Published("gemma", build_gemma),
+    Published("penzai", build_penzai_llama),
+    Published("penzai", build_penzai_gemma2),
+    Published("penzai", build_penzai_gpt_neox),
+    Published("dantinox", build_dantinox_gqa),
+    Published("dantinox", build_dantinox_moe),
+    Published("dantinox", build_dantinox_mla),
+    Published("nano-moe-jax", build_nano_moe),
+)
+
+# What they compute is no causal softmax attention over tokens' keys and values, or is not written as one.
+REFUSED = (
+    Published("nanodl", build_nanodl_gpt3),
+    Published("dantinox", build_dantinox_mla_absorbed),
+    Published("dantinox", build_dantinox_differential),
 )
