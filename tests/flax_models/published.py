@@ -433,7 +433,7 @@ def build_nanodl_gpt3(seed: int = 0) -> Built:
     params = model.init(jax.random.key(seed), jnp.ones((1, 4), jnp.int32))["params"]
 
     def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        return model.apply({"params": params}, tokens, training=False)[0]
+        return model.apply({"params": params}, tokens, training=False)
 
     return Built(fn, drawn(params, seed), 2)
 
