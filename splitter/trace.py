@@ -117,7 +117,7 @@ def trace(
         )
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x)))
              for x in (*params_flat, *inputs_flat)]  # fmt: skip
-    flat, flat_consts = _flat(closed, avals, lambda eqn: eqn.primitive in wanted)
+    flat, flat_consts = _flat(*compat.open_jaxpr(closed), avals, lambda eqn: eqn.primitive in wanted)
     sites = tuple(i for i, eqn in enumerate(flat.eqns) if eqn.primitive in wanted)
     if not sites:
         raise SplitError(
@@ -144,13 +144,14 @@ def flattened(
 ) -> tuple[Any, tuple[Any, ...]]:
     """``fn`` of arrays as one flat jaxpr, and the values of its constants. An equation that ``is_wanted`` may
     not lie within a construct whose course depends on data (SplitError); a scan that holds one is
-    unrolled."""
-    return _flat(jax.make_jaxpr(fn)(*likes), likes, is_wanted)
+    unrolled. What the results do not need, such as a loss beside the logits, is left out."""
+    inner, consts = compat.open_jaxpr(jax.make_jaxpr(fn)(*likes))
+    return _flat(compat.without_dead(inner), consts, likes, is_wanted)
 
 
-def _flat(closed: Any, likes: Sequence[Any], is_wanted: IsWanted) -> tuple[Any, tuple[Any, ...]]:
-    inner, consts = compat.open_jaxpr(closed)
-
+def _flat(
+    inner: Any, consts: Sequence[Any], likes: Sequence[Any], is_wanted: IsWanted
+) -> tuple[Any, tuple[Any, ...]]:
     def run(*args: Any) -> list[Any]:
         return _inline(inner, [*consts, *args], is_wanted)
 

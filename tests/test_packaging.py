@@ -59,6 +59,7 @@ def test_the_base_install_needs_no_mpi_and_no_torch():
         "dev",
         "lm-eval",
         "test",
+        "third-party",
     }
 
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import split_examples as ex
 from flax import nnx
+from flax_models import nnx_mha
 
 from splitter import SplitError, split
+from splitter.find import find_attention
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +111,18 @@ def test_a_cache_among_the_parameters_is_named():
         SplitError, match=r"parameter params\S*cache\S*: if that is a cache, make it an input"
     ):
         split(lambda model, tokens: model(tokens), model, jnp.ones((B, 1), jnp.int32))
+
+
+def test_a_loss_beside_the_logits_is_not_looked_at():
+    fn, params = nnx_mha.build(0)
+
+    @jax.jit
+    def balance(logits):  # of all tokens: a number for each number of tokens
+        return jnp.mean(jax.nn.softmax(logits), axis=(0, 1)).sum()
+
+    def with_a_loss(params, tokens, positions):
+        logits = fn(params, tokens, positions)
+        return {"logits": logits, "loss": balance(logits)}["logits"]
+
+    found = find_attention(with_a_loss, params, max_len=nnx_mha.MAX_LEN)
+    assert len(found.sites) == len(find_attention(fn, params, max_len=nnx_mha.MAX_LEN).sites) > 0
