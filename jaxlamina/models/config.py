@@ -209,10 +209,16 @@ def _windows_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     return found
 
 
+def _method(quantization: Any) -> str:
+    named = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    return f"quant_method={named!r}"[:80]
+
+
 def _reject_unsupported(family: str, hf: Mapping[str, Any]) -> None:
     if hf.get("quantization_config") is not None:
         raise UserError(
-            "config: quantization_config is not supported; use unquantized weights or a GGUF file"
+            f"config: quantization_config is not supported ({_method(hf['quantization_config'])}); use unquantized "
+            "weights or a GGUF file"
         )
     keys = FAMILIES[family].keys
     for key, allowed in NEUTRAL_VALUES.items():
