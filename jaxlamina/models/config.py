@@ -217,8 +217,8 @@ def _method(quantization: Any) -> str:
 def _reject_unsupported(family: str, hf: Mapping[str, Any]) -> None:
     if hf.get("quantization_config") is not None:
         raise UserError(
-            f"config: quantization_config is not supported ({_method(hf['quantization_config'])}); use unquantized "
-            "weights or a GGUF file"
+            f"config: quantization_config is not supported ({_method(hf['quantization_config'])}); "
+            "use unquantized weights or a GGUF file"
         )
     keys = FAMILIES[family].keys
     for key, allowed in NEUTRAL_VALUES.items():
