@@ -11,6 +11,7 @@ import contextvars
 import importlib
 import importlib.util
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -111,8 +112,8 @@ _caller: contextvars.ContextVar[Any] = contextvars.ContextVar("caller", default=
 def called_by(eqn: JaxprEqn) -> Iterator[None]:
     """Equations of a call's body that are run inside count as the call's where they have no line of their
     own."""
-    traceback = eqn.source_info.traceback
-    token = _caller.set(traceback if source_info_util.user_frame(traceback) else _caller.get())
+    info = eqn.source_info
+    token = _caller.set(info.traceback if source_info_util.user_frame(info.traceback) else _caller.get())
     try:
         yield
     finally:
@@ -131,12 +132,19 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 def where(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the user's code that made an equation, with its name stack where there is
     one. Flax's own lines are passed over for those that call it."""
-    traceback = eqn.source_info.traceback
-    frames = [*source_info_util.user_frames(traceback)]
+    frames = [*source_info_util.user_frames(eqn.source_info.traceback)]
     own = [f for f in frames if not f.file_name.startswith(_flax_folder())] or frames
     places = [f"{f.file_name}:{f.start_line} ({f.function_name})" for f in own[:1]]
     stack = str(eqn.source_info.name_stack)
     return " ".join([*places, *([f"[{stack}]"] if stack else [])]) or "a line that JAX does not tell"
+
+
+def where_raised(error: BaseException) -> str:
+    """`file:line (function)` of the innermost line of the user's that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if source_info_util.is_user_filename(f.filename)]
+    last = ([f for f in own if not f.filename.startswith(_flax_folder())] or own or frames)[-1]
+    return f"{last.filename}:{last.lineno} ({last.name})"
 
 
 @lru_cache(maxsize=1)

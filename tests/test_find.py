@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_models import refused
+from flax_models import nnx_mha, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_models import NAMES, flax_model
@@ -94,6 +94,46 @@ def test_all_places_are_said_at_once():
     with pytest.raises(SplitError) as error:
         _ = model_that_is_refused("causal_convolution").found
     assert len(str(error.value).splitlines()) >= 3
+
+
+def fixed_length(params: Any, tokens: Any, positions: Any) -> Any:
+    return params["embed"][tokens] + jnp.zeros((1, 64, 1))
+
+
+def decided_by_data(params: Any, tokens: Any, positions: Any) -> Any:
+    if tokens[0, 0] > 3:
+        return params["embed"][tokens]
+    return params["embed"][positions]
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (fixed_length, "TypeError: add got incompatible shapes"),
+        (decided_by_data, "TracerBoolConversionError"),
+    ],
+)
+def test_a_function_of_one_length_or_of_tokens_values_is_told_with_its_line(fn: Any, says: str):
+    params = {"embed": np.ones((9, 4), np.float32)}
+    with pytest.raises(SplitError, match=f"{fn.__name__} cannot be traced for a row of 11 tokens") as error:
+        find_attention(fn, params, max_len=64)
+    line = inspect.getsourcelines(fn)[1] + 1
+    assert says in str(error.value) and f"test_find.py:{line} ({fn.__name__})" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def sharded(params: Any, tokens: Any, positions: Any) -> Any:
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    fn, _ = nnx_mha.build()
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
+    return jax.lax.with_sharding_constraint(fn(params, tokens, positions), everywhere)
+
+
+def test_a_models_own_sharding_is_refused_with_its_line():
+    _, params = nnx_mha.build()
+    with pytest.raises(SplitError, match=r"test_find.py:\d+ \(sharded\).*lays out values over a mesh"):
+        find_attention(sharded, params, max_len=64)
 
 
 def test_a_line_within_flax_is_told_as_its_callers():

@@ -395,7 +395,18 @@ def _learned(fn: Callable[..., Any], params: Any, max_len: int, name: str) -> Le
         row = jax.ShapeDtypeStruct((1, n), jnp.int32)
 
         def flat(*args: Any) -> Any:
-            out = fn(tree_util.tree_unflatten(tree, args[:-2]), *args[-2:])
+            params = tree_util.tree_unflatten(tree, args[:-2])
+            try:
+                out = fn(params, *args[-2:])
+            except SplitError:
+                raise
+            except Exception as error:  # whatever a user's own code raises
+                said = str(error).strip().splitlines()
+                raise SplitError(
+                    f"{name} cannot be traced for a row of {n} tokens, as it must be for any number of them "
+                    f"whatever they are: {compat.where_raised(error)}: {type(error).__name__}: "
+                    f"{said[0] if said else ''}"
+                ) from error
             shape = getattr(out, "shape", None)
             if shape is None or len(shape) != 3 or shape[:2] != (1, n):
                 raise SplitError(
