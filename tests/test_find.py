@@ -167,6 +167,57 @@ def test_near_misses_are_refused(form: dict[str, Any], miss: str):
         find_attention(written, written.params, max_len=64)
 
 
+# What a few tokens do not show: a row must be looked at as far as it may go.
+FAR_MASKS = {
+    "floats": lambda behind: behind.astype(jnp.float32) < 200.0,
+    "sums": lambda behind: behind - 100 - 100 < 0,
+    "beyond the row": lambda behind: behind - 50_000 < -49_800,
+    "products": lambda behind: behind * 0.5 < 100,
+    "doubles": lambda behind: behind < (lambda c: c + c + c + c)(jnp.int32(50) + jnp.zeros_like(behind)),
+}
+FAR_MISSES = {
+    "a factor of late tokens": (lambda s, at: s * jnp.where(at < 200, 1.0, 1.5)[:, None], "depends on a token's place"),
+    "a bias of late keys": (lambda s, at: s + jnp.where(at < 200, 0.0, 1.5)[None, :], "depends on a token's place"),
+    "a factor of how many": (lambda s, at: s * jnp.maximum(jnp.ones(at.shape).sum(), 200.0), "or on how many"),
+    "clipped": (lambda s, at: jnp.clip(s, -400, 400), "clipped, or compared"),
+    "does not see one": (lambda s, at: jnp.where((at == 400)[:, None] & (at == 9)[None], -jnp.inf, s), "mask is n"),
+    "places in few bits": (lambda s, at: jnp.where(at.astype(jnp.int8)[:, None] > 120, 0.0, s), "mask is n"),
+    "from a length on": (lambda s, at: s * 2 if len(at) > 400 else s, r"another number of tokens \(traced for 11, 13"),
+}  # fmt: skip
+
+
+def far(score: Any, visible: Any) -> tuple[Any, Any]:
+    """A model of one attention with something done to its scores ``[B, N, T, T]`` and its mask."""
+    written = Written(**{axis: forms[0] for axis, forms in FORMS.items()})
+
+    def fn(params: Any, tokens: Any, positions: Any) -> Any:
+        x = params["embed"][tokens] + jnp.sin(positions)[..., None]
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
+        at = jnp.arange(tokens.shape[1])
+        behind = at[:, None] - at[None, :]
+        scores = score(jnp.einsum("bqnh,bknh->bnqk", q, k), at)
+        weights = jax.nn.softmax(jnp.where((behind >= 0) & visible(behind), scores, -jnp.inf), axis=-1)
+        y = jnp.einsum("btnh,nhd->btd", jnp.einsum("bnqk,bknh->bqnh", weights, v), params["o"])
+        return (x + y) @ params["embed"].T
+
+    return fn, written.params
+
+
+@pytest.mark.parametrize("max_len", [600, 9000])
+@pytest.mark.parametrize("name", FAR_MASKS)
+def test_a_window_that_begins_far_from_the_rows_beginning_is_read(name: str, max_len: int):
+    [site] = find_attention(*far(lambda s, at: s, FAR_MASKS[name]), max_len=max_len).sites
+    assert site.window == 200
+
+
+@pytest.mark.parametrize("max_len", [600, 9000])
+@pytest.mark.parametrize("name", FAR_MISSES)
+def test_what_differs_far_from_the_rows_beginning_is_refused(name: str, max_len: int):
+    score, says = FAR_MISSES[name]
+    with pytest.raises(SplitError, match=says):
+        find_attention(*far(score, lambda behind: behind >= 0), max_len=max_len)
+
+
 def agrees(found: Any, written: Any) -> None:
     """Rows of several tokens, and the same as the same tokens at places behind others."""
     params = {name: jnp.asarray(x) for name, x in written.params.items()}

@@ -431,45 +431,24 @@ def _is_over_tokens(eqn: compat.JaxprEqn, n: int) -> bool:
     return any(v.aval.shape[d] == n for v, dims in zip(eqn.invars, contracted, strict=True) for d in dims)  # type: ignore[attr-defined]
 
 
-_PRIMES = (
-    11,
-    13,
-    17,
-    19,
-    23,
-    29,
-    31,
-    37,
-    41,
-    43,
-    47,
-    53,
-    59,
-    61,
-    67,
-    71,
-    73,
-    79,
-    83,
-    89,
-    97,
-    101,
-    103,
-    107,
-    109,
-    113,
-)
+_LONGEST_TRACE = 4100  # tokens: beyond most windows and most lengths from which a model does something else
 
 
 def _lengths(params: Any, max_len: int) -> tuple[int, int, int]:
-    """Three numbers of tokens that no size of the model can be taken for."""
+    """Three numbers of tokens that no size of the model can be taken for: two short ones, and a long one, for
+    models that have an `if` on the number of tokens."""
     sizes = {s for x in tree_util.tree_leaves(params) for s in jnp.shape(x)}
-    fitting = [p for p in _PRIMES if p < max_len and all(s % p for s in sizes)]
-    if len(fitting) < 3:
+
+    def fits(p: int) -> bool:
+        return all(s % p for s in sizes) and all(p % d for d in range(2, int(p**0.5) + 1))
+
+    short = [p for p in range(11, min(max_len, 200)) if fits(p)][:2]
+    long = next((p for p in range(min(max_len, _LONGEST_TRACE) - 1, 0, -1) if fits(p)), 0)
+    if len(short) < 2 or long <= short[1]:
         raise SplitError(
             f"a model of at most {max_len} tokens is too short to find attention in: 24 or more are needed"
         )
-    return fitting[0], fitting[1], fitting[2]
+    return short[0], short[1], long
 
 
 def leaf_names(params: Any) -> list[str]:

@@ -160,7 +160,10 @@ def learn(
         _Comparison(found, jaxprs).all()
         found.consts = _consts(found, consts, longest)
     except _Differs as why:
-        raise SplitError(f"the model does something else for another number of tokens: {why}") from None
+        of = f"{lengths[0]}, {lengths[1]} and {lengths[2]}"
+        raise SplitError(
+            f"the model does something else for another number of tokens (traced for {of}): {why}"
+        ) from None
     return found
 
 

@@ -25,6 +25,8 @@ from splitter.find.regions import Region
 _SPREADS = (0.5, 6.0, 60.0)  # standard deviations of scores that a region is tried with
 _EXPONENT = 80.0  # of which float32 knows the exponential, and of its negative
 _MOST_PAIRS = 1 << 27  # of tokens, whose masks are looked at at once
+_LOOKED_AT_WHOLE = 1024  # tokens at most for which a mask is looked at for all, however it is made
+_NO_SCORE = 6e4  # what clips or compares scores from here on only tells hidden ones
 _FIRST_POSITION = 7  # positions are given from here on, too: masks may go by differences alone
 
 
@@ -51,9 +53,11 @@ class Mask(NamedTuple):
 
 def meaning(facts: Facts, region: Region, leaves: Sequence[Any], max_len: int) -> Meaning:
     """Raises `Refuted`."""
-    grids = tuple(dict.fromkeys(g for g in (_grid(facts, v) for v in leaves) if g is not None))
+    least = dict.fromkeys(x for x in (_least(facts, v) for v in leaves) if x is not None)
+    grids = tuple(v for v in least if len(facts.learned.token_dims(v)) == 2)
     if not grids:
         raise Refuted("there is no mask: every token sees all others (only causal attention can be served)")
+    _same_everywhere(facts, [v for v in least if v not in grids], max_len)
     trial = _Trial(facts, region, grids, max_len)
     mask = _mask(trial)
     scale, softcap = _scoring(facts, region)
@@ -120,8 +124,9 @@ class _Trial:
 # --- Masks ---
 
 
-def _grid(facts: Facts, leaf: Any) -> Any | None:
-    """The smallest variable that a mask is broadcast from, and None for what is no matter of two tokens."""
+def _least(facts: Facts, leaf: Any) -> Any | None:
+    """The smallest variable that a mask, factor or bias is broadcast from; None for a number that is written
+    there."""
     v = leaf
     while len(facts.learned.token_dims(v)) >= 2:
         position = facts.producer.get(v)
@@ -136,12 +141,39 @@ def _grid(facts: Facts, leaf: Any) -> Any | None:
             "expand_dims",
         ):
             break
-        if isinstance(eqn.invars[0], compat.Literal) or not facts.learned.token_dims(eqn.invars[0]):
-            return None  # one number
-        if len(facts.learned.token_dims(eqn.invars[0])) < 2:
+        if isinstance(eqn.invars[0], compat.Literal):
+            return None
+        if len(facts.learned.token_dims(eqn.invars[0])) == 1:
             break
         v = eqn.invars[0]
-    return v if len(facts.learned.token_dims(v)) == 2 else None
+    return v
+
+
+def _same_everywhere(facts: Facts, others: Sequence[Any], max_len: int) -> None:
+    """Refuses a factor or bias of scores, no mask, that depends on a token's place or on how many tokens there
+    are: were it only far from the row's beginning, running a few tokens would not show it."""
+    learned, wanted = facts.learned, []
+    for v in others:
+        needed = facts.needed([v])
+        of_places = closure_inputs(facts, v) or learned.token_dims(v)
+        if of_places or any(p in learned.params or (p, i) in learned.literals for p in needed for i in range(3)):
+            wanted.append(v)
+            if max_len**2 > _MOST_PAIRS and any(
+                len(learned.token_dims(x)) > 1 for p in needed for x in facts.eqns[p].outvars
+            ):
+                raise Refuted(f"its scores have a factor or bias that takes too much memory for {max_len} tokens")
+    if not wanted:
+        return
+    known: dict[Any, np.ndarray] = {}
+    for n in (learned.lengths[0], max_len):
+        row = np.arange(n, dtype=np.int32)[None]
+        for v, x in zip(wanted, on_host(computed(facts, wanted, n), row)(row), strict=True):
+            first = x[tuple(slice(0, 1) if d in learned.token_dims(v) else slice(None) for d in range(x.ndim))]
+            if not (x == known.setdefault(v, first)).all():
+                raise Refuted(
+                    "its scores have a factor or bias that depends on a token's place, or on how many there "
+                    f"are (made at {facts.made_at(v)})"
+                )
 
 
 def computed(
@@ -222,20 +254,11 @@ def _mask(trial: _Trial) -> Mask:
 
 
 def _enough(trial: _Trial) -> int:
-    """How many tokens a mask must be looked at with to know it for all that there may be: beyond all numbers
-    that it compares with. Tables, and what is not made of comparisons and sums, are looked at whole."""
-    facts, most, whole = trial.facts, 96, False
-    for p in facts.needed(trial.grids):
-        eqn = facts.eqns[p]
-        whole |= eqn.primitive.name not in _LINEAR
-        for a in eqn.invars:
-            if isinstance(a, compat.Literal):
-                x = np.asarray(a.val)
-                if x.dtype.kind in "iu" and x.ndim == 0 and abs(int(x)) < trial.max_len:
-                    most = max(most, 2 * abs(int(x)) + 8)
-            elif a in facts.learned.jaxpr.constvars:
-                whole |= max(compat.like_of(a).shape, default=0) > 1
-    n = trial.max_len if whole else min(most, trial.max_len)
+    """How many tokens a mask must be looked at with to know it for all that there may be."""
+    n = trial.max_len
+    if n > _LOOKED_AT_WHOLE:
+        most = _largest_compared(trial.facts, trial.grids)
+        n = n if most is None else min(int(max(96, 2 * most + 8)), n)
     if n * n > _MOST_PAIRS:
         raise Refuted(
             f"its mask would have to be looked at for {n} tokens, which takes too much memory: give a "
@@ -244,37 +267,57 @@ def _enough(trial: _Trial) -> int:
     return n
 
 
+def _largest_compared(facts: Facts, wanted: Sequence[Any]) -> float | None:
+    """The largest number that sums and differences of places are compared with: beyond it a mask goes on as it
+    is. None where it is made of anything else, such as a table, a product, or places in few bits."""
+    most = 0.0
+    # Of each value, the sum of all numbers that it is made of, and whether it depends on places.
+    made_of: dict[Any, tuple[float, bool]] = {facts.learned.jaxpr.invars[-1]: (0.0, True)}
+    for v in facts.learned.jaxpr.constvars:
+        if max(compat.like_of(v).shape, default=0) <= 1:
+            made_of[v] = (_size(facts.learned.const(facts.learned.jaxpr.constvars.index(v), 1)), False)
+    for p in facts.needed(wanted):
+        eqn = facts.eqns[p]
+        name = eqn.primitive.name
+        known = [
+            (_size(a.val), False) if isinstance(a, compat.Literal) else made_of.get(a) for a in eqn.invars
+        ]
+        of = [x for x in known if x is not None]
+        places = name == "iota" or any(x[1] for x in of)
+        if len(of) < len(known) or name not in _LINEAR or (places and _loses(eqn)):
+            return None
+        sizes = [x[0] for x in of]
+        size = sum(sizes) if name in ("add", "sub", *_COMPARED) else max(sizes, default=0.0)
+        if name in _COMPARED:
+            most, size, places = max(most, size if places else 0.0), 1.0, False
+        made_of.update(dict.fromkeys(eqn.outvars, (size, places)))
+    return most
+
+
+def _size(x: Any) -> float:
+    x = np.abs(np.asarray(x, np.float64))
+    return float(np.where(np.isfinite(x), x, 0).max(initial=0))  # nothing is beyond the infinite
+
+
+def _loses(eqn: compat.JaxprEqn) -> bool:
+    """Whether places are no longer themselves: in few bits, their bits, or counted from another."""
+    p, name = eqn.params, eqn.primitive.name
+    if name == "slice":
+        return any(p["start_indices"]) or any(s != 1 for s in p["strides"] or ())
+    dtypes = [np.dtype(compat.like_of(v).dtype) for v in (*eqn.invars, *eqn.outvars)]
+    if name in ("and", "or", "not", "xor"):
+        return any(d.kind != "b" for d in dtypes)
+    return any(d.kind != "b" and d.itemsize < 4 for d in dtypes)
+
+
+_COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 _LINEAR = frozenset(
     [
-        "iota",
-        "add",
-        "sub",
-        "neg",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq",
-        "ne",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "select_n",
-        "broadcast_in_dim",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "transpose",
-        "convert_element_type",
-        "slice",
-        "concatenate",
-        "max",
-        "min",
-        "copy",
+        *_COMPARED, "iota", "add", "sub", "neg", "and", "or", "not", "xor", "select_n", "broadcast_in_dim",
+        "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "slice", "max", "min", "copy",
         "stop_gradient",
     ]
-)
+)  # fmt: skip
 
 
 def _read_mask(values: Sequence[np.ndarray]) -> Mask | None:
@@ -365,6 +408,10 @@ def _scored(
     """scale and cap after an equation of scores: ``cap`` -1 while a tanh waits for its factor."""
     scale, cap = state
     name = eqn.primitive.name
+    if name in ("max", "min", "clamp", *_COMPARED):
+        limits = [number(facts, a) for a in eqn.invars if a is not x]
+        if any(c is not None and abs(c) < _NO_SCORE for c in limits):
+            raise Refuted(f"its scores are clipped, or compared with a number, at {compat.where(eqn)}")
     if name == "tanh":
         return (scale, 1.0) if cap is None else None
     if name == "neg":
