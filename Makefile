@@ -37,8 +37,8 @@ export PYTHONUNBUFFERED := 1
 export PROMPT
 
 # What depends on the version of JAX, and on little else.
-NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py tests/test_gpu_plan.py \
-  tests/test_kernel_sweep.py tests/test_mail.py tests/test_products.py tests/test_quantized.py tests/test_rooms.py \
+NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py tests/test_find.py \
+  tests/test_gpu_plan.py tests/test_kernel_sweep.py tests/test_mail.py tests/test_products.py tests/test_quantized.py tests/test_rooms.py \
   tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
   tests/test_tpu_kernel.py
 

@@ -50,6 +50,24 @@ def test_windows_and_caps_are_read():
     assert {(s.n_heads, s.n_kv_heads, s.head_dim) for s in sites} == {(4, 2, 16)}
 
 
+def test_padding_without_numbers_is_told():
+    """Token 0's row of zeros, and a norm without an epsilon."""
+    own, params = nnx_mha.build()
+
+    def normed(params: Any, tokens: Any, positions: Any) -> Any:
+        one = jnp.where(tokens == 0, 0.0, params["size"])
+        return own(params["own"], tokens, positions) + (one / jnp.abs(one))[..., None]
+
+    model = FlaxModel(
+        normed,
+        {"own": params, "size": np.ones((), np.float32)},
+        vocab_size=nnx_mha.VOCAB_SIZE,
+        max_model_len=nnx_mha.MAX_LEN,
+    )
+    with pytest.raises(SplitError, match="for token 0 at position 0, with which batches are filled up"):
+        model.check()
+
+
 # --- What is refused ---
 
 REFUSED = {

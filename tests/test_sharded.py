@@ -39,7 +39,7 @@ def noting(kind):
     return found
   return make
 sb.UnsplitExecutor, sb.ShardedExecutor = noting(UnsplitExecutor), noting(ShardedExecutor)
-found, _ = sb.measure(config, sb.StepOptions([sb.StepCase(4, 16)], jnp.float32, 1, n_devices=2))
+found, _ = sb.measure(sb.source_of(config), sb.StepOptions([sb.StepCase(4, 16)], jnp.float32, 1, n_devices=2))
 print(json.dumps({"ways": {r.way: (r.max_difference, r.floor_ms) for r in found}, "worst": worst, "alive": alive, "pools": max(float(abs(x).max()) for x in pools),
   "n_devices": [len(x.kv.k[0].sharding.device_set) for x in (one, two)],
   "own_bytes": max(s.data.nbytes for s in two.kv.k[0].addressable_shards) / one.kv.k[0].nbytes}))

@@ -18,16 +18,19 @@ import numpy as np
 from splitter.find.found import FoundAttention, FoundModel
 from splitter.find.prove import QUICK
 from splitter.slices import Slice, SplitModel, split
+from splitter.trace import SplitError
 
 _PROMPT, _CHUNK, _SINGLE = 6, 5, 3  # tokens of both rows; of the first, that follow; of both by themselves
 _NOT_THERE = np.iinfo(np.int32).max // 2  # the position of a token that has not come
+_PADDING = 2  # the row that fills up a batch of single tokens, as in a step: token 0 at position 0
 
 
 def check_found(
     found: FoundModel, fn: Callable[..., Any], params: Mapping[str, Any], vocab_size: int
 ) -> float:
     """The largest difference between the logits of ``fn(params, tokens, positions)`` and of the found model's
-    slices, relative to the largest logit; NaN where the slices give no numbers."""
+    slices, relative to the largest logit; NaN where the slices give no numbers. SplitError where they give none
+    for a row of padding: its keys, values and logits are computed like any other's."""
     n = min(_PROMPT + _CHUNK + _SINGLE, found.max_len)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, n)).astype(np.int32)
     places = np.broadcast_to(np.arange(n, dtype=np.int32), tokens.shape)
@@ -36,7 +39,17 @@ def check_found(
     run = _Slices(found, params, n)
     largest, most = float(np.abs(expected).max()), 0.0
     for rows, at in _pieces(n):
-        logits = run(tokens[rows[:, None], at], at, rows)
+        if at.shape[1] == 1:
+            padded = np.append(tokens[rows[:, None], at], [[0]], axis=0), np.append(at, [[0]], axis=0)
+            logits = run(*padded, np.append(rows, _PADDING))
+            if not np.isfinite(logits[-1]).all():
+                raise SplitError(
+                    "the model gives NaN or infinity for token 0 at position 0, with which batches are filled up: "
+                    "give it numbers there (such as an epsilon in its norms)"
+                )
+            logits = logits[:-1]
+        else:
+            logits = run(tokens[rows[:, None], at], at, rows)
         difference = np.abs(logits - expected[rows[:, None], at]).max()
         most = max(most, float(difference)) if np.isfinite(difference) else float("nan")
     return most / max(largest, 1e-30)
@@ -60,13 +73,13 @@ def _quick(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Slices:
-    """A found model's slices over rows whose keys and values are kept, ``[2, n, K, H]`` of each attention.
+    """A found model's slices over rows whose keys and values are kept, ``[3, n, K, H]`` of each attention.
     Equal slices are compiled once."""
 
     def __init__(self, found: FoundModel, params: Mapping[str, Any], n: int) -> None:
         self.found, self.params, self.n = found, params, n
         self.kept: list[Any] = [None] * len(found.sites)
-        self.keys_at = np.full((2, n), _NOT_THERE, np.int32)
+        self.keys_at = np.full((3, n), _NOT_THERE, np.int32)
         self._models: dict[tuple[int, ...], tuple[SplitModel, list[Any]]] = {}
         self._programs: dict[Any, Callable[..., Any]] = {}
 
@@ -100,7 +113,7 @@ class _Slices:
         ) -> tuple[Any, Any, Any]:
             q, rest = part.q_part(weights, context, out)
             k, v, context = part.kv_part(weights, rest)
-            empty = jnp.zeros((2, self.n, *k.shape[2:]), k.dtype)
+            empty = jnp.zeros((3, self.n, *k.shape[2:]), k.dtype)
             old = (empty, empty) if kept is None else kept
             kept = tuple(x.at[rows[:, None], at].set(new) for x, new in zip(old, (k, v), strict=True))
             keys, values = (x[rows] for x in kept)

@@ -156,19 +156,25 @@ def _same_everywhere(facts: Facts, others: Sequence[Any], max_len: int) -> None:
     for v in others:
         needed = facts.needed([v])
         of_places = closure_inputs(facts, v) or learned.token_dims(v)
-        if of_places or any(p in learned.params or (p, i) in learned.literals for p in needed for i in range(3)):
+        if of_places or any(
+            p in learned.params or (p, i) in learned.literals for p in needed for i in range(3)
+        ):
             wanted.append(v)
             if max_len**2 > _MOST_PAIRS and any(
                 len(learned.token_dims(x)) > 1 for p in needed for x in facts.eqns[p].outvars
             ):
-                raise Refuted(f"its scores have a factor or bias that takes too much memory for {max_len} tokens")
+                raise Refuted(
+                    f"its scores have a factor or bias that takes too much memory for {max_len} tokens"
+                )
     if not wanted:
         return
     known: dict[Any, np.ndarray] = {}
     for n in (learned.lengths[0], max_len):
         row = np.arange(n, dtype=np.int32)[None]
         for v, x in zip(wanted, on_host(computed(facts, wanted, n), row)(row), strict=True):
-            first = x[tuple(slice(0, 1) if d in learned.token_dims(v) else slice(None) for d in range(x.ndim))]
+            first = x[
+                tuple(slice(0, 1) if d in learned.token_dims(v) else slice(None) for d in range(x.ndim))
+            ]
             if not (x == known.setdefault(v, first)).all():
                 raise Refuted(
                     "its scores have a factor or bias that depends on a token's place, or on how many there "
