@@ -29,8 +29,8 @@ def check_found(
     found: FoundModel, fn: Callable[..., Any], params: Mapping[str, Any], vocab_size: int
 ) -> float:
     """The largest difference between the logits of ``fn(params, tokens, positions)`` and of the found model's
-    slices, relative to the largest logit; NaN where the slices give no numbers. SplitError where they give none
-    for a row of padding: its keys, values and logits are computed like any other's."""
+    slices, relative to the largest logit; NaN where the slices give no numbers. SplitError where they give
+    none for a row of padding: its keys, values and logits are computed like any other's."""
     n = min(_PROMPT + _CHUNK + _SINGLE, found.max_len)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, n)).astype(np.int32)
     places = np.broadcast_to(np.arange(n, dtype=np.int32), tokens.shape)
@@ -44,8 +44,8 @@ def check_found(
             logits = run(*padded, np.append(rows, _PADDING))
             if not np.isfinite(logits[-1]).all():
                 raise SplitError(
-                    "the model gives NaN or infinity for token 0 at position 0, with which batches are filled up: "
-                    "give it numbers there (such as an epsilon in its norms)"
+                    "the model gives NaN or infinity for token 0 at position 0, with which batches are "
+                    "filled up: give it numbers there (such as an epsilon in its norms)"
                 )
             logits = logits[:-1]
         else:

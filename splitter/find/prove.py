@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from pallas_kernels import compat
 from splitter.block import variables
 from splitter.find.facts import Facts, moved
+from splitter.find.reach import COMPARED, largest_compared
 from splitter.find.regions import Region
 
 _SPREADS = (0.5, 6.0, 60.0)  # standard deviations of scores that a region is tried with
@@ -150,8 +151,8 @@ def _least(facts: Facts, leaf: Any) -> Any | None:
 
 
 def _same_everywhere(facts: Facts, others: Sequence[Any], max_len: int) -> None:
-    """Refuses a factor or bias of scores, no mask, that depends on a token's place or on how many tokens there
-    are: were it only far from the row's beginning, running a few tokens would not show it."""
+    """Refuses a factor or bias of scores, no mask, that depends on a token's place or on how many there are:
+    were it only far from the row's beginning, running a few tokens would not show it."""
     learned, wanted = facts.learned, []
     for v in others:
         needed = facts.needed([v])
@@ -263,7 +264,7 @@ def _enough(trial: _Trial) -> int:
     """How many tokens a mask must be looked at with to know it for all that there may be."""
     n = trial.max_len
     if n > _LOOKED_AT_WHOLE:
-        most = _largest_compared(trial.facts, trial.grids)
+        most = largest_compared(trial.facts, trial.grids)
         n = n if most is None else min(int(max(96, 2 * most + 8)), n)
     if n * n > _MOST_PAIRS:
         raise Refuted(
@@ -271,59 +272,6 @@ def _enough(trial: _Trial) -> int:
             "smaller max_model_len"
         )
     return n
-
-
-def _largest_compared(facts: Facts, wanted: Sequence[Any]) -> float | None:
-    """The largest number that sums and differences of places are compared with: beyond it a mask goes on as it
-    is. None where it is made of anything else, such as a table, a product, or places in few bits."""
-    most = 0.0
-    # Of each value, the sum of all numbers that it is made of, and whether it depends on places.
-    made_of: dict[Any, tuple[float, bool]] = {facts.learned.jaxpr.invars[-1]: (0.0, True)}
-    for v in facts.learned.jaxpr.constvars:
-        if max(compat.like_of(v).shape, default=0) <= 1:
-            made_of[v] = (_size(facts.learned.const(facts.learned.jaxpr.constvars.index(v), 1)), False)
-    for p in facts.needed(wanted):
-        eqn = facts.eqns[p]
-        name = eqn.primitive.name
-        known = [
-            (_size(a.val), False) if isinstance(a, compat.Literal) else made_of.get(a) for a in eqn.invars
-        ]
-        of = [x for x in known if x is not None]
-        places = name == "iota" or any(x[1] for x in of)
-        if len(of) < len(known) or name not in _LINEAR or (places and _loses(eqn)):
-            return None
-        sizes = [x[0] for x in of]
-        size = sum(sizes) if name in ("add", "sub", *_COMPARED) else max(sizes, default=0.0)
-        if name in _COMPARED:
-            most, size, places = max(most, size if places else 0.0), 1.0, False
-        made_of.update(dict.fromkeys(eqn.outvars, (size, places)))
-    return most
-
-
-def _size(x: Any) -> float:
-    x = np.abs(np.asarray(x, np.float64))
-    return float(np.where(np.isfinite(x), x, 0).max(initial=0))  # nothing is beyond the infinite
-
-
-def _loses(eqn: compat.JaxprEqn) -> bool:
-    """Whether places are no longer themselves: in few bits, their bits, or counted from another."""
-    p, name = eqn.params, eqn.primitive.name
-    if name == "slice":
-        return any(p["start_indices"]) or any(s != 1 for s in p["strides"] or ())
-    dtypes = [np.dtype(compat.like_of(v).dtype) for v in (*eqn.invars, *eqn.outvars)]
-    if name in ("and", "or", "not", "xor"):
-        return any(d.kind != "b" for d in dtypes)
-    return any(d.kind != "b" and d.itemsize < 4 for d in dtypes)
-
-
-_COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
-_LINEAR = frozenset(
-    [
-        *_COMPARED, "iota", "add", "sub", "neg", "and", "or", "not", "xor", "select_n", "broadcast_in_dim",
-        "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "slice", "max", "min", "copy",
-        "stop_gradient",
-    ]
-)  # fmt: skip
 
 
 def _read_mask(values: Sequence[np.ndarray]) -> Mask | None:
@@ -414,7 +362,7 @@ def _scored(
     """scale and cap after an equation of scores: ``cap`` -1 while a tanh waits for its factor."""
     scale, cap = state
     name = eqn.primitive.name
-    if name in ("max", "min", "clamp", *_COMPARED):
+    if name in ("max", "min", "clamp", *COMPARED):
         limits = [number(facts, a) for a in eqn.invars if a is not x]
         if any(c is not None and abs(c) < _NO_SCORE for c in limits):
             raise Refuted(f"its scores are clipped, or compared with a number, at {compat.where(eqn)}")
