@@ -22,6 +22,7 @@ from written import FORMS, NEAR_MISSES, Written
 
 from jaxlamina import FlaxModel
 from splitter import SplitError
+from splitter.draw import to_svg
 from splitter.find import find_attention
 from splitter.find.prove import QUICK
 from splitter.slices import split
@@ -66,6 +67,14 @@ def test_padding_without_numbers_is_told():
     )
     with pytest.raises(SplitError, match="for token 0 at position 0, with which batches are filled up"):
         model.check()
+
+
+def test_the_drawing_says_where_each_attention_was_found():
+    model = flax_model("soft_cap_window")
+    row = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    picture = to_svg(split(model.found, model.params, row, row), layers=slice(None))
+    line = re.search(r"soft_cap_window.py:\d+", model.found.sites[0].where)
+    assert line and picture.count(f">found at {line[0]}<") == 3 and "sliding window 7" in picture
 
 
 # --- What is refused ---

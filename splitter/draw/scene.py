@@ -217,7 +217,7 @@ class _Director:
 
     def _cut(self, i: int) -> None:
         view, site, cut = self.view, self.view.model.sites[i], self.view.report.cuts[i]
-        lines = ["Attention", shortened(site.name, 26)]
+        lines = ["Attention", shortened(site.name, 32)]
         if len(site.q.shape) >= 2:
             heads, kv_heads, width = site.q.shape[-2], site.k.shape[-2], site.q.shape[-1]
             lines.append(f"{heads} head{'s' * (heads > 1)}, {kv_heads} for k and v, of {width}")

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -328,10 +329,12 @@ def _meaning(
 
 def _site(facts: Facts, region: Region, meaning: prove.Meaning) -> _Site:
     product = facts.eqns[region.scores]
+    where = compat.where(product)
+    place = where.split(" (")[0]  # drawings and messages name it so
     found = FoundAttention(
         index=0,
-        name=compat.name_stack(product) or None,
-        where=compat.where(product),
+        name=f"found at {PurePath(place).name}" if place != where else compat.name_stack(product) or None,
+        where=where,
         n_heads=region.n_heads,
         n_kv_heads=region.n_kv_heads,
         head_dim=region.q.shape[1],
