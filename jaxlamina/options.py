@@ -287,6 +287,13 @@ class EngineOptions(Options):
     seed: int = option(0, "Requests without a seed of their own get theirs from it.", least=0)
 
 
+LOCAL_ATTENTION = (
+    "The share of the KV that model workers keep and attend to themselves while attention workers attend to the "
+    "rest: from 0, none, to 1, all: the unsplit model. By heads it is made of whole KV heads; by requests or "
+    "tokens new tokens go to either side. "
+)
+
+
 @dataclass(frozen=True)
 class WorkerOptions(Options):
     """How the workers of one process are laid out. Over ranks the cluster file says it."""
@@ -305,6 +312,7 @@ class WorkerOptions(Options):
         "Send q before k and v are computed; or all together. Default: q first where the workers' devices "
         "differ.",
     )
+    local_attention: float = option(0.0, LOCAL_ATTENTION + "One process has no auto.", least=0, most=1)
 
 
 @dataclass(frozen=True)

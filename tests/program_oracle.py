@@ -34,7 +34,7 @@ from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
-from jaxlamina.ranks.cluster_layout import layout_of, partition_of
+from jaxlamina.ranks.cluster_layout import layout_of, partition_of, wishes_of
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
@@ -43,6 +43,7 @@ from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.layout import Layout
+from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.model_worker import ModelWorker
@@ -70,6 +71,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two shards": {"dop": (2, 1), "tensor_parallel": 2},
     "two stages": {"dop": (2, 1), "pipeline_parallel": 2},
     "two stages, by tokens": {"dop": (2, 2), "pipeline_parallel": 2, "partition": "tokens"},
+    "a model rank's heads": {"local_attention": 0.5},
+    "a model rank's heads, q first": {"local_attention": 0.5, "q_first": True},
+    "a model rank's heads, mini-batches": {"local_attention": 0.5, "mini_batches": 2, "partition": "heads"},
+    "a model rank's requests": {"local_attention": 0.5, "partition": "requests"},
+    "a model rank's tokens": {"local_attention": 0.6, "partition": "tokens"},
+    "a model rank's tokens, two workers": {
+        "dop": (1, 2),
+        "local_attention": 0.2,
+        "partition": "tokens",
+        "token_block": 4,
+    },
+    "all on the model rank": {"local_attention": 1},
+    "stages' heads": {"dop": (2, 1), "pipeline_parallel": 2, "local_attention": 0.5},
+    "stages' tokens": {"dop": (2, 2), "pipeline_parallel": 2, "partition": "tokens", "local_attention": 0.5},
+    "all on stages": {"dop": (2, 1), "pipeline_parallel": 2, "local_attention": 1},
+    "a model rank's tokens beside a prefill worker": {
+        "prefill_workers": 1,
+        "local_attention": 0.5,
+        "partition": "tokens",
+    },
     "a prefill worker": {"prefill_workers": 1},
     "two prefill workers, by requests": {"dop": (1, 2), "prefill_workers": 2, "partition": "requests"},
 }
@@ -274,7 +295,7 @@ class Job:
 @cache
 def job_of(name: str) -> Job:
     cpu = {"model_platform": "cpu", "attention_platform": "cpu"}
-    cluster = Cluster.load(None, {"transport": "mpi", **cpu, **LAYOUTS[name]})
+    cluster = Cluster.load(None, {"transport": "mpi", "local_attention": 0, **cpu, **LAYOUTS[name]})
     config = ModelConfig.from_hf(MODEL)
     fn, params = partial(apply, config), random_params(config, seed=1)
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
@@ -298,6 +319,19 @@ def job_of(name: str) -> Job:
         tuple(site.q.shape[2] for site in sites),
         models,
     )
+
+
+def capacities(job: Job) -> list[int]:
+    """Slots of each attention worker, and last of the model ranks, if they keep any."""
+    layout, b = job.layout, len(job.layout.workers)
+    each = N_SLOTS if layout.by_heads else -(-N_SLOTS // b)
+    return [each if layout.has_pool else 1] * b + [N_SLOTS] * layout.attends_locally
+
+
+def book_of(job: Job, workers: Sequence[Any]) -> PoolBook:
+    share, block = job.cluster.local_share, job.cluster.token_block
+    wishes = wishes_of(job.layout, block, share)
+    return PoolBook(workers, job.layout, (), N_SLOTS, 0, block, wishes, capacities(job))
 
 
 @cache
@@ -347,7 +381,7 @@ def parts_of(job: Job, kind: str, book: PoolBook) -> list[Part] | None:
         parts = [rows_part(book, rows, q_first=job.q_first)]
         prompts = (chunk, whole)
         for i, rank in enumerate(workers):
-            parts.append(prompts_part(book, prompts[i], q_first=False, scored=i == 1).on(rank))
+            parts.append(prompts_part(book, prompts[i], q_first=False, scored=i == 1, rank=rank))
         return parts
     batch = whole if kind == "prefill" else chunk
     return [prompts_part(book, batch, q_first=job.q_first, scored=kind == "scored")]
@@ -356,7 +390,7 @@ def parts_of(job: Job, kind: str, book: PoolBook) -> list[Part] | None:
 def shape_of(job: Job, kind: str) -> StepShape | None:
     """The bucket of a step of that kind; None where this layout has none of its own."""
     rows, chunk, *_ = batches()
-    book = PoolBook([], job.layout, (), N_SLOTS, 0, job.cluster.token_block)
+    book = book_of(job, [])
     for batch in (rows, chunk):
         book.assume_stored(batch)
     parts = parts_of(job, kind, book)
@@ -389,6 +423,8 @@ def _programs(job: Job, shape: StepShape) -> dict[int, list[TracedProgram]]:
         shards = () if is_prefill else shards_of(cluster)
         transport: Any = OracleTransport(rank, cluster.n_ranks)
         side = ModelSide(transport, model, job.layout, job.specs, 0 if shards else rank, shards)
+        if job.layout.attends_locally and not is_prefill:
+            side.allocate(N_SLOTS, 0, None)
         program: Any = side.compile_later(part)()[0]
         found[rank] = [program]
     if shape.prefills:
@@ -401,7 +437,8 @@ def _programs(job: Job, shape: StepShape) -> dict[int, list[TracedProgram]]:
     ]
     specs = [replace(spec, n_kv_heads=of.k) for spec, of in zip(job.specs, heads, strict=True)]
     pools = [pool_shapes(spec) for spec in specs]
-    for rank in job.layout.workers:
+    asked = plan_of(job.layout, shape, len(job.specs)).pool
+    for rank in job.layout.workers if asked else ():
         transport = OracleTransport(rank, cluster.n_ranks)
         traced = AttentionProgram(transport, job.layout, specs, [of.n for of in heads], shape)
         args = pools, pools, step_inputs_of(job.layout, shape, specs)

@@ -47,7 +47,8 @@ def started(
     job = {
         "cluster": {
             "dop": dop, "transport": transport, "control": control, "coordinator": coordinator,
-            "model_platform": "cpu", "attention_platform": "cpu", "token_block": 4, "q_first": True, **cluster,
+            "model_platform": "cpu", "attention_platform": "cpu", "token_block": 4, "q_first": True,
+            "local_attention": 0, **cluster,
         },
         "scenarios": scenarios,
     }  # fmt: skip

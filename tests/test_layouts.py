@@ -10,14 +10,27 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from program_oracle import KINDS, LAYOUTS, N_SLOTS, Job, batches, job_of, parts_of, shape_of_parts
+from program_oracle import (
+    KINDS,
+    LAYOUTS,
+    N_SLOTS,
+    Job,
+    batches,
+    book_of,
+    capacities,
+    job_of,
+    parts_of,
+    shape_of_parts,
+)
 
-from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of
+from jaxlamina.ranks.rank_kv import RankKV
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.run.parts import Part, prompts_part
 from jaxlamina.run.unsplit import UnsplitExecutor
+from jaxlamina.steps.batch import PrefillBatch
+from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.transports.local import CompiledPieces, CutProgram, LocalTransport, run_together
@@ -40,27 +53,38 @@ class World:
             AttentionSpec(of.k, of.h, of.dtype, spec.scale, spec.window, spec.softcap)
             for spec, of in zip(job.specs, heads, strict=True)
         ]
-        b = len(self.layout.workers)
-        n_slots = N_SLOTS if self.layout.by_heads else -(-N_SLOTS // b)
-        self.pools = [KVPools(self.specs, n_slots, DEVICE) for _ in range(b)]
-        self.book = PoolBook(self.pools, self.layout, (), N_SLOTS, 0, self.cluster.token_block)
+        self.pools = [
+            KVPools(self.specs, n, DEVICE) for n, _ in zip(capacities(job), self.layout.workers, strict=False)
+        ]
+        self.book = book_of(job, self.pools)
+        self.sides: dict[int, ModelSide] = {}
+        for rank, model in job.models.items():
+            shards = () if self.is_prefill(rank) else shards_of(self.cluster)
+            known = self.layout, job.specs, 0 if shards else rank, shards
+            self.sides[rank] = ModelSide(self.end(rank), model, *known)
+            if self.layout.attends_locally and not self.is_prefill(rank):
+                self.sides[rank].allocate(N_SLOTS, 0, None)
+
+    def is_prefill(self, rank: int) -> bool:
+        return rank in self.cluster.pools.prefill_ranks
 
     def run(self, parts: list[Part]) -> list[np.ndarray]:
         """Each part's logits."""
         shape = shape_of_parts(parts)
         jobs: list[tuple[CutProgram, Any]] = []
         several = shape.n_batches > 1 or self.cluster.shares_weights
-        for rank, model in self.job.models.items():
-            is_prefill = rank in self.cluster.pools.prefill_ranks
+        keeping: list[tuple[int, RankKV]] = []
+        for rank, side in self.sides.items():
+            is_prefill = self.is_prefill(rank)
             part = next((part for part in parts if part.shape.rank == (rank if is_prefill else 0)), None)
             if part is None or (rank and not is_prefill and not several):
                 continue
-            shards = () if is_prefill else shards_of(self.cluster)
-            side = ModelSide(
-                self.end(rank), model, self.layout, self.job.specs, 0 if shards else rank, shards
-            )
             program, weights = side.compile_later(part.shape)()
-            jobs.append((program, (weights, part.inputs, part.rows.at)))  # type: ignore[arg-type]
+            own: Any = [], [], ()
+            if side.kv is not None:
+                own = *side.kv.bound(), part.rows.local
+                keeping.append((len(jobs), side.kv))
+            jobs.append((program, (weights, part.inputs, part.rows.at, *own)))  # type: ignore[arg-type]
         [front, *_] = jobs
         assert front[0].rank == 0
         if shape.prefills:
@@ -72,9 +96,8 @@ class World:
             )
             jobs.append((intake, (np.zeros(1, np.int32),)))
         n_model = len(jobs)
-        for rank, kv, *slots in zip(
-            self.layout.workers, self.pools, *(part.rows.slots for part in parts), strict=True
-        ):
+        asked = self.layout.workers if plan_of(self.layout, shape, len(self.job.specs)).pool else ()
+        for rank, kv, *slots in zip(asked, self.pools, *(part.rows.slots for part in parts), strict=False):
             known = self.end(rank), self.layout, self.specs, self.n_query_heads, shape
             inputs = step_inputs_of(self.layout, shape, self.specs)
             program = self.end(rank).compile(
@@ -86,9 +109,11 @@ class World:
             lists.setdefault(program.rank, []).extend(program.exchanges())
         assert first_difference(lists, self.cluster.describe) is None
         results = run_together(jobs)
-        for kv, (k, v, _) in zip(self.pools, results[n_model:], strict=True):
+        for kv, (k, v, _) in zip(self.pools, results[n_model:], strict=False):
             kv.k, kv.v = k, v
-        logits = [results[0], *(results[n_model - 1] if shape.prefills else ())]
+        for i, of_rank in keeping:
+            of_rank.keep(*results[i][1:])
+        logits = [results[0][0], *(results[n_model - 1] if shape.prefills else ())]
         return [np.asarray(x) for x in logits]
 
     def end(self, rank: int) -> Any:
@@ -120,12 +145,23 @@ def unsplit(kind: str, n_prompts: int) -> list[np.ndarray]:
     return [np.asarray(x) for of in found for x in (of.decodes, *of.prompts) if x is not None]
 
 
+def _apart(stored: PrefillBatch) -> list[tuple[PrefillBatch, bool]]:
+    """What rows follow, and what the chunk follows."""
+    return [
+        (PrefillBatch(*(x[part] for x in stored)), i > 0)
+        for i, part in enumerate((slice(-1), slice(-1, None)))
+    ]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_kind_of_step_gives_what_unsplit_execution_gives(layout: str) -> None:
     job = job_of(layout)
     world = World(job)
     *_, stored = batches()
-    world.run([prompts_part(world.book, stored, q_first=job.q_first, scored=False)])
+    for prompts, on_workers in ((stored, False),) if not job.cluster.prefill_workers else _apart(stored):
+        if on_workers and world.book.wishes.share is not None:
+            world.book.wishes.share = lambda _: 0.0  # a prefill worker is to follow it
+        world.run([prompts_part(world.book, prompts, q_first=job.q_first, scored=False)])
     n_kinds = 0
     for kind in KINDS:  # none of which writes where another reads
         parts = parts_of(job, kind, world.book)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.roles import Pools, Role
-from jaxlamina.options import ModelOptions, definitions, option
+from jaxlamina.options import LOCAL_ATTENTION, ModelOptions, definitions, option
 
 Platform = Literal["cpu", "cuda", "tpu"]
 
@@ -68,6 +68,15 @@ class Cluster(ModelOptions):
         "auto",
         "What attention workers share out: `heads`, `requests` or `tokens`; `auto`: heads where the model's "
         "KV heads divide evenly, else tokens, which a line on stderr says.",
+    )
+    local_attention: float | Literal["auto"] = option(
+        "auto",
+        LOCAL_ATTENTION + "`auto`: the share at which a step is predicted to be shortest, by tokens unless "
+        "`partition` says otherwise; it follows the load. 0 where model workers are copies, share out weights by "
+        "`tensor_parallel`, or have `mini_batches`.",
+        least=0,
+        most=1,
+        rule="from 0 to 1, or 'auto'",
     )
     token_block: int = option(16, "Under `tokens`: tokens in a row that one worker keeps.", least=1)
     n_batches: int | Literal["auto"] | None = option(
@@ -173,6 +182,8 @@ class Cluster(ModelOptions):
                 f"pipelining={self.pipelining!r} is about several copies of the model, of which there is "
                 f"one with pipeline_parallel={self.pipeline_parallel}: leave it out"
             )
+        if self.local_attention not in (0, "auto") and (reason := self.why_not_local):
+            raise UserError(f"local_attention={self.local_attention:g} {reason}")
         a, n = self.n_replicas, self.n_batches
         if self.mini_batches > 1:
             self._check_mini_batches()
@@ -189,13 +200,39 @@ class Cluster(ModelOptions):
                 f"dop={self.dop}, not n_batches={n}"
             )
 
+    @property
+    def why_not_local(self) -> str | None:
+        """Why model workers cannot keep a share of the KV, and what to do instead; None if they can."""
+        if self.n_replicas > 1:
+            return (
+                f"keeps KV on the model worker that runs a request's slices, and with {self.n_replicas} copies of "
+                f"the model that is not one: take local_attention=0"
+            )
+        if self.tensor_parallel > 1:
+            return "does not go with tensor_parallel yet: take local_attention=0, or pipeline_parallel"
+        if self.prefill_workers and self.partition == "heads":
+            return (
+                "would have prefill workers send some heads of each prompt to model workers: take "
+                "partition='tokens', or local_attention=0"
+            )
+        return None
+
+    @property
+    def local_share(self) -> float | Literal["auto"]:
+        """``local_attention``, or 0 where model workers cannot keep any KV, or where it does not follow the load:
+        with messages in parts, which are of all tokens."""
+        if self.local_attention == "auto" and (self.why_not_local or self.mini_batches > 1):
+            return 0.0
+        return self.local_attention
+
     def _check_mini_batches(self) -> None:
         said = f"mini_batches={self.mini_batches} cuts up the messages of one batch"
         if self.n_batches not in (None, 1) or self.n_model > 1:
             raise UserError(
                 f"{said}, on a model worker with all weights: take n_batches=1, or mini_batches=1"
             )
-        if self.n_attention > 1 and self.partition not in ("auto", "heads"):
+        shared = self.n_attention > 1 or self.local_share not in (0, 1)
+        if shared and self.partition not in ("auto", "heads"):
             raise UserError(
                 f"{said} of which each worker has all tokens: take partition='heads', or mini_batches=1"
             )

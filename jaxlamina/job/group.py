@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from typing import Any, TypeVar
@@ -158,10 +158,11 @@ class Group:
     def receive(self, rank: int, kind: type[M], deadline_s: float | None = None) -> M:
         return self.control.receive(rank, kind, deadline_s or self.cluster.step_deadline_s)  # type: ignore[type-var]
 
-    def begin_step(self, shape: StepShape) -> int:
+    def begin_step(self, shape: StepShape, workers: Sequence[int]) -> int:
+        """With these attention workers."""
         self.n_steps += 1
-        others = (*self.model_ranks_in(shape), *self.workers)
-        peers = " and ".join(self.cluster.describe(rank) for rank in others)
+        others = (*self.model_ranks_in(shape), *workers)
+        peers = " and ".join(self.cluster.describe(rank) for rank in others) or "no other rank"
         return self.watch.begin(f"step {self.n_steps} ({shape}) with {peers}")
 
     def model_ranks_in(self, shape: StepShape) -> tuple[int, ...]:

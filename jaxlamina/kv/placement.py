@@ -12,47 +12,82 @@ nothing else knows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32
 
 from jaxlamina.errors import UserError
+from jaxlamina.steps.layout import local_heads
 
 PARTITIONS = ("heads", "requests", "tokens")
 AUTO = "auto"
 
 
-def chosen_partition(partition: str, n_workers: int, n_kv_heads: Sequence[int]) -> str:
+LocalShare = float | Literal["auto"]
+
+
+def chosen_partition(
+    partition: str, n_workers: int, n_kv_heads: Sequence[int], local_share: LocalShare = 0.0
+) -> str:
     """What "auto" stands for: heads where they divide evenly, else tokens; any other partition is that one.
+    With a share of the KV on model ranks that is to follow the load ("auto"): tokens, of which new ones can
+    go to either side.
 
     Tokens and not requests, since they share out one long request as evenly as many short ones, and a step's
     shapes then depend least on which requests are in it. ``UserError`` as of `checked_partition`.
     """
     if partition == AUTO:
-        partition = "tokens" if any(k % max(1, n_workers) for k in n_kv_heads) else "heads"
-    checked_partition(partition, n_workers, n_kv_heads)
+        partition = "heads" if _by_heads(n_workers, n_kv_heads, local_share) else "tokens"
+    checked_partition(partition, n_workers, n_kv_heads, local_share)
     return partition
 
 
-def why_chosen(partition: str, chosen: str, n_workers: int, n_kv_heads: Sequence[int]) -> str | None:
+def why_chosen(
+    partition: str, chosen: str, n_workers: int, n_kv_heads: Sequence[int], local_share: LocalShare = 0.0
+) -> str | None:
     """One line that says what "auto" became where it is not the usual thing."""
-    if partition != AUTO or chosen == "heads":
+    if partition != AUTO or chosen == "heads" or local_share == AUTO:
         return None
+    if local_share:
+        return (
+            f"local_attention={local_share:g} of {n_kv_heads[0]} KV heads is no number of heads that leaves "
+            f"{n_workers} attention workers equal ones, so tokens are shared out (partition {chosen!r})"
+        )
     return (
         f"{next(k for k in n_kv_heads if k % n_workers)} KV heads do not divide evenly over {n_workers} "
         f"attention workers, so each keeps blocks of every request's tokens (partition {chosen!r})"
     )
 
 
-def checked_partition(partition: str, n_workers: int, n_kv_heads: Sequence[int]) -> None:
+def _by_heads(n_workers: int, n_kv_heads: Sequence[int], share: LocalShare) -> bool:
+    """Whether whole heads make that share, and leave each worker equal ones."""
+    if isinstance(share, str):
+        return False
+    found = [(local_heads(k, n_workers, share), k) for k in n_kv_heads]
+    return all(n is not None and abs(n - share * k) < 1e-6 and (k - n) % n_workers == 0 for n, k in found)
+
+
+def checked_partition(
+    partition: str, n_workers: int, n_kv_heads: Sequence[int], local_share: LocalShare = 0.0
+) -> None:
     """``UserError`` for a partition that is none, and for heads that do not divide evenly."""
     if partition not in PARTITIONS:
         raise UserError(f"{partition=} must be one of {', '.join((AUTO, *PARTITIONS))}")
     if n_workers < 1:
         raise UserError(f"attention_workers={n_workers} must be at least 1")
+    if partition != "heads" or local_share == 1:
+        return
+    if local_share:
+        share = 0.5 if isinstance(local_share, str) else local_share
+        if any(local_heads(k, n_workers, share) is None for k in n_kv_heads):
+            raise UserError(
+                f"local_attention={local_share} with partition='heads' leaves {n_workers} attention workers no "
+                f"equal number of {min(n_kv_heads)} KV heads: take partition='tokens' or partition='requests'"
+            )
+        return
     uneven = [k for k in n_kv_heads if k % n_workers]
-    if partition == "heads" and uneven:
+    if uneven:
         fits = [b for b in range(1, min(uneven) + 1) if not any(k % b for k in n_kv_heads)]
         raise UserError(
             f"{uneven[0]} KV heads do not divide evenly over {n_workers} attention workers: take "
@@ -133,11 +168,15 @@ def wish_by_requests(
     slot_table: Int[np.ndarray, "B C"],
     lengths: Int[np.ndarray, " B"],
     n_new: Int[np.ndarray, " B"],
+    shares: Float[np.ndarray, " workers"] | None = None,
 ) -> Int[np.ndarray, " B"]:
-    """A worker for each row's new tokens: where its last stored token is, else where least KV is.
+    """A worker for each row's new tokens: where its last stored token is, else where least KV will be for its
+    share.
 
-    ``n_new``: how many tokens each row adds; longer rows choose first.
+    ``n_new``: how many tokens each row adds; longer rows choose first. ``shares``: of all KV, what each
+    worker is to have; equal ones if None.
     """
+    shares = np.ones(placement.n_workers) if shares is None else shares
     rows = np.arange(len(lengths))
     stored = lengths > 0
     wish = np.zeros(len(lengths), np.int64)
@@ -148,42 +187,10 @@ def wish_by_requests(
     np.add.at(load, wish[stored], n_new[stored])
     for b in sorted(rows[~stored], key=lambda b: -n_new[b]):
         if n_new[b]:
-            wish[b] = np.argmin(load)
+            with np.errstate(divide="ignore"):
+                wish[b] = np.argmin((load + n_new[b]) / shares)
             load[wish[b]] += n_new[b]
     return wish
-
-
-def place_new(
-    placement: Placement,
-    token_block: int | None,
-    slot_table: Int[np.ndarray, "B C"],
-    lengths: Int[np.ndarray, " B"],
-    positions: Int[np.ndarray, "B T"],
-    new_slots: Int[np.ndarray, "B T"],
-) -> None:
-    """Gives a step's new tokens, ``new_slots`` (S: none), their places; ``token_block`` None: by request."""
-    real = new_slots < placement.n_slots
-    if token_block is None:
-        wish = wish_by_requests(placement, slot_table, lengths, real.sum(axis=1))
-        wishes = np.broadcast_to(wish[:, None], new_slots.shape)
-    else:
-        wishes = wish_by_tokens(positions, placement.n_workers, token_block)
-    placement.place(new_slots[real], wishes[real])
-
-
-def place_stored(
-    placement: Placement,
-    token_block: int | None,
-    slot_table: Int[np.ndarray, "B C"],
-    lengths: Int[np.ndarray, " B"],
-) -> None:
-    """Takes it that rows' earlier tokens, in slots that are all distinct, were stored a row at a time: for
-    measuring steps, and compiling them, without a prefill."""
-    b, c = slot_table.shape
-    positions = np.broadcast_to(np.arange(c, dtype=np.int32), (b, c))
-    slots = np.where(positions < lengths[:, None], slot_table, placement.n_slots)
-    none = np.zeros((b, 0), np.int32), np.zeros(b, np.int32)
-    place_new(placement, token_block, *none, positions, slots)
 
 
 class RowsPlan(NamedTuple):

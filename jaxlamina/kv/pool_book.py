@@ -21,10 +21,9 @@ from jaxlamina.kv.placement import (
     PlacedIndices,
     Placement,
     RowsPlan,
-    place_new,
-    place_stored,
     plan_rows,
 )
+from jaxlamina.kv.wishes import Wishes, place_stored
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
@@ -52,6 +51,39 @@ class KVWorker(Protocol):
         """Stores what another worker's `take_rows` gave."""
 
 
+class LayersApart:
+    """A `KVWorker` of several that have the same slots, each of some layers in a row: stages of a
+    pipeline."""
+
+    def __init__(self, workers: Sequence[KVWorker], n_layers: Sequence[int]) -> None:
+        self._workers, self._n_layers = tuple(workers), tuple(n_layers)
+
+    def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
+        for worker in self._workers:
+            worker.copy_slots(src, dst)
+
+    def move_out(self, slots: Int[np.ndarray, " n"], host_slots: Int[np.ndarray, " n"]) -> None:
+        for worker in self._workers:
+            worker.move_out(slots, host_slots)
+
+    def move_in(self, host_slots: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        for worker in self._workers:
+            worker.move_in(host_slots, slots)
+
+    def forget_host(self, host_slots: Int[np.ndarray, " n"]) -> None:
+        for worker in self._workers:
+            worker.forget_host(host_slots)
+
+    def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> Sequence[Any]:
+        return [rows for worker in self._workers for rows in worker.take_rows(slots, host=host)]
+
+    def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Any]) -> None:
+        of_a_layer, at = len(rows) // sum(self._n_layers), 0
+        for worker, n in zip(self._workers, self._n_layers, strict=True):
+            worker.put_rows(slots, rows[at : at + n * of_a_layer])
+            at += n * of_a_layer
+
+
 class SegmentSlots(NamedTuple):
     """The slots on one worker of a step's rows, or of a prompt's tokens: R rows with up to C stored tokens, M
     new tokens."""
@@ -75,16 +107,19 @@ class SegmentSlots(NamedTuple):
 
 class PlannedRows(NamedTuple):
     """Rows or prompts as workers have them: their bucket, each worker's slots of each segment, and where the
-    model's programs find each segment's rows and tokens (nothing by heads)."""
+    model's programs find each segment's rows and tokens (nothing by heads). ``local``: the slots of each
+    segment of the KV that model ranks keep, in the batch's order; nothing where they keep none."""
 
     shape: StepShape
     slots: Sequence[tuple[SegmentSlots, ...]]
     at: tuple[PlacedIndices, ...]
+    local: tuple[SegmentSlots, ...] = ()
 
     def with_chunk(self, chunk: PlannedRows) -> PlannedRows:
         """And a prompt alongside."""
         slots = [own + more for own, more in zip(self.slots, chunk.slots, strict=True)]
-        return PlannedRows(msgspec.structs.replace(self.shape, chunk=chunk.shape), slots, self.at + chunk.at)
+        shape = msgspec.structs.replace(self.shape, chunk=chunk.shape)
+        return PlannedRows(shape, slots, self.at + chunk.at, self.local + chunk.local)
 
 
 class PoolBook:
@@ -98,14 +133,20 @@ class PoolBook:
         n_slots: int,
         n_host_slots: int,
         token_block: int,
+        wishes: Wishes | None = None,
+        capacities: Sequence[int] | None = None,
     ) -> None:
-        """``windows``: of the model's attention operators. ``token_block``: how many positions in a row stay
-        together where tokens are divided."""
+        """``workers``: the attention workers, and last what model ranks keep, if they keep any. ``windows``: of
+        the model's attention operators. ``token_block``: how many positions in a row stay together where
+        tokens are divided. ``wishes``: where new tokens are to go, if not to all alike; ``capacities``: slots
+        of each of ``workers``, if not an equal part of ``n_slots``."""
         self._workers, self._layout, self._windows = workers, layout, windows
         self.n_slots, self._n_host_slots = n_slots, n_host_slots
-        b = len(layout.workers)
-        self.placement = None if layout.by_heads else Placement(n_slots, [-(-n_slots // b)] * b)
-        self._token_block = token_block if layout.partition == "tokens" else None
+        n = len(layout.workers) + layout.attends_locally
+        capacities = capacities or [-(-n_slots // n)] * n
+        self.placement = None if layout.by_heads else Placement(n_slots, capacities)
+        by_tokens = layout.partition == "tokens"
+        self.wishes = wishes or Wishes(len(layout.workers), token_block if by_tokens else None)
         self._host_worker = np.full(n_host_slots, -1, np.int32)
 
     def plan(
@@ -114,49 +155,86 @@ class PoolBook:
         batch: DecodeBatch | PrefillBatch,
         q_first: bool,
         n_batches: int = 1,
+        on_prefill_worker: bool = False,
     ) -> PlannedRows:
-        """Of n staggered batches the j-th has rows j, j + n, …; what is told of them is batch after batch."""
+        """Of n staggered batches the j-th has rows j, j + n, …; what is told of them is batch after batch.
+        Where attention workers have nothing of it, it is one batch."""
         b, t = batch.tokens.shape
         new_slots = batch.new_slots[:, None] if isinstance(batch, DecodeBatch) else batch.slots
         q_first = q_first or kind == "prefill"  # where q does not travel at all
         if self.placement is None:
-            context = batch.slot_table.shape[1]
+            context, n_batches = batch.slot_table.shape[1], n_batches if self._layout.has_pool else 1
             shape = StepShape(kind, b, t, context, q_first=q_first, n_batches=n_batches)
             known = batch.slot_table, batch.lengths, new_slots
             table, lengths, new = (np.concatenate(_staggered(x, n_batches)) for x in known)
             slots = (_segment(table, lengths, new.reshape(-1), {}),)
-            return PlannedRows(shape, [slots] * len(self._layout.workers), ())
-        place_new(
-            self.placement, self._token_block, batch.slot_table, batch.lengths, batch.positions, new_slots
-        )
+            of_rank = slots if self._layout.attends_locally else ()
+            return PlannedRows(shape, [slots] * len(self._layout.workers), (), of_rank)
+        if on_prefill_worker and not self.is_on_workers(batch):  # type: ignore[arg-type]
+            raise ValueError("a prefill worker does not reach what model ranks keep")
         rows = batch.slot_table, batch.lengths, batch.positions, new_slots
+        self.wishes.place(self.placement, *rows, here=not on_prefill_worker)
+        if n_batches > 1 and self._layout.attends_locally and self._is_local(batch, new_slots):
+            n_batches = 1
         plans = [
             plan
             for table, lengths, positions, new in zip(*(_staggered(x, n_batches) for x in rows), strict=True)
             for plan in plan_rows(self.placement, table, lengths, positions, new, self._windows)
         ]
+        n = self.placement.n_workers
+        whole = b // n_batches, batch.slot_table.shape[1], new_slots.size // n_batches
+        local: tuple[SegmentSlots, ...] = ()
         n_workers = len(self._layout.workers)
-        sizes = b // n_batches, batch.slot_table.shape[1], new_slots.size // n_batches
-        plans = level(plans, *sizes, n_workers=n_workers)
-        shape = StepShape(
-            kind,
-            b,
-            t,
-            plans[0].slot_table.shape[1],
-            len(plans[0].rows),
-            len(plans[0].new),
-            q_first,
-            n_batches,
-        )
+        if self._layout.attends_locally:
+            own = plans[n_workers::n]
+            local = (_of(_one_after_another(level(own, *whole, whole))),)
+            if kind == "decode":
+                n_local = int(local[0].lengths.sum())
+                self.wishes.seen(n_local, int(batch.lengths.sum()) - n_local)
+            plans = [plan for i, plan in enumerate(plans) if i % n < n_workers]
+        plans = level(plans, *whole, self._sizes(plans, *whole))
+        first = plans[0]
+        sizes = first.slot_table.shape[1], len(first.rows), len(first.new)
+        shape = StepShape(kind, b, t, *sizes, q_first, n_batches)
         workers = [_one_after_another(plans[w::n_workers]) for w in range(n_workers)]
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in workers]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
-        each = [(_segment(p.slot_table, p.lengths, p.new_slots, p.q_positions),) for p in workers]
-        return PlannedRows(shape, each, (at,))
+        return PlannedRows(shape, [(_of(p),) for p in workers], (at,), local)
+
+    def _is_local(self, batch: DecodeBatch | PrefillBatch, new_slots: Int[np.ndarray, "B T"]) -> bool:
+        """Whether model ranks have all of it, and get what is new."""
+        assert self.placement is not None
+        owners = (
+            self.placement.worker[_stored(batch)],
+            self.placement.worker[new_slots[new_slots < self.n_slots]],
+        )
+        return all(bool((x == len(self._layout.workers)).all()) for x in owners)
+
+    def _sizes(self, plans: Sequence[RowsPlan], b: int, c: int, n_new: int) -> tuple[int, int, int]:
+        """Rows, stored tokens a row and new tokens that all attention workers' parts are padded to."""
+        n = len(self._layout.workers)
+        most = [max(len(p.rows) for p in plans), max(p.slot_table.shape[1] for p in plans)]
+        most_new = max(len(p.new) for p in plans)
+        if not self._layout.attends_locally:
+            r, width = (quarters(max(1, x), of, n) if c else 0 for x, of in zip(most, (b, c), strict=True))
+            return r, width, quarters(max(1, most_new), n_new, n)
+        # With a model rank's share three kinds of program are enough by tokens: nothing goes to workers, they
+        # are asked, or they are asked and store. Padding costs a table's bytes: attention goes by lengths.
+        if not most[0] and not most_new:
+            return 0, c, 0
+        if self.wishes.by_tokens:
+            return b if c else 0, c, n_new if most_new else 0
+        return (quarters(max(1, most[0]), b, 4) if c else 0), c, quarters(most_new, n_new, 4)
+
+    def is_on_workers(self, batch: PrefillBatch) -> bool:
+        """Whether attention workers have all tokens that a prompt follows."""
+        if self.placement is None or not self._layout.attends_locally:
+            return True
+        return bool((self.placement.worker[_stored(batch)] < len(self._layout.workers)).all())
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         """As `jaxlamina.kv.placement.place_stored` has it."""
         if self.placement is not None:
-            place_stored(self.placement, self._token_block, batch.slot_table, batch.lengths)
+            place_stored(self.placement, self.wishes, batch.slot_table, batch.lengths)
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         """Slot ``src[i]``'s KV also into ``dst[i]``: beside its original where there is room, else on another
@@ -240,6 +318,11 @@ class PoolBook:
 _MOST_CARRIED = 256  # slots at a time
 
 
+def _stored(batch: DecodeBatch | PrefillBatch) -> Int[np.ndarray, " n"]:
+    """The slots of all tokens that rows follow."""
+    return batch.slot_table[np.arange(batch.slot_table.shape[1]) < batch.lengths[:, None]]
+
+
 def _staggered(rows: np.ndarray, n: int) -> list[np.ndarray]:
     return [rows[j::n] for j in range(n)]
 
@@ -255,27 +338,48 @@ def _one_after_another(plans: Sequence[RowsPlan]) -> RowsPlan:
     return RowsPlan(**fields, q_positions=queries)
 
 
-def level(plans: Sequence[RowsPlan], b: int, c: int, n_new: int, *, n_workers: int) -> list[RowsPlan]:
-    """Workers' parts, all padded to the same rows, stored tokens a row and new tokens, of sizes that are few
-    (`quarters`).
+def level(
+    plans: Sequence[RowsPlan], b: int, c: int, n_new: int, sizes: tuple[int, int, int]
+) -> list[RowsPlan]:
+    """Workers' parts, all padded to the same ``sizes``: rows, stored tokens a row and new tokens.
 
-    ``b``, ``c``, ``n_new``: of a batch: its rows, width of its slot table (0: nothing is asked of stored
-    tokens), and new tokens. What is asked or sent is never of size 0, though nobody may have any of it: no
-    program could send that.
+    ``b``, ``c``, ``n_new``: of the whole batch: its rows, width of its slot table (0: nothing is asked of
+    stored tokens), and new tokens. What is padded to all of the batch's rows, or to all of its new tokens, is
+    in its order.
     """
-    n = n_workers
-    r = quarters(max(1, *(len(p.rows) for p in plans)), b, n) if c else 0
-    c = quarters(max(1, *(p.slot_table.shape[1] for p in plans)), c, n) if c else 0
-    new = quarters(max(1, *(len(p.new) for p in plans)), n_new, n)
-    found = []
-    for p in plans:
-        table = np.zeros((r, c), np.int32)
-        table[: p.slot_table.shape[0], : p.slot_table.shape[1]] = p.slot_table
-        spread = np.where(p.spread >= len(p.rows), r, p.spread).astype(np.int32)
-        queries = {window: _longer(x, r, 0) for window, x in p.q_positions.items()}
-        kept = _longer(p.new, new, 0), _longer(p.new_slots, new, NO_SLOT)
-        found.append(RowsPlan(_longer(p.rows, r, 0), spread, table, _longer(p.lengths, r, 0), queries, *kept))
-    return found
+    r, width, new = sizes
+    return [_levelled(p, r, width, new, whole_rows=r == b, whole_new=new == n_new) for p in plans]
+
+
+def _levelled(p: RowsPlan, r: int, width: int, n_new: int, *, whole_rows: bool, whole_new: bool) -> RowsPlan:
+    n = len(p.rows)
+    if whole_rows:
+        here = np.flatnonzero(p.spread < n)
+        from_, to, rows, spread = p.spread[here], here, np.arange(r), np.arange(len(p.spread))
+    else:
+        from_ = to = np.arange(n)
+        rows, spread = _longer(p.rows, r, 0), np.where(p.spread >= n, r, p.spread)
+    table = np.zeros((r, width), np.int32)
+    table[to, : p.slot_table.shape[1]] = p.slot_table[from_]
+    lengths = np.zeros(r, np.int32)
+    lengths[to] = p.lengths[from_]
+    queries = {window: np.zeros((r, *x.shape[1:]), np.int32) for window, x in p.q_positions.items()}
+    for window, x in p.q_positions.items():
+        queries[window][to] = x[from_]
+    new, new_slots = _longer(p.new, n_new, 0), _longer(p.new_slots, n_new, NO_SLOT)
+    if whole_new:
+        kept = p.new_slots != NO_SLOT
+        new, new_slots = np.arange(n_new), np.full(n_new, NO_SLOT, np.int32)
+        new_slots[p.new[kept]] = p.new_slots[kept]
+    return RowsPlan(
+        rows.astype(np.int32),
+        spread.astype(np.int32),
+        table,
+        lengths,
+        queries,
+        new.astype(np.int32),
+        new_slots,
+    )
 
 
 def quarters(n: int, most: int, n_workers: int) -> int:
@@ -300,6 +404,10 @@ def _longer(x: np.ndarray, n: int, fill: int) -> np.ndarray:
 
 def _pairs(from_: np.ndarray, to: np.ndarray) -> list[tuple[int, int]]:
     return sorted(set(zip(from_.tolist(), to.tolist(), strict=True)))
+
+
+def _of(p: RowsPlan) -> SegmentSlots:
+    return _segment(p.slot_table, p.lengths, p.new_slots, p.q_positions)
 
 
 def _segment(

@@ -9,7 +9,8 @@ from dataclasses import replace
 import jax
 
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.kv.placement import chosen_partition
+from jaxlamina.kv.placement import AUTO, LocalShare, chosen_partition
+from jaxlamina.kv.wishes import Wishes
 from jaxlamina.steps.layout import Layout
 
 Tie = jax.Array | None
@@ -18,15 +19,37 @@ Tie = jax.Array | None
 def partition_of(cluster: Cluster, n_kv_heads: Sequence[int]) -> str:
     """The cluster's partition, chosen for a model with so many KV heads where the cluster says "auto".
     ``UserError`` for one that cannot be, with these heads or with what else the cluster says."""
-    partition = chosen_partition(cluster.partition, cluster.n_attention, n_kv_heads)
+    partition = chosen_partition(cluster.partition, cluster.n_attention, n_kv_heads, cluster.local_share)
     replace(cluster, partition=partition)  # type: ignore[arg-type]  # checks the combination
     return partition
 
 
-def layout_of(cluster: Cluster, partition: str, stages: tuple[int, ...] = ()) -> Layout:
-    """``partition``: the cluster's, as it was chosen for the model where the cluster says "auto"."""
+def layout_of(
+    cluster: Cluster, partition: str, stages: tuple[int, ...] = (), local_share: LocalShare | None = None
+) -> Layout:
+    """``partition``: the cluster's, as it was chosen for the model where the cluster says "auto". So is
+    ``local_share``, the share of the KV that model ranks keep: by requests and by tokens only whether it is
+    0, 1 or between is in the layout."""
     workers = tuple(cluster.pools.attention_ranks)
-    return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages)
+    share = cluster.local_share if local_share is None else local_share
+    if isinstance(share, str) or (0 < share < 1 and partition != "heads"):
+        share = 0.5
+    return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages, share)
+
+
+def local_share_of(cluster: Cluster, partition: str) -> LocalShare:
+    """The share of the KV that model ranks keep. By heads it is one from the start, so "auto" is a half."""
+    share = cluster.local_share
+    return 0.5 if share == AUTO and partition == "heads" else share
+
+
+def wishes_of(layout: Layout, token_block: int, share: LocalShare) -> Wishes | None:
+    """Where new tokens go, where they may lie on model ranks, too."""
+    if not layout.attends_locally or layout.by_heads:
+        return None
+    of_all = 0.5 if isinstance(share, str) else share
+    by_tokens = layout.partition == "tokens"
+    return Wishes(len(layout.workers), token_block if by_tokens else None, lambda _: of_all)
 
 
 def scope(what: str, index: int, batch: int = 0) -> AbstractContextManager[object]:

@@ -1,13 +1,15 @@
 """A model rank's programs: a whole step each, all its slices and all exchanges, no Python between layers.
 
 A rank's list of a step's plan (`jaxlamina.steps.plans`) is run here while its one program is traced. Made of
-the splitter's parts; what a message holds is the wire's affair, how it travels the transport's. Holds no
-weights: they are arguments. Knows no KV and no slot.
+the splitter's parts; what a message holds is the wire's affair, how it travels the transport's, and what is
+done with the KV that the rank itself may keep `jaxlamina.ranks.stored`'s. Holds no weights and no KV: they
+are arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,17 +18,30 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
 from jaxlamina.kv.placement import PlacedIndices
+from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.cluster_layout import Tie, scope
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.shards import ShardEnd
-from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker
+from jaxlamina.ranks.stored import Asked, StoredKV, placed_windows
+from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker, local_spec
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch, plan_of
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.steps.tasks import FRONT, Attend, HandOver, Logits, Payload, Receive, RunSlice, Send, Swap
+from jaxlamina.steps.tasks import (
+    FRONT,
+    Append,
+    Attend,
+    HandOver,
+    Logits,
+    Payload,
+    Receive,
+    RunSlice,
+    Send,
+    Swap,
+)
 from jaxlamina.transports import TracedEnd
 from jaxlamina.workers.spec import AttentionSpec
-from pallas_kernels import compat
+from pallas_kernels import Pool, compat
 from pallas_kernels.order import tied, zero_after
 from splitter import SplitModel
 
@@ -48,13 +63,17 @@ class ModelProgram:
         self.t, self.layout, self.model, self.specs, self.shape = transport, layout, model, specs, shape
         self.rank, self.ends = rank, ends
         self.plan = plan_of(layout, shape, model.n)
+        self._local_layers = layout.local_layers(rank, model.n)
 
     def step(
         self,
         weights: Sequence[tuple[jax.Array, ...]],
         inputs: tuple[Int32[jax.Array, " _ ..."], ...],
         at: tuple[PlacedIndices, ...],
-    ) -> Float[jax.Array, " _ ..."]:
+        k_pools: Sequence[Pool] = (),
+        v_pools: Sequence[Pool] = (),
+        slots: Sequence[SegmentSlots] = (),
+    ) -> tuple[Float[jax.Array, " _ ..."], Sequence[Pool], Sequence[Pool]]:
         """Logits ``[B, V]`` after each row's last token, or ``[B, T, V]`` ``of_all``; on a rank that is not
         rank 0 a ``[1]`` that is there when all is sent. ``weights``: each slice's, of other ranks' slices
         none. ``inputs``: tokens and positions ``[B, T]``, and for more than one token a row ``logits_at
@@ -62,8 +81,14 @@ class ModelProgram:
 
         With a chunk of T tokens alongside: logits ``[B + 1, V]``, the chunk's last; tokens and positions ``[B
         + T, 1]``, ``logits_at [1]`` within the chunk. ``at``: of the rows, and of the chunk if there is one;
-        empty by heads."""
-        return _ModelStep(self, weights, inputs, at).run()
+        empty by heads.
+
+        And the pools of the KV that this rank keeps, with the new tokens in them: of its own layers
+        (`Layout.local_layers`), none where it keeps none; ``slots``: of the rows, and of the chunk."""
+        own = [local_spec(self.layout, self.specs[i]) for i in self._local_layers]
+        kv = StoredKV(own, k_pools, v_pools, slots, self._local_layers.start)
+        logits = _ModelStep(self, weights, inputs, at, kv).run()
+        return logits, kv.k, kv.v
 
     @property
     def to_ranks(self) -> TracedEnd:
@@ -98,14 +123,10 @@ class _ModelStep:
         weights: Sequence[tuple[jax.Array, ...]],
         inputs: Sequence[jax.Array],
         at: Sequence[PlacedIndices],
+        kv: StoredKV,
     ) -> None:
-        self.p, self.t, self.model, self.weights, self.inputs = (
-            program,
-            program.t,
-            program.model,
-            weights,
-            inputs,
-        )
+        self.p, self.t, self.model = program, program.t, program.model
+        self.weights, self.inputs, self.kv = weights, inputs, kv
         self.workers, self.tasks = program.layout.workers, program.plan.model[program.rank]
         batches = program.plan.batches
         self.wires = [Wire(program.layout, batch, _of_batch(at, batch)) for batch in batches]
@@ -117,8 +138,9 @@ class _ModelStep:
         ]
         self.rest: dict[_Operator, Any] = {}
         self.q: dict[_Operator, Any] = {}
-        self.kv: dict[_Operator, tuple[Any, Any]] = {}
+        self.new: dict[_Operator, tuple[Any, Any]] = {}  # keys and values
         self.own: dict[_Operator, list[Any]] = {}
+        self.local: dict[_Operator, list[Any]] = {}  # what this rank's own KV answers
         self.answers: dict[_Operator, list[list[jax.Array]]] = {}
         self.outs: dict[_Operator, Any] = {}
         self.logits: dict[tuple[int, ...], jax.Array] = {}
@@ -129,6 +151,7 @@ class _ModelStep:
         self.run_task: dict[type, Callable[[Any], None]] = {
             RunSlice: self._run_slice,
             Attend: self._attend,
+            Append: self._append,
             Send: self._send,
             Receive: self._receive,
             Swap: self._swap,
@@ -162,20 +185,45 @@ class _ModelStep:
             if task.piece != "q":
                 after_q = [self.made_of[of]] if task.piece == "kv" else []
                 k, v, context = part.kv_part(self.weights[i], self.rest.pop(of), *after_q)
-                self.kv[of] = k, v
+                self.new[of] = k, v
                 self.known[j].update(zip(self.model.slices[i + 1].context_vars, context, strict=True))
 
     def _attend(self, task: Attend) -> None:
+        """While attention workers do their part: after what was sent last, and before the next exchange."""
+        of, wire = (task.batch, task.layer), self.wires[task.batch]
+        q, (k, v) = self.q[of], self.new[of]
+        self.own[of] = wire.own(q, k, v, self.p.specs[task.layer])
+        batch = self._whole(task.batch)
+        if not batch.local:
+            return
+        queries, kv = wire.local(q, k, v, self.p.heads(task.layer))
+        asked_of = [
+            s for s in zip(batch.segments, self.kv.slots(batch), strict=True) if s[0].kind != "prefill"
+        ]
+        asked = [
+            Asked(tied(x, self.tie), slots, adds_own)
+            for (x, adds_own), (_, slots) in zip(queries, asked_of, strict=True)
+        ]
+        self.local[of] = self.kv.attend(task, asked, kv, then_append=True)
+        if self.tie is not None and self.local[of]:
+            self.tie = jax.tree.leaves(self.local[of])[0]
+
+    def _append(self, task: Append) -> None:
         of = task.batch, task.layer
-        self.own[of] = self.wires[task.batch].own(self.q[of], *self.kv[of], self.p.specs[task.layer])
+        _, kv = self.wires[task.batch].local(self.q[of], *self.new[of], self.p.heads(task.layer))
+        self.kv.append(task, self._whole(task.batch), kv)
+
+    def _whole(self, j: int) -> PlannedBatch:
+        """Its messages may go in parts: what is done here is not."""
+        return replace(self.p.plan.batches[j], n_parts=1)
 
     def _out(self, j: int, layer: int) -> Any:
         """The attention output that a slice goes on from; None before the first one."""
         of = j, layer
         if layer < 0 or of in self.outs:
             return self.outs.get(of)
-        qkv = self.q.get(of), *self.kv.get(of, (None, None))  # on the rank that adds their own attention
-        known = self.answers.get(of, []), qkv, self.own.get(of, [])
+        qkv = self.q.get(of), *self.new.get(of, (None, None))  # on the rank that adds their own attention
+        known = self.answers.get(of, []), qkv, self.own.get(of, []), self.local.get(of, [])
         return self.wires[j].out(*known, self.p.heads(layer), self.p.specs[layer])
 
     def _end(self, task: Logits) -> None:
@@ -227,8 +275,8 @@ class _ModelStep:
 
     def _messages(self, payload: Payload) -> list[jax.Array]:
         what, j, layer, part = payload
-        k, v = (None, None) if what == "q" else self.kv[j, layer]
-        return self.wires[j].messages(what, self.q[j, layer], k, v, part)
+        k, v = (None, None) if what == "q" else self.new[j, layer]
+        return self.wires[j].messages(what, self.q[j, layer], k, v, part, self.p.heads(layer))
 
     def _answer_like(self, payload: Payload) -> jax.ShapeDtypeStruct:
         return self.wires[payload.batch].format.message_like("out", self.p.heads(payload.layer))
@@ -261,21 +309,28 @@ class _ModelStep:
         site = self.model.sites[i - 1]
         if self.p.rank == task.source:
             arrays, after = [self.known[j][v] for v in wanted], self.tie
+            arrays += jax.tree.leaves(self.local[of]) if task.local else []
             if task.carries == "out":
                 arrays.append(self._out(*of).astype(site.out.dtype))
                 after = None if self.out_of.get(of) is self.tie else self.tie
             elif task.carries == "qkv":
-                arrays += [self.q[of], *self.kv[of]]
+                arrays += [self.q[of], *self.new[of]]
             self.tie = send_arrays(self.p.to_ranks, arrays, task.target, after)
             return
         carried = {"out": [site.out], "qkv": [site.q, site.k, site.v], "nothing": []}[task.carries]
-        arrays, self.tie = recv_arrays(self.p.to_ranks, likes_of(wanted) + carried, task.source, self.tie)
+        local = self.wires[j].local_answers_like(site.q, self.p.heads(i - 1)) if task.local else []
+        likes = likes_of(wanted) + jax.tree.leaves(local) + carried
+        arrays, self.tie = recv_arrays(self.p.to_ranks, likes, task.source, self.tie)
         self.known[j].update(zip(wanted, arrays, strict=False))
+        if task.local:
+            n = len(jax.tree.leaves(local))
+            answers = arrays[len(wanted) : len(wanted) + n]
+            self.local[of] = jax.tree.unflatten(jax.tree.structure(local), answers)
         if task.carries == "out":
             self.outs[of], self.out_of[of] = tied(arrays[-1], self.tie), self.tie
         elif task.carries == "qkv":
-            self.q[of], k, v = arrays[len(wanted) :]
-            self.kv[of] = k, v
+            self.q[of], k, v = arrays[-3:]
+            self.new[of] = k, v
 
 
 def _of_batch(at: Sequence[PlacedIndices], batch: PlannedBatch) -> list[PlacedIndices]:
@@ -311,6 +366,25 @@ def inputs_of(shape: StepShape) -> tuple[Int32[jax.ShapeDtypeStruct, " _ ..."], 
     if shape.kind == "decode" or shape.of_all:
         return tokens, tokens
     return tokens, tokens, ints((shape.batch,))
+
+
+def local_slots_of(
+    layout: Layout, shape: StepShape, specs: Sequence[AttentionSpec]
+) -> tuple[SegmentSlots, ...]:
+    """What ``ModelProgram.step`` takes as ``slots``: of all rows and new tokens, in their order."""
+    if not layout.attends_locally or shape.rank:
+        return ()
+    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    windows = placed_windows(layout, specs)
+    return tuple(
+        SegmentSlots(
+            ints((segment.batch, segment.context)),
+            ints((segment.batch,)),
+            ints((segment.batch * segment.tokens,)),
+            {window: ints((segment.batch, segment.tokens)) for window in windows},
+        )
+        for segment in shape.segments
+    )
 
 
 def indices_of(layout: Layout, shape: StepShape) -> tuple[PlacedIndices, ...]:

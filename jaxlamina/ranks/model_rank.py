@@ -8,6 +8,7 @@ Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,10 @@ from jaxlamina.job.group import Watch
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models.causal_lm import of_origin
 from jaxlamina.ranks.cluster_layout import layout_of
+from jaxlamina.ranks.kv_room import moving_handlers, scales_of
 from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
+from jaxlamina.ranks.rank_kv import RankKV
+from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.shards import shard_axes, shard_like
 from jaxlamina.steps.shape import StepShape
@@ -48,8 +52,13 @@ class ModelRank(ServedRank):
         self._side: ModelSide | None = None
         self._handlers |= {
             m.SetupModel: self._on_setup,
+            m.Setup: self._on_setup_kv,
+            m.Allocate: self._on_allocate,
             m.RunStep: self._on_step,
         }
+        self._handlers |= moving_handlers(client, self._kv)
+        self._setup: m.Setup | None = None
+        self._tables = SlotTables()
 
     def _on_setup(self, setup: m.SetupModel) -> None:
         self._forget_programs()
@@ -66,9 +75,24 @@ class ModelRank(ServedRank):
         model = ModelWorker(function, params, self._transport.device, like)
         specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
         replica = 0 if shards else self._rank
-        layout = layout_of(self._cluster, setup.partition, setup.stages)
+        layout = layout_of(self._cluster, setup.partition, setup.stages, setup.local_share)
         self._side = ModelSide(self._transport, model, layout, specs, replica, shards, source)
         self._client.send(m.ModelReady())
+
+    # --- the share of the KV that is kept here ---
+    def _on_setup_kv(self, setup: m.Setup) -> None:
+        assert self._side is not None
+        self._setup, self._tables = setup, SlotTables()
+        self._client.send(self._side.slots_found(setup, self._cluster.n_ranks))
+
+    def _on_allocate(self, message: m.Allocate) -> None:
+        assert self._side is not None and self._setup is not None
+        self._side.allocate(message.n_slots, message.n_host_slots, scales_of(self._setup))
+        self._client.send(m.Allocated())
+
+    def _kv(self) -> RankKV:
+        assert self._side is not None and self._side.kv is not None
+        return self._side.kv
 
     def _compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         assert self._side is not None
@@ -81,8 +105,10 @@ class ModelRank(ServedRank):
     def _on_step(self, step: m.RunStep) -> None:
         ticket = self._begin(step)
         program, weights = self._programs[self._part(step.shape)]
-        given = jax.device_put(_given(step.segments), self._transport.device)
-        run = self._recorder.run(program, weights, *self._transport.bind(given))
+        assert self._side is not None
+        inputs, at = jax.device_put(_given(step.segments), self._transport.device)
+        slots = self._tables.slots_from(step) if step.tables else ()
+        run = self._side.run(partial(self._recorder.run, program), weights, inputs, at, slots)
         self._launched(ticket, self._transport.unbind(run))
 
     def _part(self, shape: StepShape) -> StepShape:
@@ -92,10 +118,11 @@ class ModelRank(ServedRank):
 
 
 def told_replica(
-    inputs: tuple[Int[np.ndarray, " _ ..."], ...], at: Sequence[PlacedIndices]
+    inputs: tuple[Int[np.ndarray, " _ ..."], ...], at: Sequence[PlacedIndices], n_segments: int = 1
 ) -> tuple[dict[str, m.Array], ...]:
     """A step's arrays as a message to a model rank: of each segment, the inputs with the first one's."""
-    segments = [dict(zip(_INPUTS, inputs, strict=False)), *({} for _ in at[1:])]
+    n = max(n_segments, len(at))
+    segments = [dict(zip(_INPUTS, inputs, strict=False)), *({} for _ in range(n - 1))]
     segments[: len(at)] = [own | of._asdict() for own, of in zip(segments, at, strict=False)]
     return tuple({name: m.Array.of(np.asarray(x, np.int32)) for name, x in own.items()} for own in segments)
 

@@ -14,20 +14,30 @@ import jax.numpy as jnp
 from jaxtyping import Shaped
 
 from jaxlamina.job.cluster import Cluster
+from jaxlamina.job.control import messages as m
 from jaxlamina.kv.placement import PlacedIndices
+from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.models.causal_lm import CausalLM
-from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of
+from jaxlamina.ranks.attention_programs import attention_workspace_bytes
+from jaxlamina.ranks.kv_room import slots_found
+from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of, local_slots_of
+from jaxlamina.ranks.rank_kv import RankKV, own_scales
 from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, ShardEnd, needing, with_shards
+from jaxlamina.ranks.wires import local_spec
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import Logits
 from jaxlamina.transports import Program, TracedEnd, Transport
+from jaxlamina.transports.local import CompiledPieces, LocalTransport
 from jaxlamina.workers.model_worker import Like, ModelFn, ModelWorker, trace_step
-from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from jaxlamina.workers.streamed import with_streamed_products
+from jaxlamina.workers.workspace import LargestStep
 from pallas_kernels.order import zero_after
 from splitter import SplitModel, Traced
+
+_POOLS = (3, 4)  # of `ModelProgram.step`'s arguments
 
 
 class ModelSide:
@@ -49,26 +59,85 @@ class ModelSide:
         self.transport, self.model = transport, model
         self.layout, self.specs = layout, specs
         self.replica, self.shards = replica, tuple(shards)
+        self.kv: RankKV | None = None  # what this rank keeps of the KV, once there is room for it
         self._weights: dict[int, Any] = {}  # by id, as programs take them
         self._model_name = None if source is None else source.name
         self._made_of = _likes(model.like), _likes(model.params)
 
     def compile_later(self, shape: StepShape, behind: bool = False) -> Callable[[], tuple[Program, Any]]:
         """Traces the program of a bucket on this rank; the call that comes back gives it, to be called with
-        the weights, inputs and ``at`` (`ModelProgram.step`), and the weights."""
+        the weights and what else `ModelProgram.step` takes, and the weights."""
         split = self.model.split(shape.model_rows, shape.tokens, of_all=shape.of_all)
         ends = self._ends(shape)
         own = self.layout.slices_on(self.replica, split.n + 1)
         weights = tuple(self._bound(split, i) if i in own else () for i in range(split.n + 1))
         traced = ModelProgram(self._end(), self.layout, split, self.specs, shape, self.replica, ends)
-        args = _lifted(weights), inputs_of(shape), indices_of(self.layout, shape)
+        args = self._likes(_lifted(weights), shape)
         step = _with_lifted(traced.step, weights)
         if self.shards:
             step = self._of_shards(step, split)
         step = with_streamed_products(step, self.transport.device)
         keep = self._keep(shape, behind, [split.sources(i) for i in own])
-        compiles, given = self.transport.compile_later(step, *args, behind=behind, keep=keep), args[0]
+        how: dict[str, Any] = {"behind": behind, "keep": keep, "donate_argnums": _POOLS}
+        compiles, given = self.transport.compile_later(step, *args, **how), args[0]
         return lambda: (compiles(), given)
+
+    # --- what this rank keeps of the KV ---
+    @property
+    def own_specs(self) -> list[AttentionSpec]:
+        """Of each layer whose KV this rank keeps a share of, that share."""
+        layers = self.layout.local_layers(self.replica, len(self.specs))
+        return [local_spec(self.layout, self.specs[i]) for i in layers]
+
+    def slots_found(self, setup: m.Setup, n_sharing: int) -> m.SlotsFound:
+        """Room for it beside the weights; `jaxlamina.ranks.kv_room.slots_found`."""
+        largest, device = LargestStep(*setup.largest), self.transport.device
+
+        def workspace_bytes() -> int:
+            sites = self.model.split(1).sites
+            layers = self.layout.local_layers(self.replica, len(self.specs))
+            n_query_heads = [
+                sites[i].q.shape[2] * own.n_kv_heads // self.specs[i].n_kv_heads
+                for i, own in zip(layers, self.own_specs, strict=True)
+            ]
+            of_kv = attention_workspace_bytes(self.own_specs, n_query_heads, device, largest)
+            return of_kv + model_workspace_bytes(self.model, self.specs, device, largest)
+
+        return slots_found(setup, self.layout, self.own_specs, device, workspace_bytes, n_sharing)
+
+    def allocate(self, n_slots: int, n_host_slots: int, scales: Sequence[ChannelScales] | None) -> None:
+        """Takes the memory for it. ``scales``: of each of the model's layers, all its heads'."""
+        layers = self.layout.local_layers(self.replica, len(self.specs))
+        of_layers = None if scales is None else [scales[i] for i in layers]
+        heads = [
+            slice(self.specs[i].n_kv_heads - own.n_kv_heads, None)
+            for i, own in zip(layers, self.own_specs, strict=True)
+        ]
+        own = own_scales(of_layers, heads)
+        self.kv = RankKV(self.transport, self.own_specs, n_slots, own, n_host_slots)
+
+    def _likes(self, weights: Any, shape: StepShape) -> tuple[Any, ...]:
+        """What a program is called with."""
+        slots = local_slots_of(self.layout, shape, self.specs) if self.own_specs else ()
+        pools = self.kv.like if self.kv is not None and slots else ([], [])
+        return weights, inputs_of(shape), indices_of(self.layout, shape), *pools, slots
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        weights: Any,
+        inputs: Any,
+        at: Sequence[PlacedIndices],
+        slots: Sequence[SegmentSlots],
+    ) -> Any:
+        """Calls a program, and keeps what it makes of this rank's KV. Its logits, as it gives them."""
+        given = self.transport.bind((inputs, at))
+        if self.kv is None or not slots:
+            logits, _, _ = call(weights, *given, [], [], ())
+            return logits
+        logits, k, v = call(weights, *given, *self.kv.bound(), self.transport.bind(tuple(slots)))
+        self.kv.keep(k, v)
+        return logits
 
     def kept(self, shape: StepShape, behind: bool = False) -> tuple[Program, Any] | None:
         """What `compile_later`'s call gives, from an earlier process; in any thread."""
@@ -90,7 +159,8 @@ class ModelSide:
     def _name(self, shape: StepShape, behind: bool) -> str | None:
         if self._model_name is None:
             return None
-        sides = self.layout, self.specs, self.replica, self.shards
+        pools = None if self.kv is None else jax.tree.map(lambda x: (x.shape, str(x.dtype)), self.kv.like)
+        sides = self.layout, self.specs, self.replica, self.shards, pools
         return self.transport.name_of("model", self._model_name, self._made_of, *sides, shape, behind)
 
     def _keep(
@@ -119,7 +189,7 @@ class ModelSide:
             return LeaderEnd(self.transport, followers)
         return FollowerEnd(self.transport, leader)
 
-    def _of_shards(self, step: Callable[..., jax.Array], split: SplitModel) -> Callable[..., jax.Array]:
+    def _of_shards(self, step: Callable[..., Any], split: SplitModel) -> Callable[..., Any]:
         """The step on this rank's share of the weights; on others than the leader it gives no logits."""
         slices = (split.slice_params(i, dict(self.model.like)) for i in range(split.n + 1))
         whole = tuple(
@@ -128,7 +198,12 @@ class ModelSide:
         run = with_shards(step, whole, self.transport, self.shards)
         if self.transport.rank == self.shards[0]:
             return run
-        return lambda *args: needing([run(*args)]).reshape(1)
+
+        def follow(*args: Any) -> Any:
+            logits, *pools = run(*args)
+            return needing([logits]).reshape(1), *pools
+
+        return follow
 
     def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked
@@ -160,18 +235,29 @@ def _lifted(weights: Weights) -> tuple[tuple[jax.Array, ...], ...]:
     return tuple(tuple(bound for _, bound in of_slice) for of_slice in weights)
 
 
-def _with_lifted(step: Callable[..., jax.Array], weights: Weights) -> Callable[..., jax.Array]:
+def _with_lifted(step: Callable[..., Any], weights: Weights) -> Callable[..., Any]:
     """``step`` for weights of which those without dimensions have got one: a program takes no others."""
     flat = [[own.ndim == 0 for own, _ in of_slice] for of_slice in weights]
 
-    def run(given: Any, inputs: Any, at: tuple[PlacedIndices, ...]) -> jax.Array:
+    def run(given: Any, *others: Any) -> Any:
         lowered = tuple(
             tuple(x.reshape(()) if scalar else x for x, scalar in zip(xs, scalars, strict=True))
             for xs, scalars in zip(given, flat, strict=True)
         )
-        return step(lowered, inputs, at)
+        return step(lowered, *others)
 
     return run
+
+
+def model_workspace_bytes(
+    model: ModelWorker, specs: Sequence[AttentionSpec], device: jax.Device, largest: LargestStep
+) -> int:
+    """What slices of the largest step take beside weights, found by compiling them."""
+    end: Any = LocalTransport(0, 2, device, CompiledPieces())
+    side = ModelSide(end, model, Layout((1,), "heads"), specs, 0)
+    steps = [StepShape("decode", largest.batch, 1, 1), StepShape("prefill", 1, largest.prompt, 0)]
+    programs: list[Any] = [side.compile_later(shape)()[0] for shape in steps]
+    return max(program.workspace_bytes() for program in programs)
 
 
 def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int) -> Shaped[jax.Array, " 1"]:

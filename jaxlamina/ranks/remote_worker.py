@@ -30,12 +30,12 @@ class RemoteWorker:
     def forget_host(self, host_slots: Int[np.ndarray, " n"]) -> None:
         self._send(m.ForgetHost(_ints(host_slots)))
 
-    def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> tuple[m.Array, ...]:
+    def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> list[np.ndarray]:
         self._send(m.TakeRows(_ints(slots), host))
-        return self._group.receive(self._rank, m.Rows).rows
+        return [rows.numpy() for rows in self._group.receive(self._rank, m.Rows).rows]
 
-    def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[m.Array]) -> None:
-        self._send(m.PutRows(_ints(slots), tuple(rows)))
+    def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[np.ndarray]) -> None:
+        self._send(m.PutRows(_ints(slots), tuple(map(m.Array.of, rows))))
 
     def _send(self, message: m.Message) -> None:
         self._group.send(self._rank, message)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +31,7 @@ from pallas_kernels import causal_attention, causal_partial, combine, token_part
 
 OwnAttention = Float[Array, "_ _ N H"] | tuple[Float32[Array, "_ _ N H"], Float32[Array, "_ _ N"]] | None
 Partial = tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]  # (out, lse)
+OfSome = tuple[Float32[Array, "_ _ _ _"], Float32[Array, "_ _ _"]]  # the same of some rows or heads
 
 
 class Sizes(NamedTuple):
@@ -111,9 +114,17 @@ def sizes_of(layout: Layout, segment: StepShape) -> Sizes:
 
 
 def heads_on_worker(layout: Layout, spec: AttentionSpec, n_query_heads: int) -> HeadsOf:
-    """One layer's heads on each worker."""
-    b = len(layout.workers) if layout.by_heads else 1
-    return HeadsOf(n_query_heads // b, spec.n_kv_heads // b, spec.head_dim, spec.dtype)
+    """One layer's heads on each attention worker: by heads an equal share of those that model ranks do not
+    keep."""
+    if not layout.by_heads:
+        return HeadsOf(n_query_heads, spec.n_kv_heads, spec.head_dim, spec.dtype)
+    k = (spec.n_kv_heads - layout.local_heads(spec.n_kv_heads)) // len(layout.workers)
+    return HeadsOf(k * (n_query_heads // spec.n_kv_heads), k, spec.head_dim, spec.dtype)
+
+
+def local_spec(layout: Layout, spec: AttentionSpec) -> AttentionSpec:
+    """Of the KV that a model rank keeps."""
+    return replace(spec, n_kv_heads=layout.local_heads(spec.n_kv_heads))
 
 
 class Format:
@@ -122,15 +133,15 @@ class Format:
 
     def __init__(self, layout: Layout, batch: PlannedBatch) -> None:
         n, self._by_heads = batch.n_parts, layout.by_heads
-        self._sizes = [sizes_of(layout, segment).part(n) for segment in batch.segments]
-        pairs = list(zip(batch.segments, self._sizes, strict=True))
-        self._asking = [(segment.kind, sizes) for segment, sizes in pairs if segment.kind != "prefill"]
+        pairs = [(segment, sizes_of(layout, segment).part(n)) for segment in batch.segments]
+        self._n_new = sum(sizes.new for segment, sizes in pairs if layout.stores(segment))
+        self._asking = [(segment.kind, sizes) for segment, sizes in pairs if layout.asks(segment)]
 
     def likes(self, what: str, heads: HeadsOf) -> list[jax.ShapeDtypeStruct]:
         if what == "out":
             return [self._answer_like(heads, *asking) for asking in self._asking]
         q = [heads.q_like(sizes) for _, sizes in self._asking]
-        kv = [heads.kv_like(Sizes(0, sum(sizes.new for sizes in self._sizes), 1))]
+        kv = [heads.kv_like(Sizes(0, self._n_new, 1))]
         return {"q": q, "kv": kv, "qkv": q + kv}[what]
 
     def message_like(self, what: str, heads: HeadsOf) -> jax.ShapeDtypeStruct:
@@ -152,51 +163,79 @@ def message_of(arrays: Sequence[Array]) -> Array:
 
 
 class HeadsCut:
-    """Every worker has all tokens, of its share of the heads."""
+    """Every worker has all tokens, of its share of the heads; a model rank the heads that are left."""
 
     def __init__(self, n_workers: int) -> None:
         self.n_workers = n_workers
 
-    def q_parts(self, q: Float[Array, "B T N H"]) -> list[Float[Array, "B T n H"]]:
-        return jnp.split(q, self.n_workers, axis=2)
+    def q_parts(self, q: Float[Array, "B T N H"], heads: HeadsOf) -> list[Float[Array, "B T n H"]]:
+        return [q[:, :, w * heads.n : (w + 1) * heads.n] for w in range(self.n_workers)]
+
+    def local_q(self, q: Float[Array, "B T N H"], heads: HeadsOf) -> Float[Array, "B T n H"]:
+        return q[:, :, self.n_workers * heads.n :]
 
     def kv_parts(
-        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: HeadsOf
     ) -> list[Float[Array, "M KV H"]]:
-        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-        pairs = zip(*(jnp.split(x, self.n_workers, axis=1) for x in (k, v)), strict=True)
-        return [jnp.concatenate(pair, axis=1) for pair in pairs]
+        return [_keys_and_values(k, v, slice(w * heads.k, (w + 1) * heads.k)) for w in range(self.n_workers)]
+
+    def local_kv(
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: HeadsOf
+    ) -> Float[Array, "M KV H"]:
+        return _keys_and_values(k, v, slice(self.n_workers * heads.k, None))
 
     def whole_out(self, outs: Sequence[Float[Array, "B 1 n H"]]) -> Float[Array, "B 1 N H"]:
-        """Attention output from the workers' N / b heads each."""
+        """Attention output from the workers' heads each, and a model rank's."""
         return _concatenated(outs, 2)
 
-    def partial(self, packed: Sequence[Float32[Array, "_ T _ H1"]]) -> Partial:
-        return unpack_partial(_concatenated(packed, 2))
+    def partial(self, of_workers: Sequence[OfSome], of_rank: Sequence[OfSome]) -> Partial:
+        outs, lses = zip(*of_workers, *of_rank, strict=True)
+        return _concatenated(outs, 2), _concatenated(lses, 2)
 
 
 class PlacedCut:
-    """Every token is on one worker, with all heads; a new token's attention over itself is the model
-    rank's."""
+    """Every token is on one worker or on a model rank, with all heads; a new token's attention over itself is
+    the model rank's."""
 
-    def __init__(self, indices: PlacedIndices) -> None:
+    def __init__(self, indices: PlacedIndices, segment: StepShape) -> None:
+        """Where a worker has all of the segment's rows, or new tokens, they are in its order."""
         self.at = indices
+        self._all_rows = segment.rows == segment.batch
+        self._all_new = segment.new == segment.batch * segment.tokens
 
-    def q_parts(self, q: Float[Array, "B T N H"]) -> list[Float[Array, "R T N H"]]:
-        return [q[rows] for rows in self.at.rows]
+    def q_parts(self, q: Float[Array, "B T N H"], heads: HeadsOf) -> list[Float[Array, "R T N H"]]:
+        return [q if self._all_rows else q[rows] for rows in self.at.rows]
+
+    def local_q(self, q: Float[Array, "B T N H"], heads: HeadsOf) -> Float[Array, "B T N H"]:
+        return q
 
     def kv_parts(
-        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: HeadsOf
     ) -> list[Float[Array, "M KV H"]]:
-        kv = jnp.concatenate([k, v], axis=2)
-        kv = kv.reshape(-1, *kv.shape[2:])
-        return [kv[new] for new in self.at.new]
+        kv = _keys_and_values(k, v, slice(None))
+        return [kv if self._all_new else kv[new] for new in self.at.new]
 
-    def partial(self, packed: Sequence[Float32[Array, "_ T _ H1"]]) -> Partial:
-        parts = [
-            spread_rows(*unpack_partial(p), spread) for p, spread in zip(packed, self.at.spread, strict=True)
-        ]
-        return combine(*zip(*parts, strict=True))
+    def local_kv(
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: HeadsOf
+    ) -> Float[Array, "M KV H"]:
+        return _keys_and_values(k, v, slice(None))
+
+    def whole_out(self, outs: Sequence[Float[Array, "B 1 N H"]]) -> Float[Array, "B 1 N H"]:
+        """Where no worker has anything of the rows: the model rank's own."""
+        [out] = outs
+        return out
+
+    def partial(self, of_workers: Sequence[OfSome], of_rank: Sequence[OfSome]) -> Partial:
+        if not self._all_rows and of_workers:
+            pairs = zip(of_workers, self.at.spread, strict=True)
+            of_workers = [spread_rows(*part, spread) for part, spread in pairs]
+        return combine(*zip(*of_workers, *of_rank, strict=True))
+
+
+def _keys_and_values(
+    k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: slice
+) -> Float[Array, "M KV H"]:
+    return jnp.concatenate([x[:, :, heads].reshape(-1, *x[:, :, heads].shape[2:]) for x in (k, v)], axis=1)
 
 
 class Wire:
@@ -206,9 +245,11 @@ class Wire:
         """``at``: of each segment, unless workers share out heads."""
         self.format, self.batch = Format(layout, batch), batch
         self._n_rows = batch.segments[0].batch
-        n = len(layout.workers)
-        by_heads = [HeadsCut(n) for _ in batch.segments]
-        self._cuts: Sequence[HeadsCut | PlacedCut] = [PlacedCut(of_segment) for of_segment in at] or by_heads
+        by_heads = [HeadsCut(len(layout.workers)) for _ in batch.segments]
+        placed = [PlacedCut(*one) for one in zip(at, batch.segments, strict=False)]
+        self._cuts: Sequence[HeadsCut | PlacedCut] = placed or by_heads
+        self._asks = [layout.asks(segment) for segment in batch.segments]
+        self._stores = [layout.stores(segment) for segment in batch.segments]
 
     def messages(
         self,
@@ -217,20 +258,21 @@ class Wire:
         k: Float[Array, "B T K H"] | None,
         v: Float[Array, "B T K H"] | None,
         part: int,
+        heads: HeadsOf,
     ) -> list[Array]:
-        """For each worker. k and v may be missing for q alone."""
+        """For each worker, which has ``heads``. k and v may be missing for q alone."""
         n = self.batch.n_parts
         if n > 1:  # q does not go alone then
             assert k is not None and v is not None
             q, k, v = (jnp.split(x, n)[part] for x in (q, k, v))
         arrays: list[Sequence[Array]] = []
         if what != "kv":
-            cuts = zip(self.batch.segments, self._cuts, self._segments(q), strict=True)
-            arrays += [cut.q_parts(x) for segment, cut, x in cuts if segment.kind != "prefill"]
+            cuts = zip(self._asks, self._cuts, self._segments(q), strict=True)
+            arrays += [cut.q_parts(x, heads) for asks, cut, x in cuts if asks]
         if what != "q":
             assert k is not None and v is not None
-            each = zip(self._cuts, self._segments(k), self._segments(v), strict=True)
-            of_segments = [cut.kv_parts(of_k, of_v) for cut, of_k, of_v in each]
+            each = zip(self._stores, self._cuts, self._segments(k), self._segments(v), strict=True)
+            of_segments = [cut.kv_parts(of_k, of_v, heads) for stores, cut, of_k, of_v in each if stores]
             arrays.append([_concatenated(parts, 0) for parts in zip(*of_segments, strict=True)])
         return [message_of(of_worker) for of_worker in zip(*arrays, strict=True)]
 
@@ -250,36 +292,75 @@ class Wire:
             for segment, *qkv in segments
         ]
 
+    def local(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        heads: HeadsOf,
+    ) -> tuple[list[tuple[Float[Array, "_ _ _ _"], bool]], Float[Array, "M KV H"]]:
+        """What the model rank itself is asked: of each segment that may have stored tokens its queries, and
+        whether the answer is to be whole, the new token's own attention in it; and the keys and values of all
+        new tokens. ``heads``: of a worker."""
+        each = zip(self.batch.segments, self._cuts, self._asks, self._segments(q), strict=True)
+        queries = [
+            (cut.local_q(x, heads), segment.kind == "decode" and (isinstance(cut, HeadsCut) or not asks))
+            for segment, cut, asks, x in each
+            if segment.kind != "prefill"
+        ]
+        pairs = zip(self._cuts, self._segments(k), self._segments(v), strict=True)
+        return queries, _concatenated([cut.local_kv(of_k, of_v, heads) for cut, of_k, of_v in pairs], 0)
+
+    def local_answers_like(self, q: jax.ShapeDtypeStruct, heads: HeadsOf) -> list[Any]:
+        """What a model rank answers for rows alone of which attention workers have a part, for another one to
+        put together."""
+        [cut] = self._cuts
+        own = jax.eval_shape(partial(cut.local_q, heads=heads), q)
+        if isinstance(cut, HeadsCut):
+            return [own]
+        return [tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (own.shape, own.shape[:-1]))]
+
     def out(
         self, answers: Sequence[Sequence[Array]], qkv: tuple[Any, Any, Any], own: Sequence[Any],
-        heads: HeadsOf, spec: AttentionSpec,
+        local: Sequence[Any], heads: HeadsOf, spec: AttentionSpec,
     ) -> Float[Array, "B T N H"]:  # fmt: skip
-        """Attention output. ``answers``: of each part, each worker's; ``own``: as `own` gives it."""
-        parts = [self._out(of_part, qkv, own, heads, spec) for of_part in answers]
-        return _concatenated(parts or [self._out([], qkv, own, heads, spec)], 0)
+        """Attention output. ``answers``: of each part, each worker's; ``own``: as `own` gives it; ``local``:
+        what the model rank answered to `local`, nothing where it keeps no KV."""
+        if len(answers) < 2:
+            return self._out(answers[0] if answers else [], qkv, own, local, heads, spec)
+        rows = [jnp.split(of_segment, len(answers)) for of_segment in local]  # by heads, and rows alone
+        parts = [
+            self._out(of_part, qkv, own, [of_segment[p] for of_segment in rows], heads, spec)
+            for p, of_part in enumerate(answers)
+        ]
+        return _concatenated(parts, 0)
 
     def _out(
         self,
         answers: Sequence[Array],
         qkv: Any,
         own: Sequence[Any],
+        local: Sequence[Any],
         heads: HeadsOf,
         spec: AttentionSpec,
     ) -> Array:
         by_segment = zip(*(self.format.unpacked(answer, "out", heads) for answer in answers), strict=True)
-        outs = []
+        of_local, outs = iter(local), []
         for i, (segment, cut) in enumerate(zip(self.batch.segments, self._cuts, strict=True)):
             if segment.kind == "prefill":
                 outs.append(own[i])
                 continue
-            of_workers = next(by_segment)
+            of_workers = list(next(by_segment)) if self._asks[i] else []
+            of_rank = [next(of_local)] if local else []
+            if segment.kind == "decode" and (isinstance(cut, HeadsCut) or not of_workers):
+                outs.append(cut.whole_out([*of_workers, *of_rank]))
+                continue
+            stored = cut.partial([*map(unpack_partial, of_workers)], of_rank)
             if segment.kind == "chunk":
-                outs.append(combined((own[i], cut.partial(of_workers)), spec))
-            elif isinstance(cut, HeadsCut):
-                outs.append(cut.whole_out(of_workers))
+                outs.append(combined((own[i], stored), spec))
             else:
                 q, k, v = (self._segments(x)[i] for x in qkv)
-                outs.append(with_own(cut.partial(of_workers), q, k, v, spec))
+                outs.append(with_own(stored, q, k, v, spec))
         rows, *alongside = outs
         return jnp.concatenate([rows, *(x.swapaxes(0, 1) for x in alongside)]) if alongside else rows
 

@@ -13,20 +13,21 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import msgspec
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.placement import checked_partition
-from jaxlamina.kv.pool_book import PoolBook
+from jaxlamina.kv.pool_book import KVWorker, PoolBook
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
-from jaxlamina.ranks.model_side import ModelSide
+from jaxlamina.ranks.cluster_layout import wishes_of
+from jaxlamina.ranks.model_side import ModelSide, model_workspace_bytes
+from jaxlamina.ranks.rank_kv import own_scales
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.layout import Layout
+from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import Step
 from jaxlamina.transports.local import CompiledPieces, CutProgram, LocalTransport, run_together
@@ -35,7 +36,7 @@ from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots, spread_over
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
-from jaxlamina.workers.spec import AttentionSpec, ChannelScales, bucket_cut, windows_of
+from jaxlamina.workers.spec import AttentionSpec, bucket_cut, windows_of
 from jaxlamina.workers.workspace import LargestStep, shapes
 from splitter import SplitReport
 
@@ -51,6 +52,8 @@ class LocalExecutor(Executor):
       scales a channel, found as ``calibration`` says, "int8-channel-asymmetric" with fixed zero points, too.
     - ``attention_workers``, ``partition``: how many, and whether they share out "heads", "requests" or
       "tokens". They are on ``attention_devices``, or on ``attention_device`` and as many others as there are.
+    - ``local_share``: of the KV, what the model worker keeps and attends to itself (`Layout.local_share`); by
+      requests or tokens the share that new tokens are placed by.
     - ``n_host_slots``: room in host memory for the KV of as many tokens, for ``move_out`` and ``move_in``.
       None: what `capacity.host_slots_that_pay` says.
     - ``largest``: the largest step to come, whose workspace is left free where memory decides on ``n_slots``.
@@ -69,6 +72,7 @@ class LocalExecutor(Executor):
         attention_workers: int = 1,
         partition: str = "heads",
         attention_devices: Sequence[jax.Device] | None = None,
+        local_share: float = 0.0,
         token_block: int = 16,
         n_host_slots: int | None = 0,
         calibration: Calibration | None = None,
@@ -79,20 +83,23 @@ class LocalExecutor(Executor):
         one_row = self.model.split(1)
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
-        checked_partition(partition, attention_workers, [spec.n_kv_heads for spec in self.specs])
+        kv_heads = [spec.n_kv_heads for spec in self.specs]
+        checked_partition(partition, attention_workers, kv_heads, local_share)
         devices = attention_devices or spread_over(attention_workers, attention_device, model_device)
         if len(devices) != attention_workers:
             raise UserError(f"{attention_workers=} must be as many as attention devices, {len(devices)}")
         b = attention_workers
-        self.layout = Layout(tuple(range(1, b + 1)), partition)
+        self.layout = Layout(tuple(range(1, b + 1)), partition, local_share=local_share)
+        keeps_kv = self.layout.attends_locally
         self.q_first = set(devices) != {model_device} if q_first is None else q_first
         self._n_query_heads = [site.q.shape[2] for site in one_row.sites]
         self._pieces = CompiledPieces(self.programs.compiled)
         end: Any = LocalTransport(0, b + 1, model_device, self._pieces)
         self._side = ModelSide(end, self.model, self.layout, self.specs, 0)
         workspace = partial(self._workspace_bytes, devices, largest)
-        self.n_slots = resolve_slots(n_slots, self.specs, devices, workspace)
-        self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, devices, self.n_slots)
+        keepers = [*devices, model_device] if keeps_kv else devices
+        self.n_slots = resolve_slots(n_slots, self.specs, keepers, workspace)
+        self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, keepers, self.n_slots)
         known = model, self.model.params, self.specs, calibration
         scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
         heads = [
@@ -101,20 +108,29 @@ class LocalExecutor(Executor):
         self._own_specs = [replace(spec, n_kv_heads=of.k) for spec, of in zip(self.specs, heads, strict=True)]
         self._own_n_query_heads = [of.n for of in heads]
         by_heads = self.layout.by_heads
+        each = [self.n_slots if by_heads else -(-self.n_slots // b)] * b
+        each = each if self.layout.has_pool else [1] * b
         self.pools = tuple(
             KVPools(
                 self._own_specs,
-                self.n_slots if by_heads else -(-self.n_slots // b),
+                n,
                 device,
-                channel_scales=_scales_of(w, b if by_heads else 1, scales),
+                channel_scales=own_scales(scales, [slice(w * of.k, (w + 1) * of.k) for of in heads]),
                 n_host_slots=self.n_host_slots,
             )
-            for w, device in enumerate(devices)
+            for w, (n, device) in enumerate(zip(each, devices, strict=True))
         )
+        workers: list[KVWorker] = [*self.pools] if self.layout.has_pool else []
+        if keeps_kv:
+            self._side.allocate(self.n_slots, self.n_host_slots, scales)
+            assert self._side.kv is not None
+            workers.append(self._side.kv)
+            each.append(self.n_slots)
         # Taken now: a step gives the pools away, and another thread may ask meanwhile.
         self._pools_like = [shapes((kv.k, kv.v)) for kv in self.pools]
         sizes = self.n_slots, self.n_host_slots, token_block
-        self.book = PoolBook(self.pools, self.layout, windows_of(self.specs), *sizes)
+        wishes = wishes_of(self.layout, token_block, local_share)
+        self.book = PoolBook(workers, self.layout, windows_of(self.specs), *sizes, wishes, each)
         self._of_model: dict[StepShape, tuple[CutProgram, Any]] = {}
         self._of_pool: dict[StepShape, list[CutProgram]] = {}
 
@@ -148,11 +164,16 @@ class LocalExecutor(Executor):
         of_model, of_pool = self._programs_of(part.shape)
         program, weights = of_model
         given = jax.device_put((part.inputs, part.rows.at), self.device)
-        jobs: list[tuple[CutProgram, Any]] = [(program, (weights, *given))]
-        for attention, kv, slots in zip(of_pool, self.pools, part.rows.slots, strict=True):
+        own: tuple[Any, ...] = [], [], ()
+        if self._side.kv is not None:
+            own = *self._side.kv.bound(), jax.device_put(part.rows.local, self.device)
+        jobs: list[tuple[CutProgram, Any]] = [(program, (weights, *given, *own))]
+        for attention, kv, slots in zip(of_pool, self.pools, part.rows.slots, strict=False):
             jobs.append((attention, (kv.k, kv.v, jax.device_put(slots, kv.device))))
-        logits, *stored = run_together(jobs)
-        for kv, (k, v, _) in zip(self.pools, stored, strict=True):
+        (logits, *of_model), *stored = run_together(jobs)
+        if self._side.kv is not None:
+            self._side.kv.keep(*of_model)
+        for kv, (k, v, _) in zip(self.pools, stored, strict=False):
             kv.k, kv.v = k, v
         if step.decodes is None:
             return StepLogits(None, (logits,))
@@ -184,13 +205,17 @@ class LocalExecutor(Executor):
         return run
 
     def _programs_of(self, shape: StepShape) -> tuple[tuple[CutProgram, Any], list[CutProgram]]:
-        known = shape.without_context  # the model's is the same whatever is stored
+        # The model's is the same whatever is stored elsewhere.
+        known = shape if self.layout.attends_locally else shape.without_context
         if known not in self._of_model:
             found: Any = self._side.compile_later(shape)()
             found[0].what = f"slices, {known}"
             self._of_model[known] = found
         if shape not in self._of_pool:
-            self._of_pool[shape] = [self._attention(w, shape) for w in range(len(self.pools))]
+            asked = plan_of(self.layout, shape, len(self.specs)).pool
+            self._of_pool[shape] = (
+                [self._attention(w, shape) for w in range(len(self.pools))] if asked else []
+            )
         return self._of_model[known], self._of_pool[shape]
 
     def _attention(self, w: int, shape: StepShape) -> CutProgram:
@@ -227,19 +252,5 @@ class LocalExecutor(Executor):
         if device in devices:
             found += attention_workspace_bytes(self.specs, self._n_query_heads, device, largest)
         if device == self.model.device:
-            steps = [StepShape("decode", largest.batch, 1, 1), StepShape("prefill", 1, largest.prompt, 0)]
-            if not self.layout.by_heads:
-                sizes = [{"rows": shape.batch, "new": shape.batch * shape.tokens} for shape in steps]
-                steps = [msgspec.structs.replace(shape, **of) for shape, of in zip(steps, sizes, strict=True)]
-            programs: list[Any] = [self._side.compile_later(shape)()[0] for shape in steps]
-            found += max(program.workspace_bytes() for program in programs)
+            found += model_workspace_bytes(self.model, self.specs, device, largest)
         return found
-
-
-def _scales_of(w: int, b: int, scales: Sequence[ChannelScales] | None) -> list[ChannelScales] | None:
-    """Worker w's rows of each layer's ``[K, H]``, of b equal shares of them."""
-    if scales is None:
-        return None
-    return [
-        ChannelScales(*(None if x is None else jnp.split(x, b)[w % b] for x in layer)) for layer in scales
-    ]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.placement import chosen_partition, why_chosen
+from jaxlamina.kv.placement import LocalShare, chosen_partition, why_chosen
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.options import DEFAULT_SEQS, LLMOptions, WorkerOptions, definitions
 from jaxlamina.run.local import LocalExecutor
@@ -59,18 +59,20 @@ class ModelPlace:
     ) -> ModelPlace:
         """``UserError`` for devices and options that do not go together."""
         n = options.attention_workers
-        if n != 1 and not options.split:
-            raise UserError(f"attention_workers={n} needs the model split: leave out split=False")
+        if not options.split and (n != 1 or options.local_attention):
+            name = "attention_workers" if n != 1 else "local_attention"
+            raise UserError(f"{name}={getattr(options, name)} needs the model split: leave out split=False")
         if group is None:
             model_device, *attention_devices = _devices(devices, options.split, n)
-            chosen = chosen_partition(options.partition, n, kv_heads)
-            _say_why(options.partition, chosen, n, kv_heads)
+            known = n, kv_heads, options.local_attention
+            chosen = chosen_partition(options.partition, *known)
+            _say_why(options.partition, chosen, *known)
             return cls(model_device, attention_devices, n, chosen)
         from jaxlamina.ranks.cluster_layout import partition_of
 
         _check_unused(options, devices)
         n, chosen = len(group.workers), partition_of(group.cluster, kv_heads)
-        _say_why(group.cluster.partition, chosen, n, kv_heads)
+        _say_why(group.cluster.partition, chosen, n, kv_heads, group.cluster.local_share)
         return cls(group.device, [group.device], n, chosen, group)
 
     @property
@@ -166,6 +168,7 @@ class ExecutorMaker:
             attention_devices=place.attention_devices if place.has_device_each else None,
             attention_workers=place.n_workers,
             partition=place.partition,
+            local_share=options.local_attention,
             q_first=options.q_first,
             n_slots=n_slots,
             **kv,
@@ -185,9 +188,11 @@ def _devices(devices: Sequence[jax.Device] | None, split: bool, n_workers: int) 
     return given[: 1 + n_workers] if len(given) > n_workers else given[:2]
 
 
-def _say_why(asked: str, chosen: str, n_workers: int, kv_heads: Sequence[int]) -> None:
+def _say_why(
+    asked: str, chosen: str, n_workers: int, kv_heads: Sequence[int], local_share: LocalShare
+) -> None:
     """Where the partition was left open, what it came to."""
-    if why := why_chosen(asked, chosen, n_workers, kv_heads):
+    if why := why_chosen(asked, chosen, n_workers, kv_heads, local_share):
         print(f"note: {why}", file=sys.stderr, flush=True)
 
 

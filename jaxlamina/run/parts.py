@@ -23,10 +23,6 @@ class Part(NamedTuple):
     def shape(self) -> StepShape:
         return self.rows.shape
 
-    def on(self, rank: int) -> Part:
-        """As a prefill worker runs it."""
-        return self._with(rank=rank)
-
     def _with(self, **changes: Any) -> Part:
         return self._replace(rows=self.rows._replace(shape=msgspec.structs.replace(self.shape, **changes)))
 
@@ -39,11 +35,12 @@ def rows_part(
     return Part(rows, (batch.tokens, batch.positions))._with(mini_batches=mini_batches)
 
 
-def prompts_part(book: PoolBook, batch: PrefillBatch, *, q_first: bool, scored: bool) -> Part:
-    """Prompts alone, or what follows their stored tokens."""
-    rows = book.plan(batch.kind, batch, q_first)
+def prompts_part(book: PoolBook, batch: PrefillBatch, *, q_first: bool, scored: bool, rank: int = 0) -> Part:
+    """Prompts alone, or what follows their stored tokens; on the prefill worker of that rank, unless model
+    ranks run them."""
+    rows = book.plan(batch.kind, batch, q_first, on_prefill_worker=rank > 0)
     inputs = batch.tokens, batch.positions, *(() if scored else (batch.logits_at,))
-    return Part(rows, inputs)._with(of_all=scored)
+    return Part(rows, inputs)._with(of_all=scored, rank=rank)
 
 
 def mixed_part(book: PoolBook, rows: DecodeBatch, chunk: PrefillBatch, *, q_first: bool) -> Part:

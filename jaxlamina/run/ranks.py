@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -25,17 +25,17 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.kv.placement import checked_partition
-from jaxlamina.kv.pool_book import PoolBook
+from jaxlamina.kv.pool_book import KVWorker, LayersApart, PoolBook
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
-from jaxlamina.ranks.cluster_layout import layout_of, partition_of
+from jaxlamina.ranks.cluster_layout import layout_of, local_share_of, partition_of, wishes_of
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of
 from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
-from jaxlamina.run.set_up import SlotsWanted, allocate, setup_of, share_out
+from jaxlamina.run.set_up import SlotsWanted, allocate, setup_of, share_out, stages_with_kv
 from jaxlamina.run.staggering import Choice
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
 from jaxlamina.steps.buckets import Cut
@@ -115,13 +115,15 @@ class RanksExecutor(Executor):
         cluster = group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         partition = partition_of(cluster, () if source is None else source.kv_heads)
-        own, stages = share_out(group, model, params, source, kv_dtype, partition)
-        self.layout = layout_of(cluster, partition, stages)
+        share = local_share_of(cluster, partition)
+        own, stages = share_out(group, model, params, source, kv_dtype, partition, share)
+        self.layout = layout_of(cluster, partition, stages, share)
         self.model = ModelWorker(model, own, group.device, like)
         one_row = self.model.split(1)
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
-        checked_partition(partition, len(group.workers), [spec.n_kv_heads for spec in self.specs])
+        kv_heads = [spec.n_kv_heads for spec in self.specs]
+        checked_partition(partition, len(group.workers), kv_heads, share)
         # The other pool's devices are not known here, but that they are of the same platform.
         alike = cluster.attention_platform == cluster.model_platform
         self._bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
@@ -137,14 +139,26 @@ class RanksExecutor(Executor):
         wanted = SlotsWanted(kv_slots, most_slots, least_slots, n_host_slots)
         heads = [site.q.shape[2] for site in one_row.sites]
         setup = setup_of(self.specs, heads, self.layout, cluster.token_block, wanted, largest, scales)
-        self.n_slots, self.n_host_slots = allocate(group, setup)
-        self._epoch = group.epoch
-        workers = [RemoteWorker(group, rank) for rank in group.workers]
-        self._tables = {rank: SlotTables() for rank in group.workers}
-        sizes = self.n_slots, self.n_host_slots, cluster.token_block
-        self.pool = PoolBook(workers, self.layout, windows_of(self.specs), *sizes)
         shards = shards_of(cluster)
         self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, source)
+        keeps_kv = self.layout.attends_locally
+        own_room = partial(self._side.slots_found, setup, cluster.n_ranks) if keeps_kv else lambda: None
+        room = allocate(group, setup, self.layout, own_room)
+        self.n_slots, self.n_host_slots = room.n_slots, room.n_host_slots
+        if keeps_kv:
+            self._side.allocate(room.each[-1], room.n_host_slots, scales)
+        self._epoch = group.epoch
+        others = stages_with_kv(group, self.layout, len(self.specs)) if keeps_kv else ()
+        self._tables = {rank: SlotTables() for rank in (*group.workers, *others)}
+        sizes = self.n_slots, self.n_host_slots, cluster.token_block
+        self.pool = PoolBook(
+            self._kv_workers(others),
+            self.layout,
+            windows_of(self.specs),
+            *sizes,
+            wishes_of(self.layout, cluster.token_block, share),
+            room.each,
+        )
         self._programs: dict[StepShape, Own] = {}
         self._tracing = (
             threading.Lock()
@@ -152,6 +166,16 @@ class RanksExecutor(Executor):
         self._compiled: dict[Any, Any] = {}  # rank 0's programs, which several steps may have in common
         self._start = group.transport.bind(jax.device_put(np.zeros(1, np.int32), group.device))
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
+
+    def _kv_workers(self, stages: Sequence[int]) -> list[KVWorker]:
+        """The attention workers, and last what model ranks keep: this one, and the other ``stages``."""
+        found: list[KVWorker] = [RemoteWorker(self.group, rank) for rank in self.group.workers]
+        if self._side.kv is not None:
+            each: list[KVWorker] = [self._side.kv, *(RemoteWorker(self.group, rank) for rank in stages)]
+            n_layers = [len(self.layout.local_layers(rank, len(self.specs))) for rank in (0, *stages)]
+            found = found if self.layout.has_pool else []
+            found.append(each[0] if len(each) == 1 else LayersApart(each, n_layers))
+        return found
 
     @property
     def device(self) -> jax.Device:
@@ -197,6 +221,14 @@ class RanksExecutor(Executor):
     def _run_beside(self, step: Step) -> StepLogits:
         """The rows, and meanwhile each prompt on its prefill worker. One may follow tokens of one before
         it."""
+        if here := [part for part in step.prompts if not self.pool.is_on_workers(part.batch)]:
+            # A prefill worker does not reach what model ranks keep, so they go on from there themselves.
+            there = tuple(part for part in step.prompts if part not in here)
+            beside = self.run(Step(step.decodes, there)) if step.decodes is not None or there else None
+            alone = {id(part): self._run_part(Step(prompts=(part,))).prompts[0] for part in here}
+            found = iter(() if beside is None else beside.prompts)
+            each = tuple(alone[id(part)] if id(part) in alone else next(found) for part in step.prompts)
+            return StepLogits(None if beside is None else beside.decodes, each)
         batch, batches = step.decodes, {part.worker: part.batch for part in step.prompts}
         if len(batches) != len(step.prompts):
             raise ValueError("a prefill worker computes one prompt or chunk a step")
@@ -209,8 +241,8 @@ class RanksExecutor(Executor):
             batches |= dict(zip(others, levelled([*others.values()], self.n_slots), strict=True))
         for worker, prompt in batches.items():
             # The intake is one message, so that it is over soon.
-            part = prompts_part(self.pool, prompt, q_first=False, scored=worker in scored)
-            parts.append(part.on(self.group.prefill_ranks[worker]))
+            how: dict[str, Any] = {"scored": worker in scored, "rank": self.group.prefill_ranks[worker]}
+            parts.append(prompts_part(self.pool, prompt, q_first=False, **how))
         logits = self._launch(parts)
         rows = None if batch is None else _without_padding(logits.pop(0), batch)
         return StepLogits(rows, tuple(logits))
@@ -266,7 +298,9 @@ class RanksExecutor(Executor):
         batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
         q_first = self.q_first and n_parts == 1
         cut = {"n_batches": n_batches, "mini_batches": mini_batches}
-        return rows_part(self.pool, batch, q_first=q_first, **cut), on_done
+        part = rows_part(self.pool, batch, q_first=q_first, **cut)
+        # Of what attention workers have nothing of there is nothing to stagger, and its time says nothing.
+        return part, on_done if part.shape.n_batches == n_batches else _nothing
 
     def _prompts(self, prompt: PromptPart) -> Part:
         return prompts_part(self.pool, prompt.batch, q_first=self.q_first, scored=prompt.scored)
@@ -295,7 +329,7 @@ class RanksExecutor(Executor):
         if not missing:
             return None
         for shape in missing:
-            for rank in (*self.group.model_ranks_in(shape), *self.group.workers):
+            for rank in (*self.group.model_ranks_in(shape), *self.workers_in(shape)):
                 self.group.send(rank, m.PrepareLater(shape, self.group.transport.traceable, behind))
 
         own = {rows: None for shape in missing if (rows := shape.part_of(0)) is not None}
@@ -348,17 +382,21 @@ class RanksExecutor(Executor):
         head, *beside = parts
         shape = msgspec.structs.replace(head.shape, prefills=tuple(part.shape for part in beside))
         own = self._prepared(shape)
-        ticket = self.group.begin_step(shape)
+        workers = self.workers_in(shape)
+        ticket = self.group.begin_step(shape, workers)
         self.group.owed = f"step {self.group.n_steps} ({shape})"
-        for rank, *of_parts in zip(self.group.workers, *(part.rows.slots for part in parts), strict=True):
+        for rank, *of_parts in zip(workers, *(part.rows.slots for part in parts), strict=False):
             told = self._tables[rank].as_message(list(chain(*of_parts)))
             self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, *told))
         for part in parts:
-            if ranks := self.group.model_ranks_in(part.shape):
-                inputs = told_replica(part.inputs, part.rows.at)
-                step = m.RunStep(self.group.n_steps, self._epoch, shape, inputs)
-                for rank in ranks:
-                    self.group.send(rank, step)
+            local = part.rows.local
+            inputs = told_replica(part.inputs, part.rows.at, len(local))
+            for rank in self.group.model_ranks_in(part.shape):
+                tables = self._tables.get(rank) if local else None
+                arrays, changes = ((), ()) if tables is None else tables.as_message(local)
+                pairs: Iterable[Any] = zip_longest(inputs, arrays, fillvalue={})
+                segments = tuple({**own, **more} for own, more in pairs)
+                self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, segments, changes))
         logits = self._run(own, head)
         self.group.owed = None
         self.group.watch.until(ticket, logits[-1], on_done)
@@ -367,11 +405,16 @@ class RanksExecutor(Executor):
     def _run(self, own: Own, head: Part) -> list[jax.Array]:
         transport, found = self.group.transport, []
         if own.program is not None:
-            given = transport.bind((head.inputs, head.rows.at))
-            found.append(transport.unbind(own.program(own.weights, *given)))
+            given = head.inputs, head.rows.at, head.rows.local
+            found.append(transport.unbind(self._side.run(own.program, own.weights, *given)))
         if own.receive is not None:
             found += transport.unbind(own.receive(self._start))
         return found
+
+    def workers_in(self, shape: StepShape) -> tuple[int, ...]:
+        """The attention workers that take part in a step: all, or none where model ranks attend to all of
+        it."""
+        return self.group.workers if plan_of(self.layout, shape, len(self.specs)).pool else ()
 
     def _check_current(self) -> None:
         if self._epoch != self.group.epoch:
@@ -391,7 +434,7 @@ class RanksExecutor(Executor):
             return self._programs[shape]
         plan_of(self.layout, shape, len(self.specs))  # what cannot be is said before anybody else hears of it
         began = time.perf_counter()
-        others = (*self.group.model_ranks_in(shape), *self.group.workers)
+        others = (*self.group.model_ranks_in(shape), *self.workers_in(shape))
         for rank in others:
             self.group.send(rank, m.Prepare(shape, self.group.transport.traceable, wait))
         try:

@@ -81,7 +81,7 @@ class RecordingExecutor(RanksExecutor):
         assert program is not None
         recorder = Recorder(self.group.transport)
         recorder.start(n_steps + 1)
-        others = (*self.group.model_ranks_in(shape), *self.group.workers)
+        others = (*self.group.model_ranks_in(shape), *self.workers_in(shape))
         for rank in others:
             self.group.send(rank, m.Record(n_steps + 1))
         while not recorder.is_full:

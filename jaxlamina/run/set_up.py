@@ -6,8 +6,8 @@ Runs on rank 0. Knows the group and the layout; no step and no request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -15,6 +15,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.models.causal_lm import CausalLM
+from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.model_side import send_parameters, traces
 from jaxlamina.ranks.shards import shard_axes, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
@@ -41,6 +42,7 @@ def share_out(
     source: CausalLM | None,
     kv_dtype: str,
     partition: str,
+    share: float | Literal["auto"],
 ) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
     """Sends the other model ranks and prefill workers their weights: all, or what each is to hold. Gives this
     rank's, and each slice's rank if they are stages of a pipeline."""
@@ -51,12 +53,12 @@ def share_out(
     if cluster.pipeline_parallel > 1:
         stages = stages_of(traces(model, like), like, n)
 
-    def share(rank: int) -> dict[str, jax.Array]:
+    def weights_of(rank: int) -> dict[str, jax.Array]:
         return shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
 
     others = (*group.replicas, *group.prefill_ranks)
     if not others:
-        return share(0), stages.ranks
+        return weights_of(0), stages.ranks
     if source is None or source.origin is None:
         raise UserError(
             "several model workers need a model that each can make by itself: name the function that makes "
@@ -68,15 +70,17 @@ def share_out(
         is_prefill = rank in group.prefill_ranks
         names = tuple(sorted(params if is_prefill else stages.params[rank]))
         ranks = () if is_prefill else stages.ranks
-        group.send(rank, m.SetupModel(dict(source.origin), dtype, kv_dtype, names, partition, ranks))
+        local_share = layout_of(cluster, partition, ranks, share).local_share
+        told = m.SetupModel(dict(source.origin), dtype, kv_dtype, names, partition, ranks, local_share)
+        group.send(rank, told)
     for rank in others:  # one after another: this device may have no room for all at once
-        own = dict(params) if rank in group.prefill_ranks else share(rank)
+        own = dict(params) if rank in group.prefill_ranks else weights_of(rank)
         done = send_parameters(group.transport, jax.device_put(own, group.device), rank)
         done.block_until_ready()
     group.watch.until(ticket, done)
     for rank in others:
         group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
-    return share(0), stages.ranks
+    return weights_of(0), stages.ranks
 
 
 def setup_of(
@@ -100,21 +104,79 @@ def setup_of(
         largest=(largest.batch, largest.context, largest.prompt),
         n_host_slots=wanted.host,
         stages=layout.stages,
+        local_share=layout.local_share,
         channel_scales=None if scales is None else tuple(tuple(map(_array, layer)) for layer in scales),
     )
 
 
-def allocate(group: Group, setup: m.Setup) -> tuple[int, int]:
-    """Slots, and host slots, that all attention ranks have room for. What they held for a model before this
-    one is gone."""
+class Room(NamedTuple):
+    """Slots of all KV and host slots; ``each``: of the attention workers, and last of a model rank that keeps a
+    share."""
+
+    n_slots: int
+    n_host_slots: int
+    each: tuple[int, ...]
+
+
+def allocate(group: Group, setup: m.Setup, layout: Layout, own: Callable[[], m.SlotsFound | None]) -> Room:
+    """Slots that all ranks have room for, which they then take; ``own``: what this rank has room for itself,
+    where it is to keep KV. What they held for a model before this one is gone. ``UserError`` where that is less
+    than is wanted."""
     group.epoch += 1
-    group.broadcast(setup)
-    found = [group.receive(rank, m.SlotsFound, PREPARE_DEADLINE_S) for rank in group.workers]
-    n_slots, n_host_slots = min(x.n_slots for x in found), min(x.n_host_slots for x in found)
-    group.broadcast(m.Allocate(n_slots, n_host_slots))
-    for rank in group.workers:
+    others = stages_with_kv(group, layout, len(setup.layers))
+    for rank in (*group.workers, *others):
+        group.send(rank, setup)
+    of_rank_0 = own()
+    of_workers, of_stages = (
+        [group.receive(rank, m.SlotsFound, PREPARE_DEADLINE_S) for rank in ranks]
+        for ranks in (group.workers, others)
+    )
+    of_model = [*([] if of_rank_0 is None else [of_rank_0]), *of_stages]
+    keepers = (*(of_workers if layout.has_pool else ()), *of_model)
+    n_host_slots = min(x.n_host_slots for x in keepers)
+    found = [x.n_slots for x in of_workers]
+    if of_model:
+        found.append(min(x.n_slots for x in of_model))
+    room = _room(setup, layout, found, n_host_slots)
+    n_local = room.each[-1]
+    workers = group.workers if layout.has_pool else ()
+    for rank, n in (*zip(workers, room.each, strict=False), *((rank, n_local) for rank in others)):
+        group.send(rank, m.Allocate(n, n_host_slots))
+    for rank in (*workers, *others):
         group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
-    return n_slots, n_host_slots
+    return room
+
+
+def stages_with_kv(group: Group, layout: Layout, n_layers: int) -> tuple[int, ...]:
+    """The model ranks but this one that keep a share of the KV: of attention operators of their own."""
+    if not layout.stages:
+        return ()
+    return tuple(rank for rank in group.replicas if layout.local_layers(rank, n_layers))
+
+
+def _room(setup: m.Setup, layout: Layout, found: Sequence[int], n_host_slots: int) -> Room:
+    """``found``: of each rank, as `m.SlotsFound` has it."""
+    if layout.by_heads:
+        n_slots = min(found[: len(layout.workers)] if not layout.attends_locally else found)
+        n_slots = found[-1] if not layout.has_pool else n_slots
+        n_each = [n_slots if layout.has_pool else 1] * len(layout.workers)
+        return Room(n_slots, n_host_slots, (*n_each, *([n_slots] if layout.attends_locally else [])))
+    b = len(layout.workers)
+    if not layout.attends_locally:
+        return Room(min(found), n_host_slots, (-(-min(found) // b),) * b)
+    least = setup.kv_slots or setup.least_slots
+    n_slots = min(sum(found), setup.kv_slots or setup.most_slots)
+    if n_slots < least:
+        raise UserError(
+            f"all ranks together have room for the KV of {n_slots} tokens, fewer than {least}: lower "
+            f"{'kv_slots' if setup.kv_slots else 'max_model_len'}"
+        )
+    # A light load is the model rank's alone; workers need room for what it has none for, and for an even part.
+    of_workers, n_local = found[:-1], min(found[-1], n_slots)
+    each = [min(n, -(-n_slots // b)) for n in of_workers]
+    if sum(each) + n_local < n_slots:
+        each = [min(n, n_slots) for n in of_workers]
+    return Room(n_slots, n_host_slots, (*each, n_local))
 
 
 def _layer(spec: AttentionSpec, n_query_heads: int) -> m.Layer:

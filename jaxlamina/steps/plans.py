@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,18 +43,23 @@ class PlannedBatch:
     """What goes through the slices together: rows of one token each, then a prompt's tokens as rows, if there
     is one alongside; or prompts alone. ``first_segment``: of the step's segments (`StepShape.segments`), the
     one that the first of these is, or is a part of; it is part ``index`` of ``of`` equal ones. ``n_parts``:
-    of its messages."""
+    of its messages. ``asks``: whether attention workers are asked about stored tokens; ``stores``: whether
+    they get new ones; ``local``: whether model ranks attend to stored tokens of their own, and store."""
 
     segments: tuple[StepShape, ...]
     first_segment: int = 0
     index: int = 0
     of: int = 1
     n_parts: int = 1
+    asks: bool = True
+    stores: bool = True
+    local: bool = False
 
     @property
-    def asks(self) -> bool:
-        """Whether anything is asked of stored tokens."""
-        return any(segment.kind != "prefill" for segment in self.segments)
+    def message(self) -> Literal["q", "kv", "qkv"]:
+        """What goes to attention workers, if it goes at once."""
+        assert self.asks or self.stores
+        return "qkv" if self.asks and self.stores else "q" if self.asks else "kv"
 
     @property
     def has_prompts(self) -> bool:
@@ -99,6 +105,13 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
     if shape.mini_batches > 1 and n > 1:
         both = f"mini_batches={shape.mini_batches} and n_batches={n}"
         return f"{both} are two ways to cut up a batch: take one of them"
+    if layout.attends_locally and most > 1:
+        return (
+            f"local_attention={layout.local_share:g} keeps KV on the model rank that runs a request's slices, "
+            f"and with {most} replicas of the model that is not one: take local_attention=0"
+        )
+    if n > 1 and not any(layout.asks(segment) for segment in shape.segments):
+        return f"n_batches={n} is for batches that attention workers have KV of: take n_batches=1"
     if n > 1 and (n < most or (layout.mode == "rotational" and n != most + 1)):
         return (
             f"{n} staggered batches do not go over {most} replicas of the model with "
@@ -137,6 +150,17 @@ def plan_of(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
         if rank in {part.rank for part in shape.parts if part.rank}
     ]
     return Plan(n_layers, tuple(batches), model, tuple(pool), tuple(intake))
+
+
+def _planned(layout: Layout, segments: Sequence[StepShape], **what: Any) -> PlannedBatch:
+    """A batch of these. What prefill workers compute goes to attention workers alone."""
+    return PlannedBatch(
+        tuple(segments),
+        asks=any(map(layout.asks, segments)),
+        stores=any(map(layout.stores, segments)),
+        local=layout.attends_locally and not segments[0].rank,
+        **what,
+    )
 
 
 def _sent_to_front(tasks: Sequence[Task]) -> list[int]:
@@ -184,7 +208,8 @@ def _one_batch(
     """A step of one batch: model and pool take turns, layer by layer; from stage to stage where there are
     several."""
     index = n_batches_before
-    batch = PlannedBatch(shape.segments, n_segments_before, n_parts=shape.mini_batches)
+    n_parts = shape.mini_batches if layout.has_pool else 1
+    batch = _planned(layout, shape.segments, first_segment=n_segments_before, n_parts=n_parts)
     model: dict[int, list[Task]] = {}
     pool: list[Task] = []
     for k in range(n_layers):
@@ -209,28 +234,40 @@ def _layer(
     batch: PlannedBatch, index: int, k: int, rank: int, q_first: bool
 ) -> tuple[list[Task], list[Task]]:
     """(the model rank's tasks, the pool's) of one layer."""
-    own: list[Task] = [Attend(index, k)] if batch.has_prompts else []
+    own = _own_attention(batch, index, k)
     if not batch.asks:
+        if not batch.stores:
+            return [RunSlice(index, k), *own], []
         kv = Payload("kv", index, k)
         return [RunSlice(index, k), Send(kv, POOL), *own], [Receive(kv, rank), Append(index, k)]
     parts = range(batch.n_parts)
     outs = [Payload("out", index, k, p) for p in parts]
+    stored: list[list[Task]] = [[Append(index, k, p)] if batch.stores else [] for p in parts]
     answers: list[list[Task]] = [
-        [Attend(index, k, p), Append(index, k, p), Send(out, rank)] for p, out in enumerate(outs)
+        [Attend(index, k, p), *stored[p], Send(out, rank)] for p, out in enumerate(outs)
     ]
     if q_first and batch.n_parts == 1:
         q, kv, [out] = Payload("q", index, k), Payload("kv", index, k), outs
-        model = [RunSlice(index, k, "q"), Send(q, POOL), RunSlice(index, k, "kv"), Send(kv, POOL), *own]
-        return [*model, Receive(out, POOL)], [Receive(q, rank), Receive(kv, rank), *answers[0]]
+        of_kv, from_kv = ([Send(kv, POOL)], [Receive(kv, rank)]) if batch.stores else ([], [])
+        model = [RunSlice(index, k, "q"), Send(q, POOL), RunSlice(index, k, "kv"), *of_kv, *own]
+        return [*model, Receive(out, POOL)], [Receive(q, rank), *from_kv, *answers[0]]
     # A part is sent before the answer to the one before it is asked for: so a worker has it when it is done
     # with that.
-    first, *others = (Payload("qkv", index, k, p) for p in parts)
+    first, *others = (Payload(batch.message, index, k, p) for p in parts)
     of_model: list[Task] = [RunSlice(index, k), Send(first, POOL)]
     of_pool: list[Task] = [Receive(first, rank)]
     for p, message in enumerate(others):
         of_model += [Send(message, POOL), Receive(outs[p], POOL)]
         of_pool += [Receive(message, rank), *answers[p]]
     return [*of_model, *own, Receive(outs[-1], POOL)], [*of_pool, *answers[-1]]
+
+
+def _own_attention(batch: PlannedBatch, index: int, k: int) -> list[Task]:
+    """What a model rank attends to by itself, while attention workers do their part: prompts' new tokens
+    among themselves, and its own share of the KV."""
+    if batch.local:
+        return [Attend(index, k), Append(index, k)]
+    return [Attend(index, k)] if batch.has_prompts else []
 
 
 # --- several staggered batches ---
@@ -240,18 +277,22 @@ def _staggered(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
     n = shape.n_batches
     schedule = schedule_of(layout, n, n_layers)
     one = msgspec.structs.replace(shape, batch=shape.batch_each, n_batches=1)
-    batches = tuple(PlannedBatch(one.segments, index=j, of=n) for j in range(n))
+    batches = tuple(_planned(layout, one.segments, index=j, of=n) for j in range(n))
+    q_first, message = shape.q_first and batches[0].stores, batches[0].message
     carries = "nothing" if layout.by_heads else "qkv"
     model: dict[int, tuple[Task, ...]] = {}
     for rank in range(schedule.n_replicas):
         tasks: list[Task] = []
         for item in schedule.replica_program(rank):
             if isinstance(item, PoolExchange):
-                tasks.append(_exchanged(item, POOL, "out", shape.q_first))
+                tasks.append(_exchanged(item, POOL, "out", q_first, message))
+                if item.send is not None:
+                    tasks += _own_attention(batches[item.send.batch], *item.send)
             elif not isinstance(item, SliceRun):
-                tasks.append(HandOver(item.batch, item.slice, item.source, item.target, carries))  # type: ignore[arg-type]
+                ends = item.batch, item.slice, item.source, item.target
+                tasks.append(HandOver(*ends, carries, layout.attends_locally))  # type: ignore[arg-type]
             elif item.slice < n_layers:
-                tasks += _slices(item, shape.q_first)
+                tasks += _slices(item, q_first)
             elif layout.n_replicas > 1 or layout.stages:
                 tasks.append(Logits((item.batch,)))
         if layout.n_replicas == 1 and not layout.stages:
@@ -260,11 +301,12 @@ def _staggered(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
     pool: list[Task] = []
     for run in schedule.pool_program():
         if isinstance(run, AttentionRun):
-            pool += [Attend(run.batch, run.layer), Append(run.batch, run.layer)]
+            pool.append(Attend(run.batch, run.layer))
+            pool += [Append(run.batch, run.layer)] if batches[run.batch].stores else []
             continue
-        if shape.q_first and run.send is not None:
+        if q_first and run.send is not None:
             pool.append(Receive(Payload("q", *run.send), run.replica))
-        pool.append(_exchanged(run, run.replica, "in", shape.q_first))
+        pool.append(_exchanged(run, run.replica, "in", q_first, message))
     return Plan(n_layers, batches, model, tuple(pool))
 
 
@@ -275,10 +317,12 @@ def _slices(item: SliceRun, q_first: bool) -> list[Task]:
     return [RunSlice(item.batch, item.slice, "q"), q, RunSlice(item.batch, item.slice, "kv")]
 
 
-def _exchanged(item: PoolExchange, peer: int, receives: str, q_first: bool) -> Task:
+def _exchanged(
+    item: PoolExchange, peer: int, receives: str, q_first: bool, message: Literal["q", "kv", "qkv"]
+) -> Task:
     """An exchange as that end of it does it which receives attention output, or what comes in to be attended
     to."""
-    to_pool = None if item.send is None else Payload("kv" if q_first else "qkv", *item.send)
+    to_pool = None if item.send is None else Payload("kv" if q_first else message, *item.send)
     from_pool = None if item.receive is None else Payload("out", *item.receive)
     send, receive = (to_pool, from_pool) if receives == "out" else (from_pool, to_pool)
     if send is None or receive is None:

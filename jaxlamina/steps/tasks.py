@@ -45,8 +45,9 @@ class Logits:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention. On a model rank: of prompts' new tokens among themselves. On an attention worker: over what
-    it has stored, and over the new tokens where they are part of its answer."""
+    """Attention. On a model rank: of prompts' new tokens among themselves, and over what it has stored
+    itself. On an attention worker: over what it has stored. Either adds the new tokens where they are part of
+    its answer."""
 
     batch: int
     layer: int
@@ -55,7 +56,8 @@ class Attend:
 
 @dataclass(frozen=True)
 class Append:
-    """An attention worker stores the new tokens' keys and values."""
+    """The new tokens' keys and values are stored: on an attention worker, or on a model rank that keeps a
+    share of the KV."""
 
     batch: int
     layer: int
@@ -87,13 +89,15 @@ class Swap:
 class HandOver:
     """A batch's context before a slice goes from one model rank to the next; in both ranks' lists. With it
     goes the attention output that ``source`` has put together, or q, k and v, of which ``target`` adds the
-    new tokens' own attention, or neither."""
+    new tokens' own attention, or neither. ``local``: and what ``source`` has attended to itself, unless it is
+    in the output."""
 
     batch: int
     slice: int
     source: int
     target: int
     carries: Literal["out", "qkv", "nothing"]
+    local: bool = False
 
 
 Task: TypeAlias = RunSlice | Logits | Attend | Append | Send | Receive | Swap | HandOver

@@ -120,7 +120,8 @@ class Setup(_Message, frozen=True):
     ``kv_slots``: as many as the user asked for, or None to fill the memory with at most ``most_slots`` and at
     least ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``n_host_slots``:
     as many as the user asked for, or None for as many as pay. ``stages``: the model rank that runs each
-    slice, where model ranks are stages of a pipeline. ``channel_scales``: each layer's `ChannelScales` for KV
+    slice, where model ranks are stages of a pipeline. ``local_share``: of the KV, what model ranks keep
+    (`jaxlamina.steps.layout.Layout`), who get this message, too, if they do. ``channel_scales``: each layer's `ChannelScales` for KV
     that is scaled by channel.
     """
 
@@ -133,6 +134,7 @@ class Setup(_Message, frozen=True):
     largest: tuple[int, int, int]
     n_host_slots: int | None
     stages: tuple[int, ...]
+    local_share: float
     channel_scales: tuple[tuple[Array | None, ...], ...] | None = None
 
 
@@ -147,6 +149,7 @@ class SetupModel(_Message, frozen=True):
     params: tuple[str, ...]
     partition: str
     stages: tuple[int, ...]
+    local_share: float
 
 
 class ModelReady(_Message, frozen=True):
@@ -154,14 +157,16 @@ class ModelReady(_Message, frozen=True):
 
 
 class SlotsFound(_Message, frozen=True):
-    """Slots of the whole memory pool, as far as this rank's memory goes; and of the host's, as far as its
-    host's does."""
+    """Slots of the whole memory pool, as far as this rank's memory goes, or this rank's own where tokens are on
+    model ranks, too; and of the host's, as far as its host's does."""
 
     n_slots: int
     n_host_slots: int
 
 
 class Allocate(_Message, frozen=True):
+    """``n_slots``: of this rank."""
+
     n_slots: int
     n_host_slots: int
 

@@ -1,0 +1,87 @@
+"""How much KV a rank has room for, and the messages by which rank 0 moves what it keeps.
+
+The same for attention ranks and for model ranks that keep a share. Knows memory and messages; no program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.job.control import messages as m
+from jaxlamina.job.control.channel import ControlClient
+from jaxlamina.ranks.rank_kv import RankKV
+from jaxlamina.steps.layout import Layout
+from jaxlamina.workers.capacity import (
+    check_host_slots,
+    check_slots,
+    host_slots_that_pay,
+    is_accelerator,
+    slots_that_fit,
+)
+from jaxlamina.workers.spec import AttentionSpec, ChannelScales
+
+
+def slots_found(
+    setup: m.Setup,
+    layout: Layout,
+    specs: Sequence[AttentionSpec],
+    device: jax.Device,
+    workspace_bytes: Callable[[], int],
+    n_sharing: int,
+) -> m.SlotsFound:
+    """Slots on ``device`` for KV of ``specs``: where both pools keep tokens, this rank's own; else of the
+    whole pool, as far as its memory goes. And host slots, where ``n_sharing`` ranks may be on one host.
+    ``UserError`` if its share of what was asked for does not fit."""
+    of_rank = layout.attends_locally and not layout.by_heads
+    share = 1.0 if layout.by_heads or of_rank else 1 / len(layout.workers)
+
+    def needs_bytes(_: jax.Device) -> int:
+        return workspace_bytes() if is_accelerator(device) else 0
+
+    check_host_slots(setup.n_host_slots or 0, specs, share=share)
+    if setup.kv_slots is not None and not of_rank:
+        check_slots(setup.kv_slots, specs, device, share=share, workspace_bytes=needs_bytes)
+        n_slots = setup.kv_slots
+    else:
+        most, least = setup.kv_slots or setup.most_slots, 0 if of_rank else setup.least_slots
+        needed = needs_bytes(device)
+        n_slots = slots_that_fit(specs, device, most, least, share=share, workspace_bytes=needed)
+    if setup.n_host_slots is not None:
+        return m.SlotsFound(n_slots, setup.n_host_slots)
+    return m.SlotsFound(n_slots, host_slots_that_pay(specs, [device], n_slots, n_sharing=n_sharing))
+
+
+def moving_handlers(client: ControlClient, kv: Callable[[], RankKV]) -> dict[type, Callable[[Any], None]]:
+    """What a rank does at rank 0's messages about its KV's slots."""
+
+    def take(message: m.TakeRows) -> None:
+        rows = kv().take_rows(_slots(message.slots), host=message.host)
+        client.send(m.Rows(tuple(map(m.Array.of, rows))))
+
+    return {
+        m.CopySlots: lambda x: kv().copy_slots(_slots(x.src), _slots(x.dst)),
+        m.MoveOut: lambda x: kv().move_out(_slots(x.slots), _slots(x.host_slots)),
+        m.MoveIn: lambda x: kv().move_in(_slots(x.host_slots), _slots(x.slots)),
+        m.ForgetHost: lambda x: kv().forget_host(_slots(x.host_slots)),
+        m.TakeRows: take,
+        m.PutRows: lambda x: kv().put_rows(_slots(x.slots), [rows.numpy() for rows in x.rows]),
+    }
+
+
+def scales_of(setup: m.Setup) -> list[ChannelScales] | None:
+    """Of each layer, all its heads'; None for KV that has none."""
+    if setup.channel_scales is None:
+        return None
+    return [
+        ChannelScales(*(None if x is None else jnp.asarray(x.numpy()) for x in layer))
+        for layer in setup.channel_scales
+    ]
+
+
+def _slots(array: m.Array) -> np.ndarray:
+    return array.numpy().astype(np.int64)
