@@ -13,9 +13,10 @@ import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 import jax
@@ -28,6 +29,8 @@ from jaxlamina.bench.rounds import ratios, record_of, seconds_of
 from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
 from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.kv.placement import PARTITIONS
 from jaxlamina.models import ModelConfig
 from jaxlamina.models.causal_lm import CausalLM, HasModel, built
 from jaxlamina.ranks import Group
@@ -72,6 +75,25 @@ def numbers_of(text: str, option: str = "--staggered") -> list[int]:
     return whole_numbers(option, text, least=2) if text else []
 
 
+def shares_of(text: str) -> list[float]:
+    """From "0,0.25,1", as ``--local-attention`` has it; ``UserError`` for other text."""
+    try:
+        found = [float(x) for x in text.split(",")] if text else []
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= x <= 1 for x in found):
+        raise UserError(f"--local-attention {text!r} must be shares from 0 to 1, like 0,0.25,0.5")
+    return found
+
+
+def partitions_of(text: str) -> list[str]:
+    """From "heads,tokens", as ``--partitions`` has it; ``UserError`` for other text."""
+    found = text.split(",") if text else []
+    if wrong := [x for x in found if x not in PARTITIONS]:
+        raise UserError(f"--partitions {wrong[0]!r} must be of {', '.join(PARTITIONS)}")
+    return found
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """``unsplit``: also one program on one device. ``local``: also the slices called one by one from Python
@@ -79,7 +101,8 @@ class StepOptions:
     each layer's messages in so many parts. ``prefill``: also with so many tokens of another prompt, of as
     many tokens as the case's requests have, at its middle. ``n_devices``: also unsplit over so many devices
     of this process, each with its share of the requests, and each with its share of every weight; then
-    executors come one after another, each with all of the memory, and ways do not take turns."""
+    executors come one after another, each with all of the memory, and ways do not take turns. So they do with
+    ``local_attention``, but for shares by requests and by tokens, which are ways of one executor."""
 
     cases: Sequence[StepCase]
     dtype: Any
@@ -90,6 +113,14 @@ class StepOptions:
     mini_batches: Sequence[int] = ()
     prefill: int = 0
     n_devices: int = 1
+    # Shares of the KV on the model rank, and partitions, each of which is measured; none: as the job has it.
+    local_attention: Sequence[float] = ()
+    partitions: Sequence[str] = ()
+
+    @property
+    def one_by_one(self) -> bool:
+        """Executors come one after another, each with all of the memory."""
+        return self.n_devices > 1 or bool(self.local_attention)
 
 
 def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
@@ -109,6 +140,8 @@ class Way:
     options: dict[str, Any]
     chunk: str | None = None  # "alongside" or "after"
     decode: str | None = None  # the way of the decode step by itself, where there is a chunk
+    # Of the KV on the model rank, where one executor has several shares.
+    local_share: float | None = None
     share: int = 1  # of the case's requests this way takes one part of so many, on a device of its own
 
 
@@ -207,7 +240,7 @@ def measure(
     bench = _Bench(source.model, options, group, params, limit, on_progress, on_failure)
     makers = bench.makers()
     found: list[StepResult] = []
-    for names in [[name] for name in makers] if options.n_devices > 1 else [list(makers)]:
+    for names in [[name] for name in makers] if options.one_by_one else [list(makers)]:
         executors: dict[str, Any] = {}
         for name in names:
             try:
@@ -261,8 +294,24 @@ class _Bench:
         if self.group is not None:
             largest = largest_of(options.cases, options.prefill)
             known = self.model, self.params, self.group, n_slots, largest
-            found["split"] = partial(over_ranks, RanksExecutor, *known)
+            for name, changes in self._layouts():
+                cluster = replace(self.group.cluster, **changes)
+                found[name] = partial(over_ranks, RanksExecutor, *known, cluster=cluster)
         return found
+
+    def _layouts(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Of split executors: their names, and what they change of the job's cluster."""
+        assert self.group is not None
+        options = self.options
+        if not options.local_attention:
+            yield "split", {}
+            return
+        for partition in options.partitions or [self.group.cluster.partition]:
+            if partition in ("requests", "tokens"):
+                yield f"split by {partition}", {"partition": partition, "local_attention": "auto"}
+                continue
+            for share in options.local_attention:
+                yield f"split, {share:g} local", {"partition": partition, "local_attention": share}
 
 
 class _CaseRun:
@@ -271,6 +320,7 @@ class _CaseRun:
     def __init__(self, bench: _Bench, case: StepCase) -> None:
         self._bench, self._case = bench, case
         self._steps: dict[str, Callable[[], Any]] = {}
+        self._places: dict[str, tuple[Any, float | None]] = {}  # executor and share on the model rank
         self._results: dict[str, StepResult] = {}
         options, known = bench.options, (bench.n_slots, bench.model.vocab_size)
         self._batch = shuffled_batch(case, *known)
@@ -282,9 +332,7 @@ class _CaseRun:
             has_workers = False
             if isinstance(executor, RanksExecutor):
                 has_workers = bool(executor.group.prefill_ranks)
-                for stored in (self._batch, self._chunk):
-                    if stored is not None:
-                        executor.pool.assume_stored(stored)
+                self._store(executor, None)
             for way in _ways(name, self._bench.options, has_workers):
                 self._prepare(executor, way)
         turns: dict[str, int] = {}
@@ -293,6 +341,7 @@ class _CaseRun:
             self._bench.on_progress(f"{self._case}: round {i + 1} of {n_rounds}")
             for name, step in [*self._steps.items()]:
                 try:
+                    self._store(*self._places[name])
                     if name not in turns:
                         turns[name] = max(3, int(_ROUND_S / kernels_bench.timed(step, 3)))
                     self._results[name].ahead_ms.append(kernels_bench.timed(step, turns[name]) * 1e3)
@@ -301,12 +350,24 @@ class _CaseRun:
                     self._fail(name, error)
         return list(self._results.values())
 
+    def _store(self, executor: Any, share: float | None) -> None:
+        """Has the case's tokens stored where a way has them."""
+        if not isinstance(executor, RanksExecutor) or executor.pool.placement is None:
+            return
+        if share is not None:
+            executor.place_by(share)
+        for stored in (self._batch, self._chunk):
+            if stored is not None:
+                executor.assume_stored(stored)
+
     def _prepare(self, executor: Any, way: Way) -> None:
         """Compiles a way's step, and compares its logits with those of the first way."""
         bench, limit = self._bench, self._bench.limit
         bench.on_progress(f"{self._case}: compiling {way.name}")
         rows = self._batch if way.share == 1 else self._part
         step = self._steps[way.name] = partial(_run, executor, way, rows, self._chunk)
+        self._places[way.name] = executor, way.local_share
+        self._store(executor, way.local_share)
         began = time.perf_counter()
         try:
             logits = [np.asarray(x, np.float32) for x in step()]
@@ -328,7 +389,7 @@ class _CaseRun:
             result.floor_ms += result.n_stored_tokens * a_token / limit * 1e3
             result.decode_ms = self._results[way.decode].ahead_ms
         self._results[way.name] = result
-        if way.share > 1:
+        if way.share > 1 or way.local_share is not None:  # or whose KV is what other ways have left there
             result.max_difference = None
             return
         first = bench.first[self._case]
@@ -351,11 +412,12 @@ def over_ranks(
     group: Group,
     n_slots: int,
     largest: LargestStep,
+    cluster: Cluster | None = None,
 ) -> E:
-    """An executor over ranks, with KV slots for so many tokens."""
+    """An executor over ranks, with KV slots for so many tokens. ``cluster``: as of `RanksExecutor`."""
     return kind(
         model.fn, params, group=group, kv_slots=n_slots, most_slots=n_slots, least_slots=2,
-        largest=largest, kv_dtype=group.cluster.kv_dtype, source=model,
+        largest=largest, kv_dtype=group.cluster.kv_dtype, source=model, cluster=cluster,
     )  # fmt: skip
 
 
@@ -370,6 +432,14 @@ def _ways(name: str, options: StepOptions, has_prefill_workers: bool = False) ->
     cut: list[Way] = []  # with a prompt's chunk only on workers of its own
     if name == "unsplit" and n_devices > 1:  # devices do not meet: one shows what all take
         cut.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
+    if name.startswith("split") and options.local_attention:
+        numbers = [1, *options.staggered]
+        shares = options.local_attention if name.startswith("split by") else [None]
+        for share, n in product(shares, numbers):
+            of_share = "" if share is None else f", {share:g} local"
+            how = f", {n} staggered" if n > 1 else ""
+            cut.append(Way(f"{name}{of_share}{how}", {"n_batches": n}, local_share=share))
+        return cut
     if name == "split":
         whole = [
             Way("split, q first", {"q_first": True, "n_batches": 1, "mini_batches": 1}),

@@ -232,7 +232,7 @@ class PoolBook:
         return bool((self.placement.worker[_stored(batch)] < len(self._layout.workers)).all())
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
-        """As `jaxlamina.kv.placement.place_stored` has it."""
+        """As `jaxlamina.kv.wishes.place_stored` has it."""
         if self.placement is not None:
             place_stored(self.placement, self.wishes, batch.slot_table, batch.lengths)
 

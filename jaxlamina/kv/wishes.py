@@ -98,6 +98,7 @@ def place_stored(
     """Takes it that rows' earlier tokens, in slots that are all distinct, were stored a row at a time: for
     measuring steps, and compiling them, without a prefill."""
     b, c = slot_table.shape
+    wishes.seen(0, 0)
     positions = np.broadcast_to(np.arange(c, dtype=np.int32), (b, c))
     slots = np.where(positions < lengths[:, None], slot_table, placement.n_slots)
     wishes.place(placement, np.zeros((b, 0), np.int32), np.zeros(b, np.int32), positions, slots)

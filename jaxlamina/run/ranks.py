@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.kv.placement import checked_partition
@@ -87,6 +88,8 @@ class RanksExecutor(Executor):
       theirs of it, and a partition "auto" of the cluster is chosen by its KV heads.
     - ``kv_dtype``, ``n_host_slots``, ``calibration``, ``largest``: as of `LocalExecutor`.
 
+    - ``cluster``: the group's, with another partition or share of local attention.
+
     Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed;
     ``mini_batches``, as the cluster's; ``n_batches``, as how many staggered batches a decode step of at least
     as many rows runs (Lamina 2025 §4.3; "auto": see `Choice`); q goes with k and v there;
@@ -109,10 +112,11 @@ class RanksExecutor(Executor):
         n_host_slots: int | None = 0,
         calibration: Calibration | None = None,
         source: CausalLM | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         self.group = group
         self.programs = Programs()
-        cluster = group.cluster
+        cluster = cluster or group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         partition = partition_of(cluster, () if source is None else source.kv_heads)
         share = local_share_of(cluster, partition)
@@ -369,6 +373,10 @@ class RanksExecutor(Executor):
         n = 1 if self.n_batches == "auto" else self.n_batches
         chunk = StepShape("chunk", 1, 1, 1)
         return StepShape("decode", 1, 1, 1, n_batches=n, mini_batches=self.mini_batches, chunk=chunk)
+
+    def place_by(self, share: float) -> None:
+        """New tokens go by this share of the KV on model ranks from now on; by requests or tokens."""
+        self.pool.wishes.share = lambda _: share
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         self.pool.assume_stored(batch)
