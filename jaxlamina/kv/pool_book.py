@@ -18,11 +18,13 @@ from jaxtyping import Int, Int32
 from jaxlamina.errors import UserError
 from jaxlamina.kv.placement import (
     NO_SLOT,
+    NOWHERE,
     PlacedIndices,
     Placement,
     RowsPlan,
     plan_rows,
 )
+from jaxlamina.kv.rows_apart import RowsApart
 from jaxlamina.kv.wishes import Wishes, place_stored
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.layout import Layout
@@ -148,6 +150,8 @@ class PoolBook:
         by_tokens = layout.partition == "tokens"
         self.wishes = wishes or Wishes(len(layout.workers), token_block if by_tokens else None)
         self._host_worker = np.full(n_host_slots, -1, np.int32)
+        is_apart = self.placement is not None and by_tokens and layout.attends_locally and not windows
+        self._apart = RowsApart(self.placement) if is_apart and self.placement is not None else None
 
     def plan(
         self,
@@ -174,6 +178,8 @@ class PoolBook:
             raise ValueError("a prefill worker does not reach what model ranks keep")
         rows = batch.slot_table, batch.lengths, batch.positions, new_slots
         self.wishes.place(self.placement, *rows, here=not on_prefill_worker)
+        if isinstance(batch, DecodeBatch) and self._apart is not None:
+            return self._decode_apart(batch, self._apart, q_first, n_batches)
         if n_batches > 1 and self._layout.attends_locally and self._is_local(batch, new_slots):
             n_batches = 1
         plans = [
@@ -199,6 +205,50 @@ class PoolBook:
         workers = [_one_after_another(plans[w::n_workers]) for w in range(n_workers)]
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in workers]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
         return PlannedRows(shape, [(_of(p),) for p in workers], (at,), local)
+
+    def _decode_apart(
+        self, batch: DecodeBatch, apart: RowsApart, q_first: bool, n_batches: int
+    ) -> PlannedRows:
+        """By tokens, with a share on model ranks: every row may have tokens on every side, so all have all rows,
+        and whether workers are asked, and store, is all that shapes differ in."""
+        assert self.placement is not None
+        b, c = batch.slot_table.shape
+        tables, counts = apart.of(batch.slot_table, batch.lengths, batch.new_slots)
+        real = batch.new_slots < self.n_slots
+        new = np.where(real, batch.new_slots, 0)
+        keeper = np.where(real, self.placement.worker[new], NOWHERE)
+        n_workers = len(self._layout.workers)
+        n_local, n_all = int(counts[-1].sum()), int(counts.sum())
+        self.wishes.seen(n_local, n_all - n_local)
+        stores = bool((keeper[real] < n_workers).any())
+        asks = stores or n_local < n_all
+        n_batches = n_batches if asks else 1
+        order = np.concatenate(_staggered(np.arange(b), n_batches))
+        segments = [
+            _segment(
+                table[order] if n_batches > 1 else table,
+                counts[w][order],
+                np.where(keeper == w, self.placement.local[new], NO_SLOT)[order],
+                {},
+            )
+            for w, table in enumerate(tables)
+        ]
+        each = b // n_batches
+        rows, stored = each if asks else 0, each if stores else 0
+        shape = StepShape("decode", b, 1, c, rows, stored, q_first, n_batches)
+        of_workers = [
+            (
+                _segment(
+                    segment.slot_table if asks else np.zeros((0, c), np.int32),
+                    segment.lengths if asks else np.zeros(0, np.int32),
+                    segment.new_slots if stores else np.zeros(0, np.int32),
+                    {},
+                ),
+            )
+            for segment in segments[:n_workers]
+        ]
+        own = [np.tile(np.arange(n, dtype=np.int32), (n_workers, n_batches)) for n in (rows, each, stored)]
+        return PlannedRows(shape, of_workers, (PlacedIndices(*own),), (segments[-1],))
 
     def _is_local(self, batch: DecodeBatch | PrefillBatch, new_slots: Int[np.ndarray, "B T"]) -> bool:
         """Whether model ranks have all of it, and get what is new."""
@@ -234,6 +284,7 @@ class PoolBook:
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         """As `jaxlamina.kv.wishes.place_stored` has it."""
         if self.placement is not None:
+            self._forget(_stored(batch))
             place_stored(self.placement, self.wishes, batch.slot_table, batch.lengths)
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
@@ -243,6 +294,7 @@ class PoolBook:
             for worker in self._workers:
                 worker.copy_slots(src, dst)
             return
+        self._forget(dst)
         self.placement.place(dst, self._placed(src))
         from_, to, local = self.placement.worker[src], self.placement.worker[dst], self.placement.local
         for w, u in _pairs(from_, to):
@@ -280,6 +332,7 @@ class PoolBook:
         from_ = self._host_worker[host_slots]
         if (from_ < 0).any():
             raise ValueError(f"host slots {host_slots[from_ < 0]} hold nothing")
+        self._forget(slots)
         self.placement.place(slots, from_)
         to, local = self.placement.worker[slots], self.placement.local[slots]
         for w, u in _pairs(from_, to):
@@ -293,7 +346,13 @@ class PoolBook:
     def release(self, slots: Int[np.ndarray, " n"]) -> None:
         """``slots`` are nobody's now: their places are free for others, which keeps the workers balanced."""
         if self.placement is not None:
+            self._forget(slots)
             self.placement.release(slots)
+
+    def _forget(self, slots: Int[np.ndarray, " n"]) -> None:
+        """Their places change."""
+        if self._apart is not None:
+            self._apart.forget(slots)
 
     def _carry(self, w: int, from_: np.ndarray, u: int, to: np.ndarray, *, host: bool) -> None:
         """Tokens from one worker to another by way of this process: rare, so a slow line will do."""

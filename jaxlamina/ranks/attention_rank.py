@@ -21,6 +21,7 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.channel import ControlClient
 from jaxlamina.job.group import Watch
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
+from jaxlamina.ranks.attention_speed import seconds_per_token
 from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.kv_room import moving_handlers, scales_of, slots_found
 from jaxlamina.ranks.rank_kv import RankKV, own_scales
@@ -103,7 +104,8 @@ class AttentionRank(ServedRank):
         assert self._setup is not None and self._layers is not None
         own = own_scales(scales_of(self._setup), self._layers.heads(self._index))
         self._kv = RankKV(self._transport, self._layers.specs, message.n_slots, own, message.n_host_slots)
-        self._client.send(m.Allocated())
+        known = self._kv, self._layers.specs, self._layers.n_query_heads
+        self._client.send(m.Allocated(seconds_per_token(*known) if message.measure else 0.0))
 
     @property
     def _index(self) -> int:

@@ -5,6 +5,7 @@ The same for attention ranks and for model ranks that keep a share. Knows memory
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,9 +52,10 @@ def slots_found(
         most, least = setup.kv_slots or setup.most_slots, 0 if of_rank else setup.least_slots
         needed = needs_bytes(device)
         n_slots = slots_that_fit(specs, device, most, least, share=share, workspace_bytes=needed)
-    if setup.n_host_slots is not None:
-        return m.SlotsFound(n_slots, setup.n_host_slots)
-    return m.SlotsFound(n_slots, host_slots_that_pay(specs, [device], n_slots, n_sharing=n_sharing))
+    n_host_slots = setup.n_host_slots
+    if n_host_slots is None:
+        n_host_slots = host_slots_that_pay(specs, [device], n_slots, n_sharing=n_sharing)
+    return m.SlotsFound(n_slots, n_host_slots, platform.node(), device.platform)
 
 
 def moving_handlers(client: ControlClient, kv: Callable[[], RankKV]) -> dict[type, Callable[[Any], None]]:

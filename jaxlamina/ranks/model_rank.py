@@ -88,7 +88,7 @@ class ModelRank(ServedRank):
     def _on_allocate(self, message: m.Allocate) -> None:
         assert self._side is not None and self._setup is not None
         self._side.allocate(message.n_slots, message.n_host_slots, scales_of(self._setup))
-        self._client.send(m.Allocated())
+        self._client.send(m.Allocated(self._side.seconds_per_token() if message.measure else 0.0))
 
     def _kv(self) -> RankKV:
         assert self._side is not None and self._side.kv is not None

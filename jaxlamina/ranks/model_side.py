@@ -19,6 +19,7 @@ from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.ranks.attention_programs import attention_workspace_bytes
+from jaxlamina.ranks.attention_speed import seconds_per_token
 from jaxlamina.ranks.kv_room import slots_found
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of, local_slots_of
 from jaxlamina.ranks.rank_kv import RankKV, own_scales
@@ -94,16 +95,23 @@ class ModelSide:
         largest, device = LargestStep(*setup.largest), self.transport.device
 
         def workspace_bytes() -> int:
-            sites = self.model.split(1).sites
-            layers = self.layout.local_layers(self.replica, len(self.specs))
-            n_query_heads = [
-                sites[i].q.shape[2] * own.n_kv_heads // self.specs[i].n_kv_heads
-                for i, own in zip(layers, self.own_specs, strict=True)
-            ]
-            of_kv = attention_workspace_bytes(self.own_specs, n_query_heads, device, largest)
+            of_kv = attention_workspace_bytes(self.own_specs, self._own_query_heads, device, largest)
             return of_kv + model_workspace_bytes(self.model, self.specs, device, largest)
 
         return slots_found(setup, self.layout, self.own_specs, device, workspace_bytes, n_sharing)
+
+    @property
+    def _own_query_heads(self) -> list[int]:
+        sites = self.model.split(1).sites
+        layers = self.layout.local_layers(self.replica, len(self.specs))
+        return [
+            sites[i].q.shape[2] * own.n_kv_heads // self.specs[i].n_kv_heads
+            for i, own in zip(layers, self.own_specs, strict=True)
+        ]
+
+    def seconds_per_token(self) -> float:
+        """`jaxlamina.ranks.attention_speed.seconds_per_token` of it."""
+        return 0.0 if self.kv is None else seconds_per_token(self.kv, self.own_specs, self._own_query_heads)
 
     def allocate(self, n_slots: int, n_host_slots: int, scales: Sequence[ChannelScales] | None) -> None:
         """Takes the memory for it. ``scales``: of each of the model's layers, all its heads'."""

@@ -162,17 +162,22 @@ class SlotsFound(_Message, frozen=True):
 
     n_slots: int
     n_host_slots: int
+    host: str = ""
+    platform: str = ""
 
 
 class Allocate(_Message, frozen=True):
-    """``n_slots``: of this rank."""
+    """``n_slots``: of this rank. ``measure``: also how long attention takes there."""
 
     n_slots: int
     n_host_slots: int
+    measure: bool = False
 
 
 class Allocated(_Message, frozen=True):
-    pass
+    """``token_s``: as of `jaxlamina.ranks.attention_speed.seconds_per_token`; 0 if it was not measured."""
+
+    token_s: float = 0.0
 
 
 class Prepare(_Message, frozen=True):

@@ -1,0 +1,56 @@
+"""How long a stored token's attention takes on this rank: measured on its own pools, when KV is allocated.
+
+Knows pools and a clock; what is made of it, `jaxlamina.run.balance` decides.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlamina.ranks.rank_kv import RankKV
+from jaxlamina.workers.spec import AttentionSpec
+from pallas_kernels import partial_attention
+
+_ROWS, _MOST_TOKENS, _N_TIMES = 32, 262_144, 5
+
+
+def seconds_per_token(kv: RankKV, specs: Sequence[AttentionSpec], n_query_heads: Sequence[int]) -> float:
+    """Of all of the rank's layers, as decode steps have it: what a token more takes, so that what a kernel
+    takes at least is left out. 0 where there is too little room to measure it."""
+    n_tokens = min(kv.n_slots, _MOST_TOKENS) // (4 * _ROWS) * 4
+    if not n_tokens:
+        return 0.0
+    layers = list(zip(specs, n_query_heads, strict=True))
+    found = 0.0
+    for (spec, n_heads), count in Counter(layers).items():
+        i = layers.index((spec, n_heads))
+        large, small = (_seconds(kv, i, spec, n_heads, n) for n in (n_tokens, n_tokens // 4))
+        found += count * max(0.0, large - small) / (_ROWS * (n_tokens - n_tokens // 4))
+    return found
+
+
+def _seconds(kv: RankKV, i: int, spec: AttentionSpec, n_heads: int, n_each: int) -> float:
+    """Of one layer's attention of so many tokens a row."""
+    pools = kv.plain
+    table = np.arange(_ROWS * n_each, dtype=np.int32).reshape(_ROWS, n_each)
+    q = jnp.zeros((_ROWS, 1, n_heads, spec.head_dim), spec.dtype)
+    attend = jax.jit(partial(partial_attention, **spec.scoring))
+    device = pools.device
+    given = jax.device_put((q, table, np.full(_ROWS, n_each, np.int32)), device)
+    with jax.default_device(device):
+
+        def run() -> float:
+            began = time.perf_counter()
+            jax.block_until_ready(attend(given[0], pools.k[i], pools.v[i], *given[1:]))
+            return time.perf_counter() - began
+
+        run()
+        return statistics.median(run() for _ in range(_N_TIMES))

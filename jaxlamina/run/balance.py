@@ -1,0 +1,179 @@
+"""Which share of the KV model ranks are to keep, and as how many staggered batches a step goes: predicted from
+measured times.
+
+A decode step of one batch takes its slices, and then as long as the slower pool attends:
+
+    slices + max(local, remote + exchanges)
+
+and one of n staggered batches, whose slices and local attention run while attention workers attend,
+
+    max(n slices + local, remote + n exchanges)
+
+so for each there is a share at which both sides take the same time (max(x A, (1 - x) A + e); with x = 0 this is
+Lamina's step, with x = 1 the unsplit model's). What a token's attention takes on either side is measured when
+KV is allocated; slices, from steps as they are run. Knows numbers; no slot, no device and no clock.
+
+Source: Lamina 2025 §4.3 for the staggered batches; the share is ours.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+# A share of attention workers must save so much of a step, or all stays on the model rank.
+_LEAST_GAIN = 0.02
+# Staggered batches must be predicted to be so much faster than one, since slices are known from few steps.
+_LEAST_STAGGERED_GAIN = 0.03
+_REMEMBERED = 9  # steps of a kind
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds, of all layers together. ``local_s``: a stored token's attention on the model ranks; ``remote_s``:
+    on attention workers, all of them at it. ``exchange_s``: a batch's exchanges; ``row_s``: what they take more
+    for each row. ``shared_host``: both pools are one host's cores, so that neither attends while the other does
+    for nothing."""
+
+    local_s: float
+    remote_s: float
+    exchange_s: float
+    row_s: float = 0.0
+    shared_host: bool = False
+
+    def exchanges_s(self, n_rows: int, n_batches: int = 1) -> float:
+        return n_batches * self.exchange_s + n_rows * self.row_s
+
+
+class Best(NamedTuple):
+    share: float
+    n_batches: int
+    step_s: float | None  # None while slices have not been seen
+
+
+class Balance:
+    """``share(n)`` for new tokens, ``n_batches`` for each step; ``took`` how long steps took. Thread-safe: times
+    come from another thread."""
+
+    def __init__(self, speeds: Speeds, candidates: Sequence[int] = (1,)) -> None:
+        """``candidates``: numbers of staggered batches, among them 1."""
+        self.speeds, self.candidates = speeds, tuple(candidates)
+        self._lock = threading.Lock()
+        self._slices: dict[tuple[int, int], deque[float]] = {}  # by rows and staggered batches
+        self._times: dict[tuple[int, int], deque[tuple[float, float]]] = {}  # (predicted, measured)
+        self._n_rows = 1
+        self._trials: dict[tuple[int, int], int] = {}
+
+    # --- what is asked ---
+    def share(self, n_tokens: float) -> float:
+        """The share of ``n_tokens``, all that a step attends to, at which it is shortest."""
+        return self.best(self._n_rows, n_tokens).share
+
+    def n_batches(self, n_rows: int, n_local: float, n_remote: float, possible: Sequence[int]) -> int:
+        """The number of staggered batches by which a step is predicted to be shortest with its tokens where they
+        are. One that has not been seen is tried a few times."""
+        self._n_rows = n_rows
+        able = [n for n in possible if n == 1 or n_remote]
+        if not able or able == [1]:
+            return 1
+        with self._lock:
+            for n in able:
+                if self._trials.get((n_rows, n), 0) <= 3:
+                    self._trials[n_rows, n] = self._trials.get((n_rows, n), 0) + 1
+                    return n
+        known = {n: self._step_s(n_rows, n, n_local, n_remote) for n in able}
+        found = {n: s for n, s in known.items() if s is not None}
+        return min(found, key=found.__getitem__) if found else able[0]
+
+    def best(self, n_rows: int, n_tokens: float) -> Best:
+        """Of all shares and numbers of staggered batches."""
+        of_one = self._best_of(n_rows, 1, n_tokens)
+        found = of_one
+        for n in self.candidates:
+            other = self._best_of(n_rows, n, n_tokens) if n > 1 else of_one
+            if other.step_s is None or found.step_s is None:
+                continue
+            if other.step_s < found.step_s * (1 - _LEAST_STAGGERED_GAIN):
+                found = other
+        return found
+
+    def predicted_s(self, n_rows: int, n_batches: int, n_local: float, n_remote: float) -> float | None:
+        """Seconds of a step; None while slices of such have not been seen."""
+        return self._step_s(n_rows, n_batches, n_local, n_remote)
+
+    # --- what is told ---
+    def took(self, n_rows: int, n_batches: int, n_local: float, n_remote: float, seconds: float) -> None:
+        """A step's seconds, from which the time of its slices follows."""
+        speeds = self.speeds
+        local, remote = n_local * speeds.local_s, n_remote * speeds.remote_s
+        remote += speeds.exchanges_s(n_rows, n_batches) if n_remote else 0.0
+        predicted = self._step_s(n_rows, n_batches, n_local, n_remote)
+        if n_batches == 1:
+            slices = seconds - max(local, remote)
+        else:  # where attention workers are what is waited for, slices may be shorter than this
+            slices = seconds - local
+        with self._lock:
+            key = n_rows, n_batches
+            if predicted is not None:
+                self._times.setdefault(key, deque(maxlen=_REMEMBERED)).append((predicted, seconds))
+            # A share of them at least is there whatever was measured: no step is nothing but attention.
+            self._slices.setdefault(key, deque(maxlen=_REMEMBERED)).append(max(slices, 0.05 * seconds))
+
+    # --- what people are told ---
+    def state(self) -> dict[str, Any]:
+        """Times that the choice is made of, in seconds, and of each kind of step how long its slices take, and
+        what was predicted and measured."""
+        with self._lock:
+            steps = [
+                {
+                    "batch": n_rows,
+                    "n_batches": n,
+                    "slices_s": statistics.median(slices),
+                    "measured_over_predicted": _ratio(self._times.get((n_rows, n), ())),
+                }
+                for (n_rows, n), slices in sorted(self._slices.items())
+            ]
+        return {"times": asdict(self.speeds), "steps": steps}
+
+    # --- arithmetic ---
+    def _slices_s(self, n_rows: int, n_batches: int) -> float | None:
+        with self._lock:
+            found = self._slices.get((n_rows, n_batches))
+            return None if not found else statistics.median(found)
+
+    def _step_s(self, n_rows: int, n_batches: int, n_local: float, n_remote: float) -> float | None:
+        slices = self._slices_s(n_rows, n_batches)
+        if slices is None:
+            return None
+        speeds = self.speeds
+        local, remote = n_local * speeds.local_s, n_remote * speeds.remote_s
+        if n_remote:
+            remote += speeds.exchanges_s(n_rows, n_batches)
+        return slices + max(local, remote) if n_batches == 1 else max(slices + local, remote)
+
+    def _best_of(self, n_rows: int, n: int, n_tokens: float) -> Best:
+        """``n`` staggered batches' best share."""
+        speeds = self.speeds
+        local, remote = n_tokens * speeds.local_s, n_tokens * speeds.remote_s
+        exchanges, slices = speeds.exchanges_s(n_rows, n), self._slices_s(n_rows, n)
+        beside = 0.0 if n == 1 else slices
+        if beside is None:
+            return Best(1.0, n, None)
+        alone = None if slices is None else slices + local
+        if speeds.shared_host or local + remote <= 0:
+            return Best(1.0, n, alone)
+        share = min(1.0, max(0.0, (remote + exchanges - beside) / (local + remote)))
+        attention = max(beside + share * local, (1 - share) * remote + exchanges)
+        step = attention if n > 1 else None if slices is None else slices + attention
+        all_local = beside + local
+        if n == 1 and all_local - attention < _LEAST_GAIN * (all_local + (slices or 0.0)):
+            return Best(1.0, n, alone)
+        return Best(share, n, step)
+
+
+def _ratio(times: Sequence[tuple[float, float]] | deque[tuple[float, float]]) -> float | None:
+    return statistics.median(measured / predicted for predicted, measured in times) if times else None
