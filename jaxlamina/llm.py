@@ -316,8 +316,9 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Counts and seconds so far; buckets; slots; programs compiled, by what they were compiled for; and
-        over ranks how decode steps are staggered (`RanksExecutor.staggering`)."""
-        staggering = self.executor.staggering()
+        over ranks how decode steps are staggered and where attention is computed
+        (`RanksExecutor.staggering`, `RanksExecutor.local_attention`)."""
+        staggering, local = self.executor.staggering(), self.executor.local_attention()
         return dataclasses.asdict(self.engine.stats) | {
             "mean_batch_size": self.engine.stats.mean_batch_size,
             "n_compilations": self.executor.programs.total + self.engine.sampler.n_compiled,
@@ -327,6 +328,7 @@ class LLM:
             "dtype": self.dtype,
             "kv_headroom": self.engine.scheduler.headroom.share,
             **({"staggering": staggering} if staggering is not None else {}),
+            **({"local_attention": local} if local is not None else {}),
             "model_device": str(self.model_device),
             "attention_device": self.place.attention_pool,
         }

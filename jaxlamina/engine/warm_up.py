@@ -366,7 +366,7 @@ def _try(engine: Engine, compiled: Collection[StepSizes]) -> None:
     steps = [shape for shape in compiled if shape.kind == "decode" and shape.alongside is None]
     if steps:
         smallest = min(steps, key=lambda shape: (shape.batch, shape.context))
-        jax.block_until_ready(_run(engine, smallest))
+        _rehearse(engine, smallest)
     for shape in compiled:
         _load(engine, shape)
 
@@ -375,7 +375,12 @@ def _load(engine: Engine, shape: StepSizes) -> None:
     """Runs a program once, on padding alone, if its first run must not fall together with another's
     compilation."""
     if shape.has_prompt and _loads_at_first_run(engine.executor.device):
-        jax.block_until_ready(_run(engine, shape))
+        _rehearse(engine, shape)
+
+
+def _rehearse(engine: Engine, shape: StepSizes) -> None:
+    """Padding needs no place, so that nothing is touched that requests have."""
+    engine.executor.rehearse(_step(engine, shape, _empty_batch))
 
 
 def _loads_at_first_run(device: jax.Device) -> bool:

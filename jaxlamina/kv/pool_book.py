@@ -206,6 +206,54 @@ class PoolBook:
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in workers]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
         return PlannedRows(shape, [(_of(p),) for p in workers], (at,), local)
 
+    @property
+    def has_few_shapes(self) -> bool:
+        """Whether where tokens lie makes few kinds of step."""
+        return self.placement is None or (self._layout.attends_locally and self.wishes.by_tokens)
+
+    def ways_of(self, rows: PlannedRows, numbers: Sequence[int], *, all_local: bool) -> list[PlannedRows]:
+        """The same rows of padding as they may also be planned, by where tokens lie: attention workers have
+        nothing to do with them, are asked, or are asked and store. ``numbers``: of staggered batches where
+        they take part. ``all_local``: only the first."""
+        assert self.has_few_shapes and self.placement is not None
+        found = []
+        for asks, stores in ((False, False), (True, False), (True, True)):
+            for n in numbers if asks else (1,):
+                if not (asks and all_local) and rows.shape.batch % n == 0:
+                    found.append(self._padding(rows, asks, stores, n))
+        return found
+
+    def _padding(self, rows: PlannedRows, asks: bool, stores: bool, n_batches: int) -> PlannedRows:
+        def of_segment(segment: StepShape) -> StepShape:
+            each = segment.batch // n_batches
+            chunk = None if segment.chunk is None else of_segment(segment.chunk)
+            n_rows = each if asks and segment.kind != "prefill" else 0
+            n_new = each * segment.tokens if stores else 0
+            sizes = {"rows": n_rows, "new": n_new, "n_batches": n_batches, "chunk": chunk}
+            return msgspec.structs.replace(segment, **sizes)
+
+        shape, n_workers = of_segment(rows.shape), len(self._layout.workers)
+
+        def slots(n_rows: int, context: int, n_new: int, n_tokens: int) -> SegmentSlots:
+            queries = {window: np.zeros((n_rows, n_tokens), np.int32) for window in self._windows}
+            empty = np.zeros((n_rows, context), np.int32), np.zeros(n_rows, np.int32)
+            return _segment(*empty, np.full(n_new, NO_SLOT), queries)
+
+        of_worker = tuple(
+            slots(n_batches * s.rows, s.context, n_batches * s.new, s.tokens) for s in shape.segments
+        )
+        local = tuple(slots(s.batch, s.context, s.batch * s.tokens, s.tokens) for s in shape.segments)
+        at = tuple(
+            PlacedIndices(
+                *(
+                    np.zeros((n_workers, n), np.int32)
+                    for n in (n_batches * s.rows, s.batch, n_batches * s.new)
+                )
+            )
+            for s in shape.segments
+        )
+        return PlannedRows(shape, [of_worker] * n_workers, at, local)
+
     def _decode_apart(
         self, batch: DecodeBatch, apart: RowsApart, q_first: bool, n_batches: int
     ) -> PlannedRows:

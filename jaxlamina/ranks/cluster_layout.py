@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -43,13 +43,20 @@ def local_share_of(cluster: Cluster, partition: str) -> LocalShare:
     return 0.5 if share == AUTO and partition == "heads" else share
 
 
-def wishes_of(layout: Layout, token_block: int, share: LocalShare) -> Wishes | None:
-    """Where new tokens go, where they may lie on model ranks, too."""
+def wishes_of(
+    layout: Layout,
+    token_block: int,
+    share: LocalShare,
+    following: Callable[[float], float] | None = None,
+) -> Wishes | None:
+    """Where new tokens go, where they may lie on model ranks, too: by ``following``, if the share follows the
+    load."""
     if not layout.attends_locally or layout.by_heads:
         return None
     of_all = 0.5 if isinstance(share, str) else share
     by_tokens = layout.partition == "tokens"
-    return Wishes(len(layout.workers), token_block if by_tokens else None, lambda _: of_all)
+    wanted = following or (lambda _: of_all)
+    return Wishes(len(layout.workers), token_block if by_tokens else None, wanted)
 
 
 def scope(what: str, index: int, batch: int = 0) -> AbstractContextManager[object]:

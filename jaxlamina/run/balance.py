@@ -49,6 +49,16 @@ class Speeds:
         return n_batches * self.exchange_s + n_rows * self.row_s
 
 
+# Of one layer's exchange with attention workers: seconds, and bytes a second of its messages; as measured
+# (docs/benchmarks.md), by how messages go.
+LINKS = {
+    "memory": (18e-6, 2.5e11),
+    "nccl": (35e-6, 2.5e11),
+    "mpi": (800e-6, 2e9),
+    "cpu": (150e-6, 4e9),
+}
+
+
 class Best(NamedTuple):
     share: float
     n_batches: int

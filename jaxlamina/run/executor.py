@@ -101,6 +101,10 @@ class Executor(ABC):
         later."""
         return True
 
+    def rehearse(self, step: Step) -> None:
+        """Runs the programs of a step of padding alone, which were compiled, and waits for them."""
+        jax.block_until_ready(self.run(step))
+
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
         raise NotImplementedError
@@ -123,6 +127,10 @@ class Executor(ABC):
 
     def staggering(self) -> dict[str, Any] | None:
         """How steps of rows are staggered; None where they never are."""
+        return None
+
+    def local_attention(self) -> dict[str, Any] | None:
+        """Which share of the attention stays on model ranks, and why; None where none does."""
         return None
 
 
@@ -150,6 +158,9 @@ class WrappedExecutor(Executor):
     def prepare(self, step: Step) -> bool:
         return self.inner.prepare(step)
 
+    def rehearse(self, step: Step) -> None:
+        self.inner.rehearse(step)
+
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
         self.inner.copy_slots(src, dst)
 
@@ -167,3 +178,6 @@ class WrappedExecutor(Executor):
 
     def staggering(self) -> dict[str, Any] | None:
         return self.inner.staggering()
+
+    def local_attention(self) -> dict[str, Any] | None:
+        return self.inner.local_attention()

@@ -25,7 +25,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
-from jaxlamina.kv.placement import checked_partition
+from jaxlamina.kv.placement import AUTO, checked_partition
 from jaxlamina.kv.pool_book import KVWorker, LayersApart, PoolBook
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.process.compile_ahead import side_by_side
@@ -34,9 +34,10 @@ from jaxlamina.ranks.cluster_layout import layout_of, local_share_of, partition_
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of
 from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
+from jaxlamina.run.balance import LINKS, Balance, Speeds
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
-from jaxlamina.run.set_up import SlotsWanted, allocate, setup_of, share_out, stages_with_kv
+from jaxlamina.run.set_up import Room, SlotsWanted, allocate, setup_of, share_out, stages_with_kv
 from jaxlamina.run.staggering import Choice
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
 from jaxlamina.steps.buckets import Cut
@@ -47,12 +48,14 @@ from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.transports import Program, Transport
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.calibration import Calibration, channel_scales
+from jaxlamina.workers.capacity import is_accelerator
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut, windows_of
 from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
+_USUAL_BYTES_PER_S = 1e10  # at which a host reads KV, where it was not measured
 _log = logging.getLogger("uvicorn.error")  # the server's log
 
 
@@ -147,10 +150,19 @@ class RanksExecutor(Executor):
         self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, source)
         keeps_kv = self.layout.attends_locally
         own_room = partial(self._side.slots_found, setup, cluster.n_ranks) if keeps_kv else lambda: None
-        room = allocate(group, setup, self.layout, own_room)
+        follows_load = share == AUTO and keeps_kv and not self.layout.by_heads
+        room = allocate(group, setup, self.layout, own_room, measure=follows_load)
         self.n_slots, self.n_host_slots = room.n_slots, room.n_host_slots
         if keeps_kv:
             self._side.allocate(room.each[-1], room.n_host_slots, scales)
+        self.balance: Balance | None = None
+        if follows_load:
+            n = self.n_batches
+            numbers = (1, cluster.usual_n_batches) if isinstance(n, str) else (n,)
+            self.balance = Balance(self._speeds(room, heads), numbers)
+        following = None if self.balance is None else self.balance.share
+        # Whether model ranks have room for all, and nothing is gained by attention workers.
+        self._all_local = bool(follows_load and room.shared_host and room.each[-1] >= room.n_slots)
         self._epoch = group.epoch
         others = stages_with_kv(group, self.layout, len(self.specs)) if keeps_kv else ()
         self._tables = {rank: SlotTables() for rank in (*group.workers, *others)}
@@ -160,7 +172,7 @@ class RanksExecutor(Executor):
             self.layout,
             windows_of(self.specs),
             *sizes,
-            wishes_of(self.layout, cluster.token_block, share),
+            wishes_of(self.layout, cluster.token_block, share, following),
             room.each,
         )
         self._programs: dict[StepShape, Own] = {}
@@ -170,6 +182,27 @@ class RanksExecutor(Executor):
         self._compiled: dict[Any, Any] = {}  # rank 0's programs, which several steps may have in common
         self._start = group.transport.bind(jax.device_put(np.zeros(1, np.int32), group.device))
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
+
+    def _speeds(self, room: Room, n_query_heads: Sequence[int]) -> Speeds:
+        """Times as measured, or where nothing was, as if memory were read at a rate that any host has: then
+        only how the two pools' compare counts."""
+        transport, n_layers = self.group.transport, len(self.specs)
+        how = "memory" if transport.by_memory else "nccl" if transport.name == "xla" else "mpi"
+        fixed_s, bytes_per_s = LINKS[how if is_accelerator(transport.device) else "cpu"]
+        row_bytes = sum(
+            n * (spec.head_dim * spec.dtype.itemsize + 4 * (spec.head_dim + 1))
+            for n, spec in zip(n_query_heads, self.specs, strict=True)
+        )
+        usual_s = sum(spec.slot_bytes for spec in self.specs) / _USUAL_BYTES_PER_S
+        measured = not room.shared_host and room.remote_token_s > 0
+        own_s = self._side.seconds_per_token() + room.local_token_s if measured else 0.0
+        return Speeds(
+            local_s=own_s or usual_s,
+            remote_s=(room.remote_token_s if own_s else usual_s) / len(self.group.workers),
+            exchange_s=n_layers * fixed_s,
+            row_s=row_bytes / bytes_per_s,
+            shared_host=room.shared_host,
+        )
 
     def _kv_workers(self, stages: Sequence[int]) -> list[KVWorker]:
         """The attention workers, and last what model ranks keep: this one, and the other ``stages``."""
@@ -188,14 +221,14 @@ class RanksExecutor(Executor):
     @property
     def capabilities(self) -> Capabilities:
         """Other model ranks are told a step's tokens in its control message. Programs cannot be compiled
-        behind where they depend on where tokens lie, or on prefill workers."""
+        behind where they depend on where tokens lie in more than a few ways, or on prefill workers."""
         places_tokens = self.pool.placement is not None
         return Capabilities(
             bucket_cut=self._bucket_cut,
             n_prefill_workers=self.prefill_workers,
             needs_host_tokens=bool(self.group.replicas),
             places_tokens=places_tokens,
-            compiles_behind=not (places_tokens or self.prefill_workers),
+            compiles_behind=not self.prefill_workers and (not places_tokens or self.pool.has_few_shapes),
             why_not_mixed=why_not(self.layout, self._mixed_like),
         )
 
@@ -280,6 +313,27 @@ class RanksExecutor(Executor):
         ]
         return {"n_batches": self.n_batches, "chosen": buckets}
 
+    def local_attention(self) -> dict[str, Any] | None:
+        """How attention is shared between the pools; None where model ranks keep no KV. ``share``: of the
+        tokens that the last decode step attended to, those on model ranks, and ``wanted`` what it is to be;
+        by heads that is one number. With "auto" also the times that it is chosen by (`Balance.state`)."""
+        if not self.layout.attends_locally:
+            return None
+        if self.layout.by_heads:
+            own = sum(spec.n_kv_heads for spec in self._side.own_specs)
+            share = own / max(1, sum(spec.n_kv_heads for spec in self.specs))
+            return {"partition": "heads", "share": share, "wanted": share}
+        wishes = self.pool.wishes
+        n = wishes.n_local + wishes.n_remote
+        found = {
+            "partition": self.layout.partition,
+            "share": wishes.n_local / n if n else None,
+            "wanted": None if wishes.share is None else wishes.share(n),
+            "n_local_tokens": int(wishes.n_local),
+            "n_remote_tokens": int(wishes.n_remote),
+        }
+        return found if self.balance is None else found | self.balance.state()
+
     def _settled_n_batches(self, batch: DecodeBatch) -> int:
         """Staggered batches of a step whose time says nothing of them."""
         bucket = n_rows, _ = len(batch.tokens), batch.slot_table.shape[1]
@@ -291,7 +345,11 @@ class RanksExecutor(Executor):
         mini-batches; and who is to be told its seconds."""
         bucket = n_rows, _ = len(batch.tokens), batch.slot_table.shape[1]
         on_done: Callable[[float], None] = _nothing
-        if n_batches is None:
+        if n_batches is None and self.balance is not None:
+            wishes = self.pool.wishes
+            possible = self.candidates(*bucket)
+            n_batches = self.balance.n_batches(n_rows, wishes.n_local, wishes.n_remote, possible)
+        elif n_batches is None:
             possible = self.candidates(*bucket)
             n_batches = possible[0]
             if len(possible) > 1:
@@ -303,6 +361,9 @@ class RanksExecutor(Executor):
         q_first = self.q_first and n_parts == 1
         cut = {"n_batches": n_batches, "mini_batches": mini_batches}
         part = rows_part(self.pool, batch, q_first=q_first, **cut)
+        if self.balance is not None:
+            wishes, n = self.pool.wishes, part.shape.n_batches
+            return part, partial(self.balance.took, n_rows, n, wishes.n_local, wishes.n_remote)
         # Of what attention workers have nothing of there is nothing to stagger, and its time says nothing.
         return part, on_done if part.shape.n_batches == n_batches else _nothing
 
@@ -356,16 +417,35 @@ class RanksExecutor(Executor):
         return compiles()
 
     def _shapes_ahead(self, step: Step) -> list[StepShape]:
+        return [part.shape for part in self._parts_ahead(step)]
+
+    def _parts_ahead(self, step: Step) -> list[Part]:
+        """All that a step of such sizes may run as, on padding: where its tokens lie, and so whether attention
+        workers take part, is not known yet."""
         if not self.capabilities.compiles_behind:
             return []
         if step.decodes is None:
-            return [self._prompts(prompt).shape for prompt in step.prompts]
-        if step.alongside is None:
+            parts = [self._prompts(prompt) for prompt in step.prompts]
+        elif step.alongside is None:
             numbers = self.candidates(len(step.decodes.tokens), step.decodes.slot_table.shape[1])
-            return [self._rows(step.decodes, n)[0].shape for n in numbers]
-        if self.capabilities.why_not_mixed:
-            return []
-        return [self._with_chunk(step.decodes, step.alongside).shape]
+            parts = [self._rows(step.decodes, n)[0] for n in numbers]
+        elif self.capabilities.why_not_mixed:
+            parts = []
+        else:
+            parts = [self._with_chunk(step.decodes, step.alongside)]
+        if self.pool.placement is None:
+            return parts
+        numbers = (1,) if step.decodes is None or step.alongside else numbers
+        found: dict[StepShape, Part] = {}
+        for part in parts:
+            for rows in self.pool.ways_of(part.rows, numbers, all_local=self._all_local):
+                found.setdefault(rows.shape, part._replace(rows=rows))
+        return list(found.values())
+
+    def rehearse(self, step: Step) -> None:
+        """In all the ways that `compile_later` has them."""
+        for part in self._parts_ahead(step):
+            jax.block_until_ready(self._launch([part]))
 
     @property
     def _mixed_like(self) -> StepShape:

@@ -6,6 +6,7 @@ Runs on rank 0. Knows the group and the layout; no step and no request.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -110,18 +111,29 @@ def setup_of(
 
 
 class Room(NamedTuple):
-    """Slots of all KV and host slots; ``each``: of the attention workers, and last of a model rank that keeps a
-    share."""
+    """Slots of all KV and host slots; ``each``: of the attention workers, and last of a model rank that keeps
+    a share. ``remote_token_s``, ``local_token_s``: a stored token's attention on the slowest attention
+    worker, and on all other model ranks together, 0 if it was not measured. ``shared_host``: all of it is the
+    memory of this rank's host."""
 
     n_slots: int
     n_host_slots: int
     each: tuple[int, ...]
+    remote_token_s: float = 0.0
+    local_token_s: float = 0.0
+    shared_host: bool = False
 
 
-def allocate(group: Group, setup: m.Setup, layout: Layout, own: Callable[[], m.SlotsFound | None]) -> Room:
+def allocate(
+    group: Group,
+    setup: m.Setup,
+    layout: Layout,
+    own: Callable[[], m.SlotsFound | None],
+    measure: bool = False,
+) -> Room:
     """Slots that all ranks have room for, which they then take; ``own``: what this rank has room for itself,
     where it is to keep KV. What they held for a model before this one is gone. ``UserError`` where that is less
-    than is wanted."""
+    than is wanted. ``measure``: also how long attention takes, unless both pools share one host's cores."""
     group.epoch += 1
     others = stages_with_kv(group, layout, len(setup.layers))
     for rank in (*group.workers, *others):
@@ -137,14 +149,22 @@ def allocate(group: Group, setup: m.Setup, layout: Layout, own: Callable[[], m.S
     found = [x.n_slots for x in of_workers]
     if of_model:
         found.append(min(x.n_slots for x in of_model))
+    shared_host = all(x.platform == "cpu" and x.host == platform.node() for x in keepers)
+    measure = measure and not shared_host
     room = _room(setup, layout, found, n_host_slots)
     n_local = room.each[-1]
     workers = group.workers if layout.has_pool else ()
     for rank, n in (*zip(workers, room.each, strict=False), *((rank, n_local) for rank in others)):
-        group.send(rank, m.Allocate(n, n_host_slots))
-    for rank in (*workers, *others):
-        group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
-    return room
+        group.send(rank, m.Allocate(n, n_host_slots, measure))
+    of_workers_s, of_others_s = (
+        [group.receive(rank, m.Allocated, PREPARE_DEADLINE_S).token_s for rank in ranks]
+        for ranks in (workers, others)
+    )
+    return room._replace(
+        remote_token_s=max(of_workers_s, default=0.0),
+        local_token_s=sum(of_others_s),
+        shared_host=shared_host,
+    )
 
 
 def stages_with_kv(group: Group, layout: Layout, n_layers: int) -> tuple[int, ...]:

@@ -61,6 +61,16 @@ _GAUGES = (
         "Batches that the latest decode step over ranks ran as; 1 where none are staggered.",
         "n_batches",
     ),
+    (
+        "jaxlamina:local_attention_share",
+        "Of the tokens that the latest decode step attended to, the share on model workers.",
+        "local_share",
+    ),
+    (
+        "jaxlamina:local_attention_wanted_share",
+        "That share at which a step is predicted to be shortest.",
+        "wanted_share",
+    ),
     ("jaxlamina:host_kv_slots", "KV slots in host memory there are.", "host_kv_slots"),
     ("jaxlamina:host_kv_slots_used", "KV slots in host memory in use.", "host_kv_slots_used"),
 )
@@ -79,6 +89,8 @@ def snapshot(engine: Engine) -> dict[str, float]:
     found: dict[str, float] = {**asdict(engine.stats), **engine.kv_stats()}
     found["n_running"] = len(engine.scheduler.running)
     found["n_batches"] = engine.executor.latest_n_batches
+    local = engine.executor.local_attention() or {}
+    found["local_share"], found["wanted_share"] = local.get("share") or 0.0, local.get("wanted") or 0.0
     found["n_waiting"] = len(engine.scheduler.waiting)
     found["kv_usage"] = found["kv_slots_used"] / found["kv_slots"]
     return found
