@@ -228,7 +228,8 @@ class Run:
         # One batch unless a case says more: by default both are tried, and a case would not be what it is
         # named after.
         job["cluster"] = {
-            "control": control, "coordinator": coordinator, "n_batches": 1, **more, **group.cluster
+            "control": control, "coordinator": coordinator, "n_batches": 1,
+            "local_attention": 0, **more, **group.cluster
         }  # fmt: skip
         argv, n = [sys.executable, str(JOB), json.dumps(job)], group.n_ranks
         if group.cluster.get("transport") == "mpi":

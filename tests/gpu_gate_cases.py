@@ -251,7 +251,27 @@ def _of_three(what: str, **options: Any) -> tuple[Case, ...]:
     )
 
 
+def _share(way: str, *names: str) -> tuple[Case, ...]:
+    """A share of the KV on the model rank, by memory."""
+    cases = _cases(
+        ("f32", {"how": "decode", "dtype": "float32"}),
+        ("f32 tokens", {"how": "tokens", "dtype": "float32", "llm": SMALL_POOL}),
+        ("bf16", {"how": "decode", "at": OFF}),
+        ("bf16 q first", {"how": "decode", "at": ON, "covers": ("q first", "local share")}),
+        ("bf16 staggered", {"how": "decode", "at": {"n_batches": 2}, "covers": ("staggered", "local share")}),
+        ("bf16 mixed", {"how": "mixed", "at": OFF, "covers": ("mixed steps", "local share")}),
+        ("bf16 moves", {"how": "moves", "at": OFF, "covers": ("moves", "local share")}),
+        ("int8", {"how": "chunks", "kv_dtype": "int8", "at": OFF}),
+        ("int8-channel", {"how": "decode", "kv_dtype": "int8-channel", "at": OFF}),
+        ("8B's heads", {"how": "moves", "model": "h128k8g4", "at": OFF}),
+        ("8B's heads staggered", {"how": "decode", "model": "h128k8g4", "at": {"n_batches": 2}}),
+        covers=("local share", way) if way in ("heads", "requests", "tokens") else ("local share",),
+    )
+    return _only(cases, *names) if names else cases
+
+
 _MPI = {"transport": "mpi"}
+_BY_MEMORY = {"transport": "xla"}
 _OWN = _cases(
     ("f32", {"how": "decode", "dtype": "float32"}),
     ("f32 tokens", {"how": "tokens", "dtype": "float32", "llm": SMALL_POOL}),
@@ -264,6 +284,42 @@ _OWN = _cases(
 # The most telling first: what does not fit into the time is left out, and said.
 GROUPS: tuple[Group, ...] = (
     Group("ranks by memory", _ranks("ranks by memory"), {"transport": "xla"}, n_gpus=2, alone=True),
+    Group(
+        "share by tokens",
+        _share("tokens"),
+        _BY_MEMORY | {"local_attention": 0.5, "partition": "tokens"},
+        n_gpus=2,
+        alone=True,
+    ),
+    Group(
+        "share by heads",
+        _share("heads", "f32", "bf16", "bf16 staggered", "bf16 moves", "int8", "8B's heads"),
+        _BY_MEMORY | {"local_attention": 0.34, "partition": "heads"},
+        n_gpus=2,
+        alone=True,
+    ),
+    Group(
+        "share by requests",
+        _share("requests", "f32", "bf16 moves", "int8", "8B's heads"),
+        _BY_MEMORY | {"local_attention": 0.5, "partition": "requests"},
+        n_gpus=2,
+        alone=True,
+    ),
+    Group(
+        "share that follows the load",
+        _share("auto", "f32 tokens", "bf16 mixed"),
+        _BY_MEMORY | {"local_attention": "auto"},
+        n_gpus=2,
+        alone=True,
+    ),
+    Group(
+        "all local", _share("all", "f32", "bf16"), _BY_MEMORY | {"local_attention": 1}, n_gpus=2, alone=True
+    ),
+    Group(
+        "share, two stages",
+        _of_three("local share"),
+        _MPI | {"dop": (2, 1), "pipeline_parallel": 2, "local_attention": 0.5, "partition": "tokens"},
+    ),
     Group(
         "ranks by nccl",
         _only(
@@ -334,7 +390,7 @@ GROUPS: tuple[Group, ...] = (
 WANTED = (
     "unsplit", "local", "ranks by memory", "ranks by nccl", "ranks by mpi", "q first", "q with k, v", "staggered",
     "mini-batches", "mixed steps", "prefill worker", "tensor parallel", "pipeline parallel", "rotation", "heads",
-    "requests", "tokens", "moves", "head dims", "own model",
+    "requests", "tokens", "moves", "head dims", "own model", "local share",
 )  # fmt: skip
 
 
