@@ -288,9 +288,9 @@ class EngineOptions(Options):
 
 
 LOCAL_ATTENTION = (
-    "The share of the KV that model workers keep and attend to themselves while attention workers attend to the "
-    "rest: from 0, none, to 1, all: the unsplit model. By heads it is made of whole KV heads; by requests or "
-    "tokens new tokens go to either side. "
+    "The share of the KV that model workers keep and attend to themselves while attention workers attend to "
+    "the rest: from 0, none, to 1, all: the unsplit model. By heads it is made of whole KV heads; by "
+    "requests or tokens new tokens go to either side. "
 )
 
 

@@ -72,8 +72,8 @@ class Cluster(ModelOptions):
     local_attention: float | Literal["auto"] = option(
         "auto",
         LOCAL_ATTENTION + "`auto`: the share at which a step is predicted to be shortest, by tokens unless "
-        "`partition` says otherwise; it follows the load. 0 where model workers are copies, share out weights by "
-        "`tensor_parallel`, or have `mini_batches`.",
+        "`partition` says otherwise; it follows the load. 0 where model workers are copies, share out "
+        "weights by `tensor_parallel`, or have `mini_batches`.",
         least=0,
         most=1,
         rule="from 0 to 1, or 'auto'",
@@ -205,8 +205,8 @@ class Cluster(ModelOptions):
         """Why model workers cannot keep a share of the KV, and what to do instead; None if they can."""
         if self.n_replicas > 1:
             return (
-                f"keeps KV on the model worker that runs a request's slices, and with {self.n_replicas} copies of "
-                f"the model that is not one: take local_attention=0"
+                f"keeps KV on the model worker that runs a request's slices, and with {self.n_replicas} "
+                "copies of the model that is not one: take local_attention=0"
             )
         if self.tensor_parallel > 1:
             return "does not go with tensor_parallel yet: take local_attention=0, or pipeline_parallel"
@@ -219,8 +219,8 @@ class Cluster(ModelOptions):
 
     @property
     def local_share(self) -> float | Literal["auto"]:
-        """``local_attention``, or 0 where model workers cannot keep any KV, or where it does not follow the load:
-        with messages in parts, which are of all tokens."""
+        """``local_attention``, or 0 where model workers cannot keep any KV, or where it does not follow the
+        load: with messages in parts, which are of all tokens."""
         if self.local_attention == "auto" and (self.why_not_local or self.mini_batches > 1):
             return 0.0
         return self.local_attention

@@ -82,8 +82,9 @@ def checked_partition(
         share = 0.5 if isinstance(local_share, str) else local_share
         if any(local_heads(k, n_workers, share) is None for k in n_kv_heads):
             raise UserError(
-                f"local_attention={local_share} with partition='heads' leaves {n_workers} attention workers no "
-                f"equal number of {min(n_kv_heads)} KV heads: take partition='tokens' or partition='requests'"
+                f"local_attention={local_share} with partition='heads' leaves {n_workers} attention "
+                f"workers no equal number of {min(n_kv_heads)} KV heads: take partition='tokens' or "
+                "partition='requests'"
             )
         return
     uneven = [k for k in n_kv_heads if k % n_workers]

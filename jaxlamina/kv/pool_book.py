@@ -138,8 +138,8 @@ class PoolBook:
         wishes: Wishes | None = None,
         capacities: Sequence[int] | None = None,
     ) -> None:
-        """``workers``: the attention workers, and last what model ranks keep, if they keep any. ``windows``: of
-        the model's attention operators. ``token_block``: how many positions in a row stay together where
+        """``workers``: the attention workers, and last what model ranks keep, if they keep any. ``windows``:
+        of the model's attention operators. ``token_block``: how many positions in a row stay together where
         tokens are divided. ``wishes``: where new tokens are to go, if not to all alike; ``capacities``: slots
         of each of ``workers``, if not an equal part of ``n_slots``."""
         self._workers, self._layout, self._windows = workers, layout, windows
@@ -257,8 +257,8 @@ class PoolBook:
     def _decode_apart(
         self, batch: DecodeBatch, apart: RowsApart, q_first: bool, n_batches: int
     ) -> PlannedRows:
-        """By tokens, with a share on model ranks: every row may have tokens on every side, so all have all rows,
-        and whether workers are asked, and store, is all that shapes differ in."""
+        """By tokens, with a share on model ranks: every row may have tokens on every side, so all have all
+        rows, and whether workers are asked, and store, is all that shapes differ in."""
         assert self.placement is not None
         b, c = batch.slot_table.shape
         tables, counts = apart.of(batch.slot_table, batch.lengths, batch.new_slots)

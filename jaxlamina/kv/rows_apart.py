@@ -1,9 +1,8 @@
 """Rows' stored tokens, apart by who keeps them, from decode step to decode step.
 
-Of a step's slot table most is as it was in the step before: a row that goes on has one token more. So what has
-been told apart is kept, and only what is new is looked up: of 160 rows of 4,096 tokens a fifth of the time that
-all of it takes. Knows slots and places; numpy only, no device.
-"""
+Of a step's slot table most is as it was in the step before: a row that goes on has one token more. So what
+has been told apart is kept, and only what is new is looked up: of 160 rows of 4,096 tokens a fifth of the
+time that all of it takes. Knows slots and places; numpy only, no device."""
 
 from __future__ import annotations
 
@@ -91,8 +90,8 @@ class RowsApart:
     def _known(
         self, slot_table: Int32[np.ndarray, "B C"], lengths: Int32[np.ndarray, " B"]
     ) -> tuple[Int32[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Which row of the last step each is, -1 for one that is looked up; and whether with one token more: a
-        step may be run again."""
+        """Which row of the last step each is, -1 for one that is looked up; and whether with one token more:
+        a step may be run again."""
         found, grown = np.full(len(lengths), -1, np.int32), np.zeros(len(lengths), bool)
         for row, length in enumerate(lengths):
             if not length:

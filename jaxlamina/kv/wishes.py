@@ -1,5 +1,5 @@
-"""Where a step's new tokens are to be kept, by requests or by tokens: on which attention worker, or on the model
-rank that keeps a share of the KV.
+"""Where a step's new tokens are to be kept, by requests or by tokens: on which attention worker, or on the
+model rank that keeps a share of the KV.
 
 By requests a new request goes where, for its share, least KV is. By tokens the newest ones go to the model
 rank: then a decode step's own keys and values need not travel. Nothing is moved for the sake of balance: new

@@ -71,8 +71,8 @@ class StoredKV:
         then_append: bool,
         gather_after: jax.Array | None = None,
     ) -> list[Answer]:
-        """Of each that asks. Where the same kernel can store the new tokens, it does, if that is what follows.
-        ``gather_after``: where stored tokens are gathered first, not before that is there."""
+        """Of each that asks. Where the same kernel can store the new tokens, it does, if that is what
+        follows. ``gather_after``: where stored tokens are gathered first, not before that is there."""
         i, of = task.layer - self._first, (task.batch, task.layer, task.part)
         spec, answers = self.specs[i], list[Answer]()
         self._read[of] = []

@@ -1,5 +1,5 @@
-"""Which share of the KV model ranks are to keep, and as how many staggered batches a step goes: predicted from
-measured times.
+"""Which share of the KV model ranks are to keep, and as how many staggered batches a step goes: predicted
+from measured times.
 
 A decode step of one batch takes its slices, and then as long as the slower pool attends:
 
@@ -9,9 +9,9 @@ and one of n staggered batches, whose slices and local attention run while atten
 
     max(n slices + local, remote + n exchanges)
 
-so for each there is a share at which both sides take the same time (max(x A, (1 - x) A + e); with x = 0 this is
-Lamina's step, with x = 1 the unsplit model's). What a token's attention takes on either side is measured when
-KV is allocated; slices, from steps as they are run. Knows numbers; no slot, no device and no clock.
+so for each there is a share at which both sides take the same time (max(x A, (1 - x) A + e); with x = 0 this
+is Lamina's step, with x = 1 the unsplit model's). What a token's attention takes on either side is measured
+when KV is allocated; slices, from steps as they are run. Knows numbers; no slot, no device and no clock.
 
 Source: Lamina 2025 §4.3 for the staggered batches; the share is ours.
 """
@@ -34,10 +34,10 @@ _REMEMBERED = 9  # steps of a kind
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds, of all layers together. ``local_s``: a stored token's attention on the model ranks; ``remote_s``:
-    on attention workers, all of them at it. ``exchange_s``: a batch's exchanges; ``row_s``: what they take more
-    for each row. ``shared_host``: both pools are one host's cores, so that neither attends while the other does
-    for nothing."""
+    """Seconds, of all layers together. ``local_s``: a stored token's attention on the model ranks;
+    ``remote_s``: on attention workers, all of them at it. ``exchange_s``: a batch's exchanges; ``row_s``:
+    what they take more for each row. ``shared_host``: both pools are one host's cores, so that neither
+    attends while the other does for nothing."""
 
     local_s: float
     remote_s: float
@@ -66,8 +66,8 @@ class Best(NamedTuple):
 
 
 class Balance:
-    """``share(n)`` for new tokens, ``n_batches`` for each step; ``took`` how long steps took. Thread-safe: times
-    come from another thread."""
+    """``share(n)`` for new tokens, ``n_batches`` for each step; ``took`` how long steps took. Thread-safe:
+    times come from another thread."""
 
     def __init__(self, speeds: Speeds, candidates: Sequence[int] = (1,)) -> None:
         """``candidates``: numbers of staggered batches, among them 1."""
@@ -84,8 +84,8 @@ class Balance:
         return self.best(self._n_rows, n_tokens).share
 
     def n_batches(self, n_rows: int, n_local: float, n_remote: float, possible: Sequence[int]) -> int:
-        """The number of staggered batches by which a step is predicted to be shortest with its tokens where they
-        are. One that has not been seen is tried a few times."""
+        """The number of staggered batches by which a step is predicted to be shortest with its tokens where
+        they are. One that has not been seen is tried a few times."""
         self._n_rows = n_rows
         able = [n for n in possible if n == 1 or n_remote]
         if not able or able == [1]:
@@ -135,8 +135,8 @@ class Balance:
 
     # --- what people are told ---
     def state(self) -> dict[str, Any]:
-        """Times that the choice is made of, in seconds, and of each kind of step how long its slices take, and
-        what was predicted and measured."""
+        """Times that the choice is made of, in seconds, and of each kind of step how long its slices take,
+        and what was predicted and measured."""
         with self._lock:
             steps = [
                 {

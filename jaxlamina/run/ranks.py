@@ -420,8 +420,8 @@ class RanksExecutor(Executor):
         return [part.shape for part in self._parts_ahead(step)]
 
     def _parts_ahead(self, step: Step) -> list[Part]:
-        """All that a step of such sizes may run as, on padding: where its tokens lie, and so whether attention
-        workers take part, is not known yet."""
+        """All that a step of such sizes may run as, on padding: where its tokens lie, and so whether
+        attention workers take part, is not known yet."""
         if not self.capabilities.compiles_behind:
             return []
         if step.decodes is None:

@@ -132,8 +132,9 @@ def allocate(
     measure: bool = False,
 ) -> Room:
     """Slots that all ranks have room for, which they then take; ``own``: what this rank has room for itself,
-    where it is to keep KV. What they held for a model before this one is gone. ``UserError`` where that is less
-    than is wanted. ``measure``: also how long attention takes, unless both pools share one host's cores."""
+    where it is to keep KV. What they held for a model before this one is gone. ``UserError`` where that is
+    less than is wanted. ``measure``: also how long attention takes, unless both pools share one host's
+    cores."""
     group.epoch += 1
     others = stages_with_kv(group, layout, len(setup.layers))
     for rank in (*group.workers, *others):
@@ -191,7 +192,8 @@ def _room(setup: m.Setup, layout: Layout, found: Sequence[int], n_host_slots: in
             f"all ranks together have room for the KV of {n_slots} tokens, fewer than {least}: lower "
             f"{'kv_slots' if setup.kv_slots else 'max_model_len'}"
         )
-    # A light load is the model rank's alone; workers need room for what it has none for, and for an even part.
+    # A light load is the model rank's alone; workers need room for what it has none for, and for an even
+    # part.
     of_workers, n_local = found[:-1], min(found[-1], n_slots)
     each = [min(n, -(-n_slots // b)) for n in of_workers]
     if sum(each) + n_local < n_slots:

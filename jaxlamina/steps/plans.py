@@ -107,8 +107,8 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
         return f"{both} are two ways to cut up a batch: take one of them"
     if layout.attends_locally and most > 1:
         return (
-            f"local_attention={layout.local_share:g} keeps KV on the model rank that runs a request's slices, "
-            f"and with {most} replicas of the model that is not one: take local_attention=0"
+            f"local_attention={layout.local_share:g} keeps KV on the model rank that runs a request's "
+            f"slices, and with {most} replicas of the model that is not one: take local_attention=0"
         )
     if n > 1 and not any(layout.asks(segment) for segment in shape.segments):
         return f"n_batches={n} is for batches that attention workers have KV of: take n_batches=1"

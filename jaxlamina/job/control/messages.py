@@ -121,9 +121,8 @@ class Setup(_Message, frozen=True):
     least ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``n_host_slots``:
     as many as the user asked for, or None for as many as pay. ``stages``: the model rank that runs each
     slice, where model ranks are stages of a pipeline. ``local_share``: of the KV, what model ranks keep
-    (`jaxlamina.steps.layout.Layout`), who get this message, too, if they do. ``channel_scales``: each layer's `ChannelScales` for KV
-    that is scaled by channel.
-    """
+    (`jaxlamina.steps.layout.Layout`), who get this message, too, if they do. ``channel_scales``: each layer's
+    `ChannelScales` for KV that is scaled by channel."""
 
     layers: tuple[Layer, ...]
     partition: str
@@ -157,8 +156,8 @@ class ModelReady(_Message, frozen=True):
 
 
 class SlotsFound(_Message, frozen=True):
-    """Slots of the whole memory pool, as far as this rank's memory goes, or this rank's own where tokens are on
-    model ranks, too; and of the host's, as far as its host's does."""
+    """Slots of the whole memory pool, as far as this rank's memory goes, or this rank's own where tokens are
+    on model ranks, too; and of the host's, as far as its host's does."""
 
     n_slots: int
     n_host_slots: int
