@@ -76,13 +76,13 @@ def numbers_of(text: str, option: str = "--staggered") -> list[int]:
 
 
 def shares_of(text: str) -> list[float]:
-    """From "0,0.25,1", as ``--local-attention`` has it; ``UserError`` for other text."""
+    """From "0,0.25,1", as ``--shares`` has it; ``UserError`` for other text."""
     try:
         found = [float(x) for x in text.split(",")] if text else []
     except ValueError:
         found = [-1.0]
     if not all(0 <= x <= 1 for x in found):
-        raise UserError(f"--local-attention {text!r} must be shares from 0 to 1, like 0,0.25,0.5")
+        raise UserError(f"--shares {text!r} must be shares from 0 to 1, like 0,0.25,0.5")
     return found
 
 

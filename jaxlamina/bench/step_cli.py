@@ -56,16 +56,14 @@ def step_command(
             min=1,
         ),
     ] = 1,
-    local_attention: Annotated[
+    shares: Annotated[
         str,
         option(
             "Shares of the KV on the model rank, each of which is measured, such as 0,0.25,0.5,1. Executors "
             "come one after another then."
         ),
     ] = "",
-    partitions: Annotated[
-        str, option("With --local-attention: heads, requests or tokens, separated by commas.")
-    ] = "",
+    partitions: Annotated[str, option("With --shares: heads, requests or tokens, separated by commas.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Time a decode step, unsplit and split over ranks: `jaxlamina launch --dop 1,1 -- bench step`."""
@@ -79,7 +77,7 @@ def step_command(
     options = step_bench.StepOptions(
         step_bench.cases_of(case), weights, rounds, unsplit, local, step_bench.numbers_of(staggered),
         step_bench.numbers_of(mini_batches, "--mini-batches"), prefill or 0, devices,
-        step_bench.shares_of(local_attention), step_bench.partitions_of(partitions),
+        step_bench.shares_of(shares), step_bench.partitions_of(partitions),
     )  # fmt: skip
     group = ranks.current()
     if group is None and not (unsplit or local):

@@ -39,6 +39,12 @@ def launch(
     partition: Annotated[
         str | None, typer.Option(help="What attention workers share out: auto, heads, requests or tokens.")
     ] = None,
+    local_attention: Annotated[
+        str | None,
+        typer.Option(
+            help="The share of the KV that model workers keep and attend to themselves: 0 to 1, or auto."
+        ),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="As of generate.")] = None,
     revision: Annotated[str | None, typer.Option(help="As of generate.")] = None,
     dtype: Annotated[str | None, typer.Option(help="As of generate.")] = None,
@@ -63,6 +69,7 @@ def launch(
         "dop": dop,
         "transport": transport,
         "partition": partition,
+        "local_attention": local_attention if local_attention in (None, "auto") else _number(local_attention),
         "model": model,
         "revision": revision,
         "dtype": dtype,
@@ -78,6 +85,14 @@ def launch(
     sys.stderr.flush()
     argv = starter([*arguments, "--", *(command or [])])
     os.execve(argv[0], argv, environment())
+
+
+def _number(text: str) -> float | str:
+    """As a cluster file has it; text that is none is refused there."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def find_model(command: list[str], cluster: Cluster) -> None:

@@ -37,7 +37,7 @@ from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.run.balance import LINKS, Balance, Speeds
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
-from jaxlamina.run.set_up import Room, SlotsWanted, allocate, setup_of, share_out, stages_with_kv
+from jaxlamina.run.set_up import KVRoom, SlotsWanted, allocate, setup_of, share_out, stages_with_kv
 from jaxlamina.run.staggering import Choice
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
 from jaxlamina.steps.buckets import Cut
@@ -183,7 +183,7 @@ class RanksExecutor(Executor):
         self._start = group.transport.bind(jax.device_put(np.zeros(1, np.int32), group.device))
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
 
-    def _speeds(self, room: Room, n_query_heads: Sequence[int]) -> Speeds:
+    def _speeds(self, room: KVRoom, n_query_heads: Sequence[int]) -> Speeds:
         """Times as measured, or where nothing was, as if memory were read at a rate that any host has: then
         only how the two pools' compare counts."""
         transport, n_layers = self.group.transport, len(self.specs)

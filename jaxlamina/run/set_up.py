@@ -110,7 +110,7 @@ def setup_of(
     )
 
 
-class Room(NamedTuple):
+class KVRoom(NamedTuple):
     """Slots of all KV and host slots; ``each``: of the attention workers, and last of a model rank that keeps
     a share. ``remote_token_s``, ``local_token_s``: a stored token's attention on the slowest attention
     worker, and on all other model ranks together, 0 if it was not measured. ``shared_host``: all of it is the
@@ -130,7 +130,7 @@ def allocate(
     layout: Layout,
     own: Callable[[], m.SlotsFound | None],
     measure: bool = False,
-) -> Room:
+) -> KVRoom:
     """Slots that all ranks have room for, which they then take; ``own``: what this rank has room for itself,
     where it is to keep KV. What they held for a model before this one is gone. ``UserError`` where that is
     less than is wanted. ``measure``: also how long attention takes, unless both pools share one host's
@@ -175,16 +175,16 @@ def stages_with_kv(group: Group, layout: Layout, n_layers: int) -> tuple[int, ..
     return tuple(rank for rank in group.replicas if layout.local_layers(rank, n_layers))
 
 
-def _room(setup: m.Setup, layout: Layout, found: Sequence[int], n_host_slots: int) -> Room:
+def _room(setup: m.Setup, layout: Layout, found: Sequence[int], n_host_slots: int) -> KVRoom:
     """``found``: of each rank, as `m.SlotsFound` has it."""
     if layout.by_heads:
         n_slots = min(found[: len(layout.workers)] if not layout.attends_locally else found)
         n_slots = found[-1] if not layout.has_pool else n_slots
         n_each = [n_slots if layout.has_pool else 1] * len(layout.workers)
-        return Room(n_slots, n_host_slots, (*n_each, *([n_slots] if layout.attends_locally else [])))
+        return KVRoom(n_slots, n_host_slots, (*n_each, *([n_slots] if layout.attends_locally else [])))
     b = len(layout.workers)
     if not layout.attends_locally:
-        return Room(min(found), n_host_slots, (-(-min(found) // b),) * b)
+        return KVRoom(min(found), n_host_slots, (-(-min(found) // b),) * b)
     least = setup.kv_slots or setup.least_slots
     n_slots = min(sum(found), setup.kv_slots or setup.most_slots)
     if n_slots < least:
@@ -198,7 +198,7 @@ def _room(setup: m.Setup, layout: Layout, found: Sequence[int], n_host_slots: in
     each = [min(n, -(-n_slots // b)) for n in of_workers]
     if sum(each) + n_local < n_slots:
         each = [min(n, n_slots) for n in of_workers]
-    return Room(n_slots, n_host_slots, (*each, n_local))
+    return KVRoom(n_slots, n_host_slots, (*each, n_local))
 
 
 def _layer(spec: AttentionSpec, n_query_heads: int) -> m.Layer:
