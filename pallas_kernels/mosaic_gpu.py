@@ -169,7 +169,10 @@ def begin_decode_attention(
     interpret: bool = False,
     tuning: Tuning | None = None,
 ) -> tuple[
-    Float32[Array, "parts ways heads rows H"], Float32[Array, "parts W K rows"], Int32[Array, " plan"], Spec
+    Float32[Array, "parts ways heads rows H"],
+    Float32[Array, "parts ways heads rows"],
+    Int32[Array, " plan"],
+    Spec,
 ]:
     """As `pallas_kernels.begin_decode_attention`, where `supports_decode`, and what `Begun` is made of: the
     first kernel."""
