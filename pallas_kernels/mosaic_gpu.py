@@ -43,12 +43,11 @@ jax.tree_util.register_static(Spec)
 
 
 class _Parts(NamedTuple):
-    """What the first program leaves to the second."""
+    """What the first program leaves to the second. Of partials (`Spec.partial_shape`) only those are written
+    that the plan has."""
 
     plan: Int32[Array, " plan"]
-    out: Float32[
-        Array, "parts ways heads rows H"
-    ]  # `Spec.partial_shape`; what nobody has a part of is not written
+    out: Float32[Array, "parts ways heads rows H"]
     lse: Float32[Array, "parts ways heads rows"]  # log2 of the softmax mass
 
 
