@@ -6,10 +6,13 @@ This room knows arrays only: nothing of models, requests or who owns a slot.
 from __future__ import annotations
 
 from pallas_kernels.attention import (
+    Begun,
     append,
     attention_with_own,
+    begin_decode_attention,
     combine,
     decode_attention,
+    end_decode_attention,
     partial_attention,
     token_partial,
 )
@@ -27,17 +30,20 @@ from pallas_kernels.quantized import (
 
 __all__ = [
     "BACKENDS",
+    "Begun",
     "ChannelQuantizedPool",
     "Pool",
     "QuantizedPool",
     "append",
     "attention_with_own",
+    "begin_decode_attention",
     "causal_attention",
     "causal_partial",
     "channel_scales_of",
     "channel_zeros_of",
     "combine",
     "decode_attention",
+    "end_decode_attention",
     "exact",
     "make_pool",
     "partial_attention",

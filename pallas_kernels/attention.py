@@ -193,6 +193,95 @@ def decode_attention(
     return k_pool, v_pool, out
 
 
+class Begun(NamedTuple):
+    """A layer's decode step, of which its stored tokens are attended; `end_decode_attention` does the rest.
+
+    A pytree of arrays, which only that function looks into.
+    """
+
+    out: Float32[Array, "*part H"]  # the stored tokens' partial, or a backend's pieces of it
+    lse: Float32[Array, "*part"]
+    plan: Int32[Array, " plan"] | None = None
+    kernel: Any = None  # the backend's that is to combine the pieces: no array but structure, as a shape is
+
+    @property
+    def done(self) -> Float32[Array, "*part H"]:
+        """An array that is there once all stored tokens are attended, for `pallas_kernels.order.tied`."""
+        return self.out
+
+
+def begin_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k_pool: Pool,
+    v_pool: Pool,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_positions: Int32[Array, "B Tq"] | None = None,
+    backend: str | None = None,
+) -> Begun:
+    """What can be done of a decode step of one layer without the requests' new tokens, and without what
+    others computed of other tokens: attention over the stored ones.
+
+    Arguments and errors as for `partial_attention`.
+    """
+    check_heads(q, values_of(k_pool), values_of(v_pool))
+    given = q, k_pool, v_pool, slot_table, lengths
+    scoring: Any = {"scale": scale, "window": window, "softcap": softcap}
+    module = pick(q, k_pool, return_mass=False, backend=backend)
+    if (
+        q_positions is None
+        and hasattr(module, "begin_decode_attention")
+        and module.supports_decode(q, k_pool)
+    ):
+        return Begun(*module.begin_decode_attention(*given, **scoring))
+    return Begun(*partial_attention(*given, **scoring, q_positions=q_positions, backend=backend))
+
+
+def end_decode_attention(
+    begun: Begun,
+    q: Float[Array, "B 1 N H"],
+    k_new: Float[Array, "B 1 K H"],
+    v_new: Float[Array, "B 1 K H"],
+    k_pool: Pool,
+    v_pool: Pool,
+    new_slots: Int32[Array, " B"],
+    others: Sequence[Float32[Array, "B 1 N H1"]],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> tuple[Pool, Pool, Float[Array, "B 1 N H"]]:
+    """The rest of a decode step of one layer: attention over what `begin_decode_attention` attended, each
+    request's new token and the tokens of ``others``; and the new tokens are stored.
+
+    others: partials over other tokens of the same requests, each with its log-sum-exp as one element more
+    after its output, so that H1 is H + 1; one that is empty has output 0 and log-sum-exp -inf. new_slots are
+    >= S for a row that is not stored. q, pools, scale, softcap and backend are those of the beginning.
+    Returns (k_pool, v_pool, out in q's dtype); with no others what `decode_attention` does. Jit it with both
+    pools donated and the append is in place. Raises ValueError where shapes do not fit.
+    """
+    check_heads(q, k_new, v_new)
+    packed = (*q.shape[:-1], q.shape[-1] + 1)
+    for x in others:
+        if x.shape != packed:
+            raise ValueError(f"a partial of others, {x.shape=}, must be output and log-sum-exp: {packed}")
+    scoring: Any = {"scale": scale, "softcap": softcap}
+    if begun.kernel is not None:
+        module = pick(q, k_pool, return_mass=False, backend=backend)
+        given = q, k_new, v_new, k_pool, v_pool, new_slots, others
+        found: tuple[Pool, Pool, Array] = module.end_decode_attention(*begun, *given, **scoring)
+        return found
+    partials = [(x[..., :-1], x[..., -1]) for x in others]
+    outs, lses = zip(begun[:2], token_partial(q, k_new, v_new, **scoring), *partials, strict=True)
+    # pools are read before they are written, or two versions of one would live, and it would be copied
+    stored = append(k_pool, v_pool, k_new[:, 0], v_new[:, 0], tied(new_slots, begun.done))
+    return *stored, combine(outs, lses)[0].astype(q.dtype)
+
+
 def attention_with_own(
     q: Float[Array, "B 1 N H"],
     k: Float[Array, "B 1 K H"],

@@ -3,9 +3,10 @@
 A backend is a module with `partial_attention(q, k_pool, v_pool, slot_table, lengths, q_positions, *, scale,
 window, softcap, return_mass, interpret=False)` and `supports(q, k_pool, *, return_mass)`, which gives None or
 why it cannot. One may also have `attention_with_own`, with `supports_own_token`, and `decode_attention`, with
-`supports_decode`, which do in fewer kernels what `attention` else makes of partials. Modules are imported
-when first asked for: what a machine lacks costs it nothing. The choice is made while tracing: a program that
-is compiled already keeps its backend. Knows nothing of what backends compute.
+its two halves `begin_decode_attention` and `end_decode_attention` and with `supports_decode`, which do in
+fewer kernels what `attention` else makes of partials. Modules are imported when first asked for: what a
+machine lacks costs it nothing. The choice is made while tracing: a program that is compiled already keeps its
+backend. Knows nothing of what backends compute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The Mosaic GPU backend of partial attention, for Hopper and later: `gpu.partial` as Pallas kernels.
 
 Two kernels: partials of equal stretches of the batch's tokens, then their combination, in a decode step with
-the token that is not stored yet. Knows arrays; who picks this backend is `dispatch`. With `interpret=True`
-the same warp programs run in numpy, for tests without a GPU.
+the token that is not stored yet, and with what others computed of other tokens meanwhile. Knows arrays; who
+picks this backend is `dispatch`. With `interpret=True` the same warp programs run in numpy, for tests without
+a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,18 @@ _COMBINE_WARPS = 8
 Own = dict[str, Any]
 _POOLS = ("k_pool", "v_pool")
 _INPUTS = ("q", "k", "v", "k_lines", "v_lines", "k_scales", "v_scales", "table", "plan", "q_positions")
+
+# A kernel is part of what `Begun` is made of: structure, not data.
+jax.tree_util.register_static(Spec)
+
+
+class _Parts(NamedTuple):
+    """What the first program leaves to the second. Of partials (`Spec.partial_shape`) only those are written
+    that the plan has."""
+
+    plan: Int32[Array, " plan"]
+    out: Float32[Array, "parts ways heads rows H"]
+    lse: Float32[Array, "parts ways heads rows"]  # log2 of the softmax mass
 
 
 def supports(q: Float[Like, "B Tq N H"], k_pool: PoolLike, *, return_mass: bool = False) -> str | None:
@@ -73,10 +86,12 @@ def partial_attention(
         raise ValueError(
             f"the mosaic_gpu backend does not do this case ({reason}): use backend triton or xla"
         )
-    given = _given(q, k_pool, v_pool, slot_table, lengths, q_positions, scale, window, softcap, tuning, plan)
-    out, lse = (_interpreted if interpret else _compiled)(*given, {})
+    spec, given = _given(
+        q, k_pool, v_pool, slot_table, lengths, q_positions, scale, window, softcap, tuning, plan
+    )
+    out, lse = _combined(spec, _attended(spec, given, interpret), {}, (), interpret)
     if isinstance(v_pool, ChannelQuantizedPool):
-        out = out * jnp.repeat(v_pool.scales, given[0].G, axis=0)
+        out = out * jnp.repeat(v_pool.scales, spec.G, axis=0)
     return out, lse
 
 
@@ -103,12 +118,12 @@ def attention_with_own(
 ) -> BFloat16[Array, "B 1 N H"]:
     """As `pallas_kernels.attention_with_own`, where `supports_own_token`: the second kernel attends the own
     token."""
-    given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
-    return (_interpreted if interpret else _compiled)(*given, _own(q, k, v))[0]
+    spec, given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
+    return _combined(spec, _attended(spec, given, interpret), _own(q, k, v), (), interpret)[0]
 
 
 def supports_decode(q: Float[Array, "B Tq N H"], k_pool: Pool) -> bool:
-    """Whether `decode_attention` does the case."""
+    """Whether `decode_attention`, or its two calls, do the case."""
     plain = not isinstance(k_pool, QuantizedPool) and values_of(k_pool).dtype == jnp.bfloat16
     return plain and compat.KERNELS_WRITE_ARGUMENTS and supports_own_token(q, k_pool)
 
@@ -131,10 +146,62 @@ def decode_attention(
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"], Float[Array, "B 1 N H"]]:
     """As `pallas_kernels.decode_attention`, where `supports_decode`: the second kernel stores the new tokens,
     too."""
-    given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
+    scoring: Any = {"scale": scale, "softcap": softcap}
+    begun = begin_decode_attention(
+        q, k_pool, v_pool, slot_table, lengths, **scoring, window=window, interpret=interpret, tuning=tuning
+    )
+    return end_decode_attention(
+        *begun, q, k_new, v_new, k_pool, v_pool, new_slots, (), **scoring, interpret=interpret
+    )
+
+
+def begin_decode_attention(
+    q: Float[Array, "B 1 N H"],
+    k_pool: Float[Array, "S K H"],
+    v_pool: Float[Array, "S K H"],
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
+    tuning: Tuning | None = None,
+) -> tuple[
+    Float32[Array, "parts ways heads rows H"],
+    Float32[Array, "parts ways heads rows"],
+    Int32[Array, " plan"],
+    Spec,
+]:
+    """As `pallas_kernels.begin_decode_attention`, where `supports_decode`, and what `Begun` is made of: the
+    first kernel."""
+    spec, given = _given(q, k_pool, v_pool, slot_table, lengths, None, scale, window, softcap, tuning, None)
+    plan, out, lse = _attended(spec, given, interpret)
+    return out, lse, plan, spec
+
+
+def end_decode_attention(
+    out: Float32[Array, "parts ways heads rows H"],
+    lse: Float32[Array, "parts ways heads rows"],
+    plan: Int32[Array, " plan"],
+    spec: Spec,
+    q: Float[Array, "B 1 N H"],
+    k_new: Float[Array, "B 1 K H"],
+    v_new: Float[Array, "B 1 K H"],
+    k_pool: Float[Array, "S K H"],
+    v_pool: Float[Array, "S K H"],
+    new_slots: Int32[Array, " B"],
+    others: Sequence[Float32[Array, "B 1 N H1"]],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"], Float[Array, "B 1 N H"]]:
+    """As `pallas_kernels.end_decode_attention`, of what `begin_decode_attention` gave: the second kernel."""
+    assert (spec.scale, spec.softcap) == (float(scale), softcap), "scored otherwise than at the beginning"
     own = _own(q, k_new, v_new) | {"slots": new_slots.astype(jnp.int32), "k_pool": k_pool, "v_pool": v_pool}
-    out, *pools = (_interpreted if interpret else _compiled)(*given, own)
-    return pools[0], pools[1], out
+    found, *pools = _combined(spec, _Parts(plan, out, lse), own, tuple(others), interpret)
+    return pools[0], pools[1], found
 
 
 def _own(q: Array, k: Array, v: Array) -> Own:
@@ -153,8 +220,8 @@ def _given(
     softcap: float | None,
     tuning: Tuning | None,
     plan: Array | None,
-) -> tuple[Spec, tuple[str, ...], tuple[Array, ...]]:
-    """The kernel, and its arrays by name."""
+) -> tuple[Spec, dict[str, Array]]:
+    """The kernel, and the first program's arrays by name."""
     if slot_table.shape[1] == 0:  # nothing is stored; the kernel wants something to point at
         slot_table = jnp.zeros((slot_table.shape[0], 1), jnp.int32)
     spec = spec_for(q, k_pool, slot_table, q_positions, scale, window, softcap, tuning)
@@ -171,7 +238,7 @@ def _given(
     arrays |= {"table": slot_table.astype(jnp.int32), "plan": plan}
     if spec.positions or spec.window is not None:
         arrays["q_positions"] = _positions(spec, lengths, q_positions)
-    return spec, tuple(arrays), tuple(arrays.values())
+    return spec, arrays
 
 
 def spec_for(
@@ -234,6 +301,11 @@ def _memory(given: dict[str, Any], out: Any, lse: Any) -> Memory:
     return Memory(**(dict.fromkeys(_INPUTS) | given), out=out, lse=lse)
 
 
+def _part_types(spec: Spec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    part = spec.partial_shape
+    return jax.ShapeDtypeStruct((*part, spec.H), jnp.float32), jax.ShapeDtypeStruct(part, jnp.float32)
+
+
 def _results(spec: Spec, own: Own) -> tuple[Any, ...]:
     """What the second program makes; not the pools, which it writes to."""
     shape = (spec.B, spec.Tq, spec.N, spec.H)
@@ -247,16 +319,50 @@ def _combine_ctas(spec: Spec) -> int:
     return min(8 * spec.tuning.n_ctas, -(-rows // _COMBINE_WARPS))
 
 
-def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own) -> tuple[Any, ...]:
-    """The two programs as Mosaic GPU kernels: the second one's results, and the pools if it stored
-    something."""
+def _attended(spec: Spec, arrays: dict[str, Array], interpret: bool) -> _Parts:
+    """The first program."""
+    run = _attended_in_numpy if interpret else _attended_compiled
+    out, lse = run(spec, tuple(arrays), *arrays.values())
+    return _Parts(arrays["plan"], out, lse)
+
+
+def _combined(
+    spec: Spec, parts: _Parts, own: Own, others: tuple[Array, ...], interpret: bool
+) -> tuple[Any, ...]:
+    """The second program: its results, and the pools if it stored something. ``others``: packed partials
+    `[B, 1, N, H + 1]`."""
+    assert all(x.shape == (spec.B, 1, spec.N, spec.H + 1) and x.dtype == jnp.float32 for x in others)
+    return (_combined_in_numpy if interpret else _combined_compiled)(spec, parts, own, others)
+
+
+def _combine(w: Any, spec: Spec, pointers: Sequence[Any], own: Own) -> None:
+    """The second program of a warp. Pointers: `_Parts`, what there is of own tokens, others' partials, and
+    the results."""
+    plan, part_out, part_lse, *rest = pointers
+    memory = _memory({"plan": plan}, part_out, part_lse)
+    program = Combination(w, spec, memory, _COMBINE_WARPS, _combine_ctas(spec))
+    if not own:
+        program.run_partials(*rest)
+        return
+    given, (*others, out) = dict(zip(own, rest, strict=False)), rest[len(own) :]
+    n_slots = own["k_pool"].shape[0] if "k_pool" in own else 0
+    program.run_with_own(OwnToken(**given, out=out, n_slots=n_slots, others=others))
+
+
+def _kernel(body: Any, **options: Any) -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    return plgpu.kernel(body, compiler_params=params, grid_names=("cta",), thread_name="warpgroup", **options)
+
+
+def _attended_compiled(spec: Spec, names: tuple[str, ...], *arrays: Array) -> tuple[Array, Array]:
+    """The first program as a Mosaic GPU kernel."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.gpu.warp_mosaic import MosaicWarp, global_pointer, lines_of, shared_pointer
 
     n = len(arrays)
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    kernel = partial(plgpu.kernel, compiler_params=params, grid_names=("cta",), thread_name="warpgroup")
 
     def attend(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
@@ -272,73 +378,50 @@ def _compiled(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own
 
         program(*refs)
 
-    part = spec.partial_shape
-    out_type = (
-        jax.ShapeDtypeStruct((*part, spec.H), jnp.float32),
-        jax.ShapeDtypeStruct(part, jnp.float32),
-    )
-    parts = kernel(
+    out, lse = _kernel(
         attend,
-        out_type=out_type,
+        out_type=_part_types(spec),
         scratch_types=(plgpu.SMEM((spec.shared_bytes,), jnp.int8),),
         grid=(spec.tuning.n_ctas,),
         num_threads=spec.tuning.n_warps // 4 + 1,
     )(*arrays)
+    return out, lse
+
+
+def _combined_compiled(spec: Spec, parts: _Parts, own: Own, others: tuple[Array, ...]) -> tuple[Any, ...]:
+    """The second program as a Mosaic GPU kernel."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.gpu.warp_mosaic import MosaicWarp, global_pointer
 
     pools = {name: jax.new_ref(own[name]) for name in _POOLS if name in own}
 
     def combine(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
         def program(_ctx: Any, *refs: Any) -> None:
-            plan, *pointers = [global_pointer(r) for r in refs]
-            _combine(MosaicWarp(), spec, plan, pointers, own)
+            _combine(MosaicWarp(), spec, [global_pointer(r) for r in refs], own)
 
         program(*refs)
 
-    results = kernel(
+    results = _kernel(
         combine,
         out_type=_results(spec, own),
         grid=(_combine_ctas(spec),),
         num_threads=_COMBINE_WARPS // 4,
-    )(arrays[names.index("plan")], *parts, *(own | pools).values())
+    )(*parts, *(own | pools).values(), *others)
     return (*results, *(jax.freeze(pool) for pool in pools.values()))
 
 
-def _combine(w: Any, spec: Spec, plan: Any, pointers: Sequence[Any], own: Own) -> None:
-    """The second program. After the plan: partials, what there is of own tokens, and the results."""
-    part_out, part_lse, *rest = pointers
-    memory = _memory({"plan": plan}, part_out, part_lse)
-    program = Combination(w, spec, memory, _COMBINE_WARPS, _combine_ctas(spec))
-    given, results = dict(zip(own, rest, strict=False)), rest[len(own) :]
-    if not own:
-        program.run_partials(*results)
-        return
-    n_slots = own["k_pool"].shape[0] if "k_pool" in own else 0
-    program.run_with_own(OwnToken(**given, out=results[0], n_slots=n_slots))
-
-
-def _interpreted(spec: Spec, names: tuple[str, ...], arrays: tuple[Array, ...], own: Own) -> tuple[Any, ...]:
-    types = _results(spec, own)
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in own.items()}
-    pools = tuple(shapes[name] for name in _POOLS if name in shapes)
-    run = partial(_interpret, spec, names, shapes, types)
-    found: tuple[Any, ...] = jax.pure_callback(run, (*types, *pools), *arrays, *own.values())
+def _attended_in_numpy(spec: Spec, names: tuple[str, ...], *arrays: Array) -> tuple[Array, Array]:
+    types = _part_types(spec)
+    found: tuple[Array, Array] = jax.pure_callback(partial(_run_attended, spec, names), types, *arrays)
     return found
 
 
-def _interpret(
-    spec: Spec, names: tuple[str, ...], own: Own, types: Sequence[Any], *arrays: Any
-) -> tuple[np.ndarray, ...]:
-    """Every warp of both programs in numpy, CTA by CTA. Unwritten results stay NaN."""
-    own_names = [f"own {name}" for name in own]
-    memory = {
-        name: np.array(a).view(np.uint8).reshape(-1)
-        for name, a in zip((*names, *own_names), arrays, strict=True)
-    }
-    results = {f"result {i}": t for i, t in enumerate(types)}
-    sizes = {"out": 4 * math.prod((*spec.partial_shape, spec.H)), "lse": 4 * math.prod(spec.partial_shape)}
-    sizes |= {name: math.prod(t.shape) * t.dtype.itemsize for name, t in results.items()}
-    memory |= {name: np.full(size, 0xFF, np.uint8) for name, size in sizes.items()}
+def _run_attended(spec: Spec, names: tuple[str, ...], *arrays: Any) -> tuple[np.ndarray, ...]:
+    """Every warp of the first program in numpy, CTA by CTA. Unwritten results stay NaN."""
+    types = dict(zip(("out", "lse"), _part_types(spec), strict=True))
+    memory = _bytes_of(dict(zip(names, arrays, strict=True)), types)
     given: dict[str, Any] = {name: name for name in names}
     if spec.swizzled:
         given |= {f"{n}_lines": (n, spec.K * spec.row_bytes // LINE) for n in ("k", "v")}
@@ -348,10 +431,38 @@ def _interpret(
         cta = Cta(spec.shared_bytes, n_warps)
         warps = [WarpMachine(memory, cta, index, warp) for warp in range(n_warps)]
         cta.run([PartialAttention(w, spec, pointers, 0).run for w in warps])
+    return _arrays_of(memory, types)
+
+
+def _combined_in_numpy(spec: Spec, parts: _Parts, own: Own, others: tuple[Array, ...]) -> tuple[Any, ...]:
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in own.items()}
+    types = (*_results(spec, own), *(shapes[name] for name in _POOLS if name in own))
+    run = partial(_run_combined, spec, shapes, types)
+    found: tuple[Any, ...] = jax.pure_callback(run, types, *parts, *own.values(), *others)
+    return found
+
+
+def _run_combined(spec: Spec, own: Own, types: Sequence[Any], *arrays: Any) -> tuple[np.ndarray, ...]:
+    """Every warp of the second program in numpy, CTA by CTA; the pools among its results are those that it
+    was given."""
+    given = dict(zip((*_Parts._fields, *own), arrays, strict=False))
+    given |= {f"other {i}": x for i, x in enumerate(arrays[len(given) :])}
+    pools = [name for name in _POOLS if name in own]
+    results = {f"result {i}": t for i, t in enumerate(types[: len(types) - len(pools)])}
+    memory = _bytes_of(given, results)
     for index in range(_combine_ctas(spec)):
         cta = Cta(0, _COMBINE_WARPS)
         for warp in range(_COMBINE_WARPS):
-            w = WarpMachine(memory, cta, index, warp)
-            _combine(w, spec, "plan", ["out", "lse", *own_names, *results], own)
-    pools = {f"own {name}": own[name] for name in _POOLS if name in own}
-    return tuple(memory[name].view(t.dtype).reshape(t.shape) for name, t in (results | pools).items())
+            _combine(WarpMachine(memory, cta, index, warp), spec, [*given, *results], own)
+    return _arrays_of(memory, results | {name: own[name] for name in pools})
+
+
+def _bytes_of(given: dict[str, Any], results: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Global memory: copies of arrays by name, and room for results, NaN in every format."""
+    memory = {name: np.array(x).view(np.uint8).reshape(-1) for name, x in given.items()}
+    sizes = {name: math.prod(t.shape) * t.dtype.itemsize for name, t in results.items()}
+    return memory | {name: np.full(size, 0xFF, np.uint8) for name, size in sizes.items()}
+
+
+def _arrays_of(memory: dict[str, np.ndarray], types: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    return tuple(memory[name].view(t.dtype).reshape(t.shape) for name, t in types.items())

@@ -6,6 +6,7 @@ Knows no backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -97,6 +98,25 @@ class Case:
     def stored(self) -> tuple[np.ndarray, np.ndarray]:
         """The reference's output and log-sum-exp over the stored tokens."""
         return reference.partial_attention(*self.args(), q_positions=self.positions, **self.options)
+
+
+def partials_of_others(shape: Shape, n: int, rng: np.random.Generator) -> list[Any]:
+    """Of a decode step, over tokens that are elsewhere: float32 `[B, 1, N, H + 1]`, output and then
+    log-sum-exp. Each is empty for a third of several requests."""
+    b, found = len(shape.lengths), []
+    for _ in range(n):
+        packed = rng.normal(size=(b, 1, shape.n, shape.h + 1))
+        empty = rng.permutation(b)[: (b + 1) // 3]
+        packed[empty], packed[empty, ..., -1] = 0, -np.inf
+        found.append(jnp.asarray(packed, jnp.float32))
+    return found
+
+
+def combined(parts: Sequence[Any], packed: Sequence[Any]) -> np.ndarray:
+    """The reference's output over the tokens of all partials: pairs, and others' as `partials_of_others` has
+    them."""
+    pairs = [*parts, *((x[..., :-1], x[..., -1]) for x in packed)]
+    return reference.combine(*zip(*pairs, strict=True))[0]
 
 
 def tolerance_of(case: Case, backend: str) -> float:

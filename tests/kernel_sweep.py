@@ -30,7 +30,16 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_cases import Case, Shape, check, check_outputs, check_probabilities, tolerance_of
+from kernel_cases import (
+    Case,
+    Shape,
+    check,
+    check_outputs,
+    check_probabilities,
+    combined,
+    partials_of_others,
+    tolerance_of,
+)
 
 import pallas_kernels as pk
 from pallas_kernels import dispatch, mosaic_gpu, reference
@@ -54,7 +63,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     ),
     "window": (None, 1, 9, 100),
     "softcap": (None, 8.0),
-    "call": ("partial", "several", "among", "mass", "mass among", "own", "decode", "read first"),
+    "call": ("partial", "several", "among", "mass", "mass among", "own", "decode", "read first", "two calls"),
     "contexts": ("one", "short", "edges", "ragged", "long"),
     "batch": (1, 2, 5, 20, 33),
 }
@@ -142,7 +151,7 @@ class Trial:
     def __init__(self, row: dict[str, Any], shape: Shape, rng: np.random.Generator) -> None:
         self.call, self.case = row["call"], Case(shape, rng)
         self.mass = self.call.startswith("mass")
-        self.own = self.call in ("own", "decode", "read first")
+        self.own = self.call in ("own", "decode", "read first", "two calls")
         if not self.own:
             return
         case, b = self.case, len(shape.lengths)
@@ -156,7 +165,9 @@ class Trial:
         owned = reference.causal_partial(
             case.q, self.k, self.v, scale=case.options["scale"], softcap=shape.softcap
         )
-        self.want = reference.combine(*zip(case.stored, owned, strict=True))[0]
+        n_others = int(rng.integers(3)) if self.call == "two calls" else 0
+        self.others = partials_of_others(shape, n_others, rng)
+        self.want = combined((case.stored, owned), self.others)
 
     def refused(self, backend: str) -> str | None:
         return dispatch.why_not(backend, self.case.q, self.case.k, return_mass=self.mass)
@@ -186,6 +197,13 @@ class Trial:
         if self.call == "own":
             run = jax.jit(partial(pk.attention_with_own, **options))
             out = run(case.q, self.k, self.v, *pools, case.table, case.lengths)
+        elif self.call == "two calls":
+            begun = jax.jit(partial(pk.begin_decode_attention, **options))(*case.args())
+            options = {name: x for name, x in options.items() if name != "window"}
+            end = jax.jit(partial(pk.end_decode_attention, **options), donate_argnums=(4, 5))
+            copies = jax.tree.map(jnp.copy, pools)
+            *stored, out = end(begun, case.q, self.k, self.v, *copies, self.slots, self.others)
+            self._check_stored(stored)
         else:
             read_first = self.call == "read first"
             run = jax.jit(
@@ -216,6 +234,7 @@ def _bits(x: Any) -> np.ndarray:
 def emulated(n_ctas: int = 3) -> Iterator[None]:
     """The Hopper kernels' own programs run on numpy, on a GPU of a few multiprocessors."""
     names = ("partial_attention", "attention_with_own", "decode_attention")
+    names += ("begin_decode_attention", "end_decode_attention")
     shim = SimpleNamespace(**vars(mosaic_gpu))
     for name in names:
         setattr(shim, name, partial(getattr(mosaic_gpu, name), interpret=True))

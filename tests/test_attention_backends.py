@@ -18,10 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import FORMS, TOLERANCE, Case, Shape, check, check_probabilities
+from kernel_cases import (
+    FORMS,
+    TOLERANCE,
+    Case,
+    Shape,
+    check,
+    check_outputs,
+    check_probabilities,
+    combined,
+    partials_of_others,
+)
+from kernel_sweep import emulated
 
 import pallas_kernels as pk
 from pallas_kernels import compat, dispatch, reference
+from pallas_kernels.order import tied
 from pallas_kernels.quantized import values_of
 
 # What a backend must do itself, so that a new refusal is noticed.
@@ -175,7 +187,7 @@ def check_own(shape: Shape, rng: np.random.Generator, *, compiled: bool) -> None
 
 
 def _bits(x: Any) -> np.ndarray:
-    return np.asarray(x).view(np.uint16)
+    return np.asarray(x).reshape(-1).view(np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +203,80 @@ def test_own_token_interpreted(shape: Shape, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("shape", OWN, ids=lambda s: s.name)
 def test_own_token_on_a_gpu(shape: Shape, rng: np.random.Generator) -> None:
     check_own(shape, rng, compiled=True)
+
+
+OTHERS = [
+    (Shape(8, 2, 64, "bfloat16", (37, 0, 1, 20), window=9), 2),
+    (Shape(2, 2, 128, "bfloat16", (3, 0, 18)), 1),
+    (Shape(8, 2, 128, "bfloat16", (0, 0), softcap=4.0), 2),
+    (Shape(3, 3, 64, "bfloat16", (5, 40)), 1),
+    (Shape(4, 1, 96, "bfloat16", (0, 7)), 0),
+]
+
+
+def check_two_calls(shape: Shape, n_others: int, rng: np.random.Generator, *, compiled: bool) -> None:
+    """Each a program of its own. With no others, and with others that have nothing, to the bit what
+    `decode_attention` does."""
+    module, case = dispatch._module("mosaic_gpu"), Case(shape, rng)
+    b, how = len(shape.lengths), {"interpret": not compiled}
+    k, v = (jnp.asarray(rng.normal(size=(b, 1, shape.k, shape.h)), shape.dtype) for _ in "kv")
+    slots = jnp.asarray([*case.poisoned[: b - 1], len(case.k)], jnp.int32)
+    others = partials_of_others(shape, n_others, rng)
+    begun = jax.jit(functools.partial(module.begin_decode_attention, **how, **case.options))(*case.args())
+    scoring = {name: case.options[name] for name in ("scale", "softcap")}
+    end = jax.jit(functools.partial(module.end_decode_attention, **how, **scoring), donate_argnums=(7, 8))
+
+    def ended(others: list[Any]) -> Any:
+        return end(*begun, case.q, k, v, case.k.copy(), case.v.copy(), slots, others)
+
+    *pools, out = ended(others)
+    assert out.dtype == case.q.dtype and out.shape == case.q.shape
+    for pool, like in zip(pools, pk.append(case.k, case.v, k[:, 0], v[:, 0], slots), strict=True):
+        np.testing.assert_array_equal(_bits(pool), _bits(like))
+    own = reference.causal_partial(case.q, k, v, scale=case.options["scale"], softcap=shape.softcap)
+    check_outputs(out, combined((case.stored, own), others), 1.5 * TOLERANCE["bfloat16"])
+    once = jax.jit(functools.partial(module.decode_attention, **how, **case.options))
+    *_, want = once(case.q, k, v, *case.args()[1:], slots)
+    nothing = jnp.zeros((b, 1, shape.n, shape.h + 1)).at[..., -1].set(-jnp.inf)
+    for of_nobody in ([], [nothing] * n_others):
+        np.testing.assert_array_equal(_bits(ended(of_nobody)[2]), _bits(want))
+
+
+@pytest.mark.parametrize(
+    "shape,n_others",
+    [*OTHERS[:2], *(pytest.param(*given, marks=pytest.mark.slow) for given in OTHERS[2:])],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_two_calls_interpreted(shape: Shape, n_others: int, rng: np.random.Generator) -> None:
+    check_two_calls(shape, n_others, rng, compiled=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not compat.KERNELS_WRITE_ARGUMENTS, reason="this JAX's kernels do not write to arguments")
+@pytest.mark.parametrize("shape,n_others", OTHERS, ids=lambda x: getattr(x, "name", x))
+def test_two_calls_on_a_gpu(shape: Shape, n_others: int, rng: np.random.Generator) -> None:
+    check_two_calls(shape, n_others, rng, compiled=True)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_two_calls_in_one_program_are_the_kernels_where_they_can(rng: np.random.Generator) -> None:
+    """As picked. What is needed between them is an array; the kernel itself is structure."""
+    shape = Shape(2, 1, 64, "bfloat16", (3, 0))
+    case, [other] = Case(shape, rng), partials_of_others(shape, 1, rng)
+    k, v = (jnp.asarray(rng.normal(size=(2, 1, 1, 64)), jnp.bfloat16) for _ in "kv")
+
+    @jax.jit
+    def both(q: Any, *stored: Any) -> Any:
+        by: Any = {"scale": case.options["scale"], "backend": "mosaic_gpu"}
+        begun = pk.begin_decode_attention(q, *stored, **by)
+        assert begun.kernel is not None and len(jax.tree.leaves(begun)) == 3
+        waiting = tied(other, begun.done)
+        return pk.end_decode_attention(begun, q, k, v, *stored[:2], case.lengths + 99, [waiting], **by)
+
+    with emulated():
+        *_, out = both(*case.args())
+    own = reference.causal_partial(case.q, k, v, scale=case.options["scale"])
+    check_outputs(out, combined((case.stored, own), [other]), 1.5 * TOLERANCE["bfloat16"])
 
 
 @missing("mosaic_gpu")
@@ -212,9 +298,18 @@ def test_mosaic_gpu_lowers_without_a_gpu(shape: Shape, rng: np.random.Generator)
         calls.append((module.attention_with_own, (case.q, k, v, *case.args()[1:])))
     if module.supports_decode(case.q, case.k):
         calls.append((module.decode_attention, (case.q, k, v, *case.args()[1:], case.lengths)))
+        calls.append((_in_two_calls, (case.q, k, v, *case.args()[1:], case.lengths)))
     for function, args in calls:
         traced = jax.jit(functools.partial(function, **case.options)).trace(*args)
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _in_two_calls(q: Any, k: Any, v: Any, *stored: Any, window: int | None, **scoring: Any) -> Any:
+    *given, new_slots = stored
+    module = dispatch._module("mosaic_gpu")
+    begun = module.begin_decode_attention(q, *given, window=window, **scoring)
+    other = jnp.zeros((*q.shape[:-1], q.shape[-1] + 1))
+    return module.end_decode_attention(*begun, q, k, v, *given[:2], new_slots, [other] * 2, **scoring)
 
 
 def test_own_token_is_the_kernels_only_where_it_can() -> None:
@@ -307,6 +402,33 @@ def test_what_lies_outside_the_lists_changes_nothing(form: str, rng: np.random.G
     case.k, case.v = cured(case.k), cured(case.v)
     for x, y in zip(before, run("xla", case, compiled=True), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("n_others", [0, 2])
+@pytest.mark.parametrize("form", [*FORMS, "zeros"])
+def test_two_calls_of_xla(form: str, n_others: int, rng: np.random.Generator) -> None:
+    """Each a program of its own; queries are where they are said to be. Zero points are in others' outputs as
+    in ours."""
+    shape = Shape(12, 2, 32, "int8-channel" if form == "zeros" else form, (12, 0, 3), window=5)
+    case = Case(shape, rng)
+    if form == "zeros":
+        zeros = jnp.asarray(rng.normal(size=(2, 32)), jnp.float32)
+        case.k, case.v = (pool._replace(zeros=by * zeros) for pool, by in ((case.k, 1), (case.v, -2)))
+    case.positions = case.lengths[:, None] + jnp.asarray([[0], [2], [1]], jnp.int32)
+    k, v = (jnp.asarray(rng.normal(size=(3, 1, 2, 32)), shape.dtype) for _ in "kv")
+    slots = jnp.asarray([*case.poisoned[:2], 10**6], jnp.int32)
+    others = partials_of_others(shape, n_others, rng)
+    begin = jax.jit(lambda at, *args: pk.begin_decode_attention(*args, q_positions=at, **case.options))
+    begun = begin(case.positions, *case.args())
+    assert begun.kernel is None and begun.done.shape == case.q.shape
+    end = jax.jit(functools.partial(pk.end_decode_attention, scale=case.options["scale"]))
+    *pools, out = end(begun, case.q, k, v, case.k, case.v, slots, others)
+    assert out.dtype == case.q.dtype
+    own = reference.causal_partial(case.q, k, v, scale=case.options["scale"])
+    check_outputs(out, combined((case.stored, own), others), 2 * TOLERANCE[shape.dtype])
+    stored = jax.jit(pk.append)(case.k, case.v, k[:, 0], v[:, 0], slots)
+    for got, want in zip(jax.tree.leaves(pools), jax.tree.leaves(stored), strict=True):
+        np.testing.assert_array_equal(_bits(got), _bits(want))
 
 
 @pytest.mark.parametrize("form", FORMS)

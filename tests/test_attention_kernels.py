@@ -146,6 +146,40 @@ def test_decode_attention_any_shape(
     close(got[2], want[2])
 
 
+@pytest.mark.parametrize("n_others", [0, 1, 3])
+@pytest.mark.parametrize("n,k", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_decode_attention_in_two_calls(n: int, k: int, mask: dict[str, Any], n_others: int) -> None:
+    case, rng = Case(6, n, k, [5, 0, 1, 12]), np.random.default_rng(n_others)
+    q, k_new, v_new, *pools, table, lengths, slots = args = case.decode_args()
+    others = [normal(rng, 4, 1, n, 9) for _ in range(n_others)]
+    for i, other in enumerate(others):
+        other[i : i + 2] = 0
+        other[i : i + 2, ..., -1] = -np.inf
+    scoring = {"scale": 0.35, "softcap": mask.get("softcap")}
+    begun = jax.jit(partial(pk.begin_decode_attention, scale=0.35, **mask))(q, *pools, table, lengths)
+    got = jax.jit(partial(pk.end_decode_attention, **scoring))(
+        begun, q, k_new, v_new, *pools, slots, list(map(jnp.asarray, others))
+    )
+    stored = reference.partial_attention(q, *pools, table, lengths, scale=0.35, **mask)
+    own = reference.causal_partial(q, k_new, v_new, **scoring)
+    pairs = [stored, own, *((x[..., :-1], x[..., -1]) for x in others)]
+    close(got[2], reference.combine(*zip(*pairs, strict=True))[0])
+    whole = reference.decode_attention(*args, scale=0.35, **mask)
+    for pool, want in zip(got[:2], whole[:2], strict=True):
+        np.testing.assert_array_equal(pool, want)
+    if not others:
+        close(got[2], whole[2])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_partial_of_others_that_is_not_packed_is_named() -> None:
+    q, k_new, v_new, *pools, table, lengths, slots = Case(7, 4, 2, [3]).decode_args()
+    begun = pk.begin_decode_attention(q, *pools, table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match=r"x\.shape=\(1, 1, 4, 8\).*\(1, 1, 4, 9\)"):
+        pk.end_decode_attention(begun, q, k_new, v_new, *pools, slots, [q], scale=1.0)
+
+
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**31), length=st.integers(0, 10), cuts=st.lists(st.integers(0, 10), max_size=3))
 def test_partials_over_any_partition_combine_to_the_whole(seed: int, length: int, cuts: list[int]) -> None:
@@ -220,6 +254,23 @@ def test_decode_writes_the_donated_pools_in_place(b: int) -> None:
     k_pool, v_pool, _ = step(*args)
     assert [k_pool.unsafe_buffer_pointer(), v_pool.unsafe_buffer_pointer()] == where
     assert args[3].is_deleted()
+
+
+def test_two_calls_write_the_donated_pools_in_place() -> None:
+    """Also within one program, where the first reads them."""
+    case = Case(4, 6, 2, [5] * 3, spare=500)
+
+    def both(q: Any, k: Any, v: Any, *stored: Any) -> Any:
+        *given, slots = stored
+        begun = pk.begin_decode_attention(q, *given, scale=0.35)
+        return pk.end_decode_attention(begun, q, k, v, *given[:2], slots, [], scale=0.35)
+
+    step, args = jax.jit(both, donate_argnums=(3, 4)), case.decode_args()
+    where = [p.unsafe_buffer_pointer() for p in args[3:5]]
+    text = step.lower(*args).compile().as_text() or ""
+    assert not [line for line in text.splitlines() if f"[{case.n_slots}," in line and " copy(" in line]
+    k_pool, v_pool, _ = step(*args)
+    assert [k_pool.unsafe_buffer_pointer(), v_pool.unsafe_buffer_pointer()] == where
 
 
 def test_bfloat16_storage() -> None:

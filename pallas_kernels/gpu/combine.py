@@ -3,12 +3,14 @@ keys or values.
 
 In a decode step a query's own token, which is not stored yet, is one partial more: attended here, from the
 key and value as they came, and stored if there is a place for it; the output then is in the queries' type.
-Without it both results are float32, to be combined further.
+So are partials of others, over other tokens of the same requests, as they sent them. Without an own token
+both results are float32, to be combined further.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,8 @@ from pallas_kernels.gpu.spec import LOG2E, LOWEST, QUERIES, Memory, Spec
 
 @dataclass(frozen=True)
 class OwnToken:
-    """Addresses: each request's own token and the output, bfloat16, and where the token is to be stored, or
-    `None`."""
+    """Addresses: each request's own token and the output, bfloat16, where the token is to be stored, or
+    `None`, and the partials of others."""
 
     q: Any  # [B, 1, N, H]
     k: Any  # [B, 1, K, H]
@@ -28,6 +30,7 @@ class OwnToken:
     k_pool: Any = None  # [S, K, H]
     v_pool: Any = None
     n_slots: int = 0
+    others: Sequence[Any] = ()  # each [B, 1, N, H + 1] f32: output, and natural log-sum-exp after it
 
 
 @dataclass
@@ -66,13 +69,14 @@ class Combination:
         self.rows(row)
 
     def run_with_own(self, own: OwnToken) -> None:
-        """Output of the stored tokens and the query's own one."""
+        """Output of the stored tokens, the query's own one and those of others' partials."""
         w, s = self.w, self.s
 
         def row(number: Any, kept: Any) -> None:
             b, n = number // s.N, number % s.N
             kv_row = b * s.K + n // s.G
             words = [self.load(x, at) for x, at in ((own.q, number), (own.k, kv_row), (own.v, kv_row))]
+            others = [self.packed(x, number) for x in own.others]  # before a loop that they need not wait for
             q, k, v = map(self.floats, words)
             score = w.f32(0.0)
             for x, y, inside in zip(q, k, self.inside(), strict=True):
@@ -80,6 +84,8 @@ class Combination:
             for mask in (1, 2, 4, 8, 16):
                 score = score + w.shuffle_xor(score, mask)
             total = self.add(self.stored(number), scaled(w, s, score), v)
+            for lse, values in others:
+                total = self.add(total, lse * LOG2E, values)
             for (low, high), at in zip(self.of_pairs(self.normalised(total)), self.dims(), strict=True):
                 to = w.i64(number) * (2 * s.H) + w.i64(at * 2)
                 w.store_b32(own.out, to, w.pack(low, high, "bf16"), kept & (at < s.H))
@@ -121,6 +127,14 @@ class Combination:
         """This lane's pairs of a row of a bfloat16 array."""
         w, start = self.w, self.w.i64(row) * (2 * self.s.H)
         return [w.load(pointer, start + w.i64(at * 2), "b32") for at in self.clamped()]
+
+    def packed(self, pointer: Any, row: Any) -> tuple[Any, list[Any]]:
+        """Natural log-sum-exp of a row of a packed partial, and this lane's pairs of its output: one by one,
+        since rows of H + 1 are aligned to no more."""
+        w, start = self.w, self.w.i64(row) * (4 * (self.s.H + 1))
+        lse = w.load(pointer, start + 4 * self.s.H, "f32")
+        at = [start + w.i64(first * 4) for first in self.clamped()]
+        return lse, [w.load(pointer, first + 4 * i, "f32") for first in at for i in range(2)]
 
     def floats(self, words: list[Any]) -> list[Any]:
         bits = [x for word in words for x in (word, word // (1 << 16))]
