@@ -22,7 +22,7 @@ from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.cluster_layout import Tie, scope
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.shards import ShardEnd
-from jaxlamina.ranks.stored import Asked, StoredKV, placed_windows
+from jaxlamina.ranks.stored import Asked, StoredKV, Unended, placed_windows
 from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker, local_spec
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch, plan_of
@@ -200,13 +200,16 @@ class _ModelStep:
         asked_of = [
             s for s in zip(batch.segments, self.kv.slots(batch), strict=True) if s[0].kind != "prefill"
         ]
+        # Over stages another rank may put the parts together.
+        waits = batch.asks and not self.p.layout.by_heads and not self.p.layout.stages
         asked = [
-            Asked(tied(x, self.tie), slots, adds_own)
-            for (x, adds_own), (_, slots) in zip(queries, asked_of, strict=True)
+            Asked(tied(x, self.tie), slots, adds_own, waits and segment.kind == "decode")
+            for (x, adds_own), (segment, slots) in zip(queries, asked_of, strict=True)
         ]
         self.local[of] = self.kv.attend(task, asked, kv, then_append=True)
         if self.tie is not None and self.local[of]:
-            self.tie = jax.tree.leaves(self.local[of])[0]
+            [first, *_] = self.local[of]
+            self.tie = first.done if isinstance(first, Unended) else jax.tree.leaves(first)[0]
 
     def _append(self, task: Append) -> None:
         of = task.batch, task.layer
@@ -224,7 +227,8 @@ class _ModelStep:
             return self.outs.get(of)
         qkv = self.q.get(of), *self.new.get(of, (None, None))  # on the rank that adds their own attention
         known = self.answers.get(of, []), qkv, self.own.get(of, []), self.local.get(of, [])
-        return self.wires[j].out(*known, self.p.heads(layer), self.p.specs[layer])
+        self.outs[of] = self.wires[j].out(*known, self.p.heads(layer), self.p.specs[layer])
+        return self.outs[of]
 
     def _end(self, task: Logits) -> None:
         n, (first, *_) = self.model.n, task.batches

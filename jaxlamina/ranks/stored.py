@@ -10,33 +10,52 @@ Source: Lamina 2025 §4.2.2: partial attention over earlier tokens runs while k 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
 
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.cluster_layout import scope
-from jaxlamina.ranks.wires import Partial
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch
 from jaxlamina.steps.tasks import Append, Attend
 from jaxlamina.workers.spec import AttentionSpec
-from pallas_kernels import Pool, append, attention_with_own, decode_attention, partial_attention
+from pallas_kernels import (
+    Pool,
+    append,
+    attention_with_own,
+    begin_decode_attention,
+    decode_attention,
+    end_decode_attention,
+    partial_attention,
+)
 from pallas_kernels.order import tied
 
-Answer = Float[jax.Array, "B 1 N H"] | Partial
-"""Attention output, the new token's own attention in it; or a partial of the stored tokens."""
+Answer = Any
+"""Attention output, the new token's own attention in it; a partial of the stored tokens; or `Unended`."""
 
 
 class Asked(NamedTuple):
-    """Of a segment of a batch: its queries, and whether their own tokens are attended to, too."""
+    """Of a segment of a batch: its queries, and whether their own tokens are attended to, too. ``waits``:
+    partials over other tokens are to come, with which it is ended."""
 
     q: Float[jax.Array, "R T N H"]
     slots: SegmentSlots
     adds_own: bool
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Unended:
+    """A decode step's rows' attention over stored tokens, to which others' partials and the new tokens are
+    still to be added. ``done``: there once stored tokens have been attended to."""
+
+    done: jax.Array
+    end: Callable[[Sequence[Float32[jax.Array, "B 1 N H1"]]], Float[jax.Array, "B 1 N H"]]
 
 
 class StoredKV:
@@ -77,8 +96,12 @@ class StoredKV:
         spec, answers = self.specs[i], list[Answer]()
         self._read[of] = []
         with scope("attention", task.layer, task.batch):
-            for q, slots, adds_own in asked:
+            for q, slots, adds_own, waits in asked:
                 stored = self._given(i, slots, gather_after)
+                if waits and kv is not None and len(asked) == 1 and len(kv) == len(q):
+                    answers.append(self._begin(task, q, kv, stored, slots.new_slots))
+                    self._stored.add(of)
+                    continue
                 if not adds_own:
                     out, lse = _jitted(partial_attention, spec)(q, *stored)
                     self._read[of].append(out)
@@ -97,6 +120,27 @@ class StoredKV:
                 self._read[of].append(out)
                 answers.append(out)
         return answers
+
+    def _begin(
+        self,
+        task: Attend,
+        q: Float[jax.Array, "B 1 N H"],
+        kv: Float[jax.Array, "B KV H"],
+        stored: tuple[Any, ...],
+        new_slots: Int32[jax.Array, " B"],
+    ) -> Unended:
+        i = task.layer - self._first
+        spec = self.specs[i]
+        k, v = jnp.split(kv[:, None], 2, axis=2)
+        begun = _jitted(begin_decode_attention, spec)(q, *stored)
+
+        def end(others: Sequence[Float32[jax.Array, "B 1 N H1"]]) -> Float[jax.Array, "B 1 N H"]:
+            with scope("attention", task.layer, task.batch):
+                pools = self.k[i], self.v[i]
+                self.k[i], self.v[i], out = _ended(spec)(begun, q, k, v, *pools, new_slots, list(others))
+            return out
+
+        return Unended(begun.done, end)
 
     def append(self, task: Append, batch: PlannedBatch, kv: Float[jax.Array, "M KV H"]) -> None:
         """Only once stored tokens have been read, or XLA would keep two of each pool."""
@@ -128,6 +172,12 @@ def placed_windows(layout: Layout, specs: Sequence[AttentionSpec]) -> list[int]:
 
 # For ranks stored tokens are read first: k and v may still be on their way.
 _decode_attention = partial(decode_attention, read_first=True)
+
+
+@cache
+def _ended(spec: AttentionSpec) -> Any:
+    """What ends what `begin_decode_attention` began, for layers of one kind."""
+    return jax.jit(partial(end_decode_attention, scale=spec.scale, softcap=spec.softcap))
 
 
 @cache

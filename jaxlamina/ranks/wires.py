@@ -225,6 +225,13 @@ class PlacedCut:
         [out] = outs
         return out
 
+    def packed(self, of_workers: Sequence[Float32[Array, "_ 1 N H1"]]) -> list[Float32[Array, "B 1 N H1"]]:
+        """Workers' answers, of all rows each."""
+        if self._all_rows:
+            return list(of_workers)
+        pairs = zip(of_workers, self.at.spread, strict=True)
+        return [pack_partial(*spread_rows(*unpack_partial(part), spread)) for part, spread in pairs]
+
     def partial(self, of_workers: Sequence[OfSome], of_rank: Sequence[OfSome]) -> Partial:
         if not self._all_rows and of_workers:
             pairs = zip(of_workers, self.at.spread, strict=True)
@@ -354,6 +361,9 @@ class Wire:
             of_rank = [next(of_local)] if local else []
             if segment.kind == "decode" and (isinstance(cut, HeadsCut) or not of_workers):
                 outs.append(cut.whole_out([*of_workers, *of_rank]))
+                continue
+            if isinstance(cut, PlacedCut) and of_rank and hasattr(of_rank[0], "end"):
+                outs.append(of_rank[0].end(cut.packed(of_workers)))
                 continue
             stored = cut.partial([*map(unpack_partial, of_workers)], of_rank)
             if segment.kind == "chunk":
