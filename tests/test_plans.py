@@ -48,12 +48,17 @@ FACTS = {
     "shared": ["no", "tensor_parallel", "pipeline_parallel"],
     "prefill_workers": [0, 2],
     "pipelining": ["auto", "rotational", "fixed"],
+    "local_attention": [0, 0.5, 1],
 }
+# A share of the KV on model ranks makes other layouts. Facts that only others decide on are these then.
+WITH_A_SHARE: dict[str, Any] = {"n_batches": None, "mini_batches": 1, "pipelining": "auto"}
 
 
 def clusters() -> Iterator[Cluster]:
     for values in product(*FACTS.values()):
         given = dict(zip(FACTS, values, strict=True))
+        if given["local_attention"] and any(given[name] != usual for name, usual in WITH_A_SHARE.items()):
+            continue
         shared = given.pop("shared")
         if shared != "no":
             given[shared] = given["dop"][0]  # type: ignore[index]
@@ -71,7 +76,11 @@ def layouts() -> dict[tuple[Layout, tuple[int, ...]], Cluster]:
         stages = ()
         if cluster.pipeline_parallel > 1:
             stages = balanced([1] * (N_LAYERS + 1), cluster.n_model)
-        layout = layout_of(cluster, partition_of(cluster, (12,)), tuple(stages))
+        try:
+            partition = partition_of(cluster, (12,))
+        except UserError:  # "auto" has become one that does not go with the rest
+            continue
+        layout = layout_of(cluster, partition, tuple(stages))
         found.setdefault((layout, tuple(cluster.pools.prefill_ranks)), cluster)
     return found
 
@@ -82,28 +91,49 @@ def steps(layout: Layout, prefill_ranks: tuple[int, ...]) -> Iterator[StepShape]
         rows = StepShape("decode", 12, 1, 16, q_first=q_first)
         chunk = StepShape("chunk", 1, 8, 16, q_first=q_first)
         whole = StepShape("prefill", 1, 8, 0)
-        if not layout.by_heads:
-            rows, chunk, whole = (
-                msgspec.structs.replace(x, rows=x.batch, new=x.tokens) for x in (rows, chunk, whole)
-            )
-        yield from (rows, chunk, whole, msgspec.structs.replace(whole, of_all=True))
-        alongside = [msgspec.structs.replace(rows, chunk=prompt) for prompt in (chunk, whole)]
-        staggered = [msgspec.structs.replace(rows, n_batches=n) for n in (2, 3, 4, 6)]
-        parts = msgspec.structs.replace(rows, mini_batches=3, q_first=False)
-        yield from (*alongside, *staggered, parts, msgspec.structs.replace(parts, n_batches=3))
-        yield from (
-            msgspec.structs.replace(staggered[0], chunk=chunk),
-            msgspec.structs.replace(parts, chunk=chunk),
+        if layout.by_heads:
+            yield from steps_of(rows, chunk, whole, (chunk, whole), prefill_ranks)
+            continue
+        # Where model ranks keep a share, attention workers may be asked nothing, and may get nothing.
+        some = (True, False) if layout.attends_locally else (True,)
+        served = tuple(with_part(prompt, True, True) for prompt in (chunk, whole))
+        for asks, stores in product(some, some):
+            own = (with_part(x, asks, stores) for x in (rows, chunk, whole))
+            yield from steps_of(*own, served, prefill_ranks)
+            yield msgspec.structs.replace(with_part(rows, asks, stores), chunk=served[0])
+
+
+def with_part(shape: StepShape, asks: bool, stores: bool) -> StepShape:
+    """With what attention workers have to do with it."""
+    return msgspec.structs.replace(shape, rows=shape.batch * asks, new=shape.batch * shape.tokens * stores)
+
+
+def steps_of(
+    rows: StepShape,
+    chunk: StepShape,
+    whole: StepShape,
+    of_prefill_workers: tuple[StepShape, StepShape],
+    prefill_ranks: tuple[int, ...],
+) -> Iterator[StepShape]:
+    """Of these rows and prompts; what prefill workers compute goes to attention workers."""
+    yield from (rows, chunk, whole, msgspec.structs.replace(whole, of_all=True))
+    alongside = [msgspec.structs.replace(rows, chunk=prompt) for prompt in (chunk, whole)]
+    staggered = [msgspec.structs.replace(rows, n_batches=n) for n in (2, 3, 4, 6)]
+    parts = msgspec.structs.replace(rows, mini_batches=3, q_first=False)
+    yield from (*alongside, *staggered, parts, msgspec.structs.replace(parts, n_batches=3))
+    yield from (
+        msgspec.structs.replace(staggered[0], chunk=chunk),
+        msgspec.structs.replace(parts, chunk=chunk),
+    )
+    if prefill_ranks:
+        prompts = (*of_prefill_workers, of_prefill_workers[0])[: len(prefill_ranks)]
+        beside = tuple(
+            msgspec.structs.replace(prompt, rank=rank)
+            for prompt, rank in zip(prompts, prefill_ranks, strict=True)
         )
-        if prefill_ranks:
-            prompts = (chunk, whole, chunk)[: len(prefill_ranks)]
-            beside = tuple(
-                msgspec.structs.replace(prompt, rank=rank)
-                for prompt, rank in zip(prompts, prefill_ranks, strict=True)
-            )
-            for step in (rows, *staggered, parts, *alongside):
-                yield msgspec.structs.replace(step, prefills=beside)
-            yield msgspec.structs.replace(beside[0], prefills=beside[1:])
+        for step in (rows, *staggered, parts, *alongside):
+            yield msgspec.structs.replace(step, prefills=beside)
+        yield msgspec.structs.replace(beside[0], prefills=beside[1:])
 
 
 def test_every_step_over_every_layout_has_a_plan_that_holds_or_a_reason() -> None:

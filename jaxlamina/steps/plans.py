@@ -110,7 +110,7 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
             f"local_attention={layout.local_share:g} keeps KV on the model rank that runs a request's slices, "
             f"and with {most} replicas of the model that is not one: take local_attention=0"
         )
-    if n > 1 and not any(layout.asks(segment) for segment in shape.segments):
+    if n > 1 and not any(layout.asks(segment) for segment in shape.parts[0].segments):
         return f"n_batches={n} is for batches that attention workers have KV of: take n_batches=1"
     if n > 1 and (n < most or (layout.mode == "rotational" and n != most + 1)):
         return (
@@ -154,13 +154,15 @@ def plan_of(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
 
 def _planned(layout: Layout, segments: Sequence[StepShape], **what: Any) -> PlannedBatch:
     """A batch of these. What prefill workers compute goes to attention workers alone."""
-    return PlannedBatch(
+    planned = PlannedBatch(
         tuple(segments),
         asks=any(map(layout.asks, segments)),
         stores=any(map(layout.stores, segments)),
         local=layout.attends_locally and not segments[0].rank,
         **what,
     )
+    assert planned.stores or planned.local, "its new tokens would be kept nowhere"
+    return planned
 
 
 def _sent_to_front(tasks: Sequence[Task]) -> list[int]:
@@ -179,7 +181,10 @@ def _layer_of(task: Task) -> int:
 
 def _taken_in(pool: Sequence[Task], after: Sequence[list[Task]]) -> list[Task]:
     """The pool's list with what prefill workers compute meanwhile: each layer of it comes after the layer's
-    last task of the rows, for whose answers model ranks wait."""
+    last task of the rows, for whose answers model ranks wait. Of rows that model ranks keep themselves there
+    is none."""
+    if not pool:
+        return [task for tasks in after for task in tasks]
     found: list[Task] = []
     left = [sum(_ends_layer(task) == i for task in pool) for i in range(len(after))]
     for task in pool:
