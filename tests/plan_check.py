@@ -67,9 +67,7 @@ def _check_batch(layout: Layout, j: int, batch: PlannedBatch) -> None:
 
 def _check_place(plan: Plan, layout: Layout, rank: int, task: Task) -> None:
     if isinstance(task, Append) or (isinstance(task, Attend) and plan.batches[task.batch].local):
-        keeps = (
-            range(0) if rank in _prefill_ranks(plan) else layout.local_layers(rank, plan.n_layers)
-        )
+        keeps = range(0) if rank in _prefill_ranks(plan) else layout.local_layers(rank, plan.n_layers)
         if task.layer not in keeps:
             _conflict(f"{_who(rank)} keeps no KV for {task}")
     if isinstance(task, RunSlice | Logits):
