@@ -20,7 +20,14 @@ import msgspec
 
 from jaxlamina.errors import UserError
 from jaxlamina.steps.layout import Layout
-from jaxlamina.steps.schedules import AttentionRun, PoolExchange, Schedule, SliceRun, make_schedule
+from jaxlamina.steps.schedules import (
+    AttentionRun,
+    LocalRun,
+    PoolExchange,
+    Schedule,
+    SliceRun,
+    make_schedule,
+)
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import (
     FRONT,
@@ -291,8 +298,8 @@ def _staggered(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
         for item in schedule.replica_program(rank):
             if isinstance(item, PoolExchange):
                 tasks.append(_exchanged(item, POOL, "out", q_first, message))
-                if item.send is not None:
-                    tasks += _own_attention(batches[item.send.batch], *item.send)
+            elif isinstance(item, LocalRun):
+                tasks += _own_attention(batches[item.batch], item.batch, item.layer)
             elif not isinstance(item, SliceRun):
                 ends = item.batch, item.slice, item.source, item.target
                 tasks.append(HandOver(*ends, carries, layout.attends_locally))  # type: ignore[arg-type]
@@ -350,6 +357,5 @@ def _logits_moved(schedule: Schedule, rank: int) -> list[Task]:
 def schedule_of(layout: Layout, n_batches: int, n_layers: int) -> Schedule:
     """The order of a step of several staggered batches."""
     n_replicas = layout.n_replicas if layout.mode == "fixed" else None
-    return make_schedule(
-        layout.mode, n_batches, n_layers, n_replicas=n_replicas, stages=layout.stages or None
-    )
+    shared = {"n_replicas": n_replicas, "stages": layout.stages or None, "local_share": layout.local_share}
+    return make_schedule(layout.mode, n_batches, n_layers, **shared)  # type: ignore[arg-type]
