@@ -212,8 +212,8 @@ class Cluster(ModelOptions):
             return "does not go with tensor_parallel yet: take local_attention=0, or pipeline_parallel"
         if self.prefill_workers and self.local_attention == 1:
             return (
-                "leaves attention workers no KV, and prefill workers reach only them: take prefill_workers=0, or "
-                "a share below 1"
+                "leaves attention workers no KV, and prefill workers reach only them: take "
+                "prefill_workers=0, or a share below 1"
             )
         if self.prefill_workers and self.partition == "heads":
             return (

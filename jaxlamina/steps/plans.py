@@ -22,7 +22,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.schedules import (
     AttentionRun,
-    LocalRun,
+    OwnAttentionRun,
     PoolExchange,
     Schedule,
     SliceRun,
@@ -114,8 +114,8 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
         return f"{both} are two ways to cut up a batch: take one of them"
     if layout.attends_locally and most > 1:
         return (
-            f"local_attention={layout.local_share:g} keeps KV on the model rank that runs a request's slices, "
-            f"and with {most} replicas of the model that is not one: take local_attention=0"
+            f"local_attention={layout.local_share:g} keeps KV on the model rank that runs a request's "
+            f"slices, and with {most} replicas of the model that is not one: take local_attention=0"
         )
     if n > 1 and not any(layout.asks(segment) for segment in shape.parts[0].segments):
         return f"n_batches={n} is for batches that attention workers have KV of: take n_batches=1"
@@ -298,7 +298,7 @@ def _staggered(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
         for item in schedule.replica_program(rank):
             if isinstance(item, PoolExchange):
                 tasks.append(_exchanged(item, POOL, "out", q_first, message))
-            elif isinstance(item, LocalRun):
+            elif isinstance(item, OwnAttentionRun):
                 tasks += _own_attention(batches[item.batch], item.batch, item.layer)
             elif not isinstance(item, SliceRun):
                 ends = item.batch, item.slice, item.source, item.target

@@ -12,14 +12,14 @@ from typing import NoReturn, TypeAlias
 
 from jaxlamina.steps.schedules.staggered import (
     AttentionRun,
-    LocalRun,
     Migration,
+    OwnAttentionRun,
     PoolExchange,
     Schedule,
     SliceRun,
 )
 
-_Run: TypeAlias = SliceRun | AttentionRun | LocalRun
+_Run: TypeAlias = SliceRun | AttentionRun | OwnAttentionRun
 _Item: TypeAlias = _Run | PoolExchange | Migration
 _POOL = "the attention pool"
 
@@ -55,7 +55,7 @@ def _name(item: _Item) -> str:
         )
     if isinstance(item, AttentionRun):
         return f"attention {item.layer} of batch {item.batch} in step {item.step}"
-    if isinstance(item, LocalRun):
+    if isinstance(item, OwnAttentionRun):
         return f"the replica's own attention {item.layer} of batch {item.batch} in step {item.step}"
     what = "slice" if isinstance(item, SliceRun) else "the context before slice"
     return f"{what} {item.slice} of batch {item.batch} in step {item.step}"
@@ -237,7 +237,7 @@ def _check_programs(s: Schedule) -> None:
 
 
 def _ends(item: _Item) -> tuple[str, ...]:
-    if isinstance(item, SliceRun | LocalRun):
+    if isinstance(item, SliceRun | OwnAttentionRun):
         return (f"replica {item.replica}",)
     if isinstance(item, AttentionRun):
         return (_POOL,)
@@ -258,7 +258,7 @@ def _inputs(s: Schedule, item: _Item) -> list[Hashable]:
         return needs
     if isinstance(item, AttentionRun):
         return [("qkv", step, item.batch, item.layer)]
-    if isinstance(item, LocalRun):
+    if isinstance(item, OwnAttentionRun):
         return [("slice", step, item.batch, item.layer)]
     if isinstance(item, Migration):
         return [("slice", step, item.batch, item.slice - 1), *_own(s, step, item.batch, item.slice - 1)]
@@ -277,7 +277,7 @@ def _outputs(item: _Item) -> list[Hashable]:
         return [("slice", step, item.batch, item.slice)]
     if isinstance(item, AttentionRun):
         return [("attention", step, item.batch, item.layer)]
-    if isinstance(item, LocalRun):
+    if isinstance(item, OwnAttentionRun):
         return [("own", step, item.batch, item.layer)]
     if isinstance(item, Migration):
         return [("context", step, item.batch, item.slice)]
@@ -324,7 +324,9 @@ def bubbles(schedule: Schedule) -> Bubbles:
     step = max(s.n_steps - 2, 0)
     by_replica = [[e for e in s.exchanges if e.replica == r] for r in range(s.n_replicas)]
     own = [[r for r in s.local if r.replica == replica] for replica in range(s.n_replicas)]
-    work = [sorted((*a, *b), key=lambda run: run.start_s) for a, b in zip(s.replicas, own, strict=True)]
+    work: list[list[_Run]] = [[*runs, *mine] for runs, mine in zip(s.replicas, own, strict=True)]
+    for runs in work:
+        runs.sort(key=lambda run: run.start_s)
     replicas = tuple(_shares(runs, mine, step) for runs, mine in zip(work, by_replica, strict=True))
     starts_s = [min(r.start_s for runs in s.replicas for r in runs if r.step == k) for k in range(s.n_steps)]
     ends_s = max(r.end_s for runs in s.replicas for r in runs)

@@ -105,7 +105,7 @@ class AttentionRun:
 
 
 @dataclass(frozen=True)
-class LocalRun:
+class OwnAttentionRun:
     """What a replica attends to itself of an attention operator: the share of the KV that it keeps."""
 
     step: int
@@ -182,7 +182,7 @@ class Schedule:
     exchanges: tuple[PoolExchange, ...]
     migrations: tuple[Migration, ...]
     stages: tuple[int, ...] = ()
-    local: tuple[LocalRun, ...] = ()
+    local: tuple[OwnAttentionRun, ...] = ()
     local_share: float = 0.0
 
     @property
@@ -229,13 +229,13 @@ class Schedule:
 
     def replica_program(
         self, replica: int, step: int = 0
-    ) -> tuple[SliceRun | LocalRun | PoolExchange | Migration, ...]:
+    ) -> tuple[SliceRun | OwnAttentionRun | PoolExchange | Migration, ...]:
         """All that one replica does in a step, in order.
 
-        Between two slices: exchanges with the pool, what it attends to itself of the slice before, the next slice's context if it comes from elsewhere, and
-        this slice's context if it goes elsewhere. In this order nothing locks up even if every message blocks
-        both ends (`check` tries it), but sending a context must not block in a rotation: its target runs a
-        slice of its own for a while yet.
+        Between two slices: exchanges with the pool, what it attends to itself for the slice before, the next
+        slice's context if it comes from elsewhere, and this slice's context if it goes elsewhere. In this
+        order nothing locks up even if every message blocks both ends (`check` tries it), but sending a
+        context must not block in a rotation: its target runs a slice of its own for a while yet.
         """
         mine = [e for e in self.exchanges if e.replica == replica and e.step == step]
         before = {_input_of(e.receive): e for e in mine if e.receive is not None and e.send is None}
@@ -245,7 +245,7 @@ class Schedule:
         comes = {(m.batch, m.slice): m for m in moves if m.target == replica}
         goes = {(m.batch, m.slice - 1): m for m in moves if m.source == replica}
         runs = {(run.batch, run.slice): run for run in self.replicas[replica] if run.step == step}
-        program: list[SliceRun | LocalRun | PoolExchange | Migration | None] = []
+        program: list[SliceRun | OwnAttentionRun | PoolExchange | Migration | None] = []
         leaving: list[Migration] = []
         last: tuple[int, int] | None = None
         for key, run in runs.items():
@@ -327,10 +327,10 @@ def make_schedule(
     replicas = _n_replicas(mode, n_batches, n_replicas, of_slices)
     check_local_share(local_share)
     if local_share and replicas > 1 and mode != "stages":
+        one = "2 batches" if mode == "rotational" else "one"
         raise ValueError(
-            f"local_share={local_share:g} of the KV is kept on the model rank that runs a request's slices, and "
-            f"{replicas} copies of the model are not one: take {'2 batches' if mode == 'rotational' else 'one'}, "
-            f"stages, or local_share=0"
+            f"local_share={local_share:g} of the KV is kept on the model rank that runs a request's slices, "
+            f"and {replicas} copies of the model are not one: take {one}, stages, or local_share=0"
         )
     given = mode, n_batches, replicas, n_layers, n_steps, durations
     maker = _Maker(Schedule(*given, (), (), (), (), of_slices, (), local_share))
@@ -388,7 +388,7 @@ class _Maker:
         self.attention: list[AttentionRun] = []
         self.exchanges: list[PoolExchange] = []
         self.migrations: list[Migration] = []
-        self.local: list[LocalRun] = []
+        self.local: list[OwnAttentionRun] = []
         self.waiting: set[Operator] = set()  # attended to, and nobody has the output yet
         self.free_s = [0.0] * plan.n_replicas  # when each replica is next free
         self.pool_free_s = 0.0
@@ -478,4 +478,4 @@ class _Maker:
     def _attend_locally(self, step: int, replica: int, operator: Operator) -> None:
         start_s = self.free_s[replica]
         self.free_s[replica] = start_s + self.plan.t_local_s
-        self.local.append(LocalRun(step, *operator, replica, start_s, self.free_s[replica]))
+        self.local.append(OwnAttentionRun(step, *operator, replica, start_s, self.free_s[replica]))
