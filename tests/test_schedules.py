@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from jaxlamina.steps.schedules import (
     AttentionRun,
     Durations,
+    LocalRun,
     Migration,
     Operator,
-    OwnAttentionRun,
     PoolExchange,
     SliceRun,
     balanced,
@@ -255,7 +255,7 @@ def test_no_share_is_none(shape, times):
     share = make_schedule(*arguments, times, **plain, local_share=0.5)
     assert untimed(share.pool_program()) == untimed(schedule.pool_program())
     for replica in range(schedule.n_replicas):
-        rest = [item for item in share.replica_program(replica) if not isinstance(item, OwnAttentionRun)]
+        rest = [item for item in share.replica_program(replica) if not isinstance(item, LocalRun)]
         assert untimed(rest) == untimed(schedule.replica_program(replica))
 
 
@@ -292,7 +292,7 @@ def short(item):
         return f"slice {item.batch}.{item.slice}"
     if isinstance(item, AttentionRun):
         return f"attention {item.batch}.{item.layer}"
-    if isinstance(item, OwnAttentionRun):
+    if isinstance(item, LocalRun):
         return f"own attention {item.batch}.{item.layer}"
     if isinstance(item, Migration):
         return f"{item.batch}.{item.slice} from {item.source} to {item.target}"

@@ -22,7 +22,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.schedules import (
     AttentionRun,
-    OwnAttentionRun,
+    LocalRun,
     PoolExchange,
     Schedule,
     SliceRun,
@@ -298,7 +298,7 @@ def _staggered(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
         for item in schedule.replica_program(rank):
             if isinstance(item, PoolExchange):
                 tasks.append(_exchanged(item, POOL, "out", q_first, message))
-            elif isinstance(item, OwnAttentionRun):
+            elif isinstance(item, LocalRun):
                 tasks += _own_attention(batches[item.batch], item.batch, item.layer)
             elif not isinstance(item, SliceRun):
                 ends = item.batch, item.slice, item.source, item.target

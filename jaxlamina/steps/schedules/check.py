@@ -12,14 +12,14 @@ from typing import NoReturn, TypeAlias
 
 from jaxlamina.steps.schedules.staggered import (
     AttentionRun,
+    LocalRun,
     Migration,
-    OwnAttentionRun,
     PoolExchange,
     Schedule,
     SliceRun,
 )
 
-_Run: TypeAlias = SliceRun | AttentionRun | OwnAttentionRun
+_Run: TypeAlias = SliceRun | AttentionRun | LocalRun
 _Item: TypeAlias = _Run | PoolExchange | Migration
 _POOL = "the attention pool"
 
@@ -55,7 +55,7 @@ def _name(item: _Item) -> str:
         )
     if isinstance(item, AttentionRun):
         return f"attention {item.layer} of batch {item.batch} in step {item.step}"
-    if isinstance(item, OwnAttentionRun):
+    if isinstance(item, LocalRun):
         return f"the replica's own attention {item.layer} of batch {item.batch} in step {item.step}"
     what = "slice" if isinstance(item, SliceRun) else "the context before slice"
     return f"{what} {item.slice} of batch {item.batch} in step {item.step}"
@@ -237,7 +237,7 @@ def _check_programs(s: Schedule) -> None:
 
 
 def _ends(item: _Item) -> tuple[str, ...]:
-    if isinstance(item, SliceRun | OwnAttentionRun):
+    if isinstance(item, SliceRun | LocalRun):
         return (f"replica {item.replica}",)
     if isinstance(item, AttentionRun):
         return (_POOL,)
@@ -258,7 +258,7 @@ def _inputs(s: Schedule, item: _Item) -> list[Hashable]:
         return needs
     if isinstance(item, AttentionRun):
         return [("qkv", step, item.batch, item.layer)]
-    if isinstance(item, OwnAttentionRun):
+    if isinstance(item, LocalRun):
         return [("slice", step, item.batch, item.layer)]
     if isinstance(item, Migration):
         return [("slice", step, item.batch, item.slice - 1), *_own(s, step, item.batch, item.slice - 1)]
@@ -277,7 +277,7 @@ def _outputs(item: _Item) -> list[Hashable]:
         return [("slice", step, item.batch, item.slice)]
     if isinstance(item, AttentionRun):
         return [("attention", step, item.batch, item.layer)]
-    if isinstance(item, OwnAttentionRun):
+    if isinstance(item, LocalRun):
         return [("own", step, item.batch, item.layer)]
     if isinstance(item, Migration):
         return [("context", step, item.batch, item.slice)]

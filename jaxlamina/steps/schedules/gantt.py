@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxlamina.errors import UserError
-from jaxlamina.steps.schedules.staggered import AttentionRun, OwnAttentionRun, Schedule, SliceRun
+from jaxlamina.steps.schedules.staggered import AttentionRun, LocalRun, Schedule, SliceRun
 
-_Run: TypeAlias = SliceRun | AttentionRun | OwnAttentionRun
+_Run: TypeAlias = SliceRun | AttentionRun | LocalRun
 
 # Okabe and Ito's, with the ink that is read on each: told apart by all eyes, and in print.
 _COLORS = (

@@ -105,7 +105,7 @@ class AttentionRun:
 
 
 @dataclass(frozen=True)
-class OwnAttentionRun:
+class LocalRun:
     """What a replica attends to itself of an attention operator: the share of the KV that it keeps."""
 
     step: int
@@ -182,7 +182,7 @@ class Schedule:
     exchanges: tuple[PoolExchange, ...]
     migrations: tuple[Migration, ...]
     stages: tuple[int, ...] = ()
-    local: tuple[OwnAttentionRun, ...] = ()
+    local: tuple[LocalRun, ...] = ()
     local_share: float = 0.0
 
     @property
@@ -229,7 +229,7 @@ class Schedule:
 
     def replica_program(
         self, replica: int, step: int = 0
-    ) -> tuple[SliceRun | OwnAttentionRun | PoolExchange | Migration, ...]:
+    ) -> tuple[SliceRun | LocalRun | PoolExchange | Migration, ...]:
         """All that one replica does in a step, in order.
 
         Between two slices: exchanges with the pool, what it attends to itself for the slice before, the next
@@ -245,7 +245,7 @@ class Schedule:
         comes = {(m.batch, m.slice): m for m in moves if m.target == replica}
         goes = {(m.batch, m.slice - 1): m for m in moves if m.source == replica}
         runs = {(run.batch, run.slice): run for run in self.replicas[replica] if run.step == step}
-        program: list[SliceRun | OwnAttentionRun | PoolExchange | Migration | None] = []
+        program: list[SliceRun | LocalRun | PoolExchange | Migration | None] = []
         leaving: list[Migration] = []
         last: tuple[int, int] | None = None
         for key, run in runs.items():
@@ -388,7 +388,7 @@ class _Maker:
         self.attention: list[AttentionRun] = []
         self.exchanges: list[PoolExchange] = []
         self.migrations: list[Migration] = []
-        self.local: list[OwnAttentionRun] = []
+        self.local: list[LocalRun] = []
         self.waiting: set[Operator] = set()  # attended to, and nobody has the output yet
         self.free_s = [0.0] * plan.n_replicas  # when each replica is next free
         self.pool_free_s = 0.0
@@ -478,4 +478,4 @@ class _Maker:
     def _attend_locally(self, step: int, replica: int, operator: Operator) -> None:
         start_s = self.free_s[replica]
         self.free_s[replica] = start_s + self.plan.t_local_s
-        self.local.append(OwnAttentionRun(step, *operator, replica, start_s, self.free_s[replica]))
+        self.local.append(LocalRun(step, *operator, replica, start_s, self.free_s[replica]))
