@@ -28,10 +28,14 @@ from jaxlamina.steps.tasks import (
 def check_plan(plan: Plan, layout: Layout) -> None:
     """Raises a ``ValueError`` that names the first conflict, if there is one.
 
-    In this order: a rank runs a slice whose weights it does not have; a slice, an attention, an append or a
-    payload is missing, twice or unknown; the lists, run with every message blocking both ends, stop short:
-    ends do not match, wait in a circle, or want what is not there yet.
+    In this order: a batch is not what the layout and its segments say, or its new tokens are kept nowhere; a
+    rank runs a slice whose weights it does not have, or attends to, or stores, KV that it does not keep; a
+    slice, an attention, an append or a payload is missing, twice or unknown; the lists, run with every
+    message blocking both ends, stop short: ends do not match, wait in a circle, or want what is not there
+    yet.
     """
+    for j, batch in enumerate(plan.batches):
+        _check_batch(layout, j, batch)
     for rank, tasks in plan.model.items():
         for task in tasks:
             _check_place(plan, layout, rank, task)
@@ -47,7 +51,25 @@ def _who(rank: int) -> str:
     return "the pool" if rank == POOL else f"rank {rank}"
 
 
+def _check_batch(layout: Layout, j: int, batch: PlannedBatch) -> None:
+    on_prefill_worker = {bool(segment.rank) for segment in batch.segments} == {True}
+    wanted = {
+        "asks": any(map(layout.asks, batch.segments)),
+        "stores": any(map(layout.stores, batch.segments)),
+        "local": layout.attends_locally and not on_prefill_worker,
+    }
+    for name, value in wanted.items():
+        if getattr(batch, name) != value:
+            _conflict(f"{name} of batch {j} is {getattr(batch, name)}, not {value}")
+    if not (batch.stores or batch.local):
+        _conflict(f"new tokens of batch {j} are kept nowhere")
+
+
 def _check_place(plan: Plan, layout: Layout, rank: int, task: Task) -> None:
+    if isinstance(task, Append) or (isinstance(task, Attend) and plan.batches[task.batch].local):
+        keeps = range(0) if rank in _prefill_ranks(plan) else layout.local_layers(rank, plan.n_layers)
+        if task.layer not in keeps:
+            _conflict(f"{_who(rank)} keeps no KV for {task}")
     if isinstance(task, RunSlice | Logits):
         index = task.index if isinstance(task, RunSlice) else plan.n_layers
         has = (
@@ -100,23 +122,28 @@ def _keys(rank: int, task: Task) -> Iterator[Hashable]:
 
 
 def _wanted(plan: Plan, j: int, found: Counter[Hashable]) -> Iterator[Hashable]:
-    """What there must be of batch j. q may go by itself."""
+    """What there must be of batch j. q may go by itself, and does where nothing is stored."""
     batch, n = plan.batches[j], plan.n_layers
     yield "last slice", j
     for k in range(n):
         yield from ((("slice up to", "q", j, k)), ("slice from q to", "kv", j, k))
-        if batch.has_prompts:
+        if batch.has_prompts or batch.local:
             yield "model", "attends", j, k, 0
+        if batch.local:
+            yield "model", "appends", j, k, 0
         for p in range(batch.n_parts):
-            yield "pool", "appends", j, k, p
-            whats: tuple[str, ...] = ("kv",)
+            whats: tuple[str, ...] = ("q",) if batch.asks else ()
+            if batch.stores:
+                yield "pool", "appends", j, k, p
+                whats = (*whats, "kv")
             if batch.asks:
                 yield "pool", "attends", j, k, p
                 yield from (
                     ("pool", "sends", Payload("out", j, k, p)),
                     ("model", "receives", Payload("out", j, k, p)),
                 )
-                whats = ("q", "kv") if ("model", "sends", Payload("q", j, k, p)) in found else ("qkv",)
+            if len(whats) == 2 and ("model", "sends", Payload("q", j, k, p)) not in found:
+                whats = ("qkv",)
             for what in whats:
                 payload = Payload(what, j, k, p)  # type: ignore[arg-type]
                 yield from (("model", "sends", payload), ("pool", "receives", payload))
@@ -194,12 +221,20 @@ class _Rehearsal:
             for j in task.batches:
                 yield "context", j, self.plan.n_layers
                 yield from self._attention(j, self.plan.n_layers - 1)
-        elif isinstance(task, Attend | Append) and rank == POOL:
-            yield ("kv" if isinstance(task, Append) else "q"), task.batch, task.layer, task.part
+        elif isinstance(task, Attend) and rank == POOL:
+            yield "q", task.batch, task.layer, task.part
         elif isinstance(task, Attend):
             yield from (("q", task.batch, task.layer, 0), ("kv", task.batch, task.layer, 0))
+        elif isinstance(task, Append):  # what is stored is read first
+            yield "kv", task.batch, task.layer, task.part
+            if rank != POOL:
+                yield "own", task.batch, task.layer
+            elif self.plan.batches[task.batch].asks:
+                yield "out", task.batch, task.layer, task.part
         elif isinstance(task, HandOver) and rank == task.source:
             yield "context", task.batch, task.slice
+            if task.local:
+                yield "own", task.batch, task.slice - 1
             if task.carries == "out":
                 yield from self._attention(task.batch, task.slice - 1)
             elif task.carries == "qkv":
@@ -219,7 +254,7 @@ class _Rehearsal:
         batch = self.plan.batches[j]
         if batch.asks:
             yield from (("out", j, layer, p) for p in range(batch.n_parts))
-        if batch.has_prompts:
+        if batch.has_prompts or batch.local:
             yield "own", j, layer
         if self._adds_own(batch):
             yield from (("q", j, layer, 0), ("kv", j, layer, 0))
@@ -244,6 +279,8 @@ class _Rehearsal:
         elif isinstance(task, HandOver) and rank == task.target:
             yield "context", task.batch, task.slice
             layer = task.slice - 1
+            if task.local:
+                yield "own", task.batch, layer
             if task.carries == "qkv":
                 yield from (("q", task.batch, layer, 0), ("kv", task.batch, layer, 0))
             elif task.carries == "out":

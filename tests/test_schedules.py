@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxlamina.steps.schedules import (
     AttentionRun,
     Durations,
+    LocalRun,
     Migration,
     Operator,
     PoolExchange,
@@ -50,6 +51,10 @@ def shapes(draw, max_steps=3):
     if mode == "stages":
         begins = draw(st.sets(st.integers(1, n_layers), max_size=4))
         options["stages"] = [sum(begin <= k for begin in begins) for k in range(n_layers + 1)]
+    # A share of attention on replicas, but for several copies of the model.
+    copies = {"rotational": n - 1, "fixed": options.get("n_replicas") or n - 1}.get(mode, 1)
+    if copies == 1:
+        options["local_share"] = draw(st.sampled_from([0, 0, 0.25, 0.5, 1]))
     return (mode, n, n_layers), options
 
 
@@ -77,7 +82,8 @@ def test_every_schedule_is_free_of_conflicts(shape, times):
 @given(shapes(), durations, durations)
 def test_the_order_does_not_depend_on_durations_or_the_step(shape, times, other_times):
     arguments, options = shape
-    a, b = (make_schedule(*arguments, t, **options) for t in (times, other_times))
+    other = {**options, "local_share": 0.75} if 0 < options.get("local_share", 0) < 1 else options
+    a, b = make_schedule(*arguments, times, **options), make_schedule(*arguments, other_times, **other)
     assert untimed(a.exchanges) == untimed(b.exchanges)
     for replica in range(a.n_replicas):
         first = untimed(a.replica_program(replica))
@@ -152,7 +158,8 @@ def test_nothing_waits_for_nothing(shape, times):
     # List scheduling: whatever does not start with the stagger starts when something else has ended.
     arguments, options = shape
     schedule = make_schedule(*arguments, times, **options)
-    items = [r for runs in schedule.replicas for r in runs] + [*schedule.attention, *schedule.exchanges]
+    items = [r for runs in schedule.replicas for r in runs]
+    items += [*schedule.attention, *schedule.exchanges, *schedule.local]
     ends = {item.end_s for item in items} | {0.0}
     firsts = [
         next(r for r in runs if r.step == k) for runs in schedule.replicas for k in range(schedule.n_steps)
@@ -161,7 +168,7 @@ def test_nothing_waits_for_nothing(shape, times):
     if schedule.mode == "stages":
         return  # all but the first wait for a context
     begun = [runs[0].start_s for runs in schedule.replicas]
-    stagger = min(times.t_slice_s / schedule.n_replicas, times.t_attention_s)
+    stagger = min(times.t_slice_s / schedule.n_replicas, schedule.t_pool_s)
     assert begun == pytest.approx([r * stagger for r in range(schedule.n_replicas)])
 
 
@@ -203,6 +210,55 @@ def test_one_stage_is_a_replica(n_layers, n_batches, times):
         assert replace(schedule, mode=mode, stages=()) == make_schedule(mode, n_batches, n_layers, times)
 
 
+# --- a share on the replica ---
+shares = st.integers(0, 8).map(lambda n: n / 8)
+
+
+@given(st.integers(1, 9), quarters, quarters, shares)
+def test_two_batches_take_the_replica_or_the_pool(n_layers, t_slice_s, t_attention_s, share):
+    # While the pool attends to one batch, the replica attends to its share of it and runs the other's slice.
+    times = Durations(t_slice_s, t_attention_s)
+    for mode in ("rotational", "fixed"):
+        schedule = make_schedule(mode, 2, n_layers, times, n_steps=3, local_share=share)
+        check(schedule)
+        each_s = max(t_slice_s + share * t_attention_s, (1 - share) * t_attention_s)
+        assert bubbles(schedule).step_s == 2 * t_slice_s + 2 * n_layers * each_s
+
+
+@given(st.integers(1, 9), quarters, quarters, shares)
+def test_one_batch_takes_the_longer_part_of_its_attention(n_layers, t_slice_s, t_attention_s, share):
+    schedule = make_schedule(
+        "none", 1, n_layers, Durations(t_slice_s, t_attention_s), n_steps=3, local_share=share
+    )
+    check(schedule)
+    longer_s = max(share, 1 - share) * t_attention_s
+    assert bubbles(schedule).step_s == (n_layers + 1) * t_slice_s + n_layers * longer_s
+    [replica], pool = bubbles(schedule).replicas, bubbles(schedule).attention
+    local_s, pool_s = (x * n_layers * t_attention_s for x in (share, 1 - share))
+    step_s = bubbles(schedule).step_s
+    assert replica.busy == pytest.approx(((n_layers + 1) * t_slice_s + local_s) / step_s)
+    assert pool.busy == pytest.approx(pool_s / step_s)
+
+
+@given(shapes(), durations)
+def test_no_share_is_none(shape, times):
+    arguments, options = shape
+    plain = {name: value for name, value in options.items() if name != "local_share"}
+    schedule = make_schedule(*arguments, times, **plain)
+    assert schedule == make_schedule(*arguments, times, **plain, local_share=0.0)
+    assert not schedule.local
+    if "local_share" not in options:
+        return
+    # All of it: no exchange, and nothing for the pool. Else the order of all else is as it was.
+    whole = make_schedule(*arguments, times, **plain, local_share=1)
+    assert not whole.exchanges and not whole.attention and not whole.pool_program()
+    share = make_schedule(*arguments, times, **plain, local_share=0.5)
+    assert untimed(share.pool_program()) == untimed(schedule.pool_program())
+    for replica in range(schedule.n_replicas):
+        rest = [item for item in share.replica_program(replica) if not isinstance(item, LocalRun)]
+        assert untimed(rest) == untimed(schedule.replica_program(replica))
+
+
 # --- shared out ---
 
 
@@ -236,6 +292,8 @@ def short(item):
         return f"slice {item.batch}.{item.slice}"
     if isinstance(item, AttentionRun):
         return f"attention {item.batch}.{item.layer}"
+    if isinstance(item, LocalRun):
+        return f"own attention {item.batch}.{item.layer}"
     if isinstance(item, Migration):
         return f"{item.batch}.{item.slice} from {item.source} to {item.target}"
     sides = (("send", item.send), ("receive", item.receive))
@@ -259,6 +317,46 @@ def test_programs_of_two_batches_over_one_replica():
         "send 1.1 receive 0.1", "attention 1.1",
         "receive 1.1",
     ]  # fmt: skip
+
+
+def test_programs_of_two_batches_with_a_share_on_the_replica():
+    schedule = make_schedule("rotational", 2, 1, Durations(2, 4), local_share=0.25)
+    assert [short(i) for i in schedule.replica_program(0)] == [
+        "slice 0.0", "send 0.0", "own attention 0.0",
+        "slice 1.0", "send 1.0 receive 0.0", "own attention 1.0",
+        "slice 0.1", "receive 1.0",
+        "slice 1.1",
+    ]  # fmt: skip
+    assert [(r.start_s, r.end_s) for r in schedule.local] == [(2, 3), (5, 6)]
+    assert [(r.start_s, r.end_s) for r in schedule.attention] == [(2, 5), (5, 8)]
+    whole = make_schedule("rotational", 2, 1, Durations(2, 4), local_share=1)
+    assert [short(i) for i in whole.replica_program(0)] == [
+        "slice 0.0", "own attention 0.0", "slice 1.0", "own attention 1.0", "slice 0.1", "slice 1.1",
+    ]  # fmt: skip
+
+
+def test_a_context_goes_with_what_its_stage_attended_to():
+    schedule = make_schedule("stages", 2, 1, Durations(2, 4), stages=[0, 1], local_share=0.25)
+    check(schedule)
+    assert [short(i) for i in schedule.replica_program(0)] == [
+        "slice 0.0", "send 0.0", "own attention 0.0",
+        "slice 1.0", "send 1.0", "own attention 1.0", "0.1 from 0 to 1", "1.1 from 0 to 1",
+    ]  # fmt: skip
+    early = [replace(m, start_s=2) if m.batch == 0 else m for m in schedule.migrations]
+    with pytest.raises(ValueError, match="starts before the end of the replica's own attention 0 of batch 0"):
+        check(replace(schedule, migrations=tuple(early)))
+    elsewhere = [replace(r, replica=1) for r in schedule.local]
+    with pytest.raises(ValueError, match="own attention 0 of batch 0 in step 0 is on replica 1; 0 runs that"):
+        check(replace(schedule, local=tuple(elsewhere)))
+
+
+def test_a_slice_must_follow_what_its_replica_attends_to():
+    schedule = make_schedule("none", 1, 1, Durations(2, 4), local_share=0.75)
+    late = [replace(r, end_s=r.end_s + 0.5) for r in schedule.local]
+    with pytest.raises(
+        ValueError, match="slice 1 of batch 0 in step 0 starts before the end of the replica's"
+    ):
+        check(replace(schedule, local=tuple(late)))
 
 
 def test_programs_of_three_batches_over_two_replicas():
@@ -412,7 +510,7 @@ def test_two_runs_swapped_are_a_conflict(shape, times, data):
 def test_anything_missing_twice_or_out_of_order_is_a_conflict(shape, times, data):
     arguments, options = shape
     schedule = make_schedule(*arguments, times, **options)
-    name = data.draw(st.sampled_from(["attention", "exchanges", "migrations"]))
+    name = data.draw(st.sampled_from(["attention", "exchanges", "migrations", "local"]))
     items = list(getattr(schedule, name))
     if not items:
         return
@@ -421,7 +519,7 @@ def test_anything_missing_twice_or_out_of_order_is_a_conflict(shape, times, data
         if wrong != items:
             with pytest.raises(ValueError, match="missing|twice"):
                 check(replace(schedule, **{name: tuple(wrong)}))
-    if i != j and name != "migrations":
+    if i != j and name not in ("migrations", "local"):
         items[i], items[j] = items[j], items[i]
         with pytest.raises(ValueError, match="^schedule: "):
             check(replace(schedule, **{name: tuple(items)}))
@@ -431,7 +529,8 @@ def test_anything_missing_twice_or_out_of_order_is_a_conflict(shape, times, data
 def test_an_earlier_start_is_a_conflict(shape, times, data):
     arguments, options = shape
     schedule = make_schedule(*arguments, times, **options)
-    name = data.draw(st.sampled_from(["attention", "exchanges"]))
+    every = ["attention", "exchanges", "local"]
+    name = data.draw(st.sampled_from([name for name in every if getattr(schedule, name)]))
     items = list(getattr(schedule, name))
     i = data.draw(st.integers(0, len(items) - 1))
     items[i] = replace(items[i], start_s=items[i].start_s - 0.1)
@@ -552,6 +651,15 @@ def test_an_order_that_locks_up_is_found_without_the_clock():
         (("stages", 3, 2), {"stages": [1, 1, 1]}, "must begin with 0 and go up by one at a time"),
         (("stages", 3, 2), {"stages": [0, 2, 2]}, "must begin with 0 and go up by one at a time"),
         (("stages", 3, 2), {"stages": [0, 1, 0]}, "must begin with 0 and go up by one at a time"),
+        (("none", 1, 2), {"local_share": 1.5}, "local_share=1.5 must be a share of attention, from 0 to 1"),
+        (("none", 1, 2), {"local_share": -0.5}, "local_share=-0.5 must be a share of attention"),
+        (("none", 1, 2), {"local_share": float("nan")}, "local_share=nan must be a share of attention"),
+        (("rotational", 3, 2), {"local_share": 0.5}, "2 copies of the model are not one: take 2 batches"),
+        (
+            ("fixed", 3, 2),
+            {"local_share": 1, "n_replicas": 2},
+            "local_share=1 of the KV is kept on the model",
+        ),
         (("stages", 0, 2), {"stages": [0, 1, 1]}, "n_batches=0 must be at least 1"),
         (
             ("stages", 3, 2),

@@ -24,7 +24,9 @@ def plan(
     batches: Annotated[
         int | None,
         typer.Option(
-            min=1, max=32, help="Batches in flight: 3; 1 with --mode none; two a stage with stages."
+            min=1,
+            max=32,
+            help="Batches in flight: 3, with --local 2; 1 with --mode none; two a stage with stages.",
         ),
     ] = None,
     layers: Annotated[int, typer.Option(min=1, max=256, help="Attention operators of the model.")] = 8,
@@ -40,6 +42,12 @@ def plan(
         float | None, typer.Option(help="The last slice with the LM head, if not as any other.")
     ] = None,
     exchange_ms: Annotated[float, typer.Option(help="An exchange of a replica and the pool.")] = 0.0,
+    local_share: Annotated[
+        float,
+        typer.Option(
+            "--local", help="Share of attention that model workers compute themselves, from 0 to 1."
+        ),
+    ] = 0.0,
     steps: Annotated[int, typer.Option(min=1, max=100, help="Decode steps in the figure.")] = 2,
     gantt: Annotated[
         Path | None, typer.Option(help="Draw the schedule into this file (.svg, .png, .pdf).")
@@ -50,7 +58,7 @@ def plan(
     from jaxlamina.steps.schedules import Durations, balanced, bubbles, check, make_schedule
 
     def schedule(n_steps: int) -> Schedule:
-        options: dict[str, Any] = {"n_replicas": replicas}
+        options: dict[str, Any] = {"n_replicas": replicas, "local_share": local_share}
         if mode == "stages":
             times_s = [durations.of_slice(k, layers) for k in range(layers + 1)]
             options["stages"] = balanced(times_s, n_stages)
@@ -59,7 +67,7 @@ def plan(
         return made
 
     n_stages = replicas or 2
-    usual = {"none": 1, "stages": 2 * n_stages}.get(mode, 3)
+    usual = {"none": 1, "stages": 2 * n_stages}.get(mode, 2 if local_share else 3)
     n_batches = usual if batches is None else batches
     _check_times(slice=slice_ms, attention=attention_ms, first=first_ms, head=head_ms, exchange=exchange_ms)
     durations = Durations(
@@ -75,6 +83,8 @@ def plan(
         raise UserError(str(error)) from None
     places = _count(drawn.n_replicas, "stage" if mode == "stages" else "model replica")
     title = f"{mode}: {_count(n_batches, 'batch', 'batches')} over {places}"
+    if local_share:
+        title += f", {100 * local_share:g} % of attention on {_whose(drawn)}"
     if gantt is not None:
         from jaxlamina.steps.schedules import gantt as figure
 
@@ -98,6 +108,10 @@ def _check_times(**times_ms: float | None) -> None:
         right = value is None or (0 <= value < float("inf") and (value > 0 or name == "exchange"))
         if not right:
             raise UserError(f"--{name}-ms {value:g} must be a finite time {least}")
+
+
+def _whose(schedule: Schedule) -> str:
+    return f"the {schedule.kind}" if schedule.n_replicas == 1 else f"{schedule.kind}s"
 
 
 def _count(n: int, one: str, many: str = "") -> str:

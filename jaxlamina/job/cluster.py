@@ -210,6 +210,11 @@ class Cluster(ModelOptions):
             )
         if self.tensor_parallel > 1:
             return "does not go with tensor_parallel yet: take local_attention=0, or pipeline_parallel"
+        if self.prefill_workers and self.local_attention == 1:
+            return (
+                "leaves attention workers no KV, and prefill workers reach only them: take "
+                "prefill_workers=0, or a share below 1"
+            )
         if self.prefill_workers and self.partition == "heads":
             return (
                 "would have prefill workers send some heads of each prompt to model workers: take "

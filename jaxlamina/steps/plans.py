@@ -20,7 +20,14 @@ import msgspec
 
 from jaxlamina.errors import UserError
 from jaxlamina.steps.layout import Layout
-from jaxlamina.steps.schedules import AttentionRun, PoolExchange, Schedule, SliceRun, make_schedule
+from jaxlamina.steps.schedules import (
+    AttentionRun,
+    LocalRun,
+    PoolExchange,
+    Schedule,
+    SliceRun,
+    make_schedule,
+)
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import (
     FRONT,
@@ -110,7 +117,7 @@ def why_not(layout: Layout, shape: StepShape) -> str | None:
             f"local_attention={layout.local_share:g} keeps KV on the model rank that runs a request's "
             f"slices, and with {most} replicas of the model that is not one: take local_attention=0"
         )
-    if n > 1 and not any(layout.asks(segment) for segment in shape.segments):
+    if n > 1 and not any(layout.asks(segment) for segment in shape.parts[0].segments):
         return f"n_batches={n} is for batches that attention workers have KV of: take n_batches=1"
     if n > 1 and (n < most or (layout.mode == "rotational" and n != most + 1)):
         return (
@@ -154,13 +161,15 @@ def plan_of(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
 
 def _planned(layout: Layout, segments: Sequence[StepShape], **what: Any) -> PlannedBatch:
     """A batch of these. What prefill workers compute goes to attention workers alone."""
-    return PlannedBatch(
+    planned = PlannedBatch(
         tuple(segments),
         asks=any(map(layout.asks, segments)),
         stores=any(map(layout.stores, segments)),
         local=layout.attends_locally and not segments[0].rank,
         **what,
     )
+    assert planned.stores or planned.local, "its new tokens would be kept nowhere"
+    return planned
 
 
 def _sent_to_front(tasks: Sequence[Task]) -> list[int]:
@@ -179,7 +188,10 @@ def _layer_of(task: Task) -> int:
 
 def _taken_in(pool: Sequence[Task], after: Sequence[list[Task]]) -> list[Task]:
     """The pool's list with what prefill workers compute meanwhile: each layer of it comes after the layer's
-    last task of the rows, for whose answers model ranks wait."""
+    last task of the rows, for whose answers model ranks wait. Of rows that model ranks keep themselves there
+    is none."""
+    if not pool:
+        return [task for tasks in after for task in tasks]
     found: list[Task] = []
     left = [sum(_ends_layer(task) == i for task in pool) for i in range(len(after))]
     for task in pool:
@@ -286,8 +298,8 @@ def _staggered(layout: Layout, shape: StepShape, n_layers: int) -> Plan:
         for item in schedule.replica_program(rank):
             if isinstance(item, PoolExchange):
                 tasks.append(_exchanged(item, POOL, "out", q_first, message))
-                if item.send is not None:
-                    tasks += _own_attention(batches[item.send.batch], *item.send)
+            elif isinstance(item, LocalRun):
+                tasks += _own_attention(batches[item.batch], item.batch, item.layer)
             elif not isinstance(item, SliceRun):
                 ends = item.batch, item.slice, item.source, item.target
                 tasks.append(HandOver(*ends, carries, layout.attends_locally))  # type: ignore[arg-type]
@@ -345,6 +357,5 @@ def _logits_moved(schedule: Schedule, rank: int) -> list[Task]:
 def schedule_of(layout: Layout, n_batches: int, n_layers: int) -> Schedule:
     """The order of a step of several staggered batches."""
     n_replicas = layout.n_replicas if layout.mode == "fixed" else None
-    return make_schedule(
-        layout.mode, n_batches, n_layers, n_replicas=n_replicas, stages=layout.stages or None
-    )
+    shared = {"n_replicas": n_replicas, "stages": layout.stages or None, "local_share": layout.local_share}
+    return make_schedule(layout.mode, n_batches, n_layers, **shared)  # type: ignore[arg-type]

@@ -10,19 +10,27 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NoReturn, TypeAlias
 
-from jaxlamina.steps.schedules.staggered import AttentionRun, Migration, PoolExchange, Schedule, SliceRun
+from jaxlamina.steps.schedules.staggered import (
+    AttentionRun,
+    LocalRun,
+    Migration,
+    PoolExchange,
+    Schedule,
+    SliceRun,
+)
 
-_Item: TypeAlias = SliceRun | AttentionRun | PoolExchange | Migration
+_Run: TypeAlias = SliceRun | AttentionRun | LocalRun
+_Item: TypeAlias = _Run | PoolExchange | Migration
 _POOL = "the attention pool"
 
 
 def check(schedule: Schedule) -> None:
     """Raises a ``ValueError`` that names the first conflict, if there is one.
 
-    In this order: something is missing, twice or unknown; a slice or a context is on the wrong replica, or an
-    exchange at it; something starts before what it needs has ended; a replica or the pool does two things at
-    once, or not in the listed order; the programs, run in their order with every message blocking both ends,
-    lock up.
+    In this order: something is missing, twice or unknown; a slice, a replica's own attention or a context is
+    on the wrong replica, or an exchange at it; something starts before what it needs has ended; a replica or
+    the pool does two things at once, or not in the listed order; the programs, run in their order with every
+    message blocking both ends, lock up.
     """
     _check_complete(schedule)
     _check_places(schedule)
@@ -47,6 +55,8 @@ def _name(item: _Item) -> str:
         )
     if isinstance(item, AttentionRun):
         return f"attention {item.layer} of batch {item.batch} in step {item.step}"
+    if isinstance(item, LocalRun):
+        return f"the replica's own attention {item.layer} of batch {item.batch} in step {item.step}"
     what = "slice" if isinstance(item, SliceRun) else "the context before slice"
     return f"{what} {item.slice} of batch {item.batch} in step {item.step}"
 
@@ -60,13 +70,16 @@ def _check_complete(s: Schedule) -> None:
     pairs = [(step, b) for step in range(s.n_steps) for b in range(s.n_batches)]
     slices = {(*p, k) for p in pairs for k in range(s.n_layers + 1)}
     layers = {(*p, k) for p in pairs for k in range(s.n_layers)}
+    by_pool, kept = (layers if has_any else set() for has_any in (s.has_pool, s.local_share > 0))
     moves = {(t, b, k) for t, b, k in slices if k and s.replica_of(b, k - 1) != s.replica_of(b, k)}
     sent = [(e.step, *e.send) for e in s.exchanges if e.send is not None]
     received = [(e.step, *e.receive) for e in s.exchanges if e.receive is not None]
     _check_each_once("slice", slices, ((r.step, r.batch, r.slice) for runs in s.replicas for r in runs))
-    _check_each_once("attention", layers, ((r.step, r.batch, r.layer) for r in s.attention))
-    _check_each_once("the sending to attention", layers, sent)
-    _check_each_once("the receipt from attention", layers, received)
+    _check_each_once("attention", by_pool, ((r.step, r.batch, r.layer) for r in s.attention))
+    own = ((r.step, r.batch, r.layer) for r in s.local)
+    _check_each_once("the replica's own attention", kept, own)
+    _check_each_once("the sending to attention", by_pool, sent)
+    _check_each_once("the receipt from attention", by_pool, received)
     _check_each_once("the context before slice", moves, ((m.step, m.batch, m.slice) for m in s.migrations))
     for exchange in s.exchanges:
         if exchange.send is None and exchange.receive is None:
@@ -95,6 +108,9 @@ def _check_places(s: Schedule) -> None:
                 _conflict(
                     f"{_name(run)} is on replica {replica}, marked {run.replica}; it belongs on {right}"
                 )
+    for own in s.local:
+        if own.replica != (right := s.replica_of(own.batch, own.layer)):
+            _conflict(f"{_name(own)} is on replica {own.replica}; {right} runs that slice")
     for m in s.migrations:
         source, target = s.replica_of(m.batch, m.slice - 1), s.replica_of(m.batch, m.slice)
         if (m.source, m.target) != (source, target):
@@ -135,7 +151,8 @@ def _check_resources(s: Schedule) -> None:
         for a, b in pairwise(items):
             if b.start_s < a.end_s - slack:
                 _conflict(f"{who} is to start {_name(b)} before {_name(a)} has ended")
-    listed: list[Sequence[SliceRun | AttentionRun | PoolExchange]] = [*s.replicas, s.attention, s.exchanges]
+    listed: list[Sequence[_Run | PoolExchange]] = [*s.replicas, s.attention, s.exchanges]
+    listed += [[run for run in s.local if run.replica == replica] for replica in range(s.n_replicas)]
     for runs in listed:
         for first, then in pairwise(runs):
             if (then.step, then.start_s) < (first.step, first.start_s - slack):
@@ -151,6 +168,10 @@ def _check_needs(s: Schedule) -> None:
             _conflict(f"{_name(then)} starts before the end of {_name(first)}, which it needs")
     for m in s.migrations:
         source, target = slices[m.step, m.batch, m.slice - 1], slices[m.step, m.batch, m.slice]
+        for own in s.local:
+            if (own.step, own.batch, own.layer) == (m.step, m.batch, m.slice - 1):
+                if m.start_s < own.end_s - slack:
+                    _conflict(f"{_name(m)} starts before the end of {_name(own)}, which goes with it")
         if (
             m.start_s < source.end_s - slack
             or m.end_s > target.start_s + slack
@@ -163,16 +184,19 @@ def _needs(
     s: Schedule,
     slices: dict[tuple[int, int, int], SliceRun],
     attention: dict[tuple[int, int, int], AttentionRun],
-) -> Iterator[tuple[SliceRun | AttentionRun | PoolExchange, SliceRun | AttentionRun | PoolExchange]]:
-    """What must end and what may start then: slice, sending, attention, receipt, slice; a token, the next
-    step."""
+) -> Iterator[tuple[_Run | PoolExchange, _Run | PoolExchange]]:
+    """What must end and what may start then: slice, sending, attention, receipt, slice; slice, the replica's
+    own attention, slice; a token, the next step."""
     for (step, batch, k), run in slices.items():
         if k == 0 and step > 0:
             yield slices[step - 1, batch, s.n_layers], run
-        elif k > 0:
+        elif k > 0 and s.has_pool:
             yield attention[step, batch, k - 1], run
     for (step, batch, k), at in attention.items():
         yield slices[step, batch, k], at
+    for own in s.local:
+        yield slices[own.step, own.batch, own.layer], own
+        yield own, slices[own.step, own.batch, own.layer + 1]
     for e in s.exchanges:
         if e.send is not None:
             yield slices[e.step, *e.send], e
@@ -213,7 +237,7 @@ def _check_programs(s: Schedule) -> None:
 
 
 def _ends(item: _Item) -> tuple[str, ...]:
-    if isinstance(item, SliceRun):
+    if isinstance(item, SliceRun | LocalRun):
         return (f"replica {item.replica}",)
     if isinstance(item, AttentionRun):
         return (_POOL,)
@@ -227,16 +251,24 @@ def _inputs(s: Schedule, item: _Item) -> list[Hashable]:
     if isinstance(item, SliceRun):
         if item.slice == 0:
             return [("slice", step - 1, item.batch, s.n_layers)] if step else []
-        needs: list[Hashable] = [("out", step, item.batch, item.slice - 1)]
+        needs: list[Hashable] = [("out", step, item.batch, item.slice - 1)] if s.has_pool else []
+        needs += _own(s, step, item.batch, item.slice - 1)
         if s.replica_of(item.batch, item.slice - 1) != s.replica_of(item.batch, item.slice):
             needs.append(("context", step, item.batch, item.slice))
         return needs
     if isinstance(item, AttentionRun):
         return [("qkv", step, item.batch, item.layer)]
+    if isinstance(item, LocalRun):
+        return [("slice", step, item.batch, item.layer)]
     if isinstance(item, Migration):
-        return [("slice", step, item.batch, item.slice - 1)]
+        return [("slice", step, item.batch, item.slice - 1), *_own(s, step, item.batch, item.slice - 1)]
     needs = [] if item.send is None else [("slice", step, *item.send)]
     return needs if item.receive is None else [*needs, ("attention", step, *item.receive)]
+
+
+def _own(s: Schedule, step: int, batch: int, layer: int) -> list[Hashable]:
+    """The replica's own attention, if it has a share."""
+    return [("own", step, batch, layer)] if s.local_share else []
 
 
 def _outputs(item: _Item) -> list[Hashable]:
@@ -245,6 +277,8 @@ def _outputs(item: _Item) -> list[Hashable]:
         return [("slice", step, item.batch, item.slice)]
     if isinstance(item, AttentionRun):
         return [("attention", step, item.batch, item.layer)]
+    if isinstance(item, LocalRun):
+        return [("own", step, item.batch, item.layer)]
     if isinstance(item, Migration):
         return [("context", step, item.batch, item.slice)]
     sides = (("qkv", item.send), ("out", item.receive))
@@ -256,7 +290,8 @@ def _outputs(item: _Item) -> list[Hashable]:
 
 @dataclass(frozen=True)
 class Shares:
-    """What a replica or the pool does with its time; the four add up to 1.
+    """What a replica or the pool does with its time; the four add up to 1. ``busy``: with slices and
+    attention. A pool that has nothing to attend to is idle at its ends.
 
     ``idle_within``: waiting between its first and its last run of one step. ``idle_boundary``: waiting from
     its last run of a step to its first of the next.
@@ -288,17 +323,21 @@ def bubbles(schedule: Schedule) -> Bubbles:
     s = schedule
     step = max(s.n_steps - 2, 0)
     by_replica = [[e for e in s.exchanges if e.replica == r] for r in range(s.n_replicas)]
-    replicas = tuple(_shares(runs, mine, step) for runs, mine in zip(s.replicas, by_replica, strict=True))
+    own = [[r for r in s.local if r.replica == replica] for replica in range(s.n_replicas)]
+    work: list[list[_Run]] = [[*runs, *mine] for runs, mine in zip(s.replicas, own, strict=True)]
+    for runs in work:
+        runs.sort(key=lambda run: run.start_s)
+    replicas = tuple(_shares(runs, mine, step) for runs, mine in zip(work, by_replica, strict=True))
     starts_s = [min(r.start_s for runs in s.replicas for r in runs if r.step == k) for k in range(s.n_steps)]
     ends_s = max(r.end_s for runs in s.replicas for r in runs)
     step_s = (starts_s[step + 1] if s.n_steps > 1 else ends_s) - starts_s[step]
     return Bubbles(replicas, _shares(s.attention, s.exchanges, step), step_s)
 
 
-def _shares(
-    runs: Sequence[SliceRun] | Sequence[AttentionRun], exchanges: Sequence[PoolExchange], step: int
-) -> Shares:
+def _shares(runs: Sequence[_Run], exchanges: Sequence[PoolExchange], step: int) -> Shares:
     now = [r for r in runs if r.step == step]
+    if not now:
+        return Shares(0.0, 0.0, 0.0, 1.0)
     start_s, last_s = now[0].start_s, now[-1].end_s
     end_s = next((r.start_s for r in runs if r.step == step + 1), last_s)
     busy_s = sum(r.end_s - r.start_s for r in now)

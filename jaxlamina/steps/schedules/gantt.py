@@ -1,16 +1,19 @@
 """A schedule drawn as Lamina 2025, Figure 8: a row a replica or stage and one for the attention pool, a
-colour a batch.
+colour a batch; lighter where a replica attends to the KV that it keeps.
 
 Knows a finished `Schedule` and nothing of how it came about. Needs matplotlib.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxlamina.errors import UserError
-from jaxlamina.steps.schedules.staggered import AttentionRun, Schedule, SliceRun
+from jaxlamina.steps.schedules.staggered import AttentionRun, LocalRun, Schedule, SliceRun
+
+_Run: TypeAlias = SliceRun | AttentionRun | LocalRun
 
 # Okabe and Ito's, with the ink that is read on each: told apart by all eyes, and in print.
 _COLORS = (
@@ -24,6 +27,7 @@ _COLORS = (
     ("#666666", "white"),
 )
 _INK, _IDLE, _EXCHANGE = "#333333", "#ececec", "#222222"
+_LIGHTER = 0.72  # of white in the colour of what a replica attends to itself
 _BAR = 0.76  # of a row's height
 _LETTER_IN, _MARGIN_IN = 0.07, 0.05  # of a label, inches
 
@@ -44,11 +48,13 @@ def check(schedule: Schedule, path: Path) -> None:
 
 
 def draw(schedule: Schedule, title: str, path: Path) -> None:
-    """Writes the figure, times in ms. A letter is a batch, a number a slice or a layer; grey is waiting."""
+    """Writes the figure, times in ms. A letter is a batch, a number a slice or a layer; grey is waiting. With
+    all KV on the replicas there is no row of the pool."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    rows: list[tuple[SliceRun | AttentionRun, ...]] = [*schedule.replicas, schedule.attention]
+    pool = [schedule.attention] if schedule.has_pool else []
+    rows: list[tuple[SliceRun | AttentionRun, ...]] = [*schedule.replicas, *pool]
     end_ms = 1e3 * max(run.end_s for row in rows for run in row)
     n_slots = schedule.n_steps * (schedule.n_layers + 1) * schedule.n_batches / schedule.n_replicas
     width = min(16.0, max(8.6, 1.8 + 0.30 * n_slots))
@@ -67,13 +73,17 @@ def draw(schedule: Schedule, title: str, path: Path) -> None:
                     _bars(axes, y, [r for r in runs if _is_head(schedule, r) == head], color, head)
                 for run in runs:
                     _label(axes, y, run, _is_head(schedule, run), ink, inch_a_ms)
+        for own in schedule.local:
+            color, _ = _COLORS[own.batch]
+            _bars(axes, own.replica, [own], color, is_own=True)
+            _label(axes, own.replica, own, False, _INK, inch_a_ms)
         for run in schedule.replicas[0]:
             if (run.batch, run.slice) == (0, 0):
                 axes.axvline(1e3 * run.start_s, color=_INK, lw=0.9, ls=(0, (3, 2)), zorder=1)
         _exchanges(axes, schedule)
         _legend(axes, schedule)
         names = [f"{schedule.kind} {r}" for r in range(schedule.n_replicas)]
-        axes.set_yticks(range(len(rows)), [*names, "attention pool"])
+        axes.set_yticks(range(len(rows)), [*names, *(["attention pool"] if pool else [])])
         axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.set_xlabel("ms")
         axes.tick_params(length=0, colors=_INK)
@@ -87,13 +97,21 @@ def _is_head(schedule: Schedule, run: SliceRun | AttentionRun) -> bool:
     return isinstance(run, SliceRun) and run.slice == schedule.n_layers
 
 
-def _bars(axes: Any, y: int, runs: list[SliceRun | AttentionRun], color: str, head: bool) -> None:
+def _bars(
+    axes: Any, y: int, runs: Sequence[_Run], color: str, head: bool = False, is_own: bool = False
+) -> None:
     spans = [(1e3 * run.start_s, 1e3 * (run.end_s - run.start_s)) for run in runs]
     look = {"edgecolor": "black", "linewidth": 1.4} if head else {"edgecolor": "white", "linewidth": 0.7}
-    axes.broken_barh(spans, (y - _BAR / 2, _BAR), facecolor=color, zorder=3 if head else 2, **look)
+    face = _lighter(color) if is_own else color
+    axes.broken_barh(spans, (y - _BAR / 2, _BAR), facecolor=face, zorder=3 if head else 2, **look)
 
 
-def _label(axes: Any, y: int, run: SliceRun | AttentionRun, head: bool, ink: str, inch_a_ms: float) -> None:
+def _lighter(color: str) -> str:
+    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 * _LIGHTER + (1 - _LIGHTER) * part):02x}" for part in parts)
+
+
+def _label(axes: Any, y: int, run: _Run, head: bool, ink: str, inch_a_ms: float) -> None:
     number = run.slice if isinstance(run, SliceRun) else run.layer
     span_in = 1e3 * (run.end_s - run.start_s) * inch_a_ms
     letter = chr(ord("A") + run.batch)
@@ -121,7 +139,10 @@ def _legend(axes: Any, schedule: Schedule) -> None:
         for i, (color, _) in enumerate(_COLORS[: schedule.n_batches])
     ]
     handles.append(Patch(facecolor="white", edgecolor="black", linewidth=1.4, label="last slice (LM head)"))
-    if schedule.durations.t_exchange_s:
+    if schedule.local:
+        light = _lighter(_COLORS[0][0])
+        handles.append(Patch(facecolor=light, edgecolor="white", label="attention, kept here"))
+    if schedule.durations.t_exchange_s and schedule.exchanges:
         handles.append(Patch(facecolor=_EXCHANGE, label="exchange"))
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     handles.append(Line2D([], [], color=_INK, lw=0.9, ls=(0, (3, 2)), label="a step begins"))

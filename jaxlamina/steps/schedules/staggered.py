@@ -14,6 +14,10 @@ In the mode "stages" a replica is a stage of a pipeline: it has some slices in a
 them. Its slots are in another order, in which pairs of batches follow each other from stage to stage
 (`Schedule.turn`).
 
+A replica may keep a share of the KV and attend to that itself (local attention). It does so right after it
+has sent q, k and v, so that the pool attends to the rest meanwhile, and before its next slice. With all KV
+on the replica there is no exchange and nothing for the pool to do.
+
 Knows neither models, devices nor transports: the programs read the order, drawings and simulators the times.
 """
 
@@ -60,6 +64,12 @@ class Durations:
         return self.t_slice_s if special is None else special
 
 
+def check_local_share(share: float) -> None:
+    """``ValueError`` for what is no share."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"local_share={share:g} must be a share of attention, from 0 to 1")
+
+
 class Operator(NamedTuple):
     """One batch's attention operator of one layer: what q, k and v go to and an output comes back from."""
 
@@ -86,6 +96,22 @@ class AttentionRun:
     step: int
     batch: int
     layer: int
+    start_s: float
+    end_s: float
+
+    @property
+    def operator(self) -> Operator:
+        return Operator(self.batch, self.layer)
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """What a replica attends to itself of an attention operator: the share of the KV that it keeps."""
+
+    step: int
+    batch: int
+    layer: int
+    replica: int
     start_s: float
     end_s: float
 
@@ -138,8 +164,9 @@ class Schedule:
     """``n_steps`` decode steps of ``n_batches`` batches. What is in a tuple is in the order in which it is
     run.
 
-    ``replicas[r]`` are the slices of replica r; ``attention`` and ``exchanges`` are the pool's. A replica has
-    its exchanges in the pool's order. A step is complete in itself: every step has the same order, and
+    ``replicas[r]`` are the slices of replica r, ``local`` what replicas attend to themselves, ``local_share``
+    of all attention; ``attention`` and ``exchanges`` are the pool's. A replica has its exchanges in the
+    pool's order. A step is complete in itself: every step has the same order, and
     nothing but the sampled tokens goes from one to the next, so one program a rank serves all steps.
     ``stages``: each slice's replica, in the mode "stages".
     """
@@ -155,6 +182,23 @@ class Schedule:
     exchanges: tuple[PoolExchange, ...]
     migrations: tuple[Migration, ...]
     stages: tuple[int, ...] = ()
+    local: tuple[LocalRun, ...] = ()
+    local_share: float = 0.0
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether the pool has anything to attend to."""
+        return self.local_share < 1
+
+    @property
+    def t_local_s(self) -> float:
+        """What a replica attends to itself of an operator takes so long."""
+        return self.local_share * self.durations.t_attention_s
+
+    @property
+    def t_pool_s(self) -> float:
+        """What the pool attends to of an operator takes so long."""
+        return (1 - self.local_share) * self.durations.t_attention_s
 
     def replica_of(self, batch: int, slice_: int) -> int:
         """Where a slice runs. Rotational: ``(batch + slice) mod (n - 1)``; fixed: ``batch mod
@@ -183,22 +227,25 @@ class Schedule:
         longest = max(Counter(self.stages).values())
         return (batch // 2 + stage) * longest + slice_ - self.stages.index(stage), batch % 2, batch
 
-    def replica_program(self, replica: int, step: int = 0) -> tuple[SliceRun | PoolExchange | Migration, ...]:
+    def replica_program(
+        self, replica: int, step: int = 0
+    ) -> tuple[SliceRun | LocalRun | PoolExchange | Migration, ...]:
         """All that one replica does in a step, in order.
 
-        Between two slices: exchanges with the pool, the next slice's context if it comes from elsewhere, and
-        this slice's context if it goes elsewhere. In this order nothing locks up even if every message blocks
-        both ends (`check` tries it), but sending a context must not block in a rotation: its target runs a
-        slice of its own for a while yet.
+        Between two slices: exchanges with the pool, what it attends to itself for the slice before, the next
+        slice's context if it comes from elsewhere, and this slice's context if it goes elsewhere. In this
+        order nothing locks up even if every message blocks both ends (`check` tries it), but sending a
+        context must not block in a rotation: its target runs a slice of its own for a while yet.
         """
         mine = [e for e in self.exchanges if e.replica == replica and e.step == step]
         before = {_input_of(e.receive): e for e in mine if e.receive is not None and e.send is None}
         after = {tuple(e.send): e for e in mine if e.send is not None}
+        kept = {tuple(r.operator): r for r in self.local if r.replica == replica and r.step == step}
         moves = [m for m in self.migrations if m.step == step]
         comes = {(m.batch, m.slice): m for m in moves if m.target == replica}
         goes = {(m.batch, m.slice - 1): m for m in moves if m.source == replica}
         runs = {(run.batch, run.slice): run for run in self.replicas[replica] if run.step == step}
-        program: list[SliceRun | PoolExchange | Migration | None] = []
+        program: list[SliceRun | LocalRun | PoolExchange | Migration | None] = []
         leaving: list[Migration] = []
         last: tuple[int, int] | None = None
         for key, run in runs.items():
@@ -213,7 +260,7 @@ class Schedule:
             else:  # All send at once around a ring, so each takes first.
                 program += [before.get(key), comes.get(key), *ready, run]
             leaving = [m for m in (*leaving, goes.get(key)) if m is not None and m not in ready]
-            program.append(after.get(key))
+            program += [after.get(key), kept.get(key)]
             last = key
         return tuple(item for item in (*program, *leaving) if item is not None)
 
@@ -239,6 +286,7 @@ def make_schedule(
     n_steps: int = 1,
     n_replicas: int | None = None,
     stages: Sequence[int] | None = None,
+    local_share: float = 0.0,
 ) -> Schedule:
     """The schedule of ``n_steps`` decode steps of a model with ``n_layers`` attention operators.
 
@@ -258,6 +306,10 @@ def make_schedule(
       keep all at work but for the filling and draining of the pipeline; fewer, and one alone, take turns on
       the stages.
 
+    ``local_share``: of every attention operator, what the replica that ran the slice before it does itself:
+    of ``t_attention_s`` it takes that share, the pool the rest. With several replicas only stages can: a
+    request's KV stays where it is, and they alone have each of its layers in one place.
+
     Times are those of list scheduling: everything starts as soon as the order, its resource and its input
     allow. Only a step's first slice on replica r keeps the stagger, ``r * t_slice_s / n_replicas`` behind
     replica 0: started sooner, it would end before the pool had time for it. ``ValueError`` for what cannot
@@ -273,9 +325,15 @@ def make_schedule(
     _check_stages(mode, stages, n_layers)
     of_slices = tuple(stages or ())
     replicas = _n_replicas(mode, n_batches, n_replicas, of_slices)
-    maker = _Maker(
-        Schedule(mode, n_batches, replicas, n_layers, n_steps, durations, (), (), (), (), of_slices)
-    )
+    check_local_share(local_share)
+    if local_share and replicas > 1 and mode != "stages":
+        one = "2 batches" if mode == "rotational" else "one"
+        raise ValueError(
+            f"local_share={local_share:g} of the KV is kept on the model rank that runs a request's slices, "
+            f"and {replicas} copies of the model are not one: take {one}, stages, or local_share=0"
+        )
+    given = mode, n_batches, replicas, n_layers, n_steps, durations
+    maker = _Maker(Schedule(*given, (), (), (), (), of_slices, (), local_share))
     for step in range(n_steps):
         maker.add(step)
     return maker.schedule()
@@ -330,6 +388,7 @@ class _Maker:
         self.attention: list[AttentionRun] = []
         self.exchanges: list[PoolExchange] = []
         self.migrations: list[Migration] = []
+        self.local: list[LocalRun] = []
         self.waiting: set[Operator] = set()  # attended to, and nobody has the output yet
         self.free_s = [0.0] * plan.n_replicas  # when each replica is next free
         self.pool_free_s = 0.0
@@ -337,7 +396,7 @@ class _Maker:
         self.begun_s: list[float] = []  # when each replica began with this step
         # The paper's t / (n - 1), but where attention is shorter no replica need wait that long for its turn
         # in the pool.
-        self.stagger_s = min(self.durations.t_slice_s / plan.n_replicas, self.durations.t_attention_s)
+        self.stagger_s = min(self.durations.t_slice_s / plan.n_replicas, plan.t_pool_s)
 
     def add(self, step: int) -> None:
         """One step more, slot by slot. What the pool does comes in its order: slots never look ahead."""
@@ -349,10 +408,15 @@ class _Maker:
             if slice_ == self.plan.n_layers:
                 continue
             send = Operator(batch, slice_)
+            if not self.plan.has_pool:
+                self._attend_locally(step, replica, send)
+                continue
             receive = None if following is None else Operator(following[0], following[1] - 1)
             # In a rotation it was the pool's last one, so nobody waits for the two to fall together.
             self._exchange(step, replica, send, receive if receive in self.waiting else None)
             self._attend(step, send)
+            if self.plan.local_share:
+                self._attend_locally(step, replica, send)
             if send == receive:  # One batch to a replica: nothing to do while it is in attention.
                 self._exchange(step, replica, None, receive)
 
@@ -363,6 +427,7 @@ class _Maker:
             attention=tuple(self.attention),
             exchanges=tuple(self.exchanges),
             migrations=tuple(self.migrations),
+            local=tuple(self.local),
         )
 
     def _slots(self) -> Iterator[tuple[int, int, int, tuple[int, int] | None]]:
@@ -406,6 +471,11 @@ class _Maker:
 
     def _attend(self, step: int, operator: Operator) -> None:
         start_s = self.pool_free_s
-        self.pool_free_s = start_s + self.durations.t_attention_s
+        self.pool_free_s = start_s + self.plan.t_pool_s
         self.attention.append(AttentionRun(step, *operator, start_s, self.pool_free_s))
         self.waiting.add(operator)
+
+    def _attend_locally(self, step: int, replica: int, operator: Operator) -> None:
+        start_s = self.free_s[replica]
+        self.free_s[replica] = start_s + self.plan.t_local_s
+        self.local.append(LocalRun(step, *operator, replica, start_s, self.free_s[replica]))
