@@ -6,6 +6,7 @@ Knows rich, matplotlib and JSON; nothing of what is measured.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -108,8 +109,13 @@ def save(path: Path, record: Mapping[str, Any], option: str) -> None:
 
 @contextmanager
 def progress(what: str = "starting") -> Iterator[Callable[[str], None]]:
-    """Yields a function that is told what is being done, which is shown on stderr."""
-    with Console(stderr=True).status(what) as status:
+    """Yields a function that is told what is being done, which is shown on stderr: a line each where that is
+    no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status(what) as status:
         yield status.update
 
 

@@ -248,7 +248,10 @@ def measure(
             except _FAILURES as error:
                 on_failure(f"{name}: {_reason(error)}")
         for case in options.cases:
-            found += _CaseRun(bench, case).run(executors)
+            results = _CaseRun(bench, case).run(executors)
+            found += results
+            for result in results:
+                on_progress(f"{result.case}, {result.way}: {result.ms:.2f} ms")
         executors.clear()
         gc.collect()  # an executor's programs and the executor name each other
     return found, limit

@@ -121,6 +121,11 @@ class Placement:
         return len(self._free)
 
     @property
+    def n_free(self) -> Int[np.ndarray, " workers"]:
+        """Places on each worker that nothing has."""
+        return self._n_free
+
+    @property
     def n_used(self) -> Int[np.ndarray, " workers"]:
         """Tokens on each worker."""
         return self._capacities - self._n_free

@@ -324,10 +324,13 @@ class PoolBook:
         return (quarters(max(1, most[0]), b, 4) if c else 0), c, quarters(most_new, n_new, 4)
 
     def is_on_workers(self, batch: PrefillBatch) -> bool:
-        """Whether attention workers have all tokens that a prompt follows."""
+        """Whether attention workers have all tokens that a prompt follows, and each of them room for all of
+        its own."""
         if self.placement is None or not self._layout.attends_locally:
             return True
-        return bool((self.placement.worker[_stored(batch)] < len(self._layout.workers)).all())
+        n = len(self._layout.workers)
+        has_room = self.placement.n_free[:n].min() >= (batch.slots < self.n_slots).sum()
+        return bool(has_room and (self.placement.worker[_stored(batch)] < n).all())
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         """As `jaxlamina.kv.wishes.place_stored` has it."""

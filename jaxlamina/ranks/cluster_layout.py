@@ -19,7 +19,10 @@ Tie = jax.Array | None
 def partition_of(cluster: Cluster, n_kv_heads: Sequence[int]) -> str:
     """The cluster's partition, chosen for a model with so many KV heads where the cluster says "auto".
     ``UserError`` for one that cannot be, with these heads or with what else the cluster says."""
-    partition = chosen_partition(cluster.partition, cluster.n_attention, n_kv_heads, cluster.local_share)
+    asked, share = cluster.partition, cluster.local_share
+    if asked == AUTO and cluster.prefill_workers and share not in (0, 1):
+        asked = "tokens"  # prefill workers send prompts to attention workers alone
+    partition = chosen_partition(asked, cluster.n_attention, n_kv_heads, share)
     replace(cluster, partition=partition)  # type: ignore[arg-type]  # checks the combination
     return partition
 
