@@ -118,10 +118,42 @@ class PlannedRows(NamedTuple):
     local: tuple[SegmentSlots, ...] = ()
 
     def with_chunk(self, chunk: PlannedRows) -> PlannedRows:
-        """And a prompt alongside."""
-        slots = [own + more for own, more in zip(self.slots, chunk.slots, strict=True)]
-        shape = msgspec.structs.replace(self.shape, chunk=chunk.shape)
-        return PlannedRows(shape, slots, self.at + chunk.at, self.local + chunk.local)
+        """And a prompt alongside. Where model ranks keep a share, attention workers have to do with both or
+        with neither, so that such steps are few."""
+        rows = self
+        if self.local and self.at:
+            asks, stores = (any(getattr(x.shape, n) for x in (self, chunk)) for n in ("rows", "new"))
+            rows, chunk = rows._of_all(asks, stores), chunk._of_all(asks, stores)
+        slots = [own + more for own, more in zip(rows.slots, chunk.slots, strict=True)]
+        shape = msgspec.structs.replace(rows.shape, chunk=chunk.shape)
+        return PlannedRows(shape, slots, rows.at + chunk.at, rows.local + chunk.local)
+
+    def _of_all(self, asks: bool, stores: bool) -> PlannedRows:
+        """The same, but that attention workers are asked about all rows, or get all new tokens, of which they
+        keep none, if they have to do with none of them so far."""
+        shape, n_workers = self.shape, len(self.slots)
+        more_rows = asks and not shape.rows and shape.kind != "prefill"
+        more_new = stores and not shape.new
+        n_rows = shape.batch if more_rows else shape.rows
+        n_new = shape.batch * shape.tokens if more_new else shape.new
+
+        def widened(slots: SegmentSlots) -> SegmentSlots:
+            new_slots = np.full(n_new, NO_SLOT) if more_new else slots.new_slots
+            if not more_rows:
+                return _segment(slots.slot_table, slots.lengths, new_slots, slots.q_positions)
+            table = np.zeros((n_rows, shape.context), np.int32)
+            queries = {w: np.zeros((n_rows, shape.tokens), np.int32) for w in slots.q_positions}
+            return _segment(table, np.zeros(n_rows, np.int32), new_slots, queries)
+
+        def in_order(n: int) -> Int32[np.ndarray, "b n"]:
+            return np.tile(np.arange(n, dtype=np.int32), (n_workers, 1))
+
+        [at] = self.at
+        if more_rows:
+            at = at._replace(rows=in_order(n_rows), spread=in_order(shape.batch))
+        at = at._replace(new=in_order(n_new)) if more_new else at
+        shape = msgspec.structs.replace(shape, rows=n_rows, new=n_new)
+        return PlannedRows(shape, [(widened(slots),) for [slots] in self.slots], (at,), self.local)
 
 
 class PoolBook:

@@ -19,21 +19,19 @@ from jaxlamina.ranks.rank_kv import RankKV
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import partial_attention
 
-_ROWS, _MOST_TOKENS, _N_TIMES = 32, 262_144, 5
+_ROWS, _MOST_TOKENS, _N_TIMES = 32, 262_144, 7
 
 
 def seconds_per_token(kv: RankKV, specs: Sequence[AttentionSpec], n_query_heads: Sequence[int]) -> float:
-    """Of all of the rank's layers, as decode steps have it: what a token more takes, so that what a kernel
-    takes at least is left out. 0 where there is too little room to measure it."""
-    n_tokens = min(kv.n_slots, _MOST_TOKENS) // (4 * _ROWS) * 4
-    if not n_tokens:
+    """Of all of the rank's layers, as decode steps have it. 0 where there is too little room to measure it."""
+    n_each = min(kv.n_slots, _MOST_TOKENS) // _ROWS
+    if not n_each:
         return 0.0
     layers = list(zip(specs, n_query_heads, strict=True))
     found = 0.0
     for (spec, n_heads), count in Counter(layers).items():
         i = layers.index((spec, n_heads))
-        large, small = (_seconds(kv, i, spec, n_heads, n) for n in (n_tokens, n_tokens // 4))
-        found += count * max(0.0, large - small) / (_ROWS * (n_tokens - n_tokens // 4))
+        found += count * _seconds(kv, i, spec, n_heads, n_each) / (_ROWS * n_each)
     return found
 
 

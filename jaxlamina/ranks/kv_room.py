@@ -20,6 +20,7 @@ from jaxlamina.steps.layout import Layout
 from jaxlamina.workers.capacity import (
     check_host_slots,
     check_slots,
+    free_memory_bytes,
     host_slots_that_pay,
     is_accelerator,
     slots_that_fit,
@@ -50,7 +51,9 @@ def slots_found(
         n_slots = setup.kv_slots
     else:
         most, least = setup.kv_slots or setup.most_slots, 0 if of_rank else setup.least_slots
-        needed = needs_bytes(device)
+        # What the largest step needs is found by compiling it: only where it may matter.
+        fits_twice = 2 * most * sum(spec.slot_bytes for spec in specs) < free_memory_bytes(device)[0]
+        needed = 0 if fits_twice and setup.kv_slots is not None else needs_bytes(device)
         n_slots = slots_that_fit(specs, device, most, least, share=share, workspace_bytes=needed)
     n_host_slots = setup.n_host_slots
     if n_host_slots is None:
