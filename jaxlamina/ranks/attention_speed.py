@@ -23,7 +23,8 @@ _ROWS, _MOST_TOKENS, _N_TIMES = 32, 262_144, 7
 
 
 def seconds_per_token(kv: RankKV, specs: Sequence[AttentionSpec], n_query_heads: Sequence[int]) -> float:
-    """Of all of the rank's layers, as decode steps have it. 0 where there is too little room to measure it."""
+    """Of all of the rank's layers, as decode steps have it. 0 where there is too little room to measure
+    it."""
     n_each = min(kv.n_slots, _MOST_TOKENS) // _ROWS
     if not n_each:
         return 0.0

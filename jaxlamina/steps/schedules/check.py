@@ -169,9 +169,9 @@ def _check_needs(s: Schedule) -> None:
     for m in s.migrations:
         source, target = slices[m.step, m.batch, m.slice - 1], slices[m.step, m.batch, m.slice]
         for own in s.local:
-            if (own.step, own.batch, own.layer) == (m.step, m.batch, m.slice - 1):
-                if m.start_s < own.end_s - slack:
-                    _conflict(f"{_name(m)} starts before the end of {_name(own)}, which goes with it")
+            goes_with = (own.step, own.batch, own.layer) == (m.step, m.batch, m.slice - 1)
+            if goes_with and m.start_s < own.end_s - slack:
+                _conflict(f"{_name(m)} starts before the end of {_name(own)}, which goes with it")
         if (
             m.start_s < source.end_s - slack
             or m.end_s > target.start_s + slack
