@@ -1,12 +1,15 @@
-"""Draws the two pictures of architecture.md: `make pictures`, or `python docs/pictures.py`.
+"""Draws the pictures of architecture.md: `make pictures`, or `python docs/pictures.py`.
 
 ``rooms`` has the rooms by floors. Floors and imports are those that `tests/test_rooms.py` reads. An arrow
 that follows from others is left out. ``step`` has the life of a step, with the tasks that `plan_of` gives two
-ranks. Both are SVG as text.
+ranks. ``local-attention`` has the scale from Lamina to the unsplit model, with step times as they were measured
+(docs/measurements). All are SVG as text.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
@@ -360,7 +363,85 @@ def step() -> str:
     return picture(width, height, "The life of a step", parts())
 
 
-PICTURES = {"rooms": rooms, "step": step}
+# --- where attention is computed ---
+CURVES = {
+    ("B 64, 4096 tokens", 1): ("64 × 4,096, one batch", "#2563c9", ""),
+    ("B 64, 4096 tokens", 2): ("64 × 4,096, two staggered", "#2563c9", "5 4"),
+    ("B 160, 4096 tokens", 1): ("160 × 4,096, one batch", "#b4530a", ""),
+    ("B 160, 4096 tokens", 2): ("160 × 4,096, two staggered", "#b4530a", "5 4"),
+    ("B 64, 16384 tokens", 1): ("64 × 16,384, one batch (8 of the model's layers)", "#3d7a46", ""),
+}
+
+
+def measured() -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Of each curve by heads, (share, step time relative to one unsplit GPU), by share."""
+    data = json.loads((ROOT / "docs" / "measurements" / "local-attention.json").read_text())
+    rows = [(r, statistics.median(r["ahead_ms"])) for r in data["results"] if r["run"] == "heads"]
+    unsplit = {r["case"]: ms for r, ms in rows if r["way"] == "unsplit"}
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for r, ms in rows:
+        # With all of it on the model worker nothing is staggered.
+        if r["way"] != "unsplit" and not (r["share"] == 1 and r["n_batches"] > 1):
+            found.setdefault((r["case"], r["n_batches"]), []).append((r["share"], ms / unsplit[r["case"]]))
+    of_few = {(r["case"], r["way"]): r["median_ms"] for r in data["layers_8_two_rounds"]}
+    case = "B 64, 16384 tokens"
+    of_case = [(x, of_few[case, f"split, {x:g} local"] / of_few[case, "unsplit"]) for x in (0.5, 1.0)]
+    return {key: sorted(points) for key, points in (found | {(case, 1): of_case}).items()}
+
+
+def local_attention() -> str:
+    """Three points of the scale, and under them the curves."""
+    width, height, top, wide = 760, 620, 70, 220
+    chart_x, chart_y, chart_w, chart_h = 70.0, 250.0, 640.0, 270.0
+    points = ((0.0, "x = 0: Lamina"), (0.5, "x between: both attend"), (1.0, "x = 1: unsplit"))
+    low, high = 0.5, 1.3
+
+    def at(x: float, ratio: float) -> tuple[float, float]:
+        return chart_x + x * chart_w, chart_y + (high - ratio) / (high - low) * chart_h
+
+    def parts() -> Iterator[str]:
+        yield from heading(
+            "Where attention is computed is a scale",
+            "A share x of the KV stays on the model workers, which attend to it while attention workers attend "
+            "to the rest.",
+        )
+        for n, (x, name) in enumerate(points):
+            left_x = MARGIN + n * (wide + 30)
+            yield text(left_x + wide / 2, top + 8, name, size=13, style='font-weight="700"')
+            own = ("all the KV,", "attention") if x == 1 else ("x of the KV,", "attention") if x else ()
+            yield from box(left_x, top + 20, wide / 2 - 8, 80, AMBER, "model", "weights, slices", *own)
+            rest = ("idle",) if x == 1 else ("1 − x of the KV,", "attention") if x else ("all the KV,", "attention")
+            yield from box(left_x + wide / 2 + 8, top + 20, wide / 2 - 8, 80, VIOLET, "attention", *rest)
+            sent = "nothing is sent" if x == 1 else "q, k, v; the output comes back"
+            yield text(left_x + wide / 2, top + 118, sent, size=10, style=f'fill="{SOFT}"')
+        about = "Decode step's time / one H200 that does all; 8B model, bfloat16, 2 × H200, x by heads (2026-11-24)"
+        yield left(chart_x, chart_y - 16, about, size=12)
+        for ratio in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3):
+            (x0, y), (x1, _) = at(0, ratio), at(1, ratio)
+            dark = LINE if ratio == 1.0 else "#dfe3e8"
+            yield f'<line x1="{x0:g}" y1="{y:.1f}" x2="{x1:g}" y2="{y:.1f}" stroke="{dark}"/>'
+            yield text(x0 - 8, y + 4, f"{ratio:.1f}", size=11, anchor="end")
+        for x in (0, 0.25, 0.5, 0.75, 1):
+            (own_x, y) = at(x, low)
+            yield text(own_x, y + 18, f"{x:g}", size=11)
+        yield text(chart_x + chart_w / 2, chart_y + chart_h + 36, "x, the share on the model worker", size=12)
+        for n, (key, curve) in enumerate(measured().items()):
+            words, colour, dashes = CURVES[key]
+            line = " ".join(f"{px:.1f},{py:.1f}" for px, py in (at(*point) for point in curve))
+            yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
+            for px, py in (at(*point) for point in curve):
+                yield f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>'
+            x0, y = chart_x + 12 + (n % 2) * 320, chart_y + chart_h + 56 + (n // 2) * 16
+            yield (
+                f'<line x1="{x0:g}" y1="{y - 4}" x2="{x0 + 30:g}" y2="{y - 4}" stroke="{colour}" '
+                f'stroke-width="2" stroke-dasharray="{dashes}"/>'
+            )
+            yield left(x0 + 38, y, words, size=11)
+
+    return picture(width, height, "Where attention is computed is a scale", parts())
+
+
+PICTURES = {"rooms": rooms, "step": step, "local-attention": local_attention}
 
 
 def path_of(name: str) -> Path:
