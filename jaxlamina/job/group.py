@@ -148,10 +148,6 @@ class Group:
         configuration."""
         self.control.gather(self.cluster.start_deadline_s)
 
-    def broadcast(self, message: Message) -> None:
-        for rank in self.workers:
-            self.control.send(rank, message)
-
     def send(self, rank: int, message: Message) -> None:
         self.control.send(rank, message)
 
