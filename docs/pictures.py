@@ -1,9 +1,9 @@
 """Draws the pictures of architecture.md: `make pictures`, or `python docs/pictures.py`.
 
 ``rooms`` has the rooms by floors. Floors and imports are those that `tests/test_rooms.py` reads. An arrow
-that follows from others is left out. ``step`` has the life of a step, with the tasks that `plan_of` gives two
-ranks. ``local-attention`` has the scale from Lamina to the unsplit model, with step times as they were measured
-(docs/measurements). All are SVG as text.
+that follows from others is left out. ``step`` has the life of a step, with the tasks that `plan_of` gives
+two ranks. ``local-attention`` has the scale from Lamina to the unsplit model, with step times as they were
+measured (docs/measurements). All are SVG as text.
 """
 
 from __future__ import annotations
@@ -402,19 +402,20 @@ def local_attention() -> str:
     def parts() -> Iterator[str]:
         yield from heading(
             "Where attention is computed is a scale",
-            "A share x of the KV stays on the model workers, which attend to it while attention workers attend "
-            "to the rest.",
+            "A share x of the KV stays on the model workers, which attend to it while attention workers "
+            "attend to the rest.",
         )
         for n, (x, name) in enumerate(points):
             left_x = MARGIN + n * (wide + 30)
             yield text(left_x + wide / 2, top + 8, name, size=13, style='font-weight="700"')
             own = ("all the KV,", "attention") if x == 1 else ("x of the KV,", "attention") if x else ()
             yield from box(left_x, top + 20, wide / 2 - 8, 80, AMBER, "model", "weights, slices", *own)
-            rest = ("idle",) if x == 1 else ("1 − x of the KV,", "attention") if x else ("all the KV,", "attention")
+            of_rest = "1 − x of the KV," if x else "all the KV,"
+            rest = ("idle",) if x == 1 else (of_rest, "attention")
             yield from box(left_x + wide / 2 + 8, top + 20, wide / 2 - 8, 80, VIOLET, "attention", *rest)
             sent = "nothing is sent" if x == 1 else "q, k, v; the output comes back"
             yield text(left_x + wide / 2, top + 118, sent, size=10, style=f'fill="{SOFT}"')
-        about = "Decode step's time / one H200 that does all; 8B model, bfloat16, 2 × H200, x by heads (2026-11-24)"
+        about = "Decode step's time / one H200 that does all; 8B model, bfloat16, 2 × H200, x by heads"
         yield left(chart_x, chart_y - 16, about, size=12)
         for ratio in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3):
             (x0, y), (x1, _) = at(0, ratio), at(1, ratio)
@@ -428,7 +429,8 @@ def local_attention() -> str:
         for n, (key, curve) in enumerate(measured().items()):
             words, colour, dashes = CURVES[key]
             line = " ".join(f"{px:.1f},{py:.1f}" for px, py in (at(*point) for point in curve))
-            yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
+            style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"'
+            yield f'<polyline points="{line}" {style}/>'
             for px, py in (at(*point) for point in curve):
                 yield f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>'
             x0, y = chart_x + 12 + (n % 2) * 320, chart_y + chart_h + 56 + (n // 2) * 16

@@ -7,7 +7,13 @@ from itertools import product
 from typing import Any
 
 import pytest
+from rank_job import PROMPTS, source
 from rank_jobs import check_greedy, run_job
+
+from jaxlamina import LLM, SamplingParams
+from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.ranks.cluster_layout import partition_of
 
 SHARES = (0.25, 0.5, 0.75, 1.0, "auto")
 PARTITIONS = ("heads", "requests", "tokens")
@@ -43,3 +49,57 @@ def test_tokens_are_those_of_the_unsplit_model(
     how = DOPS[dop] | {"partition": partition, "local_attention": share, "n_batches": n_batches}
     [found] = run_job(transport, scenarios=[GREEDY], **how)
     check_greedy(found)
+
+
+SMALL = {"max_num_seqs": 4, "max_model_len": 96, "kv_slots": 130, "host_kv_slots": 260, "kv_headroom": 0.0}
+
+
+@pytest.mark.parametrize("partition", ["heads", "requests", pytest.param("tokens", marks=pytest.mark.mpi)])
+def test_samples_beams_preemption_and_moves(partition: str) -> None:
+    """KV is copied from side to side where rows part, and goes to the host and back where there is no room."""
+    transport = "mpi" if partition == "tokens" else "xla"
+    scenarios = [("branches", {"model": LLAMA}), ("greedy", {"model": LLAMA, "n_tokens": 40, **SMALL})]
+    how: dict[str, Any] = {"partition": partition, "local_attention": 0.5}
+    branches, greedy = run_job(transport, (1, 1), scenarios, **how)
+    assert branches["same"], branches
+    assert greedy["same"] and greedy["n_preemptions"] and greedy["n_moved_in_tokens"], greedy
+
+
+@pytest.mark.parametrize("partition", ["heads", "requests", "tokens"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_one_process_shares_attention_too(partition: str, kv_dtype: str) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 96, "kv_dtype": kv_dtype}
+
+    def tokens_of(**options: Any) -> list[list[int]]:
+        llm = LLM(source(LLAMA), **limits, **options)
+        found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+        llm.engine.check_integrity()
+        return found
+
+    shared = tokens_of(local_attention=0.5, partition=partition, attention_workers=2)
+    # int8 KV has a scale for each token and head: where it lies is all the same.
+    assert shared == tokens_of(split=False)
+
+
+def test_what_a_share_cannot_go_with_is_refused_by_name() -> None:
+    for changes, words in (
+        ({"dop": (2, 1)}, "2 copies of the model"),
+        ({"dop": (2, 1), "tensor_parallel": 2}, "tensor_parallel"),
+        ({"prefill_workers": 1, "partition": "heads"}, "partition='tokens'"),
+        ({"mini_batches": 2, "partition": "tokens"}, "mini_batches=1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Cluster(local_attention=0.5, **changes)
+        assert Cluster(**{"local_attention": "auto"} | changes | {"partition": "auto"}).local_share in (
+            0,
+            "auto",
+        )
+    with pytest.raises(UserError, match="from 0 to 1, or 'auto'"):
+        Cluster(local_attention=1.5)
+    with pytest.raises(UserError, match="no equal number of 1 KV heads"):
+        partition_of(Cluster(local_attention=0.5, partition="heads"), [1])
+    assert [partition_of(Cluster(local_attention=x), [8]) for x in ("auto", 0.5, 0.3, 0, 1)] == [
+        *("tokens", "heads", "tokens", "heads", "heads")
+    ]

@@ -84,7 +84,7 @@ def test_a_job_chooses_its_partition_by_the_model():
     from jaxlamina.job.cluster import Cluster
     from jaxlamina.ranks.cluster_layout import layout_of, partition_of
 
-    cluster = Cluster(dop=(1, 2))
+    cluster = Cluster(dop=(1, 2), local_attention=0)
     assert [partition_of(cluster, [k]) for k in (3, 4)] == ["tokens", "heads"]
     assert layout_of(cluster, partition_of(cluster, [3])).partition == "tokens"
     with pytest.raises(UserError, match="take partition='heads', or mini_batches=1"):

@@ -60,6 +60,14 @@ def why_chosen(
     )
 
 
+def share_by_heads(local_share: LocalShare, n_workers: int, n_kv_heads: Sequence[int]) -> float:
+    """By heads a share is one from the start, so "auto" is a half, or none where heads do not divide so."""
+    if not isinstance(local_share, str):
+        return local_share
+    divide = [local_heads(k, n_workers, 0.5) is not None for k in n_kv_heads]
+    return 0.5 if divide and all(divide) else 0.0
+
+
 def _by_heads(n_workers: int, n_kv_heads: Sequence[int], share: LocalShare) -> bool:
     """Whether whole heads make that share, and leave each worker equal ones."""
     if isinstance(share, str):
@@ -78,8 +86,7 @@ def checked_partition(
         raise UserError(f"attention_workers={n_workers} must be at least 1")
     if partition != "heads" or local_share == 1:
         return
-    if local_share:
-        share = 0.5 if isinstance(local_share, str) else local_share
+    if share := share_by_heads(local_share, n_workers, n_kv_heads):
         if any(local_heads(k, n_workers, share) is None for k in n_kv_heads):
             raise UserError(
                 f"local_attention={local_share} with partition='heads' leaves {n_workers} attention "

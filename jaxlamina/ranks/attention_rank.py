@@ -24,7 +24,7 @@ from jaxlamina.ranks.attention_programs import AttentionProgram, attention_works
 from jaxlamina.ranks.attention_speed import seconds_per_token
 from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.kv_room import moving_handlers, scales_of, slots_found
-from jaxlamina.ranks.rank_kv import RankKV, own_scales
+from jaxlamina.ranks.rank_kv import RankKV, of_worker, own_scales
 from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
 from jaxlamina.ranks.wires import heads_on_worker
@@ -59,7 +59,7 @@ class _Layers:
     def heads(self, index: int) -> list[slice]:
         """The worker's of each layer's KV heads."""
         at = index if self.layout.by_heads else 0
-        return [slice(at * spec.n_kv_heads, (at + 1) * spec.n_kv_heads) for spec in self.specs]
+        return [of_worker(at, spec.n_kv_heads) for spec in self.specs]
 
 
 class AttentionRank(ServedRank):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.kv.placement import AUTO, LocalShare, chosen_partition
+from jaxlamina.kv.placement import AUTO, LocalShare, chosen_partition, share_by_heads
 from jaxlamina.kv.wishes import Wishes
 from jaxlamina.steps.layout import Layout
 
@@ -40,10 +40,10 @@ def layout_of(
     return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages, share)
 
 
-def local_share_of(cluster: Cluster, partition: str) -> LocalShare:
-    """The share of the KV that model ranks keep. By heads it is one from the start, so "auto" is a half."""
+def local_share_of(cluster: Cluster, partition: str, n_kv_heads: Sequence[int]) -> LocalShare:
+    """The share of the KV that model ranks keep; by heads a number."""
     share = cluster.local_share
-    return 0.5 if share == AUTO and partition == "heads" else share
+    return share_by_heads(share, cluster.n_attention, n_kv_heads) if partition == "heads" else share
 
 
 def wishes_of(

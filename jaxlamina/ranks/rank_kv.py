@@ -80,6 +80,11 @@ class RankKV:
         self.plain.put_rows(slots, rows)
 
 
+def of_worker(index: int, n_heads: int) -> slice:
+    """An attention worker's KV heads, of which each has as many."""
+    return slice(index * n_heads, (index + 1) * n_heads)
+
+
 def own_scales(layers: Sequence[ChannelScales] | None, heads: Sequence[slice]) -> list[ChannelScales] | None:
     """Of each layer's ``[K, H]`` the rows of these KV heads."""
     if layers is None:

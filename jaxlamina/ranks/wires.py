@@ -184,7 +184,7 @@ class HeadsCut:
     ) -> Float[Array, "M KV H"]:
         return _keys_and_values(k, v, slice(self.n_workers * heads.k, None))
 
-    def whole_out(self, outs: Sequence[Float[Array, "B 1 n H"]]) -> Float[Array, "B 1 N H"]:
+    def whole_out(self, outs: Sequence[Float[Array, "B 1 _ H"]]) -> Float[Array, "B 1 N H"]:
         """Attention output from the workers' heads each, and a model rank's."""
         return _concatenated(outs, 2)
 

@@ -21,7 +21,7 @@ from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
 from jaxlamina.ranks.cluster_layout import wishes_of
 from jaxlamina.ranks.model_side import ModelSide, model_workspace_bytes
-from jaxlamina.ranks.rank_kv import own_scales
+from jaxlamina.ranks.rank_kv import of_worker, own_scales
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
@@ -115,7 +115,7 @@ class LocalExecutor(Executor):
                 self._own_specs,
                 n,
                 device,
-                channel_scales=own_scales(scales, [slice(w * of.k, (w + 1) * of.k) for of in heads]),
+                channel_scales=own_scales(scales, [of_worker(w if by_heads else 0, of.k) for of in heads]),
                 n_host_slots=self.n_host_slots,
             )
             for w, (n, device) in enumerate(zip(each, devices, strict=True))

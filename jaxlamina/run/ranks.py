@@ -121,8 +121,9 @@ class RanksExecutor(Executor):
         self.programs = Programs()
         cluster = cluster or group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
-        partition = partition_of(cluster, () if source is None else source.kv_heads)
-        share = local_share_of(cluster, partition)
+        known_heads = () if source is None else source.kv_heads
+        partition = partition_of(cluster, known_heads)
+        share = local_share_of(cluster, partition, known_heads)
         own, stages = share_out(group, model, params, source, kv_dtype, partition, share)
         self.layout = layout_of(cluster, partition, stages, share)
         self.model = ModelWorker(model, own, group.device, like)
