@@ -40,6 +40,7 @@ def breakdown(
     dop: tuple[int, int],
     n_batches: int,
     tensor_parallel: int = 1,
+    local_attention: float = 0,
     **options: str,
 ) -> Any:
     """The command's stdout, its last line as JSON, and the events of the timeline."""
@@ -48,7 +49,7 @@ def breakdown(
     control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
     keys: dict[str, Any] = {
         "control": control, "coordinator": coordinator, "n_batches": n_batches, "tensor_parallel": tensor_parallel, "model_platform": "cpu",
-        "attention_platform": "cpu",
+        "attention_platform": "cpu", "local_attention": local_attention,
     }  # fmt: skip
     command = [
         sys.executable,
@@ -142,7 +143,7 @@ def test_profile_of_what_is_being_written(tmp_path: Path) -> None:
             [
                 *(sys.executable, "-m", "jaxlamina", "launch", "--dop=1,1", f"--model={tiny_folder}"),
                 *("--set", f"control={json.dumps(control)}", "--set", f"coordinator={json.dumps(coordinator)}"),
-                *("--", "generate", "w3 w5 w8", "w1", f"--model={tiny_folder}", "--max-tokens=8", "--ignore-eos"),
+                *("--local-attention", "0", "--", "generate", "w3 w5 w8", "w1", f"--model={tiny_folder}", "--max-tokens=8", "--ignore-eos"),
                 *more,
             ],
             check=False, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
@@ -155,6 +156,15 @@ def test_profile_of_what_is_being_written(tmp_path: Path) -> None:
     events = json.loads(timeline.read_text())["traceEvents"]
     kinds = {(e["pid"], e["cat"]) for e in events if e["ph"] == "X"}
     assert {(0, "model"), (0, "exchange"), (1, "attention"), (1, "exchange")} <= kinds
+
+
+def test_a_share_of_attention_is_the_model_ranks_own_work(tmp_path: Path) -> None:
+    _, record, events = breakdown(tmp_path, "xla", (1, 1), 2, local_attention=0.5)
+    check_lines(events, 2)
+    for x in record["results"]:
+        for pool in ("model", "attention"):
+            assert x["pools"][pool]["shares"]["attention"] > 0, x["pools"]
+        assert x["n_unmatched_exchanges"] == 0
 
 
 def check_lines(events: list[dict[str, Any]], n_ranks: int) -> None:
