@@ -38,6 +38,7 @@ def started(
     slow: Any = None,
     unreadable: bool = False,
     frozen: Any = None,
+    elsewhere: bool = False,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's
@@ -59,6 +60,7 @@ def started(
         "slow": slow,
         "unreadable": unreadable,
         "frozen": frozen and str(frozen),
+        "elsewhere": elsewhere,
     }
     job |= {name: x for name, x in more.items() if x}
     n = sum(dop) + cluster.get("prefill_workers", 0)

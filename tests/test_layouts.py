@@ -153,7 +153,15 @@ def _apart(stored: PrefillBatch) -> list[tuple[PrefillBatch, bool]]:
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = {
+    *("a model rank's heads, q first", "a model rank's heads, mini-batches", "all on the model rank"),
+    *("stages' heads", "all on stages", "a model rank's requests"),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+)
 def test_every_kind_of_step_gives_what_unsplit_execution_gives(layout: str) -> None:
     job = job_of(layout)
     world = World(job)

@@ -14,6 +14,9 @@ from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.ranks.cluster_layout import partition_of
+from jaxlamina.run.set_up import SlotsWanted, _room, setup_of
+from jaxlamina.steps.layout import Layout
+from jaxlamina.workers.workspace import LargestStep
 
 SHARES = (0.25, 0.5, 0.75, 1.0, "auto")
 PARTITIONS = ("heads", "requests", "tokens")
@@ -24,6 +27,7 @@ DOPS: dict[str, dict[str, Any]] = {
     "1,2": {"dop": (1, 2)},
     "2,1 stages": {"dop": (2, 1), "pipeline_parallel": 2},
 }
+STEP = LargestStep(4, 64, 64)
 GREEDY = ("greedy", {"model": LLAMA})
 
 
@@ -32,7 +36,6 @@ def cases() -> Any:
     cover = {
         ("xla", "1,1", "heads", 0.5, 1), ("mpi", "1,1", "tokens", "auto", 2), ("xla", "1,2", "requests", 0.5, 1),
         ("mpi", "1,2", "heads", 0.75, 2), ("xla", "2,1 stages", "tokens", 0.5, 1), ("xla", "1,1", "tokens", 0.25, 2),
-        ("mpi", "2,1 stages", "heads", 0.25, 2), ("xla", "1,1", "requests", 1.0, 1), ("mpi", "1,1", "requests", "auto", 2),
     }  # fmt: skip
     found = []
     for case in product(("xla", "mpi"), DOPS, PARTITIONS, SHARES, (1, 2)):
@@ -51,10 +54,48 @@ def test_tokens_are_those_of_the_unsplit_model(
     check_greedy(found)
 
 
+@pytest.mark.parametrize("n_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("partition", ["tokens", pytest.param("requests", marks=pytest.mark.slow)])
+def test_auto_shares_by_measured_times_between_hosts(partition: str, n_batches: int) -> None:
+    how: dict[str, Any] = {"local_attention": "auto", "partition": partition, "n_batches": n_batches}
+    [found] = run_job("xla", (1, 1), [GREEDY], elsewhere=True, **how)
+    check_greedy(found)
+    local = found["local_attention"]
+    assert (
+        not local["times"]["shared_host"] and min(local["times"]["local_s"], local["times"]["remote_s"]) > 0
+    )
+    assert local["n_remote_tokens"] > 0 and 0 < local["wanted"] < 1, local
+    assert local["steps"] and all(step["slices_s"] > 0 for step in local["steps"]), local
+
+
+def test_room_is_that_of_both_pools() -> None:
+    """By tokens the sum; by heads as many tokens as fit on each side in halves."""
+    setup = setup_of(
+        [], [], Layout((1,), "tokens", local_share=0.5), 16, SlotsWanted(None, 10**6, 2, 0), STEP, None
+    )
+    by_tokens = _room(setup, Layout((1,), "tokens", local_share=0.5), [1000, 880], 0)
+    assert by_tokens.n_slots == 1880 >= 1.75 * 1000 and by_tokens.each == (1000, 880)
+    by_heads = _room(setup, Layout((1,), "heads", local_share=0.5), [2000, 1760], 0)
+    assert by_heads.n_slots == 1760 and by_heads.each == (1760, 1760)
+    assert _room(setup, Layout((1,), "tokens", local_share=1.0), [0, 880], 0).n_slots == 880
+    with pytest.raises(UserError, match="room for the KV of 30 tokens, fewer than 100: lower kv_slots"):
+        wanted = setup_of(
+            [], [], Layout((1,), "tokens", local_share=0.5), 16, SlotsWanted(100, 100, 2, 0), STEP, None
+        )
+        _room(wanted, Layout((1,), "tokens", local_share=0.5), [10, 20], 0)
+
+
 SMALL = {"max_num_seqs": 4, "max_model_len": 96, "kv_slots": 130, "host_kv_slots": 260, "kv_headroom": 0.0}
 
 
-@pytest.mark.parametrize("partition", ["heads", "requests", pytest.param("tokens", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize(
+    "partition",
+    [
+        pytest.param("heads", marks=pytest.mark.slow),
+        pytest.param("requests", marks=pytest.mark.slow),
+        pytest.param("tokens", marks=pytest.mark.mpi),
+    ],
+)
 def test_samples_beams_preemption_and_moves(partition: str) -> None:
     """KV is copied from side to side where rows part, and goes to the host and back where there is no room."""
     transport = "mpi" if partition == "tokens" else "xla"
@@ -65,8 +106,13 @@ def test_samples_beams_preemption_and_moves(partition: str) -> None:
     assert greedy["same"] and greedy["n_preemptions"] and greedy["n_moved_in_tokens"], greedy
 
 
-@pytest.mark.parametrize("partition", ["heads", "requests", "tokens"])
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("partition", "kv_dtype"),
+    [
+        ("heads", "int8"), ("tokens", "auto"), pytest.param("requests", "int8", marks=pytest.mark.slow),
+        pytest.param("tokens", "int8", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_one_process_shares_attention_too(partition: str, kv_dtype: str) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
