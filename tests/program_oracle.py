@@ -392,6 +392,8 @@ def shape_of(job: Job, kind: str) -> StepShape | None:
     rows, chunk, *_ = batches()
     book = book_of(job, [])
     for batch in (rows, chunk):
+        if batch is chunk and job.cluster.prefill_workers and book.wishes.share is not None:
+            book.wishes.share = lambda _: 0.0  # a prefill worker is to follow it
         book.assume_stored(batch)
     parts = parts_of(job, kind, book)
     return None if parts is None else shape_of_parts(parts)

@@ -142,6 +142,7 @@ def test_rank_0_serves(tiny, transport):
     llm = LLM(str(tiny), max_num_seqs=2, max_model_len=64)
     [wanted] = llm.generate("w1 w2 w3", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     on_cpus = ("--set", "model_platform=cpu", "--set", "attention_platform=cpu", "--set", "max_model_len=64")
+    on_cpus += ("--local-attention", "0")  # or attention workers would have nothing to do
     launch = ("launch", "--dop", "1,1", "--transport", transport, "--model", str(tiny), *on_cpus, "--")
     options = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--shutdown-timeout", "20")
     options += ("--pool-metrics-interval", "0.05")
