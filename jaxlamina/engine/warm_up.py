@@ -185,7 +185,12 @@ class Behind:
         on_done: Callable[[int], None],
         between_steps: Callable[[Callable[[], None]], None],
         n_at_once: int = 1,
+        again: Sequence[StepSizes] = (),
     ) -> None:
+        """``again``: sizes that are there, but for steps that attention workers take part in. They are
+        compiled first; from then on those may take part (`Executor.stay_alone`)."""
+        self._again = set(again)
+        todo = [*again, *todo]
         self._n_at_once = n_at_once
         self._engine, self._todo, self._on_done = engine, list(todo), on_done
         self._between_steps = between_steps
@@ -232,7 +237,8 @@ class Behind:
     def _next(self) -> list[StepSizes]:
         """Those that would save steps most padding, or the first."""
         wanted = self._engine.sizes.wanted
-        found = sorted(self._todo, key=lambda shape: -wanted[shape])[: self._n_at_once]
+        found = sorted(self._todo, key=lambda shape: (shape not in self._again, -wanted[shape]))
+        found = found[: self._n_at_once]
         self._todo = [shape for shape in self._todo if shape not in found]
         return found
 
@@ -262,6 +268,10 @@ class Behind:
         """Steps are padded to ``shape`` from now on."""
         _load(self._engine, shape)
         self._engine.sizes.add([shape])
+        if shape in self._again:
+            self._again.discard(shape)
+            if not self._again:
+                self._engine.executor.stay_alone(False)
 
     def _between(self, call: Callable[[], None]) -> None:
         """Has the engine's thread do so between two steps, and waits for it."""
@@ -391,16 +401,13 @@ def _loads_at_first_run(device: jax.Device) -> bool:
 
 
 def _move(engine: Engine) -> None:
-    """To the host and back, whatever is there: it is nobody's. Not where workers share requests or tokens:
-    what they move depends on where it lies."""
+    """To the host and back, whatever is there: it is nobody's."""
     executor, host = engine.executor, engine.scheduler.host
-    if host is None or engine.capabilities.places_tokens:
+    if host is None:
         return
     most = min(engine.admission.max_model_len, executor.n_slots, host.capacity)
     for n in move_sizes(most):
-        slots = np.arange(min(n, most))
-        executor.move_out(slots, slots)
-        executor.move_in(slots, slots)
+        executor.rehearse_moves(min(n, most))
 
 
 def _run(engine: Engine, shape: StepSizes) -> StepLogits:

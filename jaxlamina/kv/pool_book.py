@@ -179,6 +179,7 @@ class PoolBook:
         n = len(layout.workers) + layout.attends_locally
         capacities = capacities or [-(-n_slots // n)] * n
         self.placement = None if layout.by_heads else Placement(n_slots, capacities)
+        self._capacities = [n_slots] * len(workers) if layout.by_heads else list(capacities)
         by_tokens = layout.partition == "tokens"
         self.wishes = wishes or Wishes(len(layout.workers), token_block if by_tokens else None)
         self._host_worker = np.full(n_host_slots, -1, np.int32)
@@ -425,6 +426,14 @@ class PoolBook:
             else:
                 self._carry(w, host_slots[goes], u, local[goes], host=True)
         self._host_worker[host_slots] = -1
+
+    def rehearse_moves(self, n: int) -> None:
+        """On each worker n of its own slots, or all, to the host and back, whatever is there."""
+        self._check_host(np.arange(n))
+        for worker, n_slots in zip(self._workers, self._capacities, strict=True):
+            slots = np.arange(min(n, n_slots))
+            worker.move_out(slots, slots)
+            worker.move_in(slots, slots)
 
     def release(self, slots: Int[np.ndarray, " n"]) -> None:
         """``slots`` are nobody's now: their places are free for others, which keeps the workers balanced."""

@@ -101,9 +101,20 @@ class Executor(ABC):
         later."""
         return True
 
+    def stay_alone(self, alone: bool) -> bool:
+        """While ``alone``, new tokens' attention stays where the model is as far as it may, so that programs
+        of attention workers can be compiled later. Whether that is so then: not where a share is fixed."""
+        return False
+
     def rehearse(self, step: Step) -> None:
         """Runs the programs of a step of padding alone, which were compiled, and waits for them."""
         jax.block_until_ready(self.run(step))
+
+    def rehearse_moves(self, n: int) -> None:
+        """Moves n slots to the host and back, whatever is there: before there are requests."""
+        slots = np.arange(n)
+        self.move_out(slots, slots)
+        self.move_in(slots, slots)
 
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
@@ -160,6 +171,12 @@ class WrappedExecutor(Executor):
 
     def rehearse(self, step: Step) -> None:
         self.inner.rehearse(step)
+
+    def stay_alone(self, alone: bool) -> bool:
+        return self.inner.stay_alone(alone)
+
+    def rehearse_moves(self, n: int) -> None:
+        self.inner.rehearse_moves(n)
 
     def copy_slots(self, src: np.ndarray, dst: np.ndarray) -> None:
         self.inner.copy_slots(src, dst)

@@ -236,6 +236,9 @@ class LocalExecutor(Executor):
     def move_in(self, host_slots: Slots, slots: Slots) -> None:
         self.book.move_in(as_slots(host_slots), as_slots(slots))
 
+    def rehearse_moves(self, n: int) -> None:
+        self.book.rehearse_moves(n)
+
     def release(self, slots: Slots) -> None:
         self.book.release(as_slots(slots))
 

@@ -161,7 +161,9 @@ class RanksExecutor(Executor):
             n = self.n_batches
             numbers = (1, cluster.usual_n_batches) if isinstance(n, str) else (n,)
             self.balance = Balance(self._speeds(room, heads), numbers)
-        following = None if self.balance is None else self.balance.share
+        following = None if self.balance is None else self._wanted_share
+        self._alone = False
+        self._begun: set[StepShape] = set()  # told of by `compile_later`
         # Whether model ranks have room for all, and nothing is gained by attention workers.
         self._all_local = bool(follows_load and room.shared_host and room.each[-1] >= room.n_slots)
         self._epoch = group.epoch
@@ -391,7 +393,10 @@ class RanksExecutor(Executor):
 
     def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
         """In each number of staggered batches that is tried; the other ranks begin with theirs, too."""
-        missing = [shape for shape in self._shapes_ahead(step) if shape not in self._programs]
+        few = self._alone and not behind
+        ahead = [part.shape for part in self._parts_ahead(step, all_local=few)]
+        missing = [shape for shape in ahead if shape not in self._programs]
+        self._begun.update(missing)
         if not missing:
             return None
         for shape in missing:
@@ -408,7 +413,8 @@ class RanksExecutor(Executor):
 
     def prepare(self, step: Step) -> bool:
         """Finds that the ranks' programs match; False while another rank is compiling its own."""
-        return all(self._matched(shape, wait=False) for shape in self._shapes_ahead(step))
+        shapes = [part.shape for part in self._parts_ahead(step)]
+        return all(self._matched(shape, wait=False) for shape in shapes if shape in self._begun)
 
     def _compile(self, rows: StepShape, behind: bool = False) -> tuple[Program, Any]:
         if kept := self._side.kept(rows, behind):
@@ -417,10 +423,7 @@ class RanksExecutor(Executor):
             compiles = self._side.compile_later(rows, behind)
         return compiles()
 
-    def _shapes_ahead(self, step: Step) -> list[StepShape]:
-        return [part.shape for part in self._parts_ahead(step)]
-
-    def _parts_ahead(self, step: Step) -> list[Part]:
+    def _parts_ahead(self, step: Step, all_local: bool = False) -> list[Part]:
         """All that a step of such sizes may run as, on padding: where its tokens lie, and so whether
         attention workers take part, is not known yet."""
         if not self.capabilities.compiles_behind:
@@ -439,14 +442,28 @@ class RanksExecutor(Executor):
         numbers = (1,) if step.decodes is None or step.alongside else numbers
         found: dict[StepShape, Part] = {}
         for part in parts:
-            for rows in self.pool.ways_of(part.rows, numbers, all_local=self._all_local):
+            for rows in self.pool.ways_of(part.rows, numbers, all_local=all_local or self._all_local):
                 found.setdefault(rows.shape, part._replace(rows=rows))
         return list(found.values())
 
     def rehearse(self, step: Step) -> None:
         """In all the ways that `compile_later` has them."""
         for part in self._parts_ahead(step):
-            jax.block_until_ready(self._launch([part]))
+            if part.shape in self._programs:
+                jax.block_until_ready(self._launch([part]))
+
+    def stay_alone(self, alone: bool) -> bool:
+        """Only where the share follows the load."""
+        self._alone = alone and self.balance is not None
+        return self._alone
+
+    def _wanted_share(self, n_tokens: float) -> float:
+        assert self.balance is not None
+        return 1.0 if self._alone else self.balance.share(n_tokens)
+
+    def rehearse_moves(self, n: int) -> None:
+        self._check_current()
+        self.pool.rehearse_moves(n)
 
     @property
     def _mixed_like(self) -> StepShape:

@@ -91,6 +91,7 @@ class App:
         else:
             self._todo = self._first
         self._behind: Behind | None = None
+        self._is_alone = False  # until attention workers' programs are there, too
         self._log_progress = _LogProgress()
         self._n_done = 0
         self._engine = llm.engine
@@ -242,6 +243,8 @@ class App:
 
     def _prepare(self, stopped: Callable[[], bool]) -> None:
         self._on_progress(0, len(self._first))
+        if self.settings.warm_up and not self.settings.wait_for_all:
+            self._is_alone = self._engine.executor.stay_alone(True)
         warm_up(self._engine, self._first, self._compiled, stopped, all_of_drawing=self.settings.wait_for_all)
         garbage.settle()
 
@@ -254,15 +257,16 @@ class App:
         rest = self._todo[len(self._first) :]
         if self._todo and not self.settings.wait_for_all:
             n_at_once = max(1, n_compiling() // 2)  # the rest is the steps'
-            self._behind = Behind(
-                self._engine, rest, self._compiled_behind, self.engine.between_steps, n_at_once
-            )
+            again = self._first if self._is_alone else []
+            told = self._engine, rest, self._compiled_behind, self.engine.between_steps
+            self._behind = Behind(*told, n_at_once, again)
             self._behind.start()
 
     def _compiled_behind(self, n: int) -> None:
         self._n_done = len(self._first) + n
-        self._log_progress(self._n_done, len(self._todo))
-        if self._n_done == len(self._todo):
+        n_all = len(self._todo) + (len(self._first) if self._is_alone else 0)
+        self._log_progress(self._n_done, n_all)
+        if self._n_done == n_all:
             self.engine.between_steps(garbage.settle)
 
     def _progress(self) -> tuple[int, int]:
