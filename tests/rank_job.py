@@ -318,11 +318,17 @@ def stray(group: Any, unused: list[int]) -> float:
 
 
 def warmed(
-    group: Any, model: str, max_model_len: int = 64, chunk: int = 16, prompts: Sequence[list[int]] = PROMPTS
+    group: Any,
+    model: Any,
+    max_model_len: int = 64,
+    chunk: int = 16,
+    prompts: Sequence[list[int]] = PROMPTS,
+    alone: bool = False,
 ) -> dict[str, Any]:
     """Every program once before there is a request, and steps of padding alone; then requests, each twice:
     the programs that they need more, and whether their tokens are those of the unsplit model. ``ahead``: of
-    ``n_todo``, how many of this rank's another thread had compiled before they were run."""
+    ``n_todo``, how many of this rank's another thread had compiled before they were run. ``alone``: first the
+    programs that attention workers have no part in, then the others as a server compiles them behind."""
     from jaxlamina.engine import warm_up
 
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
@@ -342,8 +348,15 @@ def warmed(
 
         return compiles and run
 
+    assert llm.executor.stay_alone(alone) == alone
     with patch.object(llm.executor, "compile_later", noted):
         warm_up.warm_up(llm.engine, todo, done.append, lambda: False)
+    if alone:
+        first, behind = sorted(llm.stats()["compilations"]), list[int]()
+        thread = warm_up.Behind(llm.engine, [], behind.append, lambda call: call(), 1, todo)
+        thread.start()
+        assert thread.join(200) and len(behind) == len(todo) and not llm.executor._alone  # type: ignore[attr-defined]
+        assert not any("rows" in name for name in first), first
     for shape in warm_up.shapes(llm.buckets, **sizes):
         batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
         run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill

@@ -149,3 +149,12 @@ def test_what_a_share_cannot_go_with_is_refused_by_name() -> None:
     assert [partition_of(Cluster(local_attention=x), [8]) for x in ("auto", 0.5, 0.3, 0, 1)] == [
         *("tokens", "heads", "tokens", "heads", "heads")
     ]
+
+
+def test_programs_of_attention_workers_may_come_later() -> None:
+    """A server begins with those that model ranks run alone. Requests compile nothing more, whichever side
+    their tokens are on."""
+    scenario = "warmed", {"model": LLAMA, "alone": True}
+    how: dict[str, Any] = {"local_attention": "auto", "partition": "tokens", "n_batches": 1}
+    [found] = run_job("xla", (1, 1), [scenario], elsewhere=True, **how)
+    assert found["same"] and not found["more"] and found["ahead"] == found["n_todo"], found
