@@ -189,7 +189,8 @@ class _ModelStep:
                 self.known[j].update(zip(self.model.slices[i + 1].context_vars, context, strict=True))
 
     def _attend(self, task: Attend) -> None:
-        """While attention workers do their part: after what was sent last, and before the next exchange."""
+        """While attention workers do their part: after what was sent last, and before the next exchange, by
+        data: a GPU would wait for an answer first, or send late."""
         of, wire = (task.batch, task.layer), self.wires[task.batch]
         q, (k, v) = self.q[of], self.new[of]
         self.own[of] = wire.own(q, k, v, self.p.specs[task.layer])

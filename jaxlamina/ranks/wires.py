@@ -23,6 +23,7 @@ from jax import Array, lax
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from jaxlamina.kv.placement import PlacedIndices
+from jaxlamina.ranks.stored import Unended
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch
 from jaxlamina.steps.shape import StepShape
@@ -362,7 +363,7 @@ class Wire:
             if segment.kind == "decode" and (isinstance(cut, HeadsCut) or not of_workers):
                 outs.append(cut.whole_out([*of_workers, *of_rank]))
                 continue
-            if isinstance(cut, PlacedCut) and of_rank and hasattr(of_rank[0], "end"):
+            if isinstance(cut, PlacedCut) and of_rank and isinstance(of_rank[0], Unended):
                 outs.append(of_rank[0].end(cut.packed(of_workers)))
                 continue
             stored = cut.partial([*map(unpack_partial, of_workers)], of_rank)
