@@ -169,9 +169,6 @@ class WrappedExecutor(Executor):
     def prepare(self, step: Step) -> bool:
         return self.inner.prepare(step)
 
-    def rehearse(self, step: Step) -> None:
-        self.inner.rehearse(step)
-
     def stay_alone(self, alone: bool) -> bool:
         return self.inner.stay_alone(alone)
 
