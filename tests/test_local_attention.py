@@ -78,7 +78,7 @@ def test_room_is_that_of_both_pools() -> None:
     by_heads = _room(setup, Layout((1,), "heads", local_share=0.5), [2000, 1760], 0)
     assert by_heads.n_slots == 1760 and by_heads.each == (1760, 1760)
     assert _room(setup, Layout((1,), "tokens", local_share=1.0), [0, 880], 0).n_slots == 880
-    with pytest.raises(UserError, match="room for the KV of 30 tokens, fewer than 100: lower kv_slots"):
+    with pytest.raises(UserError, match="kv_slots=100, and all ranks together have room for the KV of 30"):
         wanted = setup_of(
             [], [], Layout((1,), "tokens", local_share=0.5), 16, SlotsWanted(100, 100, 2, 0), STEP, None
         )

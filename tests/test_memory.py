@@ -188,18 +188,30 @@ def test_a_process_with_a_limited_address_space_is_refused_in_time(tiny: Path):
     )
 
 
-@pytest.mark.parametrize("transport", ["xla"])
-def test_an_attention_rank_holds_its_share_against_its_own_memory(tiny: Path, transport: str, tmp_path: Path):
-    words = ["-m", "jaxlamina", "launch", "--dop", "1,1", "--transport", transport, "--model", str(tiny)]
-    words += ["--set", "kv_slots=999999999999", "--", "generate", "w1", "--raw", "--max-tokens", "2"]
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [
+        ("0", r"error: rank 1 \(attention worker 0\): kv_slots=999999999999 take [\d,]+ MiB"),
+        (
+            "auto",
+            r"error: rank 0 \(model worker 0\): --kv-slots 999999999999, and all ranks together have room",
+        ),
+    ],
+)
+def test_ranks_hold_their_shares_against_their_own_memory(tiny: Path, local: str, words: str):
+    command = ["-m", "jaxlamina", "launch", "--dop", "1,1", "--local-attention", local, "--model", str(tiny)]
+    command += ["--set", "kv_slots=999999999999", "--", "generate", "w1", "--raw", "--max-tokens", "2"]
     done = subprocess.run(
-        [sys.executable, *words], env=environment(), capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *command],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     line = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
-    assert re.match(r"error: rank 1 \(attention worker 0\): kv_slots=999999999999 take [\d,]+ MiB", line), (
-        done.stderr
-    )
+    assert re.match(words, line), done.stderr
 
 
 def test_what_is_chosen_fits_what_is_checked():

@@ -20,10 +20,10 @@ from jaxlamina.steps.layout import Layout
 from jaxlamina.workers.capacity import (
     check_host_slots,
     check_slots,
-    free_memory_bytes,
     host_slots_that_pay,
     is_accelerator,
     slots_that_fit,
+    slots_up_to,
 )
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 
@@ -46,15 +46,15 @@ def slots_found(
         return workspace_bytes() if is_accelerator(device) else 0
 
     check_host_slots(setup.n_host_slots or 0, specs, share=share)
-    if setup.kv_slots is not None and not of_rank:
+    if setup.kv_slots is None:
+        needed = needs_bytes(device)
+        least = 0 if of_rank else setup.least_slots
+        n_slots = slots_that_fit(specs, device, setup.most_slots, least, share=share, workspace_bytes=needed)
+    elif of_rank:
+        n_slots = slots_up_to(setup.kv_slots, specs, device, needs_bytes)
+    else:
         check_slots(setup.kv_slots, specs, device, share=share, workspace_bytes=needs_bytes)
         n_slots = setup.kv_slots
-    else:
-        most, least = setup.kv_slots or setup.most_slots, 0 if of_rank else setup.least_slots
-        # What the largest step needs is found by compiling it: only where it may matter.
-        fits_twice = 2 * most * sum(spec.slot_bytes for spec in specs) < free_memory_bytes(device)[0]
-        needed = 0 if fits_twice and setup.kv_slots is not None else needs_bytes(device)
-        n_slots = slots_that_fit(specs, device, most, least, share=share, workspace_bytes=needed)
     n_host_slots = setup.n_host_slots
     if n_host_slots is None:
         n_host_slots = host_slots_that_pay(specs, [device], n_slots, n_sharing=n_sharing)

@@ -188,10 +188,10 @@ def _room(setup: m.Setup, layout: Layout, found: Sequence[int], n_host_slots: in
     least = setup.kv_slots or setup.least_slots
     n_slots = min(sum(found), setup.kv_slots or setup.most_slots)
     if n_slots < least:
-        raise UserError(
-            f"all ranks together have room for the KV of {n_slots} tokens, fewer than {least}: lower "
-            f"{'kv_slots' if setup.kv_slots else 'max_model_len'}"
-        )
+        room = f"all ranks together have room for the KV of {n_slots} tokens"
+        if setup.kv_slots:
+            raise UserError(f"kv_slots={setup.kv_slots}, and {room}: leave kv_slots out to have it chosen")
+        raise UserError(f"{room}, fewer than one request of {least}: lower max_model_len")
     # A light load is the model rank's alone; workers need room for what it has none for, and for an even
     # part.
     of_workers, n_local = found[:-1], min(found[-1], n_slots)

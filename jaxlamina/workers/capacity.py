@@ -178,6 +178,22 @@ def check_slots(
         )
 
 
+def slots_up_to(
+    n_slots: int,
+    specs: Sequence[AttentionSpec],
+    device: jax.Device,
+    workspace_bytes: Callable[[jax.Device], int],
+) -> int:
+    """As many of ``n_slots`` that somebody asked for as fit on ``device``, where the rest may go elsewhere.
+    Arguments as of `check_slots`."""
+    free_bytes, _ = free_memory_bytes(device)
+    room_bytes = free_bytes * (1.0 if is_accelerator(device) else EXPLICIT_FRACTION)
+    slot_bytes = sum(spec.slot_bytes for spec in specs)
+    if 2 * n_slots * slot_bytes > free_bytes:
+        room_bytes -= workspace_bytes(device)
+    return min(n_slots, int(max(0.0, room_bytes) // slot_bytes))
+
+
 def check_host_slots(n_host_slots: int, specs: Sequence[AttentionSpec], *, share: float = 1.0) -> None:
     """``UserError`` with the bytes wanted and there if ``n_host_slots`` do not fit in the host's memory."""
     slot_bytes = sum(spec.slot_bytes for spec in specs) * share
