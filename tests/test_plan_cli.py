@@ -71,26 +71,26 @@ def test_a_share_of_attention_on_the_model_worker(capsys):
     # Two batches, 8 layers. A layer takes each batch the slice and what is kept here, 1 + 0.5 ms, while the
     # pool has 0.5 ms.
     base = ["--batches", "2", "--attention-ms", "1"]
-    rows, last = plan(capsys, *base, "--local", "0.5")
+    rows, last = plan(capsys, *base, "--local-share", "0.5")
     assert last.startswith("a decode step every 26.000 ms")
     assert rows == {"replica 0": [100, 0, 0, 0, 0], "attention pool": [30.8, 0, 69.2, 57.7, 11.5]}
     # 2 batches are what there is with a share, and one copy of the model runs them in all of these modes.
-    assert plan(capsys, "--attention-ms", "1", "--local", "0.5") == (rows, last)
-    assert plan(capsys, "--attention-ms", "1", "--local", "0.5", "--mode", "fixed") == (rows, last)
-    assert plan(capsys, *base, "--local", "0") == plan(capsys, *base)
+    assert plan(capsys, "--attention-ms", "1", "--local-share", "0.5") == (rows, last)
+    assert plan(capsys, "--attention-ms", "1", "--local-share", "0.5", "--mode", "fixed") == (rows, last)
+    assert plan(capsys, *base, "--local-share", "0") == plan(capsys, *base)
     alone = ["--mode", "none", "--attention-ms", "4"]
-    times = [plan(capsys, *alone, "--local", x)[1].split()[4] for x in ("0", "0.25", "0.5", "1")]
+    times = [plan(capsys, *alone, "--local-share", x)[1].split()[4] for x in ("0", "0.25", "0.5", "1")]
     assert times == ["41.000", "33.000", "25.000", "41.000"]  # 9 slices, and 8 times the longer part
 
 
 def test_all_attention_on_the_model_worker_leaves_the_pool_idle(capsys):
-    rows, last = plan(capsys, "--local", "1", "--exchange-ms", "0.1", "--batches", "2")
+    rows, last = plan(capsys, "--local-share", "1", "--exchange-ms", "0.1", "--batches", "2")
     assert last.startswith("a decode step every 26.000 ms")  # 18 slices and 16 operators
     assert rows == {"replica 0": [100, 0, 0, 0, 0], "attention pool": [0, 0, 100, 0, 100]}
 
 
 def test_stages_keep_shares(capsys):
-    rows, _ = plan(capsys, "--mode", "stages", "--local", "0.5")
+    rows, _ = plan(capsys, "--mode", "stages", "--local-share", "0.5")
     plain, _ = plan(capsys, "--mode", "stages")
     assert list(rows) == list(plain) and rows["stage 0"][0] > 50
     assert rows["attention pool"][0] < plain["attention pool"][0]
@@ -154,7 +154,9 @@ def test_the_figure_shows_what_is_kept_on_replicas(capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
     for share, n_rows in (("0.5", 2), ("1", 1)):
         file = tmp_path / f"{share}.svg"
-        assert main(["plan", "--layers", "3", "--steps", "1", "--local", share, "--gantt", str(file)]) == 0
+        assert (
+            main(["plan", "--layers", "3", "--steps", "1", "--local-share", share, "--gantt", str(file)]) == 0
+        )
         capsys.readouterr()
         texts = [element.text for element in ElementTree.parse(file).iter() if element.tag.endswith("text")]
         assert "attention, kept here" in texts and ("attention pool" in texts) == (n_rows == 2)
@@ -168,10 +170,13 @@ def test_the_figure_shows_what_is_kept_on_replicas(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--local", "1.5"], "--local 1.5 must be a share of attention, from 0 to 1"),
-        (["--local", "nan"], "--local nan must be a share of attention, from 0 to 1"),
-        (["--local", "0.5", "--batches", "3"], "--local 0.5 of the KV is kept on the model rank that runs"),
-        (["--local", "0.5", "--mode", "fixed", "--replicas", "2"], "2 copies of the model are not one"),
+        (["--local-share", "1.5"], "--local-share 1.5 must be a share of attention, from 0 to 1"),
+        (["--local-share", "nan"], "--local-share nan must be a share of attention, from 0 to 1"),
+        (
+            ["--local-share", "0.5", "--batches", "3"],
+            "--local-share 0.5 of the KV is kept on the model rank that runs",
+        ),
+        (["--local-share", "0.5", "--mode", "fixed", "--replicas", "2"], "2 copies of the model are not one"),
         (["--mode", "striped"], "--mode striped must be one of none, fixed, rotational, stages"),
         (["--batches", "1"], "n_batches=1 must be at least 2 with --mode rotational"),
         (["--mode", "none", "--batches", "3"], "n_batches=3 must be 1 with --mode none"),

@@ -26,7 +26,7 @@ def plan(
         typer.Option(
             min=1,
             max=32,
-            help="Batches in flight: 3, with --local 2; 1 with --mode none; two a stage with stages.",
+            help="Batches in flight: 3, with --local-share 2; 1 with --mode none; two a stage with stages.",
         ),
     ] = None,
     layers: Annotated[int, typer.Option(min=1, max=256, help="Attention operators of the model.")] = 8,
@@ -45,7 +45,7 @@ def plan(
     local_share: Annotated[
         float,
         typer.Option(
-            "--local", help="Share of attention that model workers compute themselves, from 0 to 1."
+            "--local-share", help="Share of attention that model workers compute themselves, from 0 to 1."
         ),
     ] = 0.0,
     steps: Annotated[int, typer.Option(min=1, max=100, help="Decode steps in the figure.")] = 2,
