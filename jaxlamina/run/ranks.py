@@ -55,6 +55,7 @@ from jaxlamina.workers.spec import AttentionSpec, bucket_cut, windows_of
 from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
+_SAY_EACH_S = 10.0
 _USUAL_BYTES_PER_S = 1e10  # at which a host reads KV, where it was not measured
 _log = logging.getLogger("uvicorn.error")  # the server's log
 
@@ -163,6 +164,7 @@ class RanksExecutor(Executor):
             self.balance = Balance(self._speeds(room, heads), numbers)
         following = None if self.balance is None else self._wanted_share
         self._alone = False
+        self._said, self._say_after_s = (0, 0), 0.0  # of the share, to the log
         self._begun: set[StepShape] = set()  # told of by `compile_later`
         # Whether model ranks have room for all, and nothing is gained by attention workers.
         self._all_local = bool(follows_load and room.shared_host and room.each[-1] >= room.n_slots)
@@ -316,6 +318,31 @@ class RanksExecutor(Executor):
         ]
         return {"n_batches": self.n_batches, "chosen": buckets}
 
+    def _say_share(self, n_batches: int) -> None:
+        """To the log, when the share that is wanted has changed by a twentieth, or what steps go as; not more
+        often than each ten seconds."""
+        wishes, now = self.pool.wishes, time.monotonic()
+        assert self.balance is not None
+        n = wishes.n_local + wishes.n_remote
+        wanted = self._wanted_share(n)
+        said = round(20 * wanted), n_batches
+        if not n or said == self._said or now < self._say_after_s:
+            return
+        self._said, self._say_after_s = said, now + _SAY_EACH_S
+        speeds = self.balance.speeds
+        why = "both pools are one host's cores"
+        if not speeds.shared_host:
+            here_ns, there_ns = (1e9 * x for x in (speeds.local_s, speeds.remote_s))
+            exchange_us = 1e6 * speeds.exchange_s
+            why = (
+                f"a token's attention takes {here_ns:.0f} ns there and {there_ns:.0f} on attention workers, "
+                f"a step's exchanges {exchange_us:.0f} µs"
+            )
+        _log.info(
+            "attention: %.0f %% of %d tokens on model workers, %.0f %% wanted, as %d batch(es): %s",
+            100 * wishes.n_local / n, n, 100 * wanted, n_batches, why,
+        )  # fmt: skip
+
     def local_attention(self) -> dict[str, Any] | None:
         """How attention is shared between the pools; None where model ranks keep no KV. ``share``: of the
         tokens that the last decode step attended to, those on model ranks, and ``wanted`` what it is to be;
@@ -366,6 +393,7 @@ class RanksExecutor(Executor):
         part = rows_part(self.pool, batch, q_first=q_first, **cut)
         if self.balance is not None:
             wishes, n = self.pool.wishes, part.shape.n_batches
+            self._say_share(n)
             return part, partial(self.balance.took, n_rows, n, wishes.n_local, wishes.n_remote)
         # Of what attention workers have nothing of there is nothing to stagger, and its time says nothing.
         return part, on_done if part.shape.n_batches == n_batches else _nothing
