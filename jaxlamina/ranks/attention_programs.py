@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float32
 
 from jaxlamina.kv.pool_book import SegmentSlots
-from jaxlamina.ranks.stored import Asked, StoredKV, placed_windows
+from jaxlamina.ranks.stored import Asked, StoredKV, slots_like
 from jaxlamina.ranks.wires import Format, HeadsOf, message_of, pack_partial, sizes_of
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
@@ -164,16 +163,8 @@ def step_inputs_of(
 
 
 def _segment_inputs_of(layout: Layout, segment: StepShape, specs: Sequence[AttentionSpec]) -> SegmentSlots:
-    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    n, sizes = (
-        (1, sizes_of(layout, segment)) if layout.by_heads else (segment.n_batches, sizes_of(layout, segment))
-    )
-    return SegmentSlots(
-        ints((n * sizes.rows, segment.context)),
-        ints((n * sizes.rows,)),
-        ints((n * sizes.new,)),
-        {window: ints((n * sizes.rows, sizes.tokens)) for window in placed_windows(layout, specs)},
-    )
+    n, sizes = 1 if layout.by_heads else segment.n_batches, sizes_of(layout, segment)
+    return slots_like(layout, segment, specs, n * sizes.rows, n * sizes.new)
 
 
 def attention_workspace_bytes(

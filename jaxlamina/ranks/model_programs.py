@@ -22,7 +22,7 @@ from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.cluster_layout import Tie, scope
 from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.shards import ShardEnd
-from jaxlamina.ranks.stored import Asked, StoredKV, Unended, placed_windows
+from jaxlamina.ranks.stored import Asked, StoredKV, Unended, slots_like
 from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker, local_spec
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch, plan_of
@@ -141,6 +141,7 @@ class _ModelStep:
         self.new: dict[_Operator, tuple[Any, Any]] = {}  # keys and values
         self.own: dict[_Operator, list[Any]] = {}
         self.local: dict[_Operator, list[Any]] = {}  # what this rank's own KV answers
+        self.own_new: dict[_Operator, jax.Array] = {}  # of `new` what it may keep, until that is stored
         self.answers: dict[_Operator, list[list[jax.Array]]] = {}
         self.outs: dict[_Operator, Any] = {}
         self.logits: dict[tuple[int, ...], jax.Array] = {}
@@ -197,7 +198,7 @@ class _ModelStep:
         batch = self._whole(task.batch)
         if not batch.local:
             return
-        queries, kv = wire.local(q, k, v, self.p.heads(task.layer))
+        queries, self.own_new[of] = wire.local(q, k, v, self.p.heads(task.layer))
         asked_of = [
             s for s in zip(batch.segments, self.kv.slots(batch), strict=True) if s[0].kind != "prefill"
         ]
@@ -207,15 +208,14 @@ class _ModelStep:
             Asked(tied(x, self.tie), slots, adds_own, waits and segment.kind == "decode")
             for (x, adds_own), (segment, slots) in zip(queries, asked_of, strict=True)
         ]
-        self.local[of] = self.kv.attend(task, asked, kv, then_append=True)
+        self.local[of] = self.kv.attend(task, asked, self.own_new[of], then_append=True)
         if self.tie is not None and self.local[of]:
             [first, *_] = self.local[of]
             self.tie = first.done if isinstance(first, Unended) else jax.tree.leaves(first)[0]
 
     def _append(self, task: Append) -> None:
         of = task.batch, task.layer
-        _, kv = self.wires[task.batch].local(self.q[of], *self.new[of], self.p.heads(task.layer))
-        self.kv.append(task, self._whole(task.batch), kv)
+        self.kv.append(task, self._whole(task.batch), self.own_new.pop(of))
 
     def _whole(self, j: int) -> PlannedBatch:
         """Its messages may go in parts: what is done here is not."""
@@ -379,15 +379,8 @@ def local_slots_of(
     """What ``ModelProgram.step`` takes as ``slots``: of all rows and new tokens, in their order."""
     if not layout.attends_locally or shape.rank:
         return ()
-    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    windows = placed_windows(layout, specs)
     return tuple(
-        SegmentSlots(
-            ints((segment.batch, segment.context)),
-            ints((segment.batch,)),
-            ints((segment.batch * segment.tokens,)),
-            {window: ints((segment.batch, segment.tokens)) for window in windows},
-        )
+        slots_like(layout, segment, specs, segment.batch, segment.batch * segment.tokens)
         for segment in shape.segments
     )
 

@@ -22,6 +22,7 @@ from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.cluster_layout import scope
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch
+from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import Append, Attend
 from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import (
@@ -168,6 +169,15 @@ def placed_windows(layout: Layout, specs: Sequence[AttentionSpec]) -> list[int]:
     place is known."""
     found = {spec.window for spec in specs if spec.window is not None}
     return [] if layout.by_heads else sorted(found)
+
+
+def slots_like(
+    layout: Layout, segment: StepShape, specs: Sequence[AttentionSpec], n_rows: int, n_new: int
+) -> SegmentSlots:
+    """The shapes of a segment's slots where so many rows are attended to, and tokens stored."""
+    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    queries = {window: ints((n_rows, segment.tokens)) for window in placed_windows(layout, specs)}
+    return SegmentSlots(ints((n_rows, segment.context)), ints((n_rows,)), ints((n_new,)), queries)
 
 
 # For ranks stored tokens are read first: k and v may still be on their way.

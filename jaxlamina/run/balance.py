@@ -95,7 +95,7 @@ class Balance:
                 if self._trials.get((n_rows, n), 0) <= 3:
                     self._trials[n_rows, n] = self._trials.get((n_rows, n), 0) + 1
                     return n
-        known = {n: self._step_s(n_rows, n, n_local, n_remote) for n in able}
+        known = {n: self.predicted_s(n_rows, n, n_local, n_remote) for n in able}
         found = {n: s for n, s in known.items() if s is not None}
         return min(found, key=found.__getitem__) if found else able[0]
 
@@ -113,15 +113,17 @@ class Balance:
 
     def predicted_s(self, n_rows: int, n_batches: int, n_local: float, n_remote: float) -> float | None:
         """Seconds of a step; None while slices of such have not been seen."""
-        return self._step_s(n_rows, n_batches, n_local, n_remote)
+        slices = self._slices_s(n_rows, n_batches)
+        if slices is None:
+            return None
+        local, remote = self._attention_s(n_rows, n_batches, n_local, n_remote)
+        return slices + max(local, remote) if n_batches == 1 else max(slices + local, remote)
 
     # --- what is told ---
     def took(self, n_rows: int, n_batches: int, n_local: float, n_remote: float, seconds: float) -> None:
         """A step's seconds, from which the time of its slices follows."""
-        speeds = self.speeds
-        local, remote = n_local * speeds.local_s, n_remote * speeds.remote_s
-        remote += speeds.exchanges_s(n_rows, n_batches) if n_remote else 0.0
-        predicted = self._step_s(n_rows, n_batches, n_local, n_remote)
+        local, remote = self._attention_s(n_rows, n_batches, n_local, n_remote)
+        predicted = self.predicted_s(n_rows, n_batches, n_local, n_remote)
         if n_batches == 1:
             slices = seconds - max(local, remote)
         else:  # where attention workers are what is waited for, slices may be shorter than this
@@ -155,15 +157,13 @@ class Balance:
             found = self._slices.get((n_rows, n_batches))
             return None if not found else statistics.median(found)
 
-    def _step_s(self, n_rows: int, n_batches: int, n_local: float, n_remote: float) -> float | None:
-        slices = self._slices_s(n_rows, n_batches)
-        if slices is None:
-            return None
+    def _attention_s(
+        self, n_rows: int, n_batches: int, n_local: float, n_remote: float
+    ) -> tuple[float, float]:
+        """(on the model ranks, on attention workers with the exchanges)."""
         speeds = self.speeds
-        local, remote = n_local * speeds.local_s, n_remote * speeds.remote_s
-        if n_remote:
-            remote += speeds.exchanges_s(n_rows, n_batches)
-        return slices + max(local, remote) if n_batches == 1 else max(slices + local, remote)
+        exchanges = speeds.exchanges_s(n_rows, n_batches) if n_remote else 0.0
+        return n_local * speeds.local_s, n_remote * speeds.remote_s + exchanges
 
     def _best_of(self, n_rows: int, n: int, n_tokens: float) -> Best:
         """``n`` staggered batches' best share."""
