@@ -113,6 +113,18 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
     }
 
 
+def ahead(group: Any, model: str) -> dict[str, Any]:
+    """How long the host launched steps and how long it waited for results, where attention ranks are slow."""
+    llm = LLM(source(model), group=group, max_num_seqs=4, max_model_len=96)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    asked = [{"prompt_token_ids": p} for p in PROMPTS]
+    llm.generate(asked, params)
+    before = llm.stats()
+    llm.generate(asked, params)
+    after = llm.stats()
+    return {name: after[name] - before[name] for name in ("launch_s", "wait_s", "n_steps")}
+
+
 def as_written(group: Any, model: str, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
     """The tokens that a plain Flax model's own function says?"""
     params = SamplingParams(max_tokens=n_tokens, temperature=0, ignore_eos=True)
@@ -630,7 +642,7 @@ def elsewhere(rank: int) -> None:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch,
+        greedy, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch,
     )
 }  # fmt: skip
 

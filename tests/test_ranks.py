@@ -70,6 +70,15 @@ def test_a_step_is_launched_before_the_one_before_it_is_run() -> None:
     assert found["ahead"]
 
 
+@pytest.mark.parametrize("local_attention", [0, 0.5])
+def test_launching_a_step_waits_for_nothing(local_attention: float) -> None:
+    """The attention rank takes its time for every step, and rank 0 waits for tokens, not while it launches."""
+    more = {"local_attention": local_attention, "partition": "tokens"}
+    [found] = run_job("xla", 1, [("ahead", {"model": "llama"})], slow=(1, 999, 0.1), **more)
+    assert found["wait_s"] > 0.05 * found["n_steps"]
+    assert found["launch_s"] < 0.5 * found["wait_s"], found
+
+
 @pytest.mark.parametrize(
     ("transport", "partition"),
     [

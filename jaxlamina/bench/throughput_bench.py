@@ -71,7 +71,8 @@ class ThroughputOptions:
 @dataclass(frozen=True)
 class Run:
     """All requests of one way, once. ``batch``: sequences that got a token, mean over the engine's steps.
-    ``wait_s``: in which the host waited for results; None where that is not known."""
+    ``wait_s``: in which the host waited for results; None where that is not known. ``local_attention``: where
+    attention was computed at the end, as of `LLM.stats`; None where there is no choice."""
 
     n_requests: int
     n_prompt: int
@@ -81,6 +82,7 @@ class Run:
     batch: float | None = None
     n_preemptions: int | None = None
     wait_s: float | None = None
+    local_attention: dict[str, Any] | None = None
 
     @property
     def requests_per_s(self) -> float:
@@ -280,6 +282,7 @@ class _Ours:
             batch=more("n_generated_tokens") / more("n_steps"),
             n_preemptions=more("n_preemptions"),
             wait_s=more("wait_s"),
+            local_attention=after.get("local_attention"),
         )
 
     def recorded(self, load: _Load, for_s: float, usual_s: float) -> UnderLoad | None:

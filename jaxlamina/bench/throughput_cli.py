@@ -157,6 +157,13 @@ def _parts(record: dict[str, Any], found: ThroughputReport) -> Iterator[Part]:
         "batch: sequences that got a token, mean over steps; host waits: for results, of the time. What the "
         "device waits is seen with --profile-s"
     )
+    if local := found.runs[OURS][-1].local_attention:
+        share, wanted = (local[key] for key in ("share", "wanted"))
+        if share is not None and wanted is not None:
+            yield (
+                f"attention of the last step's tokens: {share:.0%} on model workers, {wanted:.0%} wanted "
+                f"(by {local['partition']})"
+            )
     yield from found.under_load.lines() if found.under_load else ()
     for way, (ratio, low, high) in found.ratios().items():
         limit = _limit(record, ratio) if way == ALONE else ""

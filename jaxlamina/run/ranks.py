@@ -523,9 +523,10 @@ class RanksExecutor(Executor):
             told = self._tables[rank].as_message(list(chain(*of_parts)))
             self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, *told))
         for part in parts:
-            local = part.rows.local
-            inputs = told_replica(part.inputs, part.rows.at, len(local))
-            for rank in self.group.model_ranks_in(part.shape):
+            local, others = part.rows.local, self.group.model_ranks_in(part.shape)
+            # Nobody else is to be told: the newest tokens stay on the device, and nothing waits for them.
+            inputs = told_replica(part.inputs, part.rows.at, len(local)) if others else ()
+            for rank in others:
                 tables = self._tables.get(rank) if local else None
                 arrays, changes = ((), ()) if tables is None else tables.as_message(local)
                 pairs: Iterable[Any] = zip_longest(inputs, arrays, fillvalue={})
