@@ -144,7 +144,7 @@ class Balance:
                 {
                     "batch": n_rows,
                     "n_batches": n,
-                    "slices_s": statistics.median(slices),
+                    "slices_s": _undisturbed(slices),
                     "measured_over_predicted": _ratio(self._times.get((n_rows, n), ())),
                 }
                 for (n_rows, n), slices in sorted(self._slices.items())
@@ -155,7 +155,7 @@ class Balance:
     def _slices_s(self, n_rows: int, n_batches: int) -> float | None:
         with self._lock:
             found = self._slices.get((n_rows, n_batches))
-            return None if not found else statistics.median(found)
+            return None if not found else _undisturbed(found)
 
     def _attention_s(
         self, n_rows: int, n_batches: int, n_local: float, n_remote: float
@@ -183,6 +183,12 @@ class Balance:
         if n == 1 and all_local - attention < _LEAST_GAIN * (all_local + (slices or 0.0)):
             return Best(1.0, n, alone)
         return Best(share, n, step)
+
+
+def _undisturbed(seconds: Sequence[float] | deque[float]) -> float:
+    """Their lower quartile: what comes between two steps (a prompt, a pause of the host) only adds to one,
+    and while requests arrive more than half of the steps may have such a thing."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _ratio(times: Sequence[tuple[float, float]] | deque[tuple[float, float]]) -> float | None:

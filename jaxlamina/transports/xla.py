@@ -277,7 +277,12 @@ class XlaTransport(Transport):
         # A step has hundreds of weights, bound once.
         if all(getattr(x, "sharding", None) is self._sharding for x in leaves):
             return tree
-        return jax.tree.unflatten(form, [self._bound(x) for x in leaves])
+        # One call for all: each takes the host longer than a small array takes to arrive.
+        unbound = [i for i, x in enumerate(leaves) if not self._is_bound(x)]
+        own = jax.device_put([leaves[i] for i in unbound], self.device)
+        for i, x in zip(unbound, own, strict=True):
+            leaves[i] = jax.make_array_from_single_device_arrays(self._global(x.shape), self._sharding, [x])
+        return jax.tree.unflatten(form, leaves)
 
     def unbind(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
@@ -310,12 +315,6 @@ class XlaTransport(Transport):
 
     def _is_bound(self, x: object) -> TypeGuard[jax.Array]:
         return isinstance(x, jax.Array) and x.sharding == self._sharding
-
-    def _bound(self, x: jax.Array | np.ndarray) -> jax.Array:
-        if self._is_bound(x):
-            return x
-        own = jax.device_put(x, self.device)
-        return jax.make_array_from_single_device_arrays(self._global(own.shape), self._sharding, [own])
 
 
 class Mail:
