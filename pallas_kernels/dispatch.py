@@ -27,6 +27,7 @@ from pallas_kernels.quantized import Like, Pool, PoolLike
 ENV_VAR = "JAXLAMINA_ATTENTION_BACKEND"
 _MODULES = {
     "xla": "pallas_kernels.xla",
+    "native": "pallas_kernels.cpu",
     "triton": "pallas_kernels.triton",
     "mosaic_gpu": "pallas_kernels.mosaic_gpu",
     "mosaic_tpu": "pallas_kernels.tpu",
@@ -75,7 +76,7 @@ def candidates(device: jax.Device) -> tuple[str, ...]:
         if compute_capability(device) >= (9, 0):
             return "mosaic_gpu", "triton", "xla"
         return "triton", "xla"
-    return ("xla",)
+    return ("native", "xla") if device.platform == "cpu" else ("xla",)
 
 
 def compute_capability(device: jax.Device) -> tuple[int, int]:
