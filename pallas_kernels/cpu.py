@@ -1,7 +1,7 @@
-"""Partial attention by native code on CPUs: each stored token is read once, where it lies and as it is stored.
+"""Partial attention by native code on CPUs: each stored token is read once, where it lies and as it is.
 
-The library in `pallas_kernels/native` is made when the project is installed; without it XLA serves. Its kernels
-are for AVX-512, AVX2 and plain x86, or for NEON, and the processor decides when the library is loaded. Knows
+The library in `pallas_kernels/native` is made when the project is installed; without it XLA serves. It has
+kernels for AVX-512, AVX2 and plain x86, or for NEON; the processor decides when the library is loaded. Knows
 arrays only; who picks this backend is `dispatch`.
 """
 
@@ -35,7 +35,7 @@ _TARGET = "jaxlamina_attention"
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 
 
-class Loaded(NamedTuple):
+class NativeLibrary(NamedTuple):
     """The library, or why there is none, in one line."""
 
     library: ctypes.CDLL | None
@@ -43,28 +43,31 @@ class Loaded(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def loaded() -> Loaded:
+def loaded() -> NativeLibrary:
     """Loads the library and tells XLA where its function is, once a process."""
     chosen = os.environ.get(ENV_VAR, "")
     if chosen == "off":
-        return Loaded(None, f"{ENV_VAR}=off")
+        return NativeLibrary(None, f"{ENV_VAR}=off")
     if not build.LIBRARY.exists():
-        return Loaded(None, "the library is not built: python -m pallas_kernels.native.build")
+        return NativeLibrary(None, "the library is not built: python -m pallas_kernels.native.build")
     try:
         library = ctypes.CDLL(str(build.LIBRARY))
         library.jaxlamina_instructions.restype = ctypes.c_char_p
         jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.jaxlamina_attention), platform="cpu")
     except Exception as error:  # noqa: BLE001 - a library of another system or another JAX: XLA serves
-        return Loaded(None, f"the library cannot be used: {str(error).splitlines()[0]}")
+        return NativeLibrary(None, f"the library cannot be used: {str(error).splitlines()[0]}")
     if chosen and library.jaxlamina_instructions(chosen.encode()) is None:
-        return Loaded(None, f"{ENV_VAR}={chosen!r} is not an instruction set of this processor")
-    return Loaded(library)
+        return NativeLibrary(None, f"{ENV_VAR}={chosen!r} is not an instruction set of this processor")
+    return NativeLibrary(library)
 
 
 def instructions() -> str | None:
     """The name of the instruction set in use, None without the library."""
     library = loaded().library
-    return None if library is None else library.jaxlamina_instructions(None).decode()
+    if library is None:
+        return None
+    name: bytes = library.jaxlamina_instructions(None)
+    return name.decode()
 
 
 def supports(q: Float[Like, "B Tq N H"], k_pool: PoolLike, *, return_mass: bool = False) -> str | None:
@@ -106,7 +109,7 @@ def partial_attention(
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in ((b, t, n, h), (b, t, n), (b, c) if return_mass else (0, 0))
     ]
-    out, lse, mass = jax.ffi.ffi_call(_TARGET, results)(
+    out, lse, mass = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential")(
         q,
         k_values,
         v_values,

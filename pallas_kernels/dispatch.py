@@ -27,10 +27,10 @@ from pallas_kernels.quantized import Like, Pool, PoolLike
 ENV_VAR = "JAXLAMINA_ATTENTION_BACKEND"
 _MODULES = {
     "xla": "pallas_kernels.xla",
-    "native": "pallas_kernels.cpu",
     "triton": "pallas_kernels.triton",
     "mosaic_gpu": "pallas_kernels.mosaic_gpu",
     "mosaic_tpu": "pallas_kernels.tpu",
+    "native": "pallas_kernels.cpu",
 }
 BACKENDS = tuple(_MODULES)
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("attention backend", default=None)

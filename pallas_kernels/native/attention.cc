@@ -7,9 +7,15 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "kernel.h"
 #include "xla/ffi/api/ffi.h"
@@ -54,16 +60,18 @@ struct Group {
 struct Job {
   Problem p;
   const Kernel* kernel;
-  bool few;
+  bool mass;  // whether it is the mass that is computed: log-sum-exps are known by then
+  bool few;   // whether a piece has all queries and heads
   int64_t width;
   std::vector<Piece> pieces;
   std::vector<int64_t> group_of;
   std::vector<Group> groups;
   std::unique_ptr<float[]> memory;
+  int64_t ahead = 0;  // pieces before this one are followed by one that is known
   std::atomic<int64_t> next{0}, done{0};
 
-  explicit Job(const Problem& problem) : p(problem), kernel(active.load()) {
-    few = p.T * p.G <= kFew;
+  Job(const Problem& problem, bool of_mass) : p(problem), kernel(active.load()), mass(of_mass) {
+    few = mass || p.T * p.G <= kFew;
     width = up(p.H, kernel->width) * kernel->width;
     const int64_t queries = few ? p.T : std::max<int64_t>(1, kTile / p.G);
     const int64_t heads = few ? p.K : 1, tiles = up(p.T, queries);
@@ -85,7 +93,7 @@ struct Job {
           Group& group = groups[g];
           group.first = pieces.size(), group.rows = (t1 - t0) * heads * p.G;
           for (int64_t c = begin; c < end || c == begin; c += std::max<int64_t>(1, share)) {
-            pieces.push_back({b, t0, t1, k, k + heads, std::min(c, end), std::min(c + share, end)});
+            pieces.push_back({b, t0, t1, k, k + heads, std::min(c, end), std::min(c + share, end), nullptr, nullptr, nullptr, nullptr});
             group_of.push_back(g);
             if (!tokens) break;
           }
@@ -94,6 +102,7 @@ struct Job {
           rows_in_all += group.parts * group.rows;
         }
       }
+    if (mass) return;
     memory.reset(new float[rows_in_all * (width + 2)]);
     float* at = memory.get();
     for (size_t i = 0; i < pieces.size(); i++) {
@@ -106,12 +115,16 @@ struct Job {
   int64_t size() const { return pieces.size(); }
 
   void work() {
-    for (int64_t i; (i = next.fetch_add(1)) < size();) {
-      const Piece& piece = pieces[i];
+    for (int64_t i = next.fetch_add(1), following; i < size(); i = following) {
+      // One piece ahead, so that its tokens can be fetched; but not of the last ones, which others may wait for.
+      following = i < ahead ? next.fetch_add(1) : size();
+      Piece& piece = pieces[i];
+      if (following < size()) piece.next = &pieces[following];
       Group& group = groups[group_of[i]];
-      (few ? kernel->attend : kernel->attend_many)(p, piece);
-      if (group.left.fetch_sub(1) == 1) finish(group);
+      (mass ? kernel->add_mass : few ? kernel->attend : kernel->attend_many)(p, piece);
+      if (!mass && group.left.fetch_sub(1) == 1) finish(group);
       done.fetch_add(1);
+      if (i >= ahead) following = next.fetch_add(1);
     }
   }
 
@@ -133,16 +146,34 @@ struct Job {
         for (int64_t h = 0; h < p.H; h++) out[h] = (j ? out[h] : 0) + weight * acc[h];
       }
     }
-    if (p.mass) {
-      for (int64_t j = 0; j < group.parts; j++) kernel->add_mass(p, part[j]);
-    }
   }
 };
+
+// Slots are read in no order: with small pages nearly every row's address has to be looked up in memory first.
+// Asked once for a pool. Where the system does not want to, everything works as before.
+void want_large_pages(const void* pool, int64_t n_bytes) {
+#if defined(__linux__)
+  constexpr int64_t kLarge = 2 << 20;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1
+  static std::mutex mutex;
+  static std::map<const void*, int64_t> asked;
+  if (n_bytes < 2 * kLarge) return;
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t& known = asked[pool];
+  if (known == n_bytes) return;
+  known = n_bytes;
+  const int64_t begin = up(reinterpret_cast<int64_t>(pool), kLarge) * kLarge;
+  const int64_t end = (reinterpret_cast<int64_t>(pool) + n_bytes) / kLarge * kLarge;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
+#endif
+}
 
 // Threads of XLA's pool help. The caller takes pieces, too, and waits only for pieces that somebody has taken:
 // a pool that is busy delays nothing, and calls within calls cannot wait for each other.
 void run(std::shared_ptr<Job> job, ffi::ThreadPool& pool) {
   const int64_t helpers = std::min(pool.num_threads(), job->size()) - 1;
+  job->ahead = job->few ? job->size() - 3 * (helpers + 1) : 0;
   for (int64_t i = 0; i < helpers; i++) pool.Schedule([job] { job->work(); });
   job->work();
   while (job->done.load() < job->size()) std::this_thread::yield();
@@ -175,7 +206,10 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuff
   p.mass = mass->element_count() ? mass->typed_data() : nullptr;
   if (p.mass) std::memset(p.mass, 0, sizeof(float) * p.B * p.C);
   if (!p.B || !p.T) return ffi::Error::Success();
-  run(std::make_shared<Job>(p), pool);
+  want_large_pages(p.k, k.size_bytes());
+  want_large_pages(p.v, v.size_bytes());
+  run(std::make_shared<Job>(p, false), pool);
+  if (p.mass) run(std::make_shared<Job>(p, true), pool);
   return ffi::Error::Success();
 }
 

@@ -1,6 +1,6 @@
-"""Builds the native kernels' library: `python -m pallas_kernels.native.build`, and on installing (hatch_build.py).
+"""Builds the native kernels' library: `python -m pallas_kernels.native.build`, and on installation.
 
-One source per instruction set and one that knows XLA, so the library serves every processor of an architecture.
+The kernels are compiled once per instruction set, so one library serves every processor of an architecture.
 Needs jaxlib's headers and a C++ compiler: the system's, or the `ziglang` package's. Imports nothing but the
 standard library, so that it runs where JAX is not installed.
 """
@@ -81,7 +81,9 @@ def build(to: Path = LIBRARY) -> Path:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()[-200:]]
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [
+            done.stderr.strip()[-200:]
+        ]
         raise CannotBuild(f"{command[0]} failed: {errors[0]}")
 
 

@@ -63,14 +63,17 @@ INLINE float as_float(uint16_t bits) {
   return read<float>(&wide);
 }
 
+// A line of the rows to come, for each line of the present ones that is read: a burst of them would hold up the
+// reads. Into the second cache, which has room for more requests than the first.
 template <class T>
-INLINE void prefetch_row(const T* row, int64_t n) {
-  for (const char* at = (const char*)row, *end = (const char*)(row + n); at < end; at += 64) __builtin_prefetch(at);
+INLINE void fetch(const T* row, int64_t h) {
+  if (h * sizeof(T) % 64 == 0) __builtin_prefetch(row + h, 0, 2);
 }
 
 // out[q, t] = query q times key t, for Q queries and kTokens keys.
-template <class T, int Q>
-INLINE void dots(const float* q, int64_t q_step, const T* const* keys, int64_t offset, int64_t H, float* out) {
+template <class T, int Q, bool kFetch = false>
+INLINE void dots(const float* q, int64_t q_step, const T* const* keys, const T* const* coming, int64_t offset,
+                 int64_t H, float* out) {
   VF acc[Q][kTokens] = {};
   int64_t h = 0;
   for (; h + W <= H; h += W) {
@@ -80,13 +83,16 @@ INLINE void dots(const float* q, int64_t q_step, const T* const* keys, int64_t o
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; t++) {
       VF key = load(keys[t] + offset + h);
+      if (kFetch) fetch(coming[t] + offset, h);
 #pragma GCC unroll 8
       for (int i = 0; i < Q; i++) acc[i][t] += x[i] * key;
     }
   }
   if (h < H) {
+#pragma GCC unroll 8
     for (int t = 0; t < kTokens; t++) {
       VF key = load_some(keys[t] + offset + h, H - h);
+#pragma GCC unroll 8
       for (int i = 0; i < Q; i++) acc[i][t] += load(q + i * q_step + h) * key;
     }
   }
@@ -102,9 +108,9 @@ INLINE void dots(const float* q, int64_t q_step, const T* const* keys, int64_t o
 }
 
 // acc[q, h] = acc[q, h] * keep[q] + the sum over n tokens of weights[q, t] * values[t, h], for V vectors of h.
-template <class T, int Q, int V>
+template <class T, int Q, int V, bool kFetch, bool kRest = false>
 INLINE void weigh(float* acc, int64_t step, const float* keep, const float* weights, const T* const* values,
-                  int64_t offset, int64_t n, int64_t rest) {
+                  const T* const* coming, int64_t offset, int64_t n, int64_t rest = 0) {
   VF sum[Q][V];
 #pragma GCC unroll 8
   for (int i = 0; i < Q; i++)
@@ -114,7 +120,10 @@ INLINE void weigh(float* acc, int64_t step, const float* keep, const float* weig
     const T* value = values[t] + offset;
     VF x[V];
 #pragma GCC unroll 8
-    for (int j = 0; j < V; j++) x[j] = j == V - 1 && rest ? load_some(value + j * W, rest) : load(value + j * W);
+    for (int j = 0; j < V; j++)
+      if (kFetch) fetch(coming[t] + offset, j * W);
+#pragma GCC unroll 8
+    for (int j = 0; j < V; j++) x[j] = kRest ? load_some(value + j * W, rest) : load(value + j * W);
 #pragma GCC unroll 8
     for (int i = 0; i < Q; i++) {
       VF w = all(weights[i * kBlock + t]);
@@ -128,18 +137,20 @@ INLINE void weigh(float* acc, int64_t step, const float* keep, const float* weig
     for (int j = 0; j < V; j++) write(acc + i * step + j * W, sum[i][j]);
 }
 
-template <class T, int Q>
+template <class T, int Q, bool kFetch>
 INLINE void weigh_row(float* acc, int64_t step, const float* keep, const float* weights, const T* const* values,
-                      int64_t offset, int64_t n, int64_t H) {
+                      const T* const* coming, int64_t offset, int64_t n, int64_t H) {
   for (int64_t h = 0; h < H;) {
-    int64_t left = H - h, vectors = least((left + W - 1) / W, W == 8 ? 3 : 4), rest = left < vectors * W ? left % W : 0;
-#define WEIGH(V) weigh<T, Q, V>(acc + h, step, keep, weights, values, offset + h, n, rest)
+    const int64_t vectors = least((H - h) / W, W == 8 ? 3 : 4);
+#define WEIGH(V, ...) \
+  weigh<T, Q, V, kFetch __VA_ARGS__>(acc + h, step, keep, weights, values, coming, offset + h, n, H - h)
     if (vectors == 4) WEIGH(4);
     if (vectors == 3) WEIGH(3);
     if (vectors == 2) WEIGH(2);
     if (vectors == 1) WEIGH(1);
+    if (vectors == 0) WEIGH(1, , true);
 #undef WEIGH
-    h += vectors * W;
+    h += most(1, vectors) * W;
   }
 }
 
@@ -211,7 +222,7 @@ template <class T>
 void attend_of(const Problem& p, const Piece& w) {
   const int64_t width = padded(p.H), heads = w.k1 - w.k0, queries = w.t1 - w.t0;
   const int64_t mine = queries * p.G, rows = heads * mine, row = p.K * p.H;
-  Carver carve{scratch.of(4 * (rows * width + rows * W + mine * kBlock + mine + 2 * heads * kBlock) + 48 * kBlock + 2048)};
+  Carver carve{scratch.of(4 * (rows * width + rows * W + mine * kBlock + mine + 2 * heads * kBlock) + 64 * kBlock + 2048)};
   float* q = carve.take<float>(rows * width);
   VF* sums = carve.take<VF>(rows);
   float* scores = carve.take<float>(mine * kBlock);
@@ -221,37 +232,36 @@ void attend_of(const Problem& p, const Piece& w) {
   int64_t* slots = carve.take<int64_t>(kBlock);
   const T** keys = carve.take<const T*>(kBlock);
   const T** values = carve.take<const T*>(kBlock);
+  const T** coming_keys = carve.take<const T*>(kBlock);
+  const T** coming_values = carve.take<const T*>(kBlock);
   take_queries(p, w, q);
   start(p, w, rows, sums);
   const T *k_pool = static_cast<const T*>(p.k), *v_pool = static_cast<const T*>(p.v);
-  int64_t coming[kBlock];
-
   for (int64_t c = w.c0; c < w.c1; c += kBlock) {
-    const int64_t n = least(kBlock, w.c1 - c), next = most(0, least(kBlock, w.c1 - c - kBlock));
+    const int64_t n = least(kBlock, w.c1 - c);
     find_slots(p, w.b, c, n, slots);
     for (int64_t t = 0; t < kBlock; t++) keys[t] = k_pool + slots[t] * row, values[t] = v_pool + slots[t] * row;
-    if (next) find_slots(p, w.b, c + kBlock, next, coming);
     gather_scales(p, w, p.k_scales, slots, k_scales);
     gather_scales(p, w, p.v_scales, slots, v_scales);
+    const int64_t left = w.c1 - c - kBlock;
+    if (left > 0) find_slots(p, w.b, c + kBlock, least(kBlock, left), slots);
+    else if (w.next) find_slots(p, w.next->b, w.next->c0, least(kBlock, w.next->c1 - w.next->c0), slots);
+    for (int64_t t = 0; t < kBlock; t++)
+      coming_keys[t] = k_pool + slots[t] * row, coming_values[t] = v_pool + slots[t] * row;
     for (int64_t k = 0; k < heads; k++) {
       const int64_t offset = (w.k0 + k) * p.H;
       const float* mine_q = q + k * mine * width;
-      // The next block's rows, a share with each head.
-      int64_t fetched = next * k / heads;
-      const int64_t share = next * (k + 1) / heads;
       for (int64_t t = 0; t < n; t += kTokens) {
-        for (int64_t end = fetched + (share - next * k / heads + n / kTokens - 1) / most(1, n / kTokens);
-             fetched < least(end, share); fetched++) {
-          prefetch_row(k_pool + coming[fetched] * row + w.k0 * p.H, heads * p.H);
-          prefetch_row(v_pool + coming[fetched] * row + w.k0 * p.H, heads * p.H);
-        }
         for (int64_t i = 0; i < mine;) {
           const int64_t take = next_queries(mine - i);
           const float* x = mine_q + i * width;
           float* s = scores + i * kBlock + t;
-          if (take == 3) dots<T, 3>(x, width, keys + t, offset, p.H, s);
-          if (take == 2) dots<T, 2>(x, width, keys + t, offset, p.H, s);
-          if (take == 1) dots<T, 1>(x, width, keys + t, offset, p.H, s);
+#define DOTS(Q) \
+  i ? dots<T, Q>(x, width, keys + t, keys, offset, p.H, s) \
+    : dots<T, Q, true>(x, width, keys + t, coming_keys + t, offset, p.H, s)
+          if (take == 3) DOTS(3);
+          if (take == 2) DOTS(2);
+          if (take == 1) DOTS(1);
           i += take;
         }
       }
@@ -268,9 +278,14 @@ void attend_of(const Problem& p, const Piece& w) {
         const int64_t take = next_queries(mine - i);
         float* acc = w.acc + (k * mine + i) * width;
         const float* s = scores + i * kBlock;
-        if (take == 3) weigh_row<T, 3>(acc, width, keep + i, s, values, offset, n, p.H);
-        if (take == 2) weigh_row<T, 2>(acc, width, keep + i, s, values, offset, n, p.H);
-        if (take == 1) weigh_row<T, 1>(acc, width, keep + i, s, values, offset, n, p.H);
+#define WEIGH(Q) \
+  i ? weigh_row<T, Q, false>(acc, width, keep + i, s, values, values, offset, n, p.H) \
+    : weigh_row<T, Q, true>(acc, width, keep + i, s, values, coming_values, offset, n, p.H)
+        if (take == 3) WEIGH(3);
+        if (take == 2) WEIGH(2);
+        if (take == 1) WEIGH(1);
+#undef DOTS
+#undef WEIGH
         i += take;
       }
     }
@@ -417,7 +432,7 @@ void add_mass_of(const Problem& p, const Piece& w) {
       Seen seen{p.begin(w.b, t) - c, least(p.end(w.b, t) - c, n)};
       if (lse == -kInfinity || seen.begin >= seen.end) continue;
       for (int64_t j = 0; j < n; j += kTokens)
-        dots<T, 1>(q + i * width, width, keys + j, (w.k0 + k) * p.H, p.H, scores + j);
+        dots<T, 1>(q + i * width, width, keys + j, keys, (w.k0 + k) * p.H, p.H, scores + j);
       for (int64_t j = 0; j < kBlock; j += W) {
         VF x = load(scores + j);
         if (p.k_scales) x *= load(scales + k * kBlock + j);

@@ -49,6 +49,7 @@ struct Piece {
   float* acc;
   float* top;  // the maximum that weights were taken from
   float* sum;  // of weights
+  const Piece* next;  // what this thread does then, or null: its first tokens are fetched
 };
 
 // One instruction set's code.
@@ -58,7 +59,7 @@ struct Kernel {
   bool (*runs_here)();
   void (*attend)(const Problem&, const Piece&);
   void (*attend_many)(const Problem&, const Piece&);  // the same for many queries: keys and values are packed
-  void (*add_mass)(const Problem&, const Piece&);     // for tokens [c0, c1), of all queries and heads
+  void (*add_mass)(const Problem&, const Piece&);     // of a piece with all queries and heads
 };
 
 }  // namespace jaxlamina

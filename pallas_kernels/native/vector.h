@@ -64,7 +64,7 @@ INLINE VF load(const bf16* p) { return (VF)(widen(&p->bits) << 16); }
 
 // The first n < W elements and zeros.
 template <class T>
-INLINE VF load_some(const T* p, int64_t n) {
+static __attribute__((noinline)) VF load_some(const T* p, int64_t n) {
   T some[W] = {};
   for (int64_t i = 0; i < n; i++) some[i] = p[i];
   return load(some);
