@@ -19,12 +19,17 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = HERE / "libjaxlamina_cpu.so"
-_X86 = {
+_X86: dict[str, list[str]] = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "sse2": [],
 }
-_INSTRUCTIONS = {"x86_64": _X86, "amd64": _X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
+_INSTRUCTIONS: dict[str, dict[str, list[str]]] = {
+    "x86_64": _X86,
+    "amd64": _X86,
+    "aarch64": {"neon": []},
+    "arm64": {"neon": []},
+}
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
 
 
