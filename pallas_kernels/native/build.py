@@ -44,7 +44,9 @@ def compiler() -> list[str] | None:
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
-    return [sys.executable, "-m", "ziglang", "c++"] if importlib.util.find_spec("ziglang") else None
+    if importlib.util.find_spec("ziglang"):  # it would compile for this very processor
+        return [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
+    return None
 
 
 def headers() -> Path | None:

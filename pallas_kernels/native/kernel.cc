@@ -4,7 +4,9 @@
 // heads, so it goes through a few tokens with all heads before it takes the next ones, which are on their way
 // by then. `attend_many` is for the queries of a prompt. Arithmetic is what it waits for: keys and values of a
 // block of tokens are packed as float32 matrices, and two matrix products work on tiles of registers.
-#include <cmath>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "kernel.h"
 #include "vector.h"
@@ -176,7 +178,7 @@ INLINE float soften(float* s, const float* scales, float cap, Seen seen, float& 
     VF x = load(s + t);
     if (scales) x *= load(scales + t);
     if (cap) x = capped(x, cap);
-    if (masked) x = (at >= begin) & (at < end) ? x : all(-kInfinity);
+    if (masked) x = ((at >= begin) & (at < end)) ? x : all(-kInfinity);
     highest = maximum(highest, x);
     write(s + t, x);
   }
@@ -456,16 +458,26 @@ BY_TYPE(attend)
 BY_TYPE(attend_many)
 BY_TYPE(add_mass)
 
+#if defined(__AVX2__)
+// Whether processor and system have what this file is compiled for. (Not every compiler's own function for it
+// works in a library.)
 bool runs_here() {
+  unsigned a, b, c, d, low, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
+  const unsigned fma = 1u << 12, xsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
+  if ((c & (fma | xsave | avx | f16c)) != (fma | xsave | avx | f16c)) return false;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
 #if defined(__AVX512F__)
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#elif defined(__AVX2__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const unsigned registers = 0xe6, wanted = 1u << 5 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
 #else
-  return true;
+  const unsigned registers = 0x6, wanted = 1u << 5;
 #endif
+  return (low & registers) == registers && (b & wanted) == wanted;
 }
+#else
+bool runs_here() { return true; }
+#endif
 
 #define NAME_OF(isa) #isa
 #define NAME(isa) NAME_OF(isa)
