@@ -1,12 +1,13 @@
 """Causal attention of a chunk of tokens over itself: whole prompts, or what follows stored tokens.
 
-On an NVIDIA GPU cuDNN's flash attention where it serves, through `jax.nn.dot_product_attention`; else XLA in
-blocks of queries. Knows arrays only, no slots and no pools.
+On an NVIDIA GPU cuDNN's flash attention where it serves, through `jax.nn.dot_product_attention`; on a CPU the
+native kernels, to which a chunk is a pool in order; else XLA in blocks of queries. Knows arrays only.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from pallas_kernels import compat
-from pallas_kernels.dispatch import compute_capability, default_device, forced_backend
+from pallas_kernels.dispatch import candidates, compute_capability, default_device, forced_backend, why_not
 from pallas_kernels.xla import scores_of, visible, weigh
 
 # Rows of queries scored at a time, so that a long prompt needs T * _Q_BLOCK scores a head at once and not T *
@@ -51,7 +52,7 @@ def causal_attention(
     check_heads(q, k, v)
     if _cudnn_serves(q, k, v, softcap):
         return _cudnn(q, k, v, None, scale, window)
-    return _in_blocks(q, k, v, None, scale, window, softcap)[0].astype(q.dtype)
+    return _blocks_for(q, k)(q, k, v, None, scale, window, softcap)[0].astype(q.dtype)
 
 
 def causal_partial(
@@ -74,7 +75,7 @@ def causal_partial(
     if _cudnn_serves(q, k, v, softcap):
         out, lse = _cudnn(q, k, v, lengths, scale, window, return_residual=True)
         return out.astype(jnp.float32), lse.astype(jnp.float32)
-    return _in_blocks(q, k, v, lengths, scale, window, softcap)
+    return _blocks_for(q, k)(q, k, v, lengths, scale, window, softcap)
 
 
 def _cudnn_serves(q: Array, k: Array, v: Array, softcap: float | None) -> bool:
@@ -105,6 +106,51 @@ def _cudnn(
         implementation="cudnn",
         **options,
     )  # fmt: skip
+
+
+def _blocks_for(q: Array, k: Array) -> Callable[..., tuple[Array, Array]]:
+    like = jax.ShapeDtypeStruct(k.shape[1:], k.dtype)
+    native = (
+        forced_backend() in (None, "native")
+        and "native" in candidates(default_device())
+        and why_not("native", q, like, return_mass=False) is None
+    )
+    return _native if native else _in_blocks
+
+
+def _native(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Array, Array]:
+    from pallas_kernels import cpu
+
+    b, t = q.shape[:2]
+    ends = jnp.full((b,), t, jnp.int32) if lengths is None else jnp.maximum(lengths, 1)
+    # Queries past the end stand at the last token: with a window they might see nothing.
+    positions = jnp.minimum(jnp.arange(t, dtype=jnp.int32), ends[:, None] - 1)
+    slots = jnp.arange(b * t, dtype=jnp.int32).reshape(b, t)
+
+    @jax.custom_jvp
+    def run(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+        k, v = (x.reshape(b * t, *x.shape[2:]) for x in (k, v))
+        return cpu.partial_attention(
+            q, k, v, slots, ends, positions, scale=scale, window=window, softcap=softcap
+        )
+
+    def in_blocks(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+        return _in_blocks(q, k, v, lengths, scale, window, softcap)
+
+    @run.defjvp
+    def _(given: tuple[Array, ...], tangents: tuple[Array, ...]) -> Any:
+        return jax.jvp(in_blocks, given, tangents)
+
+    out, lse = run(q, k, v)
+    return out, lse
 
 
 def _in_blocks(

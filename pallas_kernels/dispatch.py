@@ -30,6 +30,7 @@ _MODULES = {
     "triton": "pallas_kernels.triton",
     "mosaic_gpu": "pallas_kernels.mosaic_gpu",
     "mosaic_tpu": "pallas_kernels.tpu",
+    "native": "pallas_kernels.cpu",
 }
 BACKENDS = tuple(_MODULES)
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("attention backend", default=None)
@@ -75,7 +76,7 @@ def candidates(device: jax.Device) -> tuple[str, ...]:
         if compute_capability(device) >= (9, 0):
             return "mosaic_gpu", "triton", "xla"
         return "triton", "xla"
-    return ("xla",)
+    return ("native", "xla") if device.platform == "cpu" else ("xla",)
 
 
 def compute_capability(device: jax.Device) -> tuple[int, int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +34,14 @@ from kernel_cases import (
 from kernel_sweep import emulated
 
 import pallas_kernels as pk
-from pallas_kernels import compat, dispatch, reference
+from pallas_kernels import compat, cpu, dispatch, reference
 from pallas_kernels.order import tied
 from pallas_kernels.quantized import values_of
 
 # What a backend must do itself, so that a new refusal is noticed.
 SERVES = {
     "xla": FORMS,
+    "native": FORMS,
     "mosaic_tpu": ("bfloat16", "float32", "int8", "int8-channel"),
     "mosaic_gpu": ("bfloat16", "float16", "int8", "int8-channel"),
     "triton": ("bfloat16", "float16", "float32", "int8", "int8-channel"),
@@ -60,6 +63,16 @@ ALL = [
     Shape(9, 3, 64, "float32", (256, 70, 3), tq=2),
     Shape(16, 8, 64, "bfloat16", (0, 0)),
     Shape(8, 1, 32, "float32", (130, 5)),
+]
+# What native code does in pieces: tokens of long contexts, queries of chunks.
+LONG = [
+    Shape(9, 3, 64, form, (700, 300, 0, 1000), tq=40, among=among, window=window, softcap=softcap)
+    for form in FORMS
+    for among, window, softcap in ((False, None, None), (True, 200, 8.0))
+] + [
+    Shape(9, 3, 64, "float32", (9000, 3)),
+    Shape(32, 4, 128, "bfloat16", (600, 257), tq=4, among=True, window=300),
+    *(Shape(6, 2, h, "bfloat16", (20, 30)) for h in (1, 7, 20, 72, 112)),
 ]
 # Interpreters take seconds to compile a case: what differs between kernels is spread over these.
 FEW = [
@@ -110,6 +123,101 @@ def missing(name: str) -> Any:
 @pytest.mark.parametrize("shape", ALL, ids=lambda s: s.name)
 def test_xla(shape: Shape, rng: np.random.Generator) -> None:
     serve("xla", shape, rng, compiled=True)
+
+
+native = pytest.mark.skipif(cpu.loaded().library is None, reason=f"no native kernels: {cpu.loaded().reason}")
+
+
+@pytest.fixture(params=["avx512", "avx2", "sse2", "neon", "portable"])
+def level(request: Any) -> Iterator[str]:
+    """Each instruction set that this processor has, in turn."""
+    library, before = cpu.loaded().library, cpu.instructions()
+    assert library is not None
+    if library.jaxlamina_instructions(request.param.encode()) is None:
+        pytest.skip(f"this processor, or the library, has no {request.param}")
+    yield request.param
+    library.jaxlamina_instructions(before.encode())
+
+
+@native
+@pytest.mark.parametrize("shape", [*ALL, *LONG], ids=lambda s: s.name)
+def test_native(shape: Shape, level: str, rng: np.random.Generator) -> None:
+    serve("native", shape, rng, compiled=True)
+
+
+@native
+def test_native_results_depend_on_the_request_alone(level: str, rng: np.random.Generator) -> None:
+    """To the bit: who else is in the batch, and so how the work is dealt to threads, changes nothing."""
+    case = Case(Shape(9, 3, 64, "float32", (700, 5, 1300, 0, 256, 257)), rng)
+    out, lse = run("native", case, compiled=True)
+    for row in range(len(case.lengths)):
+        alone = pk.partial_attention(
+            case.q[row : row + 1], case.k, case.v, case.table[row : row + 1], case.lengths[row : row + 1],
+            backend="native", **case.options,
+        )  # fmt: skip
+        np.testing.assert_array_equal(alone[0][0], out[row])
+        np.testing.assert_array_equal(alone[1][0], lse[row])
+
+
+@native
+def test_native_in_many_calls_at_once(rng: np.random.Generator) -> None:
+    """Callers share the pool's threads; none waits for another."""
+    case = Case(Shape(9, 3, 64, "float32", (700, 5, 1300)), rng)
+    attend = jax.jit(functools.partial(pk.partial_attention, backend="native", **case.options))
+    want = [np.asarray(x) for x in attend(*case.args())]
+    with ThreadPoolExecutor(8) as pool:
+        for got in pool.map(lambda _: attend(*case.args()), range(64)):
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+@native
+def test_native_in_loops_maps_and_derivatives(rng: np.random.Generator) -> None:
+    """Within scan and vmap; a chunk's attention has XLA's derivative."""
+    case = Case(Shape(lengths=(40, 9)), rng)
+    args, options = case.args(), case.options | {"backend": "native"}
+    want, _ = pk.partial_attention(*args, **options)
+    queries = jnp.stack([case.q, case.q])
+    scanned = jax.jit(
+        lambda qs: jax.lax.scan(lambda c, q: (c, pk.partial_attention(q, *args[1:], **options)[0]), 0, qs)[1]
+    )(queries)
+    mapped = jax.vmap(lambda q: pk.partial_attention(q, *args[1:], **options)[0])(queries)
+    for got in (scanned, mapped):
+        np.testing.assert_allclose(got, jnp.stack([want, want]), atol=1e-6)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 7, n, 16)), jnp.float32) for n in (4, 2, 2))
+
+    def loss(q: Any) -> Any:
+        return jnp.sum(pk.causal_attention(q, k, v, scale=0.3) ** 2)
+
+    native = jax.grad(loss)(q)
+    with pk.use_backend("xla"):
+        np.testing.assert_allclose(native, jax.grad(loss)(q), atol=1e-4)
+
+
+@native
+@pytest.mark.parametrize("form", FORMS[:3])
+@pytest.mark.parametrize("window,lengths", [(None, None), (100, (300, 77))])
+def test_a_chunks_own_partial_by_native_code(
+    form: str, window: int | None, lengths: tuple[int, ...] | None, level: str, rng: np.random.Generator
+) -> None:
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 300, n, 64)), form) for n in (6, 2, 2))
+    ends = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    out, lse = jax.jit(functools.partial(pk.causal_partial, scale=0.125, window=window))(q, k, v, ends)
+    want, want_lse = reference.causal_partial(q, k, v, ends, scale=0.125, window=window)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()  # a pad's NaN would spread
+    for row in range(2):
+        real = slice(0, 300 if lengths is None else lengths[row])
+        check_outputs(out[row, real], want[row, real], TOLERANCE[form])
+        np.testing.assert_allclose(lse[row, real], want_lse[row, real], atol=3 * TOLERANCE[form])
+
+
+@native
+def test_attention_without_the_library_is_xlas(monkeypatch: Any) -> None:
+    monkeypatch.setattr(cpu, "loaded", lambda: cpu.NativeLibrary(None, "the library is not built"))
+    q, pool = jnp.zeros((1, 1, 2, 8)), jnp.zeros((4, 2, 8))
+    assert dispatch.pick(q, pool, return_mass=False).__name__ == "pallas_kernels.xla"
+    with pytest.raises(ValueError, match="native .*not built.* use xla"):
+        dispatch.pick(q, pool, return_mass=False, backend="native")
 
 
 @pytest.mark.parametrize("shape", FEW, ids=lambda s: s.name)
@@ -340,6 +448,12 @@ def test_mass_is_the_probability_of_each_entry(shape: Shape, k: int, rng: np.ran
     check_mass("xla", replace(shape, n=3 * k, k=k), rng, compiled=True)
 
 
+@native
+@pytest.mark.parametrize("shape", [*MASS, Shape(9, 3, 72, "int8", (700, 5), tq=40)], ids=lambda s: s.name)
+def test_mass_of_native(shape: Shape, level: str, rng: np.random.Generator) -> None:
+    check_mass("native", shape, rng, compiled=True)
+
+
 @missing("triton")
 @pytest.mark.parametrize("shape", MASS[1:4], ids=lambda s: s.name)
 def test_mass_interpreted(shape: Shape, rng: np.random.Generator) -> None:
@@ -386,11 +500,14 @@ def test_what_xla_does_goes_by_the_tokens_there_are(rng: np.random.Generator) ->
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("backend", ["xla", pytest.param("native", marks=native)])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_lies_outside_the_lists_changes_nothing(form: str, rng: np.random.Generator) -> None:
+def test_what_lies_outside_the_lists_changes_nothing(
+    backend: str, form: str, rng: np.random.Generator
+) -> None:
     """To the bit: the poison is replaced by numbers, and the results are the same."""
     case = Case(Shape(form=form), rng)
-    before = run("xla", case, compiled=True)
+    before = run(backend, case, compiled=True)
 
     def cured(pool: pk.Pool) -> pk.Pool:
         if isinstance(pool, pk.QuantizedPool):
@@ -400,7 +517,7 @@ def test_what_lies_outside_the_lists_changes_nothing(form: str, rng: np.random.G
         return pool.at[case.poisoned].set(1)
 
     case.k, case.v = cured(case.k), cured(case.v)
-    for x, y in zip(before, run("xla", case, compiled=True), strict=True):
+    for x, y in zip(before, run(backend, case, compiled=True), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -546,7 +663,7 @@ def gpu(capability: str) -> Any:
 @pytest.mark.parametrize(
     "device,names",
     [
-        (SimpleNamespace(platform="cpu"), ("xla",)),
+        (SimpleNamespace(platform="cpu"), ("native", "xla")),
         (SimpleNamespace(platform="tpu"), ("mosaic_tpu", "xla")),
         (gpu("9.0"), ("mosaic_gpu", "triton", "xla")),
         (gpu("10.0"), ("mosaic_gpu", "triton", "xla")),
@@ -590,7 +707,7 @@ def test_an_unknown_backend_is_named(monkeypatch: Any) -> None:
 
 def test_a_forced_backend_that_cannot_says_why_and_what_can() -> None:
     case = Case(Shape(), np.random.default_rng(0))
-    with pytest.raises(ValueError, match="mosaic_tpu .*mass is not returned.* use xla"):
+    with pytest.raises(ValueError, match="mosaic_tpu .*mass is not returned.* use .*xla"):
         pk.partial_attention(*case.args(), return_mass=True, backend="mosaic_tpu", **case.options)
 
 

@@ -71,6 +71,19 @@ def test_missing_packages_are_listed_all_at_once(monkeypatch):
     assert server.status == "missing" and server.mend == "pip install uvicorn"
 
 
+def test_the_cpus_kernels_are_named(monkeypatch):
+    monkeypatch.setattr(examine, "_ask", lambda program: ({"instructions": "avx2", "reason": None}, None))
+    (found,) = examine._kernels()
+    assert (found.status, found.detail) == ("ok", "native, avx2")
+
+
+def test_without_native_kernels_it_says_why_and_what_builds_them(monkeypatch):
+    monkeypatch.setenv("JAXLAMINA_CPU_KERNELS", "off")
+    (found,) = examine._kernels()
+    assert found.status == "missing" and found.detail.endswith(": JAXLAMINA_CPU_KERNELS=off")
+    assert found.mend.endswith("python -m pallas_kernels.native.build")
+
+
 def test_without_mpi_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(examine.shutil, "which", lambda program: None)
     monkeypatch.setattr(examine, "_importable", lambda module: False)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxlamina
+from pallas_kernels.native import build as native
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_LEVEL = {
@@ -90,6 +92,14 @@ def test_the_wheel_holds_the_four_packages_the_configs_and_the_licence(wheel):
     }
     assert configs and configs <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_carries_the_native_kernels_and_says_for_which_platform(wheel):
+    """For any Python of it. Without a compiler it is for all platforms, and has none."""
+    built = "pallas_kernels/native/libjaxlamina_cpu.so" in zipfile.ZipFile(wheel).namelist()
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.endswith(f"-py3-none-{platform if built else 'any'}.whl")
+    assert built == (native.compiler() is not None)
 
 
 def test_the_installed_wheel_finds_its_configs(wheel, tmp_path):

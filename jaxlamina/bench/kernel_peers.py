@@ -186,6 +186,8 @@ PEERS: dict[str, Callable[[KernelCaseInputs], PreparedPeer]] = {
     "mosaic_gpu int8": ours("mosaic_gpu", int8=True),
     "triton": ours("triton"),
     "mosaic_tpu": ours("mosaic_tpu"),
+    "native": ours("native"),
+    "native int8": ours("native", int8=True),
     "xla": ours("xla"),
     "xla int8": ours("xla", int8=True),
     "flashinfer": flashinfer(tensor_cores=True),

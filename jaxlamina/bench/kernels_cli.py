@@ -22,7 +22,7 @@ def kernels_command(
         str, option("Cases, separated by commas: mha, gqa, long, ragged; demo, ragged on a CPU.")
     ] = "all",
     peers: Annotated[
-        str, option("Peers, separated by commas; auto: all there are, plain XLA on a CPU alone.")
+        str, option("Peers, separated by commas; auto: all there are; on a CPU native and XLA.")
     ] = "auto",
     rounds: Rounds = 5,
     seed: Annotated[int | None, option("Of inputs and shuffled slots; default: another every run.")] = None,
@@ -45,7 +45,7 @@ def kernels_command(
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     known = kernels_bench.cases(small, seed)
     chosen = [known[name] for name in _chosen("--case", case, "all", list(known), list(known))]
-    auto = [name for name in kernel_peers.PEERS if small == name.startswith("xla")]
+    auto = [name for name in kernel_peers.PEERS if small == name.startswith(("native", "xla"))]
     names = _chosen("--peers", peers, "auto", auto, list(kernel_peers.PEERS))
     where = machine.describe(("flashinfer-python", "torch", "numpy"))
     dtype = jnp.float32 if small else jnp.bfloat16

@@ -42,6 +42,11 @@ import json, jax
 found = [(d.platform, d.device_kind, str(d)) for d in jax.local_devices()]
 print(json.dumps([dict(zip(("platform", "kind", "name"), one)) for one in found]))
 """
+_ASK_KERNELS = """
+import json
+from pallas_kernels import cpu
+print(json.dumps({"instructions": cpu.instructions(), "reason": cpu.loaded().reason}))
+"""
 _ASK_MPI = """
 import json
 from mpi4py import MPI
@@ -66,7 +71,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which they are worth reading."""
-    return [*_platform(), _jax(), *_packages(), *_devices(), *_mpi(), *_storage()]
+    return [*_platform(), _jax(), *_packages(), *_devices(), *_kernels(), *_mpi(), *_storage()]
 
 
 def _platform() -> Iterator[Finding]:
@@ -145,6 +150,19 @@ def _devices() -> Iterator[Finding]:
             "an NVIDIA driver is here, but JAX sees no GPU",
             'pip install "jax[cuda13]>=0.10.2,<0.13"',
         )
+
+
+def _kernels() -> Iterator[Finding]:
+    """What computes attention on this machine's CPU."""
+    if not _importable("jax"):
+        return
+    found, trouble = _ask(_ASK_KERNELS)
+    if found is not None and found["instructions"] is not None:
+        yield Finding("cpu kernels", "ok", f"native, {found['instructions']}")
+        return
+    why = trouble if found is None else found["reason"]
+    mend = "pip install ziglang (or install g++), then python -m pallas_kernels.native.build"
+    yield Finding("cpu kernels", "missing", f"XLA computes attention on the CPU: {why}", mend)
 
 
 def _mpi() -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from pallas_kernels import compat
+from pallas_kernels import compat, cpu
 from pallas_kernels.dispatch import candidates, forced_backend
 
 _log = logging.getLogger("jaxlamina")
@@ -55,7 +55,8 @@ def name_of(device: jax.Device, *what: object) -> str | None:
     text = repr(what)
     if folder() is None or " at 0x" in text:
         return None
-    digest = _digest(device.device_kind, _settings(), forced_backend(), text)
+    native = "native" in candidates(device) and cpu.loaded().library is not None
+    digest = _digest(device.device_kind, _settings(), forced_backend(), native, text)
     return f"{_made_by(device.client.platform_version)}/{digest}"
 
 
@@ -110,6 +111,8 @@ def load(name: str, devices: Sequence[jax.Device]) -> tuple[jax.stages.Compiled,
     try:
         if "mosaic_gpu" in candidates(devices[0]):
             compat.find_gpu_runtime()
+        if "native" in candidates(devices[0]):
+            cpu.loaded()  # a program names its function, which this tells XLA
         program, in_tree, out_tree, note = pickle.loads(zlib.decompress(found))
         compiled = serialize_executable.deserialize_and_load(
             program, in_tree, out_tree, backend=devices[0].client, execution_devices=devices

@@ -1,0 +1,125 @@
+"""Partial attention by native code on CPUs: each stored token is read once, where it lies and as it is.
+
+The library in `pallas_kernels/native` is made when the project is installed; without it XLA serves. It has
+kernels for AVX-512, AVX2 and plain x86, or for NEON; the processor decides when the library is loaded. Knows
+arrays only; who picks this backend is `dispatch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from pallas_kernels import xla
+from pallas_kernels.native import build
+from pallas_kernels.quantized import (
+    ChannelQuantizedPool,
+    Like,
+    Pool,
+    PoolLike,
+    QuantizedPool,
+    values_of,
+)
+
+# An instruction set to use in place of the best one there is, or "off".
+ENV_VAR = "JAXLAMINA_CPU_KERNELS"
+_TARGET = "jaxlamina_attention"
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
+
+
+class NativeLibrary(NamedTuple):
+    """The library, or why there is none, in one line."""
+
+    library: ctypes.CDLL | None
+    reason: str | None = None
+
+
+@lru_cache(maxsize=1)
+def loaded() -> NativeLibrary:
+    """Loads the library and tells XLA where its function is, once a process."""
+    chosen = os.environ.get(ENV_VAR, "")
+    if chosen == "off":
+        return NativeLibrary(None, f"{ENV_VAR}=off")
+    if not build.LIBRARY.exists():
+        return NativeLibrary(None, "the library is not built: python -m pallas_kernels.native.build")
+    try:
+        library = ctypes.CDLL(str(build.LIBRARY))
+        library.jaxlamina_instructions.restype = ctypes.c_char_p
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.jaxlamina_attention), platform="cpu")
+    except Exception as error:  # noqa: BLE001 - a library of another system or another JAX: XLA serves
+        return NativeLibrary(None, f"the library cannot be used: {str(error).splitlines()[0]}")
+    if chosen and library.jaxlamina_instructions(chosen.encode()) is None:
+        return NativeLibrary(None, f"{ENV_VAR}={chosen!r} is not an instruction set of this processor")
+    return NativeLibrary(library)
+
+
+def instructions() -> str | None:
+    """The name of the instruction set in use, None without the library."""
+    library = loaded().library
+    if library is None:
+        return None
+    name: bytes = library.jaxlamina_instructions(None)
+    return name.decode()
+
+
+def supports(q: Float[Like, "B Tq N H"], k_pool: PoolLike, *, return_mass: bool = False) -> str | None:
+    """None where the case is computed, else why not."""
+    dtype = values_of(k_pool).dtype
+    if dtype not in _DTYPES:
+        return f"KV is {dtype}"
+    return loaded().reason
+
+
+def partial_attention(
+    q: Float[Array, "B Tq N H"],
+    k_pool: Pool,
+    v_pool: Pool,
+    slot_table: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    q_positions: Int32[Array, "B Tq"] | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    return_mass: bool = False,
+    interpret: bool = False,
+) -> tuple[Float32[Array, "B ..."], ...]:
+    """As `pallas_kernels.partial_attention`. There is nothing to interpret: the flag is every backend's."""
+    del interpret
+    b, t, n, h = q.shape
+    c, k_values, v_values = slot_table.shape[1], values_of(k_pool), values_of(v_pool)
+    if 0 in (b, t, c, len(k_values)) or k_values.dtype != v_values.dtype:
+        return xla.partial_attention(
+            q, k_pool, v_pool, slot_table, lengths, q_positions,
+            scale=scale, window=window, softcap=softcap, return_mass=return_mass,
+        )  # fmt: skip
+    q = q.astype(jnp.float32) * scale
+    if isinstance(k_pool, ChannelQuantizedPool):
+        q = q * jnp.repeat(k_pool.scales, n // k_values.shape[1], axis=0)
+    none = jnp.zeros((0, 0), jnp.int32)
+    results = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((b, t, n, h), (b, t, n), (b, c) if return_mass else (0, 0))
+    ]
+    out, lse, mass = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential")(
+        q,
+        k_values,
+        v_values,
+        *(pool.scales if isinstance(pool, QuantizedPool) else none for pool in (k_pool, v_pool)),
+        slot_table,
+        lengths,
+        none if q_positions is None else q_positions,
+        window=np.int64(window or 0),
+        softcap=np.float32(softcap or 0.0),
+    )
+    if isinstance(v_pool, ChannelQuantizedPool):
+        out = out * jnp.repeat(v_pool.scales, n // k_values.shape[1], axis=0)
+    return (out, lse, mass) if return_mass else (out, lse)
