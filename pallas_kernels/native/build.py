@@ -56,6 +56,14 @@ def headers() -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
+def is_current() -> bool:
+    """Whether there is a library that is newer than what it is made of."""
+    if not LIBRARY.exists():
+        return False
+    sources = [Path(__file__), *HERE.glob("*.cc"), *HERE.glob("*.h")]
+    return LIBRARY.stat().st_mtime > max(source.stat().st_mtime for source in sources)
+
+
 def build(to: Path = LIBRARY) -> Path:
     """Compiles the library. Raises CannotBuild."""
     command, include = compiler(), headers()

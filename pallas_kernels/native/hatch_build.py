@@ -26,7 +26,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        if _is_off():
+        if _is_off() or native.is_current():
             return []
         return ["jaxlib>=0.10.2,<0.13", *(["ziglang>=0.13"] if native.compiler() is None else [])]
 
@@ -34,7 +34,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         if self.target_name != "wheel" or _is_off():
             return
         try:
-            library = native.build()
+            library = native.LIBRARY if native.is_current() else native.build()
         except native.CannotBuild as error:
             self.app.display_warning(f"no native CPU kernels, XLA computes attention: {error}")
             return
