@@ -17,6 +17,7 @@ from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.workers import AttentionSpec, capacity
 from jaxlamina.workers.capacity import host_slots_that_pay, resolve_slots, slots_that_fit, spread_over
 from jaxlamina.workers.workspace import LargestStep, pool_shapes, program_bytes, tree_bytes
+from pallas_kernels.dispatch import use_backend
 
 DEVICE = jax.devices("cpu")[0]
 SPEC = AttentionSpec(2, 16, np.dtype(np.float32), 0.25, None, None)
@@ -107,9 +108,14 @@ def test_a_program_is_measured_beside_its_arguments():
 
 
 def test_a_larger_step_needs_more():
-    small, large = (
-        attention_workspace_bytes([SPEC], [4], DEVICE, LargestStep(b, c, 8)) for b, c in ((1, 32), (16, 512))
-    )
+    def needed(backend: str | None) -> list[int]:
+        with use_backend(backend):
+            steps = (LargestStep(b, c, 8) for b, c in ((1, 32), (16, 512)))
+            return [attention_workspace_bytes([SPEC], [4], DEVICE, step) for step in steps]
+
+    small, large = needed(None)
+    assert 0 < small < large
+    small, large = needed("xla")
     assert 0 < small < large
     # Scores and gathered keys of 16 x 512 tokens; the pools themselves (64 slots here) are not counted twice.
     assert large > 16 * 512 * 4 * 4
