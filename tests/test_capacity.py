@@ -109,6 +109,7 @@ def test_a_program_is_measured_beside_its_arguments():
 
 def test_a_larger_step_needs_more():
     def needed(backend: str | None) -> list[int]:
+        jax.clear_caches()  # what is traced already keeps its backend
         with use_backend(backend):
             steps = (LargestStep(b, c, 8) for b, c in ((1, 32), (16, 512)))
             return [attention_workspace_bytes([SPEC], [4], DEVICE, step) for step in steps]
