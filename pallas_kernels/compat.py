@@ -11,6 +11,7 @@ import contextvars
 import importlib
 import importlib.util
 import math
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,6 +184,16 @@ def like_of(atom: Atom) -> jax.ShapeDtypeStruct:
 def nbytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype, rounded up."""
     return math.ceil(math.prod(aval.shape) * _itemsize_bytes(aval.dtype))
+
+
+def ffi_version() -> int:
+    """The version of XLA's FFI that this JAX has: 1000 times the major number, and the minor one. JAX 0.10.2
+    has 0.3, and 0.12 has 0.5."""
+    text = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    major, minor = (
+        int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", text)[0]) for part in ("MAJOR", "MINOR")
+    )
+    return 1000 * major + minor
 
 
 def has_cudnn() -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from pallas_kernels import xla
+from pallas_kernels import compat, xla
 from pallas_kernels.native import build
 from pallas_kernels.quantized import (
     ChannelQuantizedPool,
@@ -53,6 +53,11 @@ def loaded() -> NativeLibrary:
     try:
         library = ctypes.CDLL(str(build.LIBRARY))
         library.jaxlamina_instructions.restype = ctypes.c_char_p
+        # XLA takes functions for itself and for older versions. With a newer one it does not start at all.
+        if library.jaxlamina_ffi_version() > compat.ffi_version():
+            return NativeLibrary(
+                None, "the library is built for a newer JAX: python -m pallas_kernels.native.build"
+            )
         jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.jaxlamina_attention), platform="cpu")
     except Exception as error:  # noqa: BLE001 - a library of another system or another JAX: XLA serves
         return NativeLibrary(None, f"the library cannot be used: {str(error).splitlines()[0]}")

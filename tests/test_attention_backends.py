@@ -212,6 +212,14 @@ def test_a_chunks_own_partial_by_native_code(
 
 
 @native
+def test_a_library_for_a_newer_jax_is_not_registered(monkeypatch: Any) -> None:
+    """XLA would refuse to start."""
+    monkeypatch.setattr(compat, "ffi_version", lambda: 1)
+    found = cpu.loaded.__wrapped__()
+    assert found.library is None and "newer JAX" in found.reason
+
+
+@native
 def test_attention_without_the_library_is_xlas(monkeypatch: Any) -> None:
     monkeypatch.setattr(cpu, "loaded", lambda: cpu.NativeLibrary(None, "the library is not built"))
     q, pool = jnp.zeros((1, 1, 2, 8)), jnp.zeros((4, 2, 8))

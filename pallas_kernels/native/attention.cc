@@ -236,6 +236,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlamina_attention, jaxlamina::attention,
                                   .Attr<int64_t>("window")
                                   .Attr<float>("softcap"));
 
+// The version of XLA's FFI that this is built for.
+extern "C" EXPORTED int jaxlamina_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
 // The instruction set in use; with a name, that one from now on, or null where this processor does not have it.
 extern "C" EXPORTED const char* jaxlamina_instructions(const char* name) {
   using namespace jaxlamina;

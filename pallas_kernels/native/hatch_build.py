@@ -28,7 +28,8 @@ class NativeBuildHook(BuildHookInterface[Any]):
     def dependencies(self) -> list[str]:
         if _is_off() or native.is_current():
             return []
-        return ["jaxlib>=0.10.2,<0.13", *(["ziglang>=0.13"] if native.compiler() is None else [])]
+        # Headers of the oldest JAX that is supported: XLA takes what is built for itself or for an older one.
+        return ["jaxlib==0.10.2", *(["ziglang>=0.13"] if native.compiler() is None else [])]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel" or _is_off():
