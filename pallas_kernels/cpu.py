@@ -29,8 +29,6 @@ from pallas_kernels.quantized import (
     values_of,
 )
 
-# An instruction set to use in place of the best one there is, or "off".
-ENV_VAR = "JAXLAMINA_CPU_KERNELS"
 _TARGET = "jaxlamina_attention"
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 
@@ -45,9 +43,9 @@ class NativeLibrary(NamedTuple):
 @lru_cache(maxsize=1)
 def loaded() -> NativeLibrary:
     """Loads the library and tells XLA where its function is, once a process."""
-    chosen = os.environ.get(ENV_VAR, "")
+    chosen = os.environ.get(build.ENV_VAR, "")
     if chosen == "off":
-        return NativeLibrary(None, f"{ENV_VAR}=off")
+        return NativeLibrary(None, f"{build.ENV_VAR}=off")
     if not build.LIBRARY.exists():
         return NativeLibrary(None, "the library is not built: python -m pallas_kernels.native.build")
     try:
@@ -62,7 +60,7 @@ def loaded() -> NativeLibrary:
     except Exception as error:  # noqa: BLE001 - a library of another system or another JAX: XLA serves
         return NativeLibrary(None, f"the library cannot be used: {str(error).splitlines()[0]}")
     if chosen and library.jaxlamina_instructions(chosen.encode()) is None:
-        return NativeLibrary(None, f"{ENV_VAR}={chosen!r} is not an instruction set of this processor")
+        return NativeLibrary(None, f"{build.ENV_VAR}={chosen!r} is not an instruction set of this processor")
     return NativeLibrary(library)
 
 

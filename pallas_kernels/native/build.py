@@ -19,6 +19,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = HERE / "libjaxlamina_cpu.so"
+# An instruction set to use in place of the best one there is, or "off": nothing is built, nor used.
+ENV_VAR = "JAXLAMINA_CPU_KERNELS"
 _X86: dict[str, list[str]] = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],

@@ -46,4 +46,4 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
 
 def _is_off() -> bool:
-    return os.environ.get("JAXLAMINA_CPU_KERNELS") == "off"
+    return os.environ.get(native.ENV_VAR) == "off"

@@ -19,7 +19,6 @@ constexpr int kTokens = W == 16 ? 8 : 4;
 constexpr int kQueries = 3;
 constexpr int kColumns = W == 8 ? 2 : 4;  // vectors
 constexpr int kRows = 6;
-constexpr int64_t kTile = 96;  // rows of queries of one packed product
 constexpr float kInfinity = __builtin_inff();
 
 INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
@@ -197,6 +196,18 @@ INLINE float soften(float* s, const float* scales, float cap, Seen seen, float& 
   return keep;
 }
 
+// Scores `s` of a piece's i-th query with the n tokens from c on, to what values are multiplied with, in place.
+// Returns as `soften`.
+INLINE float to_weights(const Problem& p, const Piece& w, int64_t i, int64_t c, int64_t n, float* s,
+                        const float* k_scales, const float* v_scales, float& top, VF& sum) {
+  const int64_t t = w.t0 + i % (w.t1 - w.t0);
+  Seen seen{p.begin(w.b, t) - c, least(p.end(w.b, t) - c, n)};
+  const float keep = soften(s, p.k_scales ? k_scales : nullptr, p.softcap, seen, top, sum);
+  if (p.v_scales)
+    for (int64_t j = 0; j < kBlock; j += W) write(s + j, load(s + j) * load(v_scales + j));
+  return keep;
+}
+
 // Scales of a block's keys or values, [K, kBlock].
 INLINE void gather_scales(const Problem& p, const Piece& w, const uint16_t* from, const int64_t* slots, float* to) {
   if (!from) return;
@@ -267,15 +278,9 @@ void attend_of(const Problem& p, const Piece& w) {
           i += take;
         }
       }
-      for (int64_t i = 0; i < mine; i++) {
-        const int64_t t = w.t0 + i % queries;
-        float* s = scores + i * kBlock;
-        Seen seen{p.begin(w.b, t) - c, least(p.end(w.b, t) - c, n)};
-        keep[i] = soften(s, p.k_scales ? k_scales + k * kBlock : nullptr, p.softcap, seen, w.top[k * mine + i],
-                         sums[k * mine + i]);
-        if (p.v_scales)
-          for (int64_t j = 0; j < kBlock; j += W) write(s + j, load(s + j) * load(v_scales + k * kBlock + j));
-      }
+      for (int64_t i = 0; i < mine; i++)
+        keep[i] = to_weights(p, w, i, c, n, scores + i * kBlock, k_scales + k * kBlock, v_scales + k * kBlock,
+                             w.top[k * mine + i], sums[k * mine + i]);
       for (int64_t i = 0; i < mine;) {
         const int64_t take = next_queries(mine - i);
         float* acc = w.acc + (k * mine + i) * width;
@@ -398,14 +403,8 @@ void attend_many_of(const Problem& p, const Piece& w) {
     pack_keys(keys, offset, p.H, packed_k);
     pack_values(values, offset, p.H, n, packed_v);
     multiply(q, width, packed_k, kBlock, p.H, scores, whole, nullptr);
-    for (int64_t i = 0; i < rows; i++) {
-      const int64_t t = w.t0 + i % queries;
-      float* s = scores + i * kBlock;
-      Seen seen{p.begin(w.b, t) - c, least(p.end(w.b, t) - c, n)};
-      keep[i] = soften(s, p.k_scales ? k_scales : nullptr, p.softcap, seen, w.top[i], sums[i]);
-      if (p.v_scales)
-        for (int64_t j = 0; j < kBlock; j += W) write(s + j, load(s + j) * load(v_scales + j));
-    }
+    for (int64_t i = 0; i < rows; i++)
+      keep[i] = to_weights(p, w, i, c, n, scores + i * kBlock, k_scales, v_scales, w.top[i], sums[i]);
     multiply(scores, kBlock, packed_v, width, n, acc, whole, keep);
   }
   for (int64_t i = 0; i < rows * width; i++) w.acc[i] = acc[i];

@@ -125,12 +125,11 @@ INLINE VF sums_of_8(const VF* x) {
 #endif
 
 INLINE float sum_of(VF x) {
-  float e[W], s = 0;
+  float e[W];
   write(e, x);
   for (int n = W / 2; n; n /= 2)
     for (int i = 0; i < n; i++) e[i] += e[i + n];
-  s = e[0];
-  return s;
+  return e[0];
 }
 INLINE float maximum_of(VF x) {
   float e[W];
