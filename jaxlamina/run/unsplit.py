@@ -62,11 +62,13 @@ class UnsplitExecutor(Executor):
         one_row = split(trace_step(model, self.params, 1, 1))
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
-        decode = with_streamed_products(self._traced_decode, device)
-        self._decode = jax.jit(decode, donate_argnums=(1, 2))
-        self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
-        self._prefill_all = jax.jit(partial(self._traced_prefill, of_all=True), donate_argnums=(1, 2))
-        self._mixed = jax.jit(with_streamed_products(self._traced_mixed, device), donate_argnums=(1, 2))
+
+        def jitted(step: Callable[..., Any]) -> Any:
+            return jax.jit(with_streamed_products(step, device), donate_argnums=(1, 2))
+
+        self._decode, self._mixed = jitted(self._traced_decode), jitted(self._traced_mixed)
+        self._prefill = jitted(self._traced_prefill)
+        self._prefill_all = jitted(partial(self._traced_prefill, of_all=True))
         self._compiled: dict[tuple[Any, ...], Any] = {}  # before their steps, by sizes
 
         def needs_bytes(_: jax.Device) -> int:

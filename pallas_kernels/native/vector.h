@@ -16,6 +16,7 @@
 #define W 4
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 typedef float VF __attribute__((vector_size(4 * W)));
 typedef int32_t VI __attribute__((vector_size(4 * W)));
