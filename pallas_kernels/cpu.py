@@ -31,7 +31,7 @@ from pallas_kernels.quantized import (
     values_of,
 )
 
-_ATTENTION, _PRODUCTS = "jaxlamina_attention", "jaxlamina_products"
+_ATTENTION, _PRODUCTS, _ROTATION = "jaxlamina_attention", "jaxlamina_products", "jaxlamina_rotation"
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 
 
@@ -58,7 +58,7 @@ def loaded() -> NativeLibrary:
             return NativeLibrary(
                 None, "the library is built for a newer JAX: python -m pallas_kernels.native.build"
             )
-        for target in (_ATTENTION, _PRODUCTS):
+        for target in (_ATTENTION, _PRODUCTS, _ROTATION):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     except Exception as error:  # noqa: BLE001 - a library of another system or another JAX: XLA serves
         return NativeLibrary(None, f"the library cannot be used: {str(error).splitlines()[0]}")
@@ -153,3 +153,13 @@ def products(
     likes = [jax.ShapeDtypeStruct((len(x), len(w)), jnp.float32) for w in weights]
     outs = jax.ffi.ffi_call(_PRODUCTS, likes, vmap_method="sequential")(x.astype(jnp.float32), *weights)
     return tuple(out.astype(dtype or x.dtype) for out in outs)
+
+
+def rotate(
+    x: Float32[Array, "B N H"], cos: Float32[Array, "B R"], sin: Float32[Array, "B R"]
+) -> Float32[Array, "B N H"]:
+    """x with the pairs (i, i + R) of its heads' first 2 R elements turned by a row's angles; the rest as it
+    is."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    found: Array = jax.ffi.ffi_call(_ROTATION, like, vmap_method="sequential")(x, cos, sin)
+    return found

@@ -68,11 +68,19 @@ struct Products {
   int64_t first_packed;
 };
 
+// Pairs (i, i + half) of each head's first 2 * half elements turned by angles; the rest is copied.
+struct Rotation {
+  int64_t heads, H, half;
+  const float *x, *cos, *sin;  // [rows, heads, H]; [rows, half]
+  float* out;
+};
+
 struct ProductKernel {
   int64_t width, tile;  // floats of a vector, and rows of x in a tile
   void (*few)(const Products&, const Weight&, int64_t n0, int64_t n1);
   void (*many)(const Products&, const Weight&, int64_t n0, int64_t n1, int64_t t0, int64_t t1);
   void (*pack)(const Products&, int64_t t);
+  void (*rotate)(const Rotation&, int64_t row0, int64_t row1);
 };
 
 // One instruction set's code.

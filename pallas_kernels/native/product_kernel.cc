@@ -1,4 +1,5 @@
-// Products of rows with weights, for one instruction set. Compiled once for each, with ISA set to its name.
+// What a model's rows go through, for one instruction set: products with weights, and rotations. Compiled once for
+// each, with ISA set to its name.
 //
 // A few rows are multiplied where they lie: every weight is read once, as it is stored, and memory is what that
 // waits for. Many rows are packed with W of them side by side, and tiles of registers go along K for some rows of
@@ -214,9 +215,31 @@ void many(const Products& p, const Weight& w, int64_t n0, int64_t n1, int64_t t0
   }
 }
 
+void rotate(const Rotation& p, int64_t row0, int64_t row1) {
+  for (int64_t row = row0; row < row1; row++) {
+    const float *cos = p.cos + row * p.half, *sin = p.sin + row * p.half;
+    for (int64_t head = 0; head < p.heads; head++) {
+      const int64_t at = (row * p.heads + head) * p.H;
+      const float *a = p.x + at, *b = a + p.half;
+      float *to_a = p.out + at, *to_b = to_a + p.half;
+      int64_t i = 0;
+      for (; i + W <= p.half; i += W) {
+        const VF x = load(a + i), y = load(b + i), c = load(cos + i), s = load(sin + i);
+        write(to_a + i, x * c - y * s);
+        write(to_b + i, y * c + x * s);
+      }
+      for (; i < p.half; i++) {
+        to_a[i] = a[i] * cos[i] - b[i] * sin[i];
+        to_b[i] = b[i] * cos[i] + a[i] * sin[i];
+      }
+      for (i = 2 * p.half; i < p.H; i++) to_a[i] = a[i];
+    }
+  }
+}
+
 }  // namespace
 
 extern const ProductKernel NAMED(products);
-const ProductKernel NAMED(products) = {W, kV * W, few, many, pack};
+const ProductKernel NAMED(products) = {W, kV * W, few, many, pack, rotate};
 
 }  // namespace jaxlamina

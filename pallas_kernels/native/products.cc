@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t kFew = 12;              // rows that are not worth packing
 constexpr int64_t kRows = 64;             // of a weight, in a piece, at most
 constexpr int64_t kChunkBytes = 1 << 20;  // of packed rows that a piece goes through
+constexpr int64_t kRotated = 1 << 15;      // elements that are worth a piece
 constexpr int64_t kPackedBytes = 8 << 20;  // of packed rows, kept by each thread that calls
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -79,6 +80,16 @@ ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
   return ffi::Error::Success();
 }
 
+ffi::Error rotation(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos,
+                    ffi::Buffer<ffi::F32> sin, ffi::ResultBuffer<ffi::F32> out) {
+  const auto shape = x.dimensions();
+  const Rotation p{shape[1], shape[2], cos.dimensions()[1], x.typed_data(), cos.typed_data(), sin.typed_data(), out->typed_data()};
+  const int64_t rows = most(1, kRotated / most(1, shape[1] * shape[2]));
+  const ProductKernel& kernel = *active_kernel()->products;
+  in_pieces(pool, up(shape[0], rows), [&](int64_t i) { kernel.rotate(p, i * rows, least((i + 1) * rows, shape[0])); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jaxlamina
 
@@ -88,3 +99,12 @@ extern "C" EXPORTED XLA_FFI_Error* jaxlamina_products(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxlamina_products, jaxlamina::products,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().RemainingArgs().RemainingRets());
+
+extern "C" EXPORTED XLA_FFI_Error* jaxlamina_rotation(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlamina_rotation, jaxlamina::rotation,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
