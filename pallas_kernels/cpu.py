@@ -145,13 +145,15 @@ def supports_products(
 def products(
     x: Float[Array, "B D"],
     weights: Sequence[Float[Array, "_ D"]],
-    *,
     dtype: jax.typing.DTypeLike | None = None,
+    n_rows: Int32[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "B _"], ...]:
     """``x w^T`` for every w, in ``dtype``; x's unless given. Accumulated in float32. Of a weight's rows each
-    result is computed by itself: it is the same whatever other weights are there."""
+    result is computed by itself: it is the same whatever other weights are there. ``n_rows``: of x; those
+    after them are padding, and give zeros."""
     likes = [jax.ShapeDtypeStruct((len(x), len(w)), jnp.float32) for w in weights]
-    outs = jax.ffi.ffi_call(_PRODUCTS, likes, vmap_method="sequential")(x.astype(jnp.float32), *weights)
+    n = jnp.asarray(len(x) if n_rows is None else n_rows, jnp.int32)
+    outs = jax.ffi.ffi_call(_PRODUCTS, likes, vmap_method="sequential")(x.astype(jnp.float32), n, *weights)
     return tuple(out.astype(dtype or x.dtype) for out in outs)
 
 

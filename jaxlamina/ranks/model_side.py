@@ -7,6 +7,7 @@ rank but by what the transport sends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from jaxlamina.transports import Program, TracedEnd, Transport
 from jaxlamina.transports.local import CompiledPieces, LocalTransport
 from jaxlamina.workers.model_worker import Like, ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
-from jaxlamina.workers.streamed import with_streamed_products
+from jaxlamina.workers.streamed import Filled, with_streamed_products
 from jaxlamina.workers.workspace import LargestStep
 from pallas_kernels.order import zero_after
 from splitter import SplitModel, Traced
@@ -77,7 +78,7 @@ class ModelSide:
         step = _with_lifted(traced.step, weights)
         if self.shards:
             step = self._of_shards(step, split)
-        step = with_streamed_products(step, self.transport.device)
+        step = with_streamed_products(step, self.transport.device, partial(_filled, shape))
         keep = self._keep(shape, behind, [split.sources(i) for i in own])
         how: dict[str, Any] = {"behind": behind, "keep": keep, "donate_argnums": _POOLS}
         compiles, given = self.transport.compile_later(step, *args, **how), args[0]
@@ -241,6 +242,14 @@ def _likes(params: Mapping[str, Like]) -> tuple[tuple[str, tuple[int, ...], str]
 
 def _lifted(weights: Weights) -> tuple[tuple[jax.Array, ...], ...]:
     return tuple(tuple(bound for _, bound in of_slice) for of_slice in weights)
+
+
+def _filled(shape: StepShape, _: Any, inputs: Sequence[Any], *rest: Any) -> Filled | None:
+    """Of the arguments of `ModelProgram.step`. Rows of one token each may all be requests."""
+    if len(inputs) < 3:
+        return None
+    tokens, _, logits_at = inputs
+    return Filled.of(tokens, logits_at, 0 if shape.chunk is None else shape.batch)
 
 
 def _with_lifted(step: Callable[..., Any], weights: Weights) -> Callable[..., Any]:

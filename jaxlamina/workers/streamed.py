@@ -19,7 +19,7 @@ from pallas_kernels import products as hopper
 from splitter.block import Read, Rule, run_by_rules, together
 
 
-class _Kernels(NamedTuple):
+class Kernels(NamedTuple):
     """What takes products. ``least_bytes``: of a weight that is worth it."""
 
     fewest_rows: int
@@ -29,49 +29,73 @@ class _Kernels(NamedTuple):
     run: Callable[..., Sequence[jax.Array]]
 
 
-_HOPPER = _Kernels(
-    hopper.FEWEST_ROWS, hopper.MOST_ROWS, 1 << 20, hopper.supports, hopper.stream_products
-)
-_NATIVE = _Kernels(1, math.inf, 0, cpu.supports_products, cpu.products)
+def _on_hopper(x: jax.Array, weights: Sequence[jax.Array], dtype: Any, n_rows: Any) -> Sequence[jax.Array]:
+    return hopper.stream_products(x, weights, dtype=dtype)  # where padding takes no time
 
 
-def _kernels_for(device: jax.Device) -> _Kernels | None:
+HOPPER = Kernels(hopper.FEWEST_ROWS, hopper.MOST_ROWS, 1 << 20, hopper.supports, _on_hopper)
+NATIVE = Kernels(1, math.inf, 0, cpu.supports_products, cpu.products)
+
+
+class Filled(NamedTuple):
+    """How many rows of a step's ``tokens`` are no padding: those come first. Of which shape rows are."""
+
+    shape: tuple[int, ...]
+    n: Any  # int32, a number of the step's
+
+    @classmethod
+    def of(cls, tokens: Any, logits_at: Any, n_before: int = 0) -> Filled | None:
+        """Of a prompt's tokens [1, T], or of a chunk's [n_before + T, 1] after rows of one token;
+        ``logits_at`` [1] is its last token. None for several prompts."""
+        return cls(tokens.shape, n_before + logits_at[0] + 1) if len(logits_at) == 1 else None
+
+
+def kernels_for(device: jax.Device) -> Kernels | None:
+    """What takes products on ``device``; None: XLA does."""
     if device.platform == "cpu":
-        return _NATIVE if cpu.loaded().library is not None else None
+        return NATIVE if cpu.loaded().library is not None else None
     # what they were made for and measured on
     capability = str(getattr(device, "compute_capability", ""))
-    return _HOPPER if device.platform == "gpu" and capability.startswith("9.") else None
+    return HOPPER if device.platform == "gpu" and capability.startswith("9.") else None
 
 
-def with_streamed_products(function: Callable[..., Any], device: jax.Device) -> Callable[..., Any]:
+def with_streamed_products(
+    function: Callable[..., Any],
+    device: jax.Device,
+    filled: Callable[..., Filled | None] = lambda *args: None,
+) -> Callable[..., Any]:
     """``function``, a step to be jitted, with its products by weights streamed where ``device`` can.
 
-    Results differ from the function's as two matrix products of the same precision differ.
+    Results differ from the function's as two matrix products of the same precision differ. ``filled``, of the
+    same arguments: rows beyond those may be given zeros.
     """
-    kernels = _kernels_for(device)
+    kernels = kernels_for(device)
     if kernels is None:
         return function
 
     def run(*args: Any) -> Any:
-        return run_by_rules(function, args, args, partial(_rules, kernels))
+        return run_by_rules(function, args, args, partial(_rules, kernels, filled(*args)))
 
     return run
 
 
-def _rules(kernels: _Kernels, jaxpr: Any) -> Mapping[str, Rule]:
-    return {"dot_general": together(products(jaxpr, kernels), partial(_streamed, kernels))}
+def _rules(kernels: Kernels, filled: Filled | None, jaxpr: Any) -> Mapping[str, Rule]:
+    return {"dot_general": together(products(jaxpr, kernels), partial(_streamed, kernels, filled))}
 
 
-def _streamed(kernels: _Kernels, group: Sequence[compat.JaxprEqn], read: Read) -> list[Any]:
+def _streamed(
+    kernels: Kernels, filled: Filled | None, group: Sequence[compat.JaxprEqn], read: Read
+) -> list[Any]:
     x = read(group[0].invars[0])
+    n_rows = filled.n if filled is not None and x.shape[:-1] == filled.shape else None
     likes: list[Any] = [eqn.outvars[0].aval for eqn in group]
     with compat.context_of(group[0]):
         weights = [read(eqn.invars[1]) for eqn in group]
-        outs = kernels.run(x.reshape(-1, x.shape[-1]), weights, dtype=likes[0].dtype)
+        outs = kernels.run(x.reshape(-1, x.shape[-1]), weights, likes[0].dtype, n_rows)
     return [out.reshape(like.shape) for out, like in zip(outs, likes, strict=True)]
 
 
-def products(jaxpr: Any, kernels: _Kernels = _HOPPER) -> list[list[compat.JaxprEqn]]:
+def products(jaxpr: Any, kernels: Kernels = HOPPER) -> list[list[compat.JaxprEqn]]:
     """The products that can be streamed, each a `dot_general` of rows by a whole weight ``[N, K]``: those of
     the same rows together, in the order of their first."""
     arguments = {*jaxpr.invars, *jaxpr.constvars}
@@ -82,7 +106,7 @@ def products(jaxpr: Any, kernels: _Kernels = _HOPPER) -> list[list[compat.JaxprE
     return list(groups.values())
 
 
-def _is_product(eqn: compat.JaxprEqn, arguments: set[Any], kernels: _Kernels) -> bool:
+def _is_product(eqn: compat.JaxprEqn, arguments: set[Any], kernels: Kernels) -> bool:
     x: Any
     w: Any
     x, w = eqn.invars

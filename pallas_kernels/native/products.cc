@@ -2,6 +2,7 @@
 //
 // Each result is computed by one thread, along all of K, so it depends neither on how the work is cut nor on how
 // many threads there are.
+#include <cstring>
 #include <vector>
 
 #include "kernel.h"
@@ -22,11 +23,12 @@ constexpr int64_t kPackedBytes = 8 << 20;  // of packed rows, kept by each threa
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
-                    ffi::RemainingRets results) {
+ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> n_rows,
+                    ffi::RemainingArgs weights, ffi::RemainingRets results) {
   const ProductKernel& kernel = *active_kernel()->products;
   Products p{};
-  p.M = x.dimensions()[0], p.K = x.dimensions()[1], p.x = x.typed_data();
+  const int64_t rows_in_all = x.dimensions()[0];
+  p.M = least(rows_in_all, most(0, *n_rows.typed_data())), p.K = x.dimensions()[1], p.x = x.typed_data();
   std::vector<Weight> all(weights.size());
   for (size_t i = 0; i < all.size(); i++) {
     auto w = weights.get<ffi::AnyBuffer>(i);
@@ -41,6 +43,7 @@ ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
       default: return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or float16");
     }
     want_large_pages(all[i].values, w->size_bytes());
+    std::memset(all[i].y + p.M * all[i].N, 0, sizeof(float) * (rows_in_all - p.M) * all[i].N);
   }
   if (!p.M) return ffi::Error::Success();
   int64_t n_all = 0;
@@ -98,7 +101,7 @@ ffi::Error rotation(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
 extern "C" EXPORTED XLA_FFI_Error* jaxlamina_products(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxlamina_products, jaxlamina::products,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().RemainingArgs().RemainingRets());
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().RemainingRets());
 
 extern "C" EXPORTED XLA_FFI_Error* jaxlamina_rotation(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlamina_rotation, jaxlamina::rotation,
