@@ -16,7 +16,7 @@ _MOST = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class WantedShare:
     """``predicted_s``: of a step of the best share and number of staggered batches, by what was known before
     steps of ``share`` were run; None where that was nothing. ``n_batches``: as how many the last of these
     went."""
@@ -28,14 +28,14 @@ class Choice:
 
 def choices(
     balance: Balance, n_rows: int, n_tokens: float, run: Callable[[float], int]
-) -> tuple[Choice, ...]:
+) -> tuple[WantedShare, ...]:
     """What is wanted one after the other, until the share stays. ``run``: has some steps run with a share on
     the model rank, of whose times the balance is told; as how many staggered batches the last of them
     went."""
-    found: list[Choice] = []
+    found: list[WantedShare] = []
     while len(found) < _MOST:
         best = balance.best(n_rows, n_tokens)
         if found and abs(best.share - found[-1].share) < _SAME:
             break
-        found.append(Choice(best.share, run(best.share), best.step_s))
+        found.append(WantedShare(best.share, run(best.share), best.step_s))
     return tuple(found)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.bench import kernels_bench
-from jaxlamina.bench.chosen_share import Choice, choices
+from jaxlamina.bench.chosen_share import WantedShare, choices
 from jaxlamina.bench.lists import listed, pair, whole_numbers
 from jaxlamina.bench.rounds import ratios, record_of, seconds_of
 from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
@@ -168,7 +168,7 @@ class StepResult:
     n_prompt_tokens: int = 0  # of another request's prompt, computed alongside or after
     n_stored_tokens: int = 0  # of that prompt, before them
     decode_ms: list[float] = field(default_factory=list)  # then ahead_ms of the decode step by itself
-    chosen: tuple[Choice, ...] = ()  # of "auto", what was wanted; the last of it was measured
+    chosen: tuple[WantedShare, ...] = ()  # of "auto", what was wanted; the last of it was measured
 
     @property
     def ms(self) -> float:
@@ -372,7 +372,7 @@ class _CaseRun:
         """Compiles a way's step, and compares its logits with those of the first way."""
         bench, limit = self._bench, self._bench.limit
         bench.on_progress(f"{self._case}: compiling {way.name}")
-        chosen: tuple[Choice, ...] = ()
+        chosen: tuple[WantedShare, ...] = ()
         if way.local_share == AUTO:
             try:
                 chosen = self._chosen(executor)
@@ -413,7 +413,7 @@ class _CaseRun:
         first += logits[len(first) :]
         result.max_difference = max(map(_difference, logits, first))
 
-    def _chosen(self, executor: RanksExecutor) -> tuple[Choice, ...]:
+    def _chosen(self, executor: RanksExecutor) -> tuple[WantedShare, ...]:
         """What the executor's balance comes to, which it is told steps' times of as a server's is."""
         balance, group = executor.balance, executor.group
         assert balance is not None
