@@ -27,10 +27,12 @@ from jaxlamina.bench import (
     split_bench,
     step_bench,
 )
+from jaxlamina.bench.chosen_share import choices
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply, random_params
 from jaxlamina.models.causal_lm import decoder
+from jaxlamina.run.balance import Balance, Speeds
 from jaxlamina.weights.dummy import Drawn
 from splitter import split
 
@@ -402,6 +404,37 @@ def test_prompt_tokens_go_beside_steps_of_whole_batches() -> None:
     names = [way.name for way in step_bench._ways("unsplit", options)]
     two = "unsplit, 2 devices by requests"
     assert names == ["unsplit", two, "unsplit, with 4 alongside", "unsplit, then 4"]
+
+
+def test_shares_of_step_bench() -> None:
+    shares = step_bench.shares_of("0,0.5,1,auto")
+    assert shares == [0.0, 0.5, 1.0, "auto"] and step_bench.shares_of("") == []
+    for wrong in ("0,half", "1.5", "0,"):
+        with pytest.raises(UserError, match="--shares"):
+            step_bench.shares_of(wrong)
+    options = step_bench.StepOptions([], jnp.float32, 1, staggered=[2], local_attention=shares)
+    ways = step_bench._ways("split by tokens", options)
+    assert [(way.local_share, way.options.get("n_batches")) for way in ways] == [
+        ("auto", None), (0.0, 1), (0.0, 2), (0.5, 1), (0.5, 2), (1.0, 1),
+    ]  # fmt: skip
+
+
+def test_what_auto_comes_to_on_one_load() -> None:
+    """The balance is told of steps only with the shares that it wants; these have slices of 2 ms."""
+    balance, wanted = Balance(Speeds(1e-6, 2e-6, 1e-4), (1, 2)), []
+
+    def run(share: float) -> int:
+        wanted.append(share)
+        for n in (1, 2):
+            local, remote = share * 3e-3, (1 - share) * 6e-3 + n * 1e-4
+            seconds = 2e-3 + max(local, remote) if n == 1 else max(3.9e-3 + local, remote)
+            balance.took(8, n, share * 3000, (1 - share) * 3000, seconds)
+        return 1
+
+    found = choices(balance, 8, 3000, run)
+    assert [x.share for x in found] == wanted and all(x.n_batches == 1 for x in found)
+    assert found[0].predicted_s is None and found[-1].share == pytest.approx(6.1 / 9)
+    assert len(found) < 4
 
 
 def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.bench import kernels_bench
+from jaxlamina.bench.chosen_share import WantedShare, choices
 from jaxlamina.bench.lists import listed, pair, whole_numbers
 from jaxlamina.bench.rounds import ratios, record_of, seconds_of
 from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
 from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.kv.placement import PARTITIONS
+from jaxlamina.kv.placement import AUTO, PARTITIONS, LocalShare
 from jaxlamina.models import ModelConfig
 from jaxlamina.models.causal_lm import CausalLM, HasModel, built
 from jaxlamina.ranks import Group
@@ -47,6 +48,8 @@ from jaxlamina.workers.workspace import LargestStep
 E = TypeVar("E", bound=RanksExecutor)
 
 _ROUND_S = 0.4
+# With each share that the balance wants: so many times so many steps, launched ahead.
+_TIMES, _STEPS = 5, 4
 # What a device cannot do, such as for want of memory, and arrays that are gone since. An executor's own
 # errors end the bench.
 _FAILURES = (RuntimeError,)
@@ -75,14 +78,14 @@ def numbers_of(text: str, option: str = "--staggered") -> list[int]:
     return whole_numbers(option, text, least=2) if text else []
 
 
-def shares_of(text: str) -> list[float]:
-    """From "0,0.25,1", as ``--shares`` has it; ``UserError`` for other text."""
+def shares_of(text: str) -> list[LocalShare]:
+    """From "0,0.25,auto", as ``--shares`` has it; ``UserError`` for other text."""
     try:
-        found = [float(x) for x in text.split(",")] if text else []
+        found: list[LocalShare] = ["auto" if x == AUTO else float(x) for x in text.split(",") if text]
     except ValueError:
         found = [-1.0]
-    if not all(0 <= x <= 1 for x in found):
-        raise UserError(f"--shares {text!r} must be shares from 0 to 1, like 0,0.25,0.5")
+    if not all(isinstance(x, str) or 0 <= x <= 1 for x in found):
+        raise UserError(f"--shares {text!r} must be shares from 0 to 1, or auto, like 0,0.25,0.5,auto")
     return found
 
 
@@ -114,7 +117,8 @@ class StepOptions:
     prefill: int = 0
     n_devices: int = 1
     # Shares of the KV on the model rank, and partitions, each of which is measured; none: as the job has it.
-    local_attention: Sequence[float] = ()
+    # "auto": what the balance comes to on the case; by heads, as a job has it.
+    local_attention: Sequence[LocalShare] = ()
     partitions: Sequence[str] = ()
 
     @property
@@ -141,7 +145,7 @@ class Way:
     chunk: str | None = None  # "alongside" or "after"
     decode: str | None = None  # the way of the decode step by itself, where there is a chunk
     # Of the KV on the model rank, where one executor has several shares.
-    local_share: float | None = None
+    local_share: LocalShare | None = None
     share: int = 1  # of the case's requests this way takes one part of so many, on a device of its own
 
 
@@ -164,6 +168,7 @@ class StepResult:
     n_prompt_tokens: int = 0  # of another request's prompt, computed alongside or after
     n_stored_tokens: int = 0  # of that prompt, before them
     decode_ms: list[float] = field(default_factory=list)  # then ahead_ms of the decode step by itself
+    chosen: tuple[WantedShare, ...] = ()  # of "auto", what was wanted; the last of it was measured
 
     @property
     def ms(self) -> float:
@@ -314,7 +319,7 @@ class _Bench:
                 yield f"split by {partition}", {"partition": partition, "local_attention": "auto"}
                 continue
             for share in options.local_attention:
-                yield f"split, {share:g} local", {"partition": partition, "local_attention": share}
+                yield f"split, {_words(share)}", {"partition": partition, "local_attention": share}
 
 
 class _CaseRun:
@@ -323,7 +328,7 @@ class _CaseRun:
     def __init__(self, bench: _Bench, case: StepCase) -> None:
         self._bench, self._case = bench, case
         self._steps: dict[str, Callable[[], Any]] = {}
-        self._places: dict[str, tuple[Any, float | None]] = {}  # executor and share on the model rank
+        self._places: dict[str, tuple[Any, LocalShare | None]] = {}  # executor and share on the model rank
         self._results: dict[str, StepResult] = {}
         options, known = bench.options, (bench.n_slots, bench.model.vocab_size)
         self._batch = shuffled_batch(case, *known)
@@ -353,11 +358,11 @@ class _CaseRun:
                     self._fail(name, error)
         return list(self._results.values())
 
-    def _store(self, executor: Any, share: float | None) -> None:
+    def _store(self, executor: Any, share: LocalShare | None) -> None:
         """Has the case's tokens stored where a way has them."""
         if not isinstance(executor, RanksExecutor) or executor.pool.placement is None:
             return
-        if share is not None:
+        if share is not None and not isinstance(share, str):
             executor.place_by(share)
         for stored in (self._batch, self._chunk):
             if stored is not None:
@@ -367,6 +372,15 @@ class _CaseRun:
         """Compiles a way's step, and compares its logits with those of the first way."""
         bench, limit = self._bench, self._bench.limit
         bench.on_progress(f"{self._case}: compiling {way.name}")
+        chosen: tuple[WantedShare, ...] = ()
+        if way.local_share == AUTO:
+            try:
+                chosen = self._chosen(executor)
+            except _FAILURES as error:
+                bench.on_failure(f"{self._case}, {way.name}: {_reason(error)}")
+                return
+            share, n = chosen[-1].share, chosen[-1].n_batches
+            way = Way(f"{way.name}{_staggered(n)} ({share:.3f})", {"n_batches": n}, local_share=share)
         rows = self._batch if way.share == 1 else self._part
         step = self._steps[way.name] = partial(_run, executor, way, rows, self._chunk)
         self._places[way.name] = executor, way.local_share
@@ -382,7 +396,7 @@ class _CaseRun:
         weights, a_token = weight_bytes(bench.model, itemsize), kv_token_bytes(bench.model, itemsize)
         kv = self._case.batch * self._case.context * a_token
         floor = (weights + kv / way.share) / limit * 1e3
-        result = StepResult(str(self._case), way.name, floor_ms=floor, prepare_s=took)
+        result = StepResult(str(self._case), way.name, floor_ms=floor, prepare_s=took, chosen=chosen)
         n = way.options.get("n_batches", 1)
         if n > 1:
             result.pools_floor_ms = max(n * weights, kv / len(executor.group.workers)) / limit * 1e3
@@ -398,6 +412,23 @@ class _CaseRun:
         first = bench.first[self._case]
         first += logits[len(first) :]
         result.max_difference = max(map(_difference, logits, first))
+
+    def _chosen(self, executor: RanksExecutor) -> tuple[WantedShare, ...]:
+        """What the executor's balance comes to, which it is told steps' times of as a server's is."""
+        balance, group = executor.balance, executor.group
+        assert balance is not None
+
+        def run(share: float) -> int:
+            self._store(executor, share)
+            executor.n_batches = group.cluster.n_batches_on(executor.device.platform)
+            for _ in range(_TIMES):
+                kernels_bench.timed(partial(executor.decode, self._batch), _STEPS)
+                group.watch.settle()
+            return executor.latest_n_batches
+
+        found = choices(balance, self._case.batch, self._case.batch * self._case.context, run)
+        self._bench.on_progress(f"{self._case}: auto by {balance.speeds}: {found}")
+        return found
 
     def _fail(self, way: str, error: Exception) -> None:
         self._bench.on_failure(f"{self._case}, {way}: {_reason(error)}")
@@ -436,12 +467,15 @@ def _ways(name: str, options: StepOptions, has_prefill_workers: bool = False) ->
     if name == "unsplit" and n_devices > 1:  # devices do not meet: one shows what all take
         cut.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
     if name.startswith("split") and options.local_attention:
-        numbers = [1, *options.staggered]
-        shares = options.local_attention if name.startswith("split by") else [None]
-        for share, n in product(shares, numbers):
-            of_share = "" if share is None else f", {share:g} local"
-            how = f", {n} staggered" if n > 1 else ""
-            cut.append(Way(f"{name}{of_share}{how}", {"n_batches": n}, local_share=share))
+        numbers, shares = [1, *options.staggered], options.local_attention
+        if not name.startswith("split by"):
+            return [Way(f"{name}{_staggered(n)}", {"n_batches": n}) for n in numbers]
+        if AUTO in shares:  # first, so that the balance has been told nothing of other ways' steps
+            cut.append(Way(f"{name}, auto", {}, local_share="auto"))
+        for share, n in product([x for x in shares if not isinstance(x, str)], numbers):
+            if n == 1 or share != 1:  # of what attention workers have nothing of there is nothing to stagger
+                how = {"n_batches": n}
+                cut.append(Way(f"{name}, {_words(share)}{_staggered(n)}", how, local_share=share))
         return cut
     if name == "split":
         whole = [
@@ -462,6 +496,14 @@ def _ways(name: str, options: StepOptions, has_prefill_workers: bool = False) ->
         words = f"{way.name}, {prefill} on a prefill worker"
         chunks.append(Way(words, way.options | {"prefill_workers": 1}, "alongside", way.name))
     return whole + cut + chunks
+
+
+def _words(share: LocalShare) -> str:
+    return share if isinstance(share, str) else f"{share:g} local"
+
+
+def _staggered(n: int) -> str:
+    return f", {n} staggered" if n > 1 else ""
 
 
 def _run(

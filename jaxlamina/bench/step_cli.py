@@ -59,8 +59,8 @@ def step_command(
     shares: Annotated[
         str,
         option(
-            "Shares of the KV on the model rank, each of which is measured, such as 0,0.25,0.5,1. Executors "
-            "come one after another then."
+            "Shares of the KV on the model rank, each of which is measured, such as 0,0.25,0.5,1,auto. auto: "
+            "what the balance comes to. Executors come one after another then."
         ),
     ] = "",
     partitions: Annotated[str, option("With --shares: heads, requests or tokens, separated by commas.")] = "",

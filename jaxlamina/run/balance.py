@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 # A share of attention workers must save so much of a step, or all stays on the model rank.
 _LEAST_GAIN = 0.02
-# Staggered batches must be predicted to be so much faster than one, since slices are known from few steps.
-_LEAST_STAGGERED_GAIN = 0.03
+# Staggered batches must be predicted to be so much faster than one for tokens to go where they are best for
+# them: predictions from steps elsewhere flatter them (8 % faster was 6 % slower; docs/findings.md).
+_LEAST_STAGGERED_GAIN = 0.1
 _REMEMBERED = 9  # steps of a kind
 
 
