@@ -29,9 +29,7 @@ class _Kernels(NamedTuple):
     run: Callable[..., Sequence[jax.Array]]
 
 
-_HOPPER = _Kernels(
-    hopper.FEWEST_ROWS, hopper.MOST_ROWS, 1 << 20, hopper.supports, hopper.stream_products
-)
+_HOPPER = _Kernels(hopper.FEWEST_ROWS, hopper.MOST_ROWS, 1 << 20, hopper.supports, hopper.stream_products)
 _NATIVE = _Kernels(1, math.inf, 0, cpu.supports_products, cpu.products)
 
 
