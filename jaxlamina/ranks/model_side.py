@@ -30,7 +30,7 @@ from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import Logits
 from jaxlamina.transports import Program, TracedEnd, Transport
-from jaxlamina.transports.local import CompiledPieces, LocalTransport
+from jaxlamina.transports.local import CompiledPieces, LocalTransport, Together
 from jaxlamina.workers.model_worker import Like, ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from jaxlamina.workers.streamed import with_streamed_products
@@ -261,11 +261,11 @@ def model_workspace_bytes(
     model: ModelWorker, specs: Sequence[AttentionSpec], device: jax.Device, largest: LargestStep
 ) -> int:
     """What slices of the largest step take beside weights, found by compiling them."""
-    end: Any = LocalTransport(0, 2, device, CompiledPieces())
+    end: Any = LocalTransport(0, 2, device)
     side = ModelSide(end, model, Layout((1,), "heads"), specs, 0)
     steps = [StepShape("decode", largest.batch, 1, 1), StepShape("prefill", 1, largest.prompt, 0)]
     programs: list[Any] = [side.compile_later(shape)()[0] for shape in steps]
-    return max(program.workspace_bytes() for program in programs)
+    return max(Together([program], CompiledPieces()).workspace_bytes() for program in programs)
 
 
 def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int) -> Shaped[jax.Array, " 1"]:
