@@ -1,4 +1,5 @@
-"""Partial attention by native code on CPUs: each stored token is read once, where it lies and as it is.
+"""Partial attention and products with weights by native code on CPUs: each stored token and each weight is
+read once, where it lies and as it is.
 
 The library in `pallas_kernels/native` is made when the project is installed; without it XLA serves. It has
 kernels for AVX-512, AVX2 and plain x86, or for NEON; the processor decides when the library is loaded. Knows
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ from pallas_kernels.quantized import (
     values_of,
 )
 
-_TARGET = "jaxlamina_attention"
+_ATTENTION, _PRODUCTS, _ROTATION = "jaxlamina_attention", "jaxlamina_products", "jaxlamina_rotation"
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 
 
@@ -56,7 +58,8 @@ def loaded() -> NativeLibrary:
             return NativeLibrary(
                 None, "the library is built for a newer JAX: python -m pallas_kernels.native.build"
             )
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.jaxlamina_attention), platform="cpu")
+        for target in (_ATTENTION, _PRODUCTS, _ROTATION):
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     except Exception as error:  # noqa: BLE001 - a library of another system or another JAX: XLA serves
         return NativeLibrary(None, f"the library cannot be used: {str(error).splitlines()[0]}")
     if chosen and library.jaxlamina_instructions(chosen.encode()) is None:
@@ -112,7 +115,7 @@ def partial_attention(
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in ((b, t, n, h), (b, t, n), (b, c) if return_mass else (0, 0))
     ]
-    out, lse, mass = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential")(
+    out, lse, mass = jax.ffi.ffi_call(_ATTENTION, results, vmap_method="sequential")(
         q,
         k_values,
         v_values,
@@ -126,3 +129,39 @@ def partial_attention(
     if isinstance(v_pool, ChannelQuantizedPool):
         out = out * jnp.repeat(v_pool.scales, n // k_values.shape[1], axis=0)
     return (out, lse, mass) if return_mass else (out, lse)
+
+
+def supports_products(
+    n_rows: int, dtype: jax.typing.DTypeLike, weights: Sequence[tuple[int, int]]
+) -> str | None:
+    """None if ``products`` does rows of this type by weights ``[N, K]``, else why not."""
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"{jnp.dtype(dtype).name} is not a type of weights"
+    if n_rows == 0 or any(0 in shape for shape in weights):
+        return "there is nothing to multiply"
+    return loaded().reason
+
+
+def products(
+    x: Float[Array, "B D"],
+    weights: Sequence[Float[Array, "_ D"]],
+    dtype: jax.typing.DTypeLike | None = None,
+    n_rows: Int32[Array, ""] | int | None = None,
+) -> tuple[Float[Array, "B _"], ...]:
+    """``x w^T`` for every w, in ``dtype``; x's unless given. Accumulated in float32. Of a weight's rows each
+    result is computed by itself: it is the same whatever other weights are there. ``n_rows``: of x; those
+    after them are padding, and give zeros."""
+    likes = [jax.ShapeDtypeStruct((len(x), len(w)), jnp.float32) for w in weights]
+    n = jnp.asarray(len(x) if n_rows is None else n_rows, jnp.int32)
+    outs = jax.ffi.ffi_call(_PRODUCTS, likes, vmap_method="sequential")(x.astype(jnp.float32), n, *weights)
+    return tuple(out.astype(dtype or x.dtype) for out in outs)
+
+
+def rotate(
+    x: Float32[Array, "B N H"], cos: Float32[Array, "B R"], sin: Float32[Array, "B R"]
+) -> Float32[Array, "B N H"]:
+    """x with the pairs (i, i + R) of its heads' first 2 R elements turned by a row's angles; the rest as it
+    is."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    found: Array = jax.ffi.ffi_call(_ROTATION, like, vmap_method="sequential")(x, cos, sin)
+    return found

@@ -33,7 +33,7 @@ from jaxlamina.steps.batch import PrefillBatch
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.transports.exchanges import first_difference
-from jaxlamina.transports.local import CompiledPieces, CutProgram, LocalTransport, run_together
+from jaxlamina.transports.local import CompiledPieces, LocalTransport, RankProgram, Together
 from jaxlamina.workers.kv_pools import KVPools
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.workspace import shapes
@@ -71,7 +71,7 @@ class World:
     def run(self, parts: list[Part]) -> list[np.ndarray]:
         """Each part's logits."""
         shape = shape_of_parts(parts)
-        jobs: list[tuple[CutProgram, Any]] = []
+        jobs: list[tuple[RankProgram, Any]] = []
         several = shape.n_batches > 1 or self.cluster.shares_weights
         keeping: list[tuple[int, RankKV]] = []
         for rank, side in self.sides.items():
@@ -108,7 +108,8 @@ class World:
         for program, _ in jobs:
             lists.setdefault(program.rank, []).extend(program.exchanges())
         assert first_difference(lists, self.cluster.describe) is None
-        results = run_together(jobs)
+        programs, args = zip(*jobs, strict=True)
+        results = Together(programs, PIECES).run(*args)
         for kv, (k, v, _) in zip(self.pools, results[n_model:], strict=False):
             kv.k, kv.v = k, v
         for i, of_rank in keeping:
@@ -117,7 +118,7 @@ class World:
         return [np.asarray(x) for x in logits]
 
     def end(self, rank: int) -> Any:
-        return LocalTransport(rank, self.cluster.n_ranks, DEVICE, PIECES)
+        return LocalTransport(rank, self.cluster.n_ranks, DEVICE)
 
 
 @cache

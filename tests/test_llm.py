@@ -180,7 +180,8 @@ def test_a_growing_sequence_compiles_nothing_within_a_bucket(llm: LLM):
     assert after["n_compilations"] == before["n_compilations"]
     assert after["n_steps"] == before["n_steps"] + 50
     n = after["buckets"]["context"][0]
-    assert after["compilations"][f"attend, decode, batch 1, context {n}, q with k and v"] == 1
+    what = f"slices and attention, decode, batch 1, context {n}, q with k and v"
+    assert after["compilations"][what] <= 3, "the first layers, others, and the last slice"
 
 
 def test_compiled_programs_are_kept_on_disk(tmp_path):

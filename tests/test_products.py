@@ -19,7 +19,7 @@ from jaxlamina.models.config_files import model_config
 from jaxlamina.run import unsplit
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.workers import DecodeBatch, streamed
-from jaxlamina.workers.streamed import products, streams_products, with_streamed_products
+from jaxlamina.workers.streamed import HOPPER, kernels_for, products, with_streamed_products
 from pallas_kernels import compat
 from pallas_kernels.products import (
     ProductTuning,
@@ -32,7 +32,7 @@ from pallas_kernels.products import (
 BF16 = jnp.bfloat16
 needs_hopper = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not streams_products(jax.devices()[0]), reason="made for Hopper GPUs"),
+    pytest.mark.skipif(kernels_for(jax.devices()[0]) is not HOPPER, reason="made for Hopper GPUs"),
 ]
 
 
@@ -146,7 +146,9 @@ def step_of(n_layers, batch):
 
 
 def test_products_of_the_same_rows_are_one_kernel():
-    function, args = step_of(2, 96)  # on a CPU, up to 64 rows are multiplied another way
+    function, args = step_of(
+        2, 96
+    )  # without native kernels, up to 64 rows are multiplied another way on a CPU
     jaxpr = compat.open_jaxpr(jax.make_jaxpr(function)(*args))[0]
     flat = [[eqn.invars[1].aval.shape for eqn in group] for group in products(jaxpr)]
     layer = [[(4096, 4096), (1024, 4096), (1024, 4096)], [(4096, 4096)], [(14336, 4096)] * 2, [(4096, 14336)]]
@@ -159,7 +161,8 @@ def test_batches_for_which_xla_is_faster_are_left_to_it(batch):
     assert products(compat.open_jaxpr(jax.make_jaxpr(function)(*args))[0]) == []
 
 
-def test_elsewhere_the_function_is_the_function():
+def test_elsewhere_the_function_is_the_function(monkeypatch):
+    monkeypatch.setattr(streamed.cpu, "loaded", lambda: streamed.cpu.NativeLibrary(None, "off"))
     function, _ = step_of(1, 64)
     assert with_streamed_products(function, jax.devices("cpu")[0]) is function
 
@@ -184,11 +187,11 @@ class TestStepOnHopper:
         want = logits({n: a.astype(jnp.float32) for n, a in halves.items()})
         calls = []
         monkeypatch.setattr(
-            streamed, "stream_products", lambda *a, **k: calls.append(a) or stream_products(*a, **k)
+            streamed.hopper, "stream_products", lambda *a, **k: calls.append(a) or stream_products(*a, **k)
         )
         got = logits(halves)
         assert len(calls) == 9
-        monkeypatch.setattr(unsplit, "with_streamed_products", lambda function, device: function)
+        monkeypatch.setattr(unsplit, "with_streamed_products", lambda function, *_: function)
         xla = logits(halves)
         assert len(calls) == 9
         assert np.abs(got - want).max() < 1.5 * np.abs(xla - want).max()

@@ -153,7 +153,7 @@ def test_everything_a_step_made_but_its_kv_can_be_deleted(monkeypatch):
     weights = {id(x) for x in executor.model.params.values()}
     for step in [rows.prefill, *[rows.decode] * N_STEPS]:
         step()
-        assert len(made) > 3 * len(executor.specs)
+        assert len(made) > 2 * len(executor.specs)
         kv = {id(x) for x in (*executor.kv.k, *executor.kv.v)}
         for x in made:
             assert id(x) not in weights
@@ -205,7 +205,7 @@ def test_a_growing_sequence_compiles_once_a_bucket():
 
 def test_equal_slices_share_programs_at_any_depth():
     totals = []
-    for n_layers in (3, 9):
+    for n_layers in (9, 15):
         config = ModelConfig.from_hf(MODELS["llama"] | {"num_hidden_layers": n_layers})
         rows = Rows(make(config), buckets=ONE_BUCKET).run(1)
         totals.append(rows.executor.programs.total)

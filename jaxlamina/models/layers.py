@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxlamina.models.config import ModelConfig
 from jaxlamina.models.rope import rotate
-from pallas_kernels import exact
+from pallas_kernels import cpu, exact
 from splitter import attention
 
 # Makes one parameter: ("matrix" | "scale" | "bias", shape) -> an array, or its shape and dtype alone.
@@ -37,11 +37,11 @@ def _times_transposed(x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | 
     slow scalar loops. Weight first, only the few rows are packed: two cores, float32, ``[576 | 1536, …]``
     weights, in chains as a model has them, went from 8 to 17 and from 21 to 33 GB/s of weights at 1 row (JAX
     0.10.2; 1-3 GB/s without it on 0.11.2), from 10 to 20 at 8 rows and from 6 to 9 at 32. The barriers keep
-    XLA from turning it back.
+    XLA from turning it back. Native kernels, where they are, take the plain product.
     """
     n_rows = math.prod(x.shape[:-1])
     product = partial(jax.lax.dot_general, precision=exact(w.dtype), preferred_element_type=dtype)
-    if n_rows > _FEW_ROWS or jax.default_backend() != "cpu":
+    if n_rows > _FEW_ROWS or jax.default_backend() != "cpu" or cpu.loaded().library is not None:
         return product(x, w, (((x.ndim - 1,), (1,)), ((), ())))
     columns = jax.lax.optimization_barrier(x.reshape(n_rows, -1).T)
     y = product(w, columns, (((1,), (0,)), ((), ())))

@@ -9,12 +9,14 @@ model can recompute them in every slice rather than carry them. Knows nothing of
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.models.rope_config import RopeConfig
+from pallas_kernels import cpu
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -141,7 +143,26 @@ def _dynamic_periods(rope: RopeConfig, head_dim: int, positions: jax.Array) -> j
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turn each pair (i, i + R/2) of x [B, T, heads, H] by its angle; cos, sin [B, T, 1, R/2]. What lies
     beyond the first R dimensions stays."""
+    is_native = jax.default_backend() == "cpu" and x.dtype == jnp.float32 and cpu.loaded().library is not None
+    return _natively_rotated(x, cos, sin) if is_native else _rotated(x, cos, sin)
+
+
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     half = cos.shape[-1]
     a, b = x[..., :half], x[..., half : 2 * half]
     rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1)
+
+
+@jax.custom_jvp
+def _natively_rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """As `_rotated`. On a CPU XLA joins halves element by element, and works out their angles' cosines and
+    sines again wherever they are read."""
+    rows = math.prod(x.shape[:-2])
+    tables = (jnp.broadcast_to(y, (*x.shape[:-2], 1, y.shape[-1])).reshape(rows, -1) for y in (cos, sin))
+    return cpu.rotate(x.reshape(rows, *x.shape[-2:]), *tables).reshape(x.shape)
+
+
+@_natively_rotated.defjvp
+def _of_derivatives(given: Any, derivatives: Any) -> Any:
+    return _natively_rotated(*given), jax.jvp(_rotated, given, derivatives)[1]

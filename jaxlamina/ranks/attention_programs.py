@@ -23,7 +23,7 @@ from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import Append, Attend, Payload, Receive, Send, Swap, Task
 from jaxlamina.transports import TracedEnd
-from jaxlamina.transports.local import CompiledPieces, LocalTransport
+from jaxlamina.transports.local import CompiledPieces, LocalTransport, Together
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.workspace import LargestStep, pool_shapes
 from pallas_kernels import Pool
@@ -179,11 +179,11 @@ def attention_workspace_bytes(
     for spec, n in dict.fromkeys(zip(specs, n_query_heads, strict=True)):
         pools = [pool_shapes(spec)]
         for shape in steps:
-            end = LocalTransport(1, 2, device, CompiledPieces())
+            end = LocalTransport(1, 2, device)
             program = AttentionProgram(end, layout, [spec], [n], shape)
             inputs = step_inputs_of(layout, shape, [spec])
-            cut = end.compile_later(program.step, pools, pools, inputs, donate_argnums=(0, 1))()
-            messages = (e for e in cut.exchanges() if e.op == "recv")
+            traced = end.compile_later(program.step, pools, pools, inputs, donate_argnums=(0, 1))()
+            messages = (e for e in traced.exchanges() if e.op == "recv")
             n_bytes = sum(math.prod(e.shape) * jnp.dtype(e.dtype).itemsize for e in messages)
-            found.append(cut.workspace_bytes() + n_bytes)
+            found.append(Together([traced], CompiledPieces()).workspace_bytes() + n_bytes)
     return max(found)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int32
 
 from jaxlamina.ranks.cluster_layout import Tie
 from jaxlamina.ranks.wires import pack, packed_like, unpack
@@ -36,6 +37,12 @@ def row_axis(x: jax.Array, like: jax.ShapeDtypeStruct) -> int | None:
     """The axis of rows of what a slice of other rows has in place of ``like``; None for what has no rows."""
     axes = (axis for axis, (n, m) in enumerate(zip(x.shape, like.shape, strict=True)) if n != m)
     return next(axes, None)
+
+
+def rows_at(x: jax.Array, like: jax.ShapeDtypeStruct, rows: Int32[jax.Array, " n"]) -> jax.Array:
+    """``rows`` of what a slice of more rows has in place of ``like``; what has no rows as it is."""
+    axis = row_axis(x, like)
+    return x if axis is None else jnp.take(x, rows, axis=axis, mode="clip")
 
 
 def send_arrays(t: TracedEnd, arrays: Sequence[jax.Array], to: int, after: Tie) -> Tie:

@@ -20,7 +20,7 @@ from jaxtyping import Float, Float32, Int32
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.cluster_layout import Tie, scope
-from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, send_arrays
+from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, rows_at, send_arrays
 from jaxlamina.ranks.shards import ShardEnd
 from jaxlamina.ranks.stored import Asked, StoredKV, Unended, slots_like
 from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker, local_spec
@@ -246,7 +246,7 @@ class _ModelStep:
                 n_rows = self.p.shape.batch
                 wanted = jnp.concatenate([jnp.arange(n_rows), n_rows + self.inputs[2]])
                 by_value = zip(context, final.context_vars, strict=True)
-                context, out = tuple(_rows_at(x, compat.like_of(v), wanted) for x, v in by_value), out[wanted]
+                context, out = tuple(rows_at(x, compat.like_of(v), wanted) for x, v in by_value), out[wanted]
             logits = final.final(self.weights[n], context, out)
         self.logits[task.batches] = logits if self.p.shape.of_all else logits[:, -1]
         self.made_of[task.batches] = self.out_of.get((task.batches[-1], n - 1))
@@ -354,12 +354,6 @@ def _joined(xs: Sequence[jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
     """What `_rows` has cut, as a slice of all rows has it; what has no rows as it is."""
     axis = row_axis(xs[0], like)
     return xs[0] if axis is None else jnp.stack(xs, axis=axis + 1).reshape(like.shape)
-
-
-def _rows_at(x: jax.Array, like: jax.ShapeDtypeStruct, rows: Int32[jax.Array, " n"]) -> jax.Array:
-    """``rows`` of what a slice of more rows has in place of ``like``; what has no rows as it is."""
-    axis = row_axis(x, like)
-    return x if axis is None else jnp.take(x, rows, axis=axis, mode="clip")
 
 
 def inputs_of(shape: StepShape) -> tuple[Int32[jax.ShapeDtypeStruct, " _ ..."], ...]:

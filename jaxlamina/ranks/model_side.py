@@ -7,6 +7,7 @@ rank but by what the transport sends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,10 +31,10 @@ from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import Logits
 from jaxlamina.transports import Program, TracedEnd, Transport
-from jaxlamina.transports.local import CompiledPieces, LocalTransport
+from jaxlamina.transports.local import CompiledPieces, LocalTransport, Together
 from jaxlamina.workers.model_worker import Like, ModelFn, ModelWorker, trace_step
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
-from jaxlamina.workers.streamed import with_streamed_products
+from jaxlamina.workers.streamed import Filled, with_streamed_products
 from jaxlamina.workers.workspace import LargestStep
 from pallas_kernels.order import zero_after
 from splitter import SplitModel, Traced
@@ -77,7 +78,7 @@ class ModelSide:
         step = _with_lifted(traced.step, weights)
         if self.shards:
             step = self._of_shards(step, split)
-        step = with_streamed_products(step, self.transport.device)
+        step = with_streamed_products(step, self.transport.device, partial(_filled, shape))
         keep = self._keep(shape, behind, [split.sources(i) for i in own])
         how: dict[str, Any] = {"behind": behind, "keep": keep, "donate_argnums": _POOLS}
         compiles, given = self.transport.compile_later(step, *args, **how), args[0]
@@ -243,6 +244,14 @@ def _lifted(weights: Weights) -> tuple[tuple[jax.Array, ...], ...]:
     return tuple(tuple(bound for _, bound in of_slice) for of_slice in weights)
 
 
+def _filled(shape: StepShape, _: Any, inputs: Sequence[Any], *rest: Any) -> Filled | None:
+    """Of the arguments of `ModelProgram.step`. Rows of one token each may all be requests."""
+    if len(inputs) < 3:
+        return None
+    tokens, _, logits_at = inputs
+    return Filled.of(tokens, logits_at, 0 if shape.chunk is None else shape.batch)
+
+
 def _with_lifted(step: Callable[..., Any], weights: Weights) -> Callable[..., Any]:
     """``step`` for weights of which those without dimensions have got one: a program takes no others."""
     flat = [[own.ndim == 0 for own, _ in of_slice] for of_slice in weights]
@@ -261,11 +270,11 @@ def model_workspace_bytes(
     model: ModelWorker, specs: Sequence[AttentionSpec], device: jax.Device, largest: LargestStep
 ) -> int:
     """What slices of the largest step take beside weights, found by compiling them."""
-    end: Any = LocalTransport(0, 2, device, CompiledPieces())
+    end: Any = LocalTransport(0, 2, device)
     side = ModelSide(end, model, Layout((1,), "heads"), specs, 0)
     steps = [StepShape("decode", largest.batch, 1, 1), StepShape("prefill", 1, largest.prompt, 0)]
     programs: list[Any] = [side.compile_later(shape)()[0] for shape in steps]
-    return max(program.workspace_bytes() for program in programs)
+    return max(Together([program], CompiledPieces()).workspace_bytes() for program in programs)
 
 
 def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int) -> Shaped[jax.Array, " 1"]:

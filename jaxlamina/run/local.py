@@ -1,8 +1,8 @@
 """Split execution in one process: one model worker and one or several attention workers, each on a device.
 
-The same plans and the same programs as over ranks, but cut into pieces at their exchanges
-(`jaxlamina.transports.local`): only q, k, v go over and only attention output comes back. With both on one
-device q, k and v are one message; on two, q is sent before k and v are computed (Lamina 2025, §4.2.2).
+The same plans and the same programs as over ranks, in one order and in pieces (`jaxlamina.transports.local`):
+only q, k, v go over and only attention output comes back. With both on one device q, k and v are one message;
+on two, q is sent before k and v are computed (Lamina 2025, §4.2.2).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import Step
-from jaxlamina.transports.local import CompiledPieces, CutProgram, LocalTransport, run_together
+from jaxlamina.transports.local import CompiledPieces, LocalTransport, RankProgram, Together
 from jaxlamina.workers import capacity
 from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots, spread_over
@@ -94,7 +94,7 @@ class LocalExecutor(Executor):
         self.q_first = set(devices) != {model_device} if q_first is None else q_first
         self._n_query_heads = [site.q.shape[2] for site in one_row.sites]
         self._pieces = CompiledPieces(self.programs.compiled)
-        end: Any = LocalTransport(0, b + 1, model_device, self._pieces)
+        end: Any = LocalTransport(0, b + 1, model_device)
         self._side = ModelSide(end, self.model, self.layout, self.specs, 0)
         workspace = partial(self._workspace_bytes, devices, largest)
         keepers = [*devices, model_device] if keeps_kv else devices
@@ -131,8 +131,8 @@ class LocalExecutor(Executor):
         sizes = self.n_slots, self.n_host_slots, token_block
         wishes = wishes_of(self.layout, token_block, local_share)
         self.book = PoolBook(workers, self.layout, windows_of(self.specs), *sizes, wishes, each)
-        self._of_model: dict[StepShape, tuple[CutProgram, Any]] = {}
-        self._of_pool: dict[StepShape, list[CutProgram]] = {}
+        self._of_model: dict[StepShape, tuple[RankProgram, Any]] = {}
+        self._steps: dict[StepShape, tuple[Together, Any, Sequence[KVPools]]] = {}
 
     @property
     def device(self) -> jax.Device:
@@ -161,19 +161,19 @@ class LocalExecutor(Executor):
 
     def _run(self, step: Step) -> StepLogits:
         part = self._part(step)
-        of_model, of_pool = self._programs_of(part.shape)
-        program, weights = of_model
+        together, weights, asked = self._step_of(part.shape)
         given = jax.device_put((part.inputs, part.rows.at), self.device)
         own: tuple[Any, ...] = [], [], ()
         if self._side.kv is not None:
             own = *self._side.kv.bound(), jax.device_put(part.rows.local, self.device)
-        jobs: list[tuple[CutProgram, Any]] = [(program, (weights, *given, *own))]
-        for attention, kv, slots in zip(of_pool, self.pools, part.rows.slots, strict=False):
-            jobs.append((attention, (kv.k, kv.v, jax.device_put(slots, kv.device))))
-        (logits, *of_model), *stored = run_together(jobs)
+        stored = [
+            (kv.k, kv.v, jax.device_put(slots, kv.device))
+            for kv, slots in zip(asked, part.rows.slots, strict=False)
+        ]
+        (logits, *of_model), *pools = together.run((weights, *given, *own), *stored)
         if self._side.kv is not None:
             self._side.kv.keep(*of_model)
-        for kv, (k, v, _) in zip(self.pools, stored, strict=False):
+        for kv, (k, v, _) in zip(asked, pools, strict=True):
             kv.k, kv.v = k, v
         if step.decodes is None:
             return StepLogits(None, (logits,))
@@ -188,44 +188,40 @@ class LocalExecutor(Executor):
         return prompts_part(self.book, prompt.batch, q_first=self.q_first, scored=prompt.scored)
 
     def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
-        """The programs of all slices and of attention. None where they depend on where tokens lie."""
+        """All pieces of the step. None where they depend on where tokens lie."""
         assert not behind or self.capabilities.compiles_behind
         if not self.layout.by_heads:
             return None
         parts = step.apart if step.alongside is None else [step]
-        found: list[CutProgram] = []
-        for part in parts:
-            (of_model, _), of_pool = self._programs_of(self._part(part).shape)
-            found += [of_model, *of_pool]
+        found = [self._step_of(self._part(part).shape)[0] for part in parts]
 
         def run() -> None:
-            for program in found:
-                program.compile(behind=behind)
+            for together in found:
+                together.compile(behind=behind)
 
         return run
 
-    def _programs_of(self, shape: StepShape) -> tuple[tuple[CutProgram, Any], list[CutProgram]]:
-        # The model's is the same whatever is stored elsewhere.
+    def _step_of(self, shape: StepShape) -> tuple[Together, Any, Sequence[KVPools]]:
+        """A step's programs, the weights, and the pools that it asks."""
+        # The model's is the same whatever is stored elsewhere, and so are its pieces that hold no attention.
         known = shape if self.layout.attends_locally else shape.without_context
         if known not in self._of_model:
             found: Any = self._side.compile_later(shape)()
-            found[0].what = f"slices, {known}"
             self._of_model[known] = found
-        if shape not in self._of_pool:
-            asked = plan_of(self.layout, shape, len(self.specs)).pool
-            self._of_pool[shape] = (
-                [self._attention(w, shape) for w in range(len(self.pools))] if asked else []
-            )
-        return self._of_model[known], self._of_pool[shape]
+        if shape not in self._steps:
+            program, weights = self._of_model[known]
+            asked = self.pools if plan_of(self.layout, shape, len(self.specs)).pool else ()
+            of_pool = [self._attention(w, shape) for w in range(len(asked))]
+            together = Together([program, *of_pool], self._pieces, f"slices and attention, {shape}")
+            self._steps[shape] = together, weights, asked
+        return self._steps[shape]
 
-    def _attention(self, w: int, shape: StepShape) -> CutProgram:
-        end = LocalTransport(w + 1, len(self.pools) + 1, self.pools[w].device, self._pieces)
+    def _attention(self, w: int, shape: StepShape) -> RankProgram:
+        end = LocalTransport(w + 1, len(self.pools) + 1, self.pools[w].device)
         known = end, self.layout, self._own_specs, self._own_n_query_heads, shape
         inputs = step_inputs_of(self.layout, shape, self._own_specs)
         step = AttentionProgram(*known).step
-        program = end.compile_later(step, *self._pools_like[w], inputs, donate_argnums=(0, 1))()
-        program.what = f"attend, {shape}"
-        return program
+        return end.compile_later(step, *self._pools_like[w], inputs, donate_argnums=(0, 1))()
 
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         self.book.copy_slots(as_slots(src), as_slots(dst))

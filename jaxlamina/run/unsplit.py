@@ -5,7 +5,7 @@ Same kernels, same KV slots, same batches as split execution; what differs is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.process.compile_counts import Programs
+from jaxlamina.ranks.contexts import rows_at
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, with_chunk
 from jaxlamina.steps.step import Step
@@ -23,7 +24,7 @@ from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
-from jaxlamina.workers.streamed import with_streamed_products
+from jaxlamina.workers.streamed import Filled, with_streamed_products
 from jaxlamina.workers.workspace import LargestStep, ints, pool_shapes, program_bytes, shapes
 from pallas_kernels import (
     Pool,
@@ -31,6 +32,7 @@ from pallas_kernels import (
     causal_attention,
     causal_partial,
     combine,
+    compat,
     decode_attention,
     partial_attention,
 )
@@ -62,11 +64,14 @@ class UnsplitExecutor(Executor):
         one_row = split(trace_step(model, self.params, 1, 1))
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
-        decode = with_streamed_products(self._traced_decode, device)
-        self._decode = jax.jit(decode, donate_argnums=(1, 2))
-        self._prefill = jax.jit(self._traced_prefill, donate_argnums=(1, 2))
-        self._prefill_all = jax.jit(partial(self._traced_prefill, of_all=True), donate_argnums=(1, 2))
-        self._mixed = jax.jit(with_streamed_products(self._traced_mixed, device), donate_argnums=(1, 2))
+
+        def jitted(step: Callable[..., Any], *filled: Callable[..., Filled | None]) -> Any:
+            return jax.jit(with_streamed_products(step, device, *filled), donate_argnums=(1, 2))
+
+        self._decode = jitted(self._traced_decode)
+        self._mixed = jitted(self._traced_mixed, _filled_beside_rows)
+        self._prefill = jitted(self._traced_prefill, _filled)
+        self._prefill_all = jitted(partial(self._traced_prefill, of_all=True), _filled)
         self._compiled: dict[tuple[Any, ...], Any] = {}  # before their steps, by sizes
 
         def needs_bytes(_: jax.Device) -> int:
@@ -215,10 +220,28 @@ class UnsplitExecutor(Executor):
             q, k, v = (tied(x[n:].swapaxes(0, 1), rows_out) for x in (q, k, v))
             return jnp.concatenate([rows_out, of_chunk(i, q, k, v).swapaxes(0, 1)])
 
-        traced = trace_step(self._model, self.params, *tokens.shape)
+        wanted = jnp.concatenate([jnp.arange(n), n + chunk.logits_at])
         with jax.default_device(self.device):
-            logits = traced.eval(params, tokens, positions, attend=attend)[:, -1]
-        return *pools, logits[:n], logits[n + chunk.logits_at]
+            logits = self._logits_at(params, tokens, positions, attend, wanted)
+        return *pools, logits[:n], logits[n:]
+
+    def _logits_at(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, attend: Attend, rows: jax.Array
+    ) -> jax.Array:
+        """``[len(rows), V]``: of those rows alone is the last slice computed, which has the vocabulary."""
+        whole, ends = (split(trace_step(self._model, self.params, n, 1)) for n in (len(tokens), len(rows)))
+        context: Sequence[Any] = whole.first_context(tokens, positions)
+        out: Any = None
+        for i, part in enumerate(whole.slices[:-1]):
+            weights = whole.slice_params(i, params)
+            q, rest = part.q_part(weights, context, out)
+            k, v, context = part.kv_part(weights, rest, None)
+            out = attend(i, q, k, v)
+        final = ends.slices[-1]
+        by_value = zip(context, final.context_vars, strict=True)
+        context = [rows_at(x, compat.like_of(v), rows) for x, v in by_value]
+        logits: jax.Array = final.final(ends.slice_params(ends.n, params), context, out[rows])
+        return logits[:, -1]
 
     def _decode_attend(
         self,
@@ -263,6 +286,16 @@ class UnsplitExecutor(Executor):
             return out
 
         return attend
+
+
+def _filled(_: Any, __: Any, ___: Any, *prompt: jax.Array) -> Filled | None:
+    tokens, _, logits_at = prompt[:3]
+    return Filled.of(tokens, logits_at)
+
+
+def _filled_beside_rows(*args: Any) -> Filled | None:
+    tokens, _, batch, chunk = args[3:]
+    return Filled.of(tokens, chunk.logits_at, len(batch.tokens))
 
 
 def _sizes(step: Step) -> tuple[Any, ...]:

@@ -22,6 +22,8 @@ from jaxlamina.sampling import adjustments
 from jaxlamina.sampling.adjustments import NO_TOKEN, Adjusted, Adjustments, power_of_4
 from jaxlamina.sampling.params import MAX_LOGPROBS, SamplingParams
 
+_LANES = 64  # floats side by side in a reduction
+
 
 class Sampled(NamedTuple):
     """One step's choice. Device arrays; those of logprobs are None unless they were asked for."""
@@ -154,11 +156,25 @@ class Sampler:
 def choose(logits: jax.Array, knobs: Knobs | None, *, filters: bool) -> tuple[jax.Array, jax.Array]:
     """One token a row of ``logits`` [B, V] float32, which may be adjusted: int32, as [B] and as [B, 1], the
     likeliest without ``knobs``; ``filters`` as of ``SamplingBatch``."""
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    tokens = _argmax(logits)
     if knobs is not None:
         drawn = _drawn(logits, knobs, filters=filters)
         tokens = jnp.where(knobs.temperature > 0, drawn, tokens)
     return tokens, tokens[:, None]
+
+
+def _argmax(logits: jax.Array) -> jax.Array:
+    """The first of the largest of each row of ``logits`` [B, V]: int32 [B]."""
+    n_rows, n = logits.shape
+    if n % _LANES or jax.default_backend() != "cpu":
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # XLA's own goes element by element on a CPU; along lanes side by side it takes vectors.
+    lanes = logits.reshape(n_rows, n // _LANES, _LANES)
+    top = jax.lax.optimization_barrier(lanes.max(1)).max(-1)
+    at = jnp.arange(n, dtype=jnp.int32).reshape(n // _LANES, _LANES)
+    # not `==`: where there are NaNs, one is the largest
+    first = jnp.where(lanes < top[:, None, None], n, at).min(1)
+    return jax.lax.optimization_barrier(first).min(-1)
 
 
 def _drawn(logits: jax.Array, knobs: Knobs, *, filters: bool) -> jax.Array:

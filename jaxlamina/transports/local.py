@@ -1,16 +1,17 @@
-"""All ranks in one process: a rank's program is cut at its exchanges into pieces, and those that are equal
-are compiled once.
+"""All ranks in one process: their programs of a step are put in one order, and run as compiled pieces.
 
-A piece is what a rank computes between two exchanges. Equal layers have equal pieces, so a few compiled ones
-serve any number of layers, as slices do; and pieces on different devices run side by side. Messages are
-handed over: by `jax.device_put`, or as they are on one device.
+The order is found once: each program goes on until it waits for a message, and round again. Between devices
+a message is a `jax.device_put`, and a piece is what a rank computes between two of them; calls come back
+before they are done, so that pieces on different devices run side by side. On one device a message is the
+value that was sent, so that a piece can be several layers, slices and attention. Equal pieces are compiled
+once, so a few compiled ones serve any number of layers, as slices do.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -24,29 +25,19 @@ from pallas_kernels import compat
 from splitter.block import Block, variables
 from splitter.program import canonical
 
+# Rounds over all programs in one call, where they are on one device of such a platform: a round is a layer,
+# or half of one if q goes first. A call takes a CPU 0.1 ms, so with 30 layers 61 calls added a quarter to a
+# small model's step, and 11 add a twentieth. More layers a call would save little more, and compiling, which
+# is done for each batch and context, would take longer: with three it takes twice what it takes with pieces
+# that end at every exchange. They do so on other platforms: calls are queued while an accelerator computes,
+# and the model's pieces serve all contexts, which are many there (`Buckets.default`).
+_ROUNDS_A_CALL: Mapping[str, int] = {"cpu": 3}
+
 _send_p = compat.Primitive("local_send")
 _send_p.multiple_results = True
 _send_p.def_abstract_eval(lambda x, *, to: [])
 _recv_p = compat.Primitive("local_recv")
 _recv_p.def_abstract_eval(lambda *, source, like: jax.core.ShapedArray(like.shape, like.dtype))
-
-
-class HandedOver:
-    """What was sent and not yet received, by (sender, receiver)."""
-
-    def __init__(self) -> None:
-        self.waiting: defaultdict[tuple[int, int], deque[jax.Array]] = defaultdict(deque)
-        self.n_moved = 0
-
-    def put(self, source: int, to: int, x: jax.Array) -> None:
-        self.waiting[source, to].append(x)
-        self.n_moved += 1
-
-    def take(self, source: int, to: int) -> jax.Array | None:
-        if not self.waiting[source, to]:
-            return None
-        self.n_moved += 1
-        return self.waiting[source, to].popleft()
 
 
 class LocalTransport(Transport):
@@ -55,8 +46,8 @@ class LocalTransport(Transport):
 
     name, is_one_program = "local", False
 
-    def __init__(self, rank: int, n_ranks: int, device: jax.Device, compiled: CompiledPieces) -> None:
-        self.rank, self.n_ranks, self.device, self._compiled = rank, n_ranks, device, compiled
+    def __init__(self, rank: int, n_ranks: int, device: jax.Device) -> None:
+        self.rank, self.n_ranks, self.device = rank, n_ranks, device
 
     # --- traced ---
     def send(self, x: jax.Array, to: int, after: jax.Array | None = None) -> None:
@@ -71,41 +62,41 @@ class LocalTransport(Transport):
             self.send(x, rank)
 
     # --- programs ---
-    def compile_later(  # type: ignore[override]  # a program that `run_together` runs, and nobody calls
+    def compile_later(  # type: ignore[override]  # a program that `Together` runs, and nobody calls
         self,
         function: Callable[..., Any],
         *args: Any,
         donate_argnums: Sequence[int] = (),
         behind: bool = False,
         keep: tuple[str, Any] | None = None,
-    ) -> Callable[[], CutProgram]:
+    ) -> Callable[[], RankProgram]:
         with jax.default_device(self.device):  # kernels are picked by it
             traced = jax.make_jaxpr(function, return_shape=True)(*args)
         n_leaves = [len(jax.tree.leaves(arg)) for arg in args]
         donated = [n for n in donate_argnums for _ in range(n_leaves[n])]
         starts = [sum(n_leaves[:n]) for n in range(len(args))]
         given_away = {starts[n] + i for n in set(donated) for i in range(n_leaves[n])}
-        program = CutProgram(self.rank, self.device, traced, given_away, self._compiled)
+        program = RankProgram(self.rank, self.device, traced, given_away)
         return lambda: program
 
 
 class _Piece(NamedTuple):
-    """Equations between exchanges. ``donated``: of its arguments; ``drops``: what nobody reads after it."""
+    """Equations that are one call. ``donated``: of its arguments; ``drops``: what nobody reads after it."""
 
+    device: jax.Device
     block: Block
     donated: tuple[int, ...]
     key: str
     drops: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class _Message:
-    """An exchange: ``sent`` goes to the peer, or what comes is ``received``."""
+class _Move(NamedTuple):
+    """A message to another device."""
 
-    peer: int
-    sent: Any = None
-    received: Any = None
-    drops: tuple[Any, ...] = ()
+    device: jax.Device
+    sent: Any
+    received: Any
+    drops: tuple[Any, ...]
 
 
 class CompiledPieces:
@@ -116,154 +107,236 @@ class CompiledPieces:
         self._ahead: dict[tuple[str, jax.Device], Any] = {}
         self._on_compile = on_compile
 
-    def run(self, piece: _Piece, device: jax.Device, args: Sequence[Any], what: str) -> Sequence[Any]:
-        """``what``: the program whose piece it is, as compilations are counted by."""
-        found = self._ahead.get((piece.key, device)) or self.jitted(piece, device, what)
+    def run(self, piece: _Piece, args: Sequence[Any], what: str) -> Sequence[Any]:
+        """``what``: the step whose piece it is, as compilations are counted by."""
+        found = self._ahead.get((piece.key, piece.device)) or self.jitted(piece, what)
         outs: Sequence[Any] = found(*args)
         return outs
 
-    def jitted(self, piece: _Piece, device: jax.Device, what: str) -> Any:
-        key = piece.key, device
+    def jitted(self, piece: _Piece, what: str) -> Any:
+        key = piece.key, piece.device
         if key not in self._jitted:
             self._on_compile(what)
             self._jitted[key] = jax.jit(lambda *args: piece.block(args), donate_argnums=piece.donated)
         return self._jitted[key]
 
-    def compile(self, piece: _Piece, device: jax.Device, what: str, *, behind: bool) -> None:
+    def compile(self, piece: _Piece, what: str, *, behind: bool) -> None:
         """Before it is run; in any thread."""
-        key = piece.key, device
+        key = piece.key, piece.device
         if key not in self._ahead:
-            lowered = self.jitted(piece, device, what).lower(*_likes(piece, device))
-            self._ahead[key] = lowered.compile(compiler_options=compiler_options(device, behind=behind))
+            lowered = self.jitted(piece, what).lower(*_likes(piece))
+            self._ahead[key] = lowered.compile(compiler_options=compiler_options(piece.device, behind=behind))
 
-    def n_bytes(self, piece: _Piece, device: jax.Device, what: str) -> int:
+    def n_bytes(self, piece: _Piece, what: str) -> int:
         """What a piece takes beside its arguments."""
-        return program_bytes(self.jitted(piece, device, what), *_likes(piece, device))
+        return program_bytes(self.jitted(piece, what), *_likes(piece))
 
 
-def _likes(piece: _Piece, device: jax.Device) -> list[jax.ShapeDtypeStruct]:
-    on = SingleDeviceSharding(device)
+def _likes(piece: _Piece) -> list[jax.ShapeDtypeStruct]:
+    on = SingleDeviceSharding(piece.device)
     return [compat.like_of(v).update(sharding=on) for v in piece.block.invars]
 
 
-class CutProgram:
-    """A rank's program as pieces and messages in order; `run_together` runs it. ``what``: its name, for
-    counts."""
+class RankProgram:
+    """A rank's program as it was traced, exchanges among its equations, without what nobody reads."""
 
-    what = ""
-
-    def __init__(
-        self, rank: int, device: jax.Device, traced: Any, donated: set[int], compiled: CompiledPieces
-    ) -> None:
+    def __init__(self, rank: int, device: jax.Device, traced: Any, donated: set[int]) -> None:
         closed, shapes = traced
-        self.rank, self.device, self._compiled = rank, device, compiled
+        self.rank, self.device = rank, device
         jaxpr, consts = compat.open_jaxpr(closed)
-        self._tree = jax.tree.structure(shapes)
-        self._invars, self._outvars = jaxpr.invars, jaxpr.outvars
-        self._consts = dict(zip(jaxpr.constvars, jax.device_put(list(consts), device), strict=True))
-        self.steps = _cut(jaxpr, {jaxpr.invars[i] for i in donated})
-
-    @property
-    def pieces(self) -> list[_Piece]:
-        return [step for step in self.steps if isinstance(step, _Piece)]
+        self.tree = jax.tree.structure(shapes)
+        self.invars, self.outvars, self.eqns = jaxpr.invars, jaxpr.outvars, _read_by_somebody(jaxpr)
+        self.donated = {jaxpr.invars[i] for i in donated}
+        self.consts = dict(zip(jaxpr.constvars, jax.device_put(list(consts), device), strict=True))
 
     def exchanges(self) -> tuple[Exchange, ...]:
         found = []
-        for step in self.steps:
-            if isinstance(step, _Message):
-                op, v = ("recv", step.received) if step.sent is None else ("send", step.sent)
-                found.append(Exchange(op, step.peer, tuple(v.aval.shape), jnp.dtype(v.aval.dtype).name))  # type: ignore[arg-type]
+        for eqn in self.eqns:
+            if eqn.primitive in (_send_p, _recv_p):
+                is_send = eqn.primitive is _send_p
+                [v] = eqn.invars if is_send else eqn.outvars
+                op, peer = ("send", eqn.params["to"]) if is_send else ("recv", eqn.params["source"])
+                found.append(Exchange(op, peer, tuple(v.aval.shape), jnp.dtype(v.aval.dtype).name))  # type: ignore[arg-type]
         return tuple(found)
+
+
+class Together:
+    """Ranks' programs of one step as pieces and messages in one order. A rank may have several programs; what
+    goes to a rank that has none is not sent. ``what``: the step's name, for counts."""
+
+    def __init__(self, programs: Sequence[RankProgram], compiled: CompiledPieces, what: str = "") -> None:
+        self._compiled, self._what = compiled, what
+        self._trees = [program.tree for program in programs]
+        self._consts = {v: x for program in programs for v, x in program.consts.items()}
+        self._invars = [v for program in programs for v in program.invars]
+        order = _Order(programs)
+        self._results = [order.renamed(program.outvars) for program in programs]
+        read_at_last = [v for of_program in self._results for v in variables(of_program)]
+        donated = {v for program in programs for v in program.donated}
+        self._steps = _cut(order.steps, read_at_last, donated)
+
+    @property
+    def pieces(self) -> list[_Piece]:
+        """In the order of their calls."""
+        return [step for step in self._steps if isinstance(step, _Piece)]
 
     def compile(self, *, behind: bool = False) -> None:
         for piece in self.pieces:
-            self._compiled.compile(piece, self.device, self.what, behind=behind)
+            self._compiled.compile(piece, self._what, behind=behind)
 
     def workspace_bytes(self) -> int:
         """What the largest piece takes beside its arguments."""
-        return max(
-            (self._compiled.n_bytes(piece, self.device, self.what) for piece in self.pieces), default=0
-        )
+        return max((self._compiled.n_bytes(piece, self._what) for piece in self.pieces), default=0)
 
-    def run(
-        self, args: Sequence[Any], mail: HandedOver, devices: Mapping[int, jax.Device]
-    ) -> Generator[None, None, Any]:
-        """Its result, in the end; until then it gives way whenever it waits for a message. ``devices``: by
-        rank."""
+    def run(self, *args: Sequence[Any]) -> list[Any]:
+        """Each program's result. ``args``: each program's."""
         values = self._consts | dict(zip(self._invars, jax.tree.leaves(args), strict=True))
-        for step in self.steps:
+        for step in self._steps:
             if isinstance(step, _Piece):
-                outs = self._compiled.run(
-                    step, self.device, [values[v] for v in step.block.invars], self.what
-                )
+                outs = self._compiled.run(step, [values[v] for v in step.block.invars], self._what)
                 values.update(zip(step.block.outvars, outs, strict=True))
-            elif step.sent is not None:
-                there = devices[step.peer]
-                x = values[step.sent]
-                mail.put(self.rank, step.peer, x if there == self.device else jax.device_put(x, there))
             else:
-                while (came := mail.take(step.peer, self.rank)) is None:
-                    yield
-                values[step.received] = came
+                values[step.received] = jax.device_put(values[step.sent], step.device)
             for v in step.drops:
                 del values[v]
-        found = [v.val if isinstance(v, compat.Literal) else values[v] for v in self._outvars]
-        return jax.tree.unflatten(self._tree, found)
-
-
-def run_together(programs: Sequence[tuple[CutProgram, Sequence[Any]]]) -> list[Any]:
-    """Each program's result, in their order. A rank may have several."""
-    mail = HandedOver()
-    devices = {program.rank: program.device for program, _ in programs}
-    running = {i: program.run(args, mail, devices) for i, (program, args) in enumerate(programs)}
-    results: dict[int, Any] = {}
-    while running:
-        n_moved, n_running = mail.n_moved, len(running)
-        for i, one in list(running.items()):
-            try:
-                next(one)
-            except StopIteration as end:
-                results[i] = end.value
-                del running[i]
-        if mail.n_moved == n_moved and len(running) == n_running:
-            waiting = sorted({programs[i][0].rank for i in running})
-            raise RuntimeError(f"ranks {waiting} wait for one another")
-    return [results[i] for i in range(len(programs))]
-
-
-def _cut(jaxpr: Any, donated: set[Any]) -> tuple[_Piece | _Message, ...]:
-    """A program's pieces and messages in order, without what nobody reads."""
-    groups: list[tuple[list[Any], Any]] = [([], None)]  # equations, and the exchange after them
-    for eqn in _read_by_somebody(jaxpr):
-        if eqn.primitive in (_send_p, _recv_p):
-            groups[-1] = groups[-1][0], eqn
-            groups.append(([], None))
-        else:
-            groups[-1][0].append(eqn)
-    last_read: dict[Any, int] = {}
-    for n, (eqns, exchange) in enumerate(groups):
-        last_read.update((v, 2 * n) for eqn in eqns for v in variables(eqn.invars))
-        last_read.update((v, 2 * n + 1) for v in variables([] if exchange is None else exchange.invars))
-    last_read.update((v, 2 * len(groups)) for v in variables(jaxpr.outvars))
-    steps: list[_Piece | _Message] = []
-    for n, (eqns, exchange) in enumerate(groups):
-        if eqns:
-            made = [v for eqn in eqns for v in eqn.outvars]
-            given = list(
-                dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in set(made))
+        return [
+            jax.tree.unflatten(
+                tree, [v.val if isinstance(v, compat.Literal) else values[v] for v in of_program]
             )
-            kept = [v for v in made if last_read.get(v, 0) > 2 * n]
-            drops = tuple(v for v in given if last_read[v] == 2 * n)
-            at = _given_away(given, kept, donated & set(drops), donated)
-            block = Block(tuple(given), tuple(eqns), tuple(kept))
-            steps.append(_Piece(block, at, canonical(block, extra=at), drops))
-        if exchange is not None and exchange.primitive is _send_p:
-            [v] = exchange.invars
-            drops = (v,) if last_read.get(v) == 2 * n + 1 else ()
-            steps.append(_Message(exchange.params["to"], sent=v, drops=drops))
-        elif exchange is not None:
-            steps.append(_Message(exchange.params["source"], received=exchange.outvars[0]))
-    return tuple(steps)
+            for tree, of_program in zip(self._trees, self._results, strict=True)
+        ]
+
+
+@dataclass
+class _Run:
+    """Equations, one after another, that become a piece."""
+
+    device: jax.Device
+    eqns: list[Any] = field(default_factory=list)
+
+    @property
+    def made(self) -> list[Any]:
+        return [v for eqn in self.eqns for v in eqn.outvars]
+
+    @property
+    def reads(self) -> list[Any]:
+        """What was made before."""
+        made = set(self.made)
+        read = (v for eqn in self.eqns for v in variables(eqn.invars))
+        return list(dict.fromkeys(v for v in read if v not in made))
+
+
+@dataclass
+class _Message:
+    """``device``: of the receiver; ``received``: None until it is."""
+
+    device: jax.Device | None
+    sent: Any
+    received: Any = None
+
+    @property
+    def reads(self) -> list[Any]:
+        return [self.sent]
+
+
+class _Order:
+    """Of programs' equations and messages. ``same``: of what is received on the device where it was made,
+    what that is."""
+
+    def __init__(self, programs: Sequence[RankProgram]) -> None:
+        self.steps: list[_Run | _Message] = []
+        self.same: dict[Any, Any] = {}
+        self._mail: defaultdict[tuple[int, int], deque[_Message]] = defaultdict(deque)
+        self._devices = {program.rank: program.device for program in programs}
+        n_a_call = _ROUNDS_A_CALL.get(programs[0].device.platform)
+        self._cuts_all = n_a_call is None
+        left = [(program, deque(program.eqns)) for program in programs]
+        n_before, n_rounds = -1, 0
+        while (n_left := sum(len(eqns) for _, eqns in left)) != n_before:
+            if n_rounds % (n_a_call or 1) == 0:
+                self.steps.append(_Run(programs[0].device))
+            for program, eqns in left:
+                self._go_on(program, eqns)
+            n_before, n_rounds = n_left, n_rounds + 1
+        if n_left:
+            waiting = sorted({program.rank for program, eqns in left if eqns})
+            raise RuntimeError(f"ranks {waiting} wait for one another")
+
+    def renamed(self, atoms: Iterable[Any]) -> list[Any]:
+        return [a if isinstance(a, compat.Literal) else self.same.get(a, a) for a in atoms]
+
+    def _go_on(self, program: RankProgram, eqns: deque[Any]) -> None:
+        """Until it waits, or others may go on within the piece: what was sent need not be kept for long."""
+        rank, here, has_handed_over = program.rank, program.device, False
+        while eqns:
+            eqn = eqns[0]
+            if eqn.primitive is _send_p:
+                self._send(rank, eqn.params["to"], *self.renamed(eqn.invars))
+                has_handed_over = not self._is_cut(rank, eqn.params["to"])
+            elif has_handed_over:
+                return
+            elif eqn.primitive is not _recv_p:
+                self._run_on(here).append(eqn.replace(invars=self.renamed(eqn.invars)))
+            elif not self._receive(eqn.params["source"], rank, *eqn.outvars):
+                return
+            eqns.popleft()
+
+    def _run_on(self, device: jax.Device) -> list[Any]:
+        last = self.steps[-1]
+        if not isinstance(last, _Run) or last.device != device:
+            last = _Run(device)
+            self.steps.append(last)
+        return last.eqns
+
+    def _send(self, rank: int, to: int, sent: Any) -> None:
+        message = _Message(self._devices.get(to), sent)
+        self._mail[rank, to].append(message)
+        if message.device not in (None, self._devices[rank]):
+            self.steps.append(message)
+        self._end_piece(rank, to)
+
+    def _receive(self, source: int, rank: int, received: Any) -> bool:
+        """Whether it has come."""
+        mail = self._mail[source, rank]
+        if source in self._devices:
+            if not mail:
+                return False
+            message = mail.popleft()
+            if message.device == self._devices[source]:
+                self.same[received] = message.sent
+            else:
+                message.received = received
+        self._end_piece(rank, source)
+        return True
+
+    def _end_piece(self, rank: int, peer: int) -> None:
+        """Where they exchange, if it is cut there."""
+        if self._is_cut(rank, peer):
+            self.steps.append(_Run(self._devices[rank]))
+
+    def _is_cut(self, rank: int, peer: int) -> bool:
+        return self._cuts_all or self._devices.get(peer) != self._devices[rank]
+
+
+def _cut(
+    steps: Sequence[_Run | _Message], read_at_last: Iterable[Any], donated: set[Any]
+) -> list[_Piece | _Move]:
+    """What is run and moved, in order."""
+    steps = [step for step in steps if (step.eqns if isinstance(step, _Run) else step.received is not None)]
+    reads = [step.reads for step in steps]
+    last_read = {v: n for n, of_step in enumerate(reads) for v in of_step}
+    last_read |= dict.fromkeys(read_at_last, len(steps))
+    found: list[_Piece | _Move] = []
+    for n, (step, given) in enumerate(zip(steps, reads, strict=True)):
+        drops = tuple(v for v in given if last_read[v] == n)
+        if isinstance(step, _Message):
+            found.append(_Move(step.device, step.sent, step.received, drops))
+            continue
+        kept = [v for v in step.made if last_read.get(v, -1) > n]
+        at = _given_away(given, kept, donated & set(drops), donated)
+        block = Block(tuple(given), tuple(step.eqns), tuple(kept))
+        found.append(_Piece(step.device, block, at, canonical(block, extra=at), drops))
+    return found
 
 
 def _given_away(

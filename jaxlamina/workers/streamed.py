@@ -1,67 +1,112 @@
-"""A function's products with large weights, taken by `pallas_kernels.stream_products` where that is faster.
+"""A function's products with weights, taken by kernels of ours where those are faster: on Hopper by
+`pallas_kernels.products`, on CPUs by the native ones.
 
-Works on the jaxpr of a whole decode step, so that products of the same rows become one kernel; the model is
-as its author wrote it. Knows nothing of slices, exchanges or attention.
+Works on the jaxpr of a whole step, so that products of the same rows become one kernel; the model is as its
+author wrote it. Knows nothing of slices, exchanges or attention.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels import compat
-from pallas_kernels.products import FEWEST_ROWS, MOST_ROWS, stream_products, supports
+from pallas_kernels import compat, cpu
+from pallas_kernels import products as hopper
 from splitter.block import Read, Rule, run_by_rules, together
 
-_SMALL_BYTES = 1 << 20  # a weight that is not worth a kernel of its own kind
+
+class Kernels(NamedTuple):
+    """What takes products. ``least_bytes``: of a weight that is worth it."""
+
+    fewest_rows: int
+    most_rows: float
+    least_bytes: int
+    supports: Callable[[int, Any, Sequence[tuple[int, int]]], str | None]
+    run: Callable[..., Sequence[jax.Array]]
 
 
-def streams_products(device: jax.Device) -> bool:
-    """Whether ``device`` is one that `stream_products` was made for and measured on: Hopper."""
-    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
+def _on_hopper(x: jax.Array, weights: Sequence[jax.Array], dtype: Any, n_rows: Any) -> Sequence[jax.Array]:
+    return hopper.stream_products(x, weights, dtype=dtype)  # where padding takes no time
 
 
-def with_streamed_products(function: Callable[..., Any], device: jax.Device) -> Callable[..., Any]:
-    """``function``, a decode step to be jitted, with its products by large weights streamed where ``device``
-    can.
+HOPPER = Kernels(hopper.FEWEST_ROWS, hopper.MOST_ROWS, 1 << 20, hopper.supports, _on_hopper)
+NATIVE = Kernels(1, math.inf, 0, cpu.supports_products, cpu.products)
 
-    Results differ from the function's as two matrix products of the same precision differ.
+
+class Filled(NamedTuple):
+    """How many rows of a step's ``tokens`` are no padding: those come first. Of which shape rows are."""
+
+    shape: tuple[int, ...]
+    n: Any  # int32, a number of the step's
+
+    @classmethod
+    def of(cls, tokens: Any, logits_at: Any, n_before: int = 0) -> Filled | None:
+        """Of a prompt's tokens [1, T], or of a chunk's [n_before + T, 1] after rows of one token;
+        ``logits_at`` [1] is its last token. None for several prompts."""
+        return cls(tokens.shape, n_before + logits_at[0] + 1) if len(logits_at) == 1 else None
+
+
+def kernels_for(device: jax.Device) -> Kernels | None:
+    """What takes products on ``device``; None: XLA does."""
+    if device.platform == "cpu":
+        return NATIVE if cpu.loaded().library is not None else None
+    # what they were made for and measured on
+    capability = str(getattr(device, "compute_capability", ""))
+    return HOPPER if device.platform == "gpu" and capability.startswith("9.") else None
+
+
+def with_streamed_products(
+    function: Callable[..., Any],
+    device: jax.Device,
+    filled: Callable[..., Filled | None] = lambda *args: None,
+) -> Callable[..., Any]:
+    """``function``, a step to be jitted, with its products by weights streamed where ``device`` can.
+
+    Results differ from the function's as two matrix products of the same precision differ. ``filled``, of the
+    same arguments: rows beyond those may be given zeros.
     """
+    kernels = kernels_for(device)
+    if kernels is None:
+        return function
 
     def run(*args: Any) -> Any:
-        return run_by_rules(function, args, args, _rules)
+        return run_by_rules(function, args, args, partial(_rules, kernels, filled(*args)))
 
-    return run if streams_products(device) else function
-
-
-def _rules(jaxpr: Any) -> dict[str, Rule]:
-    return {"dot_general": together(products(jaxpr), _streamed)}
+    return run
 
 
-def _streamed(group: Sequence[compat.JaxprEqn], read: Read) -> list[Any]:
+def _rules(kernels: Kernels, filled: Filled | None, jaxpr: Any) -> Mapping[str, Rule]:
+    return {"dot_general": together(products(jaxpr, kernels), partial(_streamed, kernels, filled))}
+
+
+def _streamed(
+    kernels: Kernels, filled: Filled | None, group: Sequence[compat.JaxprEqn], read: Read
+) -> list[Any]:
     x = read(group[0].invars[0])
+    n_rows = filled.n if filled is not None and x.shape[:-1] == filled.shape else None
     likes: list[Any] = [eqn.outvars[0].aval for eqn in group]
     with compat.context_of(group[0]):
         weights = [read(eqn.invars[1]) for eqn in group]
-        outs = stream_products(x.reshape(-1, x.shape[-1]), weights, dtype=likes[0].dtype)
+        outs = kernels.run(x.reshape(-1, x.shape[-1]), weights, likes[0].dtype, n_rows)
     return [out.reshape(like.shape) for out, like in zip(outs, likes, strict=True)]
 
 
-def products(jaxpr: Any) -> list[list[compat.JaxprEqn]]:
+def products(jaxpr: Any, kernels: Kernels = HOPPER) -> list[list[compat.JaxprEqn]]:
     """The products that can be streamed, each a `dot_general` of rows by a whole weight ``[N, K]``: those of
     the same rows together, in the order of their first."""
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     groups: dict[Any, list[compat.JaxprEqn]] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and _is_product(eqn, arguments):
+        if eqn.primitive.name == "dot_general" and _is_product(eqn, arguments, kernels):
             groups.setdefault((eqn.invars[0], eqn.outvars[0].aval.dtype), []).append(eqn)
     return list(groups.values())
 
 
-def _is_product(eqn: compat.JaxprEqn, arguments: set[Any]) -> bool:
+def _is_product(eqn: compat.JaxprEqn, arguments: set[Any], kernels: Kernels) -> bool:
     x: Any
     w: Any
     x, w = eqn.invars
@@ -70,10 +115,11 @@ def _is_product(eqn: compat.JaxprEqn, arguments: set[Any]) -> bool:
     contracted = (((x.aval.ndim - 1,), (1,)), ((), ()))
     if w.aval.ndim != 2 or _as_tuples(eqn.params["dimension_numbers"]) != contracted:
         return False
-    if x.aval.dtype != w.aval.dtype or compat.nbytes(w.aval) < _SMALL_BYTES:
+    if x.aval.dtype != w.aval.dtype or compat.nbytes(w.aval) < kernels.least_bytes:
         return False
     n_rows = math.prod(x.aval.shape[:-1])
-    return FEWEST_ROWS <= n_rows <= MOST_ROWS and supports(n_rows, x.aval.dtype, [w.aval.shape]) is None
+    is_worth_it = kernels.fewest_rows <= n_rows <= kernels.most_rows
+    return is_worth_it and kernels.supports(n_rows, x.aval.dtype, [w.aval.shape]) is None
 
 
 def _as_tuples(numbers: Any) -> Any:

@@ -18,6 +18,7 @@
 #endif
 
 #include "kernel.h"
+#include "pieces.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -41,6 +42,26 @@ static const Kernel* best() {
   return nullptr;
 }
 static std::atomic<const Kernel*> active{best()};
+const Kernel* active_kernel() { return active.load(); }
+
+// With small pages nearly every row of a pool has its address looked up in memory first.
+void want_large_pages(const void* pool, int64_t n_bytes) {
+#if defined(__linux__)
+  constexpr int64_t kLarge = 2 << 20;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1
+  static std::mutex mutex;
+  static std::map<const void*, int64_t> asked;
+  if (n_bytes < kLarge / 4) return;
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t& known = asked[pool];
+  if (known == n_bytes) return;
+  known = n_bytes;
+  const int64_t begin = reinterpret_cast<int64_t>(pool) / kLarge * kLarge;
+  const int64_t end = up(reinterpret_cast<int64_t>(pool) + n_bytes, kLarge) * kLarge;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
+#endif
+}
 
 namespace {
 
@@ -49,8 +70,6 @@ constexpr int64_t kTile = 96;         // rows of a packed product
 constexpr int64_t kPart = 256;        // tokens that are worth a piece of their own
 constexpr int64_t kMaxParts = 32;
 constexpr float kInfinity = __builtin_inff();
-
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Group {
   int64_t first, parts, rows;
@@ -148,26 +167,6 @@ struct Job {
     }
   }
 };
-
-// Slots are read in no order: with small pages nearly every row's address has to be looked up in memory first.
-// Asked once for a pool. Where the system does not want to, everything works as before.
-void want_large_pages(const void* pool, int64_t n_bytes) {
-#if defined(__linux__)
-  constexpr int64_t kLarge = 2 << 20;
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1
-  static std::mutex mutex;
-  static std::map<const void*, int64_t> asked;
-  if (n_bytes < 2 * kLarge) return;
-  std::lock_guard<std::mutex> lock(mutex);
-  int64_t& known = asked[pool];
-  if (known == n_bytes) return;
-  known = n_bytes;
-  const int64_t begin = up(reinterpret_cast<int64_t>(pool), kLarge) * kLarge;
-  const int64_t end = (reinterpret_cast<int64_t>(pool) + n_bytes) / kLarge * kLarge;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
-#endif
-}
 
 // Threads of XLA's pool help. The caller takes pieces, too, and waits only for pieces that somebody has taken:
 // a pool that is busy delays nothing, and calls within calls cannot wait for each other.

@@ -75,17 +75,21 @@ def build(to: Path = LIBRARY) -> Path:
         raise CannotBuild("jaxlib, whose headers are needed, is not installed")
     with tempfile.TemporaryDirectory() as folder:
         levels = _INSTRUCTIONS.get(platform.machine().lower(), {"portable": []})
-        jobs = [("kernel.cc", name, [*flags, f"-DISA={name}"]) for name, flags in levels.items()]
-        jobs.append(("attention.cc", "attention", ["-isystem", str(include)]))
+        jobs = [
+            (source, [*flags, f"-DISA={name}"])
+            for source in ("kernel.cc", "product_kernel.cc")
+            for name, flags in levels.items()
+        ]
+        jobs += [(source, ["-isystem", str(include)]) for source in ("attention.cc", "products.cc")]
 
-        def compiled(job: tuple[str, str, list[str]]) -> str:
-            source, name, flags = job
-            out = str(Path(folder) / f"{name}.o")
+        def compiled(n: int) -> str:
+            source, flags = jobs[n]
+            out = str(Path(folder) / f"{n}.o")
             _run([*command, *_FLAGS, *flags, "-c", str(HERE / source), "-o", out])
             return out
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compiled, jobs))
+            objects = list(pool.map(compiled, range(len(jobs))))
         linked = Path(folder) / to.name
         _run([*command, "-shared", "-static-libgcc", "-static-libstdc++", "-s", *objects, "-o", str(linked)])
         # A process that has the old library open keeps it: the new one is another file.

@@ -9,6 +9,7 @@
 #endif
 
 #include "kernel.h"
+#include "scratch.h"
 #include "vector.h"
 
 namespace jaxlamina {
@@ -24,31 +25,6 @@ constexpr float kInfinity = __builtin_inff();
 INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Memory of a thread, which it keeps.
-struct Scratch {
-  char* memory = nullptr;
-  int64_t size = 0;
-  ~Scratch() { __builtin_free(memory); }
-  char* of(int64_t n) {
-    if (n > size) {
-      __builtin_free(memory);
-      memory = static_cast<char*>(__builtin_malloc(size = n));
-    }
-    return memory;
-  }
-};
-thread_local Scratch scratch;
-
-struct Carver {
-  char* at;
-  template <class T>
-  T* take(int64_t n) {
-    T* found = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(at) + 63) / 64 * 64);
-    at = reinterpret_cast<char*>(found + n);
-    return found;
-  }
-};
 
 // Slots of the tokens [c, c + n), and the last one's again up to a whole block.
 INLINE void find_slots(const Problem& p, int64_t b, int64_t c, int64_t n, int64_t* slots) {
@@ -480,12 +456,11 @@ bool runs_here() { return true; }
 
 #define NAME_OF(isa) #isa
 #define NAME(isa) NAME_OF(isa)
-#define JOINED(a, b) a##b
-#define KERNEL(isa) JOINED(kernel_, isa)
 
 }  // namespace
 
-extern const Kernel KERNEL(ISA);
-const Kernel KERNEL(ISA) = {NAME(ISA), W, runs_here, attend, attend_many, add_mass};
+extern const ProductKernel NAMED(products);
+extern const Kernel NAMED(kernel);
+const Kernel NAMED(kernel) = {NAME(ISA), W, runs_here, attend, attend_many, add_mass, &NAMED(products)};
 
 }  // namespace jaxlamina

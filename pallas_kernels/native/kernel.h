@@ -52,6 +52,37 @@ struct Piece {
   const Piece* next;  // what this thread does then, or null: its first tokens are fetched
 };
 
+// y = x w^T, of a weight's rows [N, K] as they are stored.
+struct Weight {
+  int64_t N;
+  const void* values;
+  Stored stored;
+  float* y;  // [M, N]
+};
+
+// Products of the same rows.
+struct Products {
+  int64_t M, K;
+  const float* x;  // [M, K]
+  float* packed;   // tiles from `first_packed` on, each [K, tile]
+  int64_t first_packed;
+};
+
+// Pairs (i, i + half) of each head's first 2 * half elements turned by angles; the rest is copied.
+struct Rotation {
+  int64_t heads, H, half;
+  const float *x, *cos, *sin;  // [rows, heads, H]; [rows, half]
+  float* out;
+};
+
+struct ProductKernel {
+  int64_t width, tile;  // floats of a vector, and rows of x in a tile
+  void (*few)(const Products&, const Weight&, int64_t n0, int64_t n1);
+  void (*many)(const Products&, const Weight&, int64_t n0, int64_t n1, int64_t t0, int64_t t1);
+  void (*pack)(const Products&, int64_t t);
+  void (*rotate)(const Rotation&, int64_t row0, int64_t row1);
+};
+
 // One instruction set's code.
 struct Kernel {
   const char* name;
@@ -60,6 +91,15 @@ struct Kernel {
   void (*attend)(const Problem&, const Piece&);
   void (*attend_many)(const Problem&, const Piece&);  // the same for many queries: keys and values are packed
   void (*add_mass)(const Problem&, const Piece&);     // of a piece with all queries and heads
+  const ProductKernel* products;
 };
+
+// The one in use.
+const Kernel* active_kernel();
+
+// The name of something of the instruction set that a file is compiled for.
+#define JOINED_WITH(a, b) a##_##b
+#define JOINED(a, b) JOINED_WITH(a, b)
+#define NAMED(what) JOINED(what, ISA)
 
 }  // namespace jaxlamina

@@ -16,6 +16,7 @@
 #define W 4
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 typedef float VF __attribute__((vector_size(4 * W)));
 typedef int32_t VI __attribute__((vector_size(4 * W)));
@@ -53,11 +54,11 @@ INLINE VF load(const f16* p) { return _mm256_cvtph_ps(read<__m128i>(p)); }
 INLINE VU widen(const uint16_t* p) { return __builtin_convertvector(read<VH>(p), VU); }
 INLINE VF load(const int8_t* p) { return __builtin_convertvector(__builtin_convertvector(read<VB>(p), VI), VF); }
 INLINE VF load(const f16* p) {
-  // Exponents are moved to float32's by a product; those of inf and NaN are put there.
-  VU h = widen(&p->bits), magnitude = (h & 0x7fffu) << 13;
-  VF x = (VF)magnitude * 0x1p112f;
-  VU special = (VU)((VI)magnitude >= (0x1f << 23));
-  return (VF)((VU)x | (special & (0xffu << 23)) | (h & 0x8000u) << 16);
+  // Small numbers by a difference: threads of XLA take float32's own small numbers for zeros.
+  VU h = widen(&p->bits), bits = (h & 0x7fffu) << 13;
+  VF small = (VF)(bits + (113u << 23)) - 0x1p-14f;
+  VU x = bits < (1u << 23) ? (VU)small : bits + (bits >= (0x1fu << 23) ? 224u << 23 : 112u << 23);
+  return (VF)(x | (h & 0x8000u) << 16);
 }
 #endif
 INLINE VF load(const bf16* p) { return (VF)(widen(&p->bits) << 16); }
