@@ -26,7 +26,7 @@ from splitter.block import Block, variables
 from splitter.program import canonical
 
 # Rounds over all programs in one call, where they are on one device of such a platform: a round is a layer,
-# or half of one if q goes first. A call takes a CPU 0.1 ms, so with 30 layers 61 calls added a quarter to a
+# or half of one if q goes first. A call takes a CPU 0.1 ms, so with 30 layers 62 calls added a quarter to a
 # small model's step, and 11 add a twentieth. More layers a call would save little more, and compiling, which
 # is done for each batch and context, would take longer: with three it takes twice what it takes with pieces
 # that end at every exchange. They do so on other platforms: calls are queued while an accelerator computes,
