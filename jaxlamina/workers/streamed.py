@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +73,8 @@ def with_streamed_products(
     if kernels is None:
         return function
 
+    # The step's name is its program's, in logs and profiles.
+    @wraps(function.func if isinstance(function, partial) else function)
     def run(*args: Any) -> Any:
         return run_by_rules(function, args, args, partial(_rules, kernels, filled(*args)))
 
