@@ -67,6 +67,11 @@ def loaded() -> NativeLibrary:
     return NativeLibrary(library)
 
 
+def serves(platform: str) -> bool:
+    """Whether programs for devices of that platform have native kernels."""
+    return platform == "cpu" and loaded().library is not None
+
+
 def instructions() -> str | None:
     """The name of the instruction set in use, None without the library."""
     library = loaded().library

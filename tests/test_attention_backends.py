@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from kernel_cases import (
     partials_of_others,
 )
 from kernel_sweep import emulated
+from native_levels import each_level  # noqa: F401  # a fixture
 
 import pallas_kernels as pk
 from pallas_kernels import compat, cpu, dispatch, reference
@@ -126,17 +126,6 @@ def test_xla(shape: Shape, rng: np.random.Generator) -> None:
 
 
 native = pytest.mark.skipif(cpu.loaded().library is None, reason=f"no native kernels: {cpu.loaded().reason}")
-
-
-@pytest.fixture(params=["avx512", "avx2", "sse2", "neon", "portable"])
-def level(request: Any) -> Iterator[str]:
-    """Each instruction set that this processor has, in turn."""
-    library, before = cpu.loaded().library, cpu.instructions()
-    assert library is not None
-    if library.jaxlamina_instructions(request.param.encode()) is None:
-        pytest.skip(f"this processor, or the library, has no {request.param}")
-    yield request.param
-    library.jaxlamina_instructions(before.encode())
 
 
 @native

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_models import MODELS
-from test_workers import DEVICE, ONE_BUCKET, Rows, assert_close, make
+from test_workers import DEVICE, ONE_BUCKET, Rows, assert_close, make, on_devices
 
 from jaxlamina.models import ModelConfig
 from jaxlamina.steps.shape import StepShape
@@ -151,16 +147,6 @@ for shape, (together, *_) in executor._steps.items():
 
 def test_pieces_on_two_devices_are_launched_side_by_side():
     """The model's call for k and v is launched before attention is, whose answer nothing else goes before."""
-    root = Path(__file__).parent.parent
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
-    }
-    child = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES], check=False, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert child.returncode == 0, child.stderr
-    n_layers, steps = child.stdout.split(" ", 1)
+    n_layers, steps = on_devices(TWO_DEVICES, 2).split(" ", 1)
     layer = [*["piece on model", "message to attention"] * 2, "piece on attention", "message to model"]
     assert steps.strip() == str([*layer * int(n_layers), "piece on attention", "piece on model"])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from native_levels import each_level  # noqa: F401  # a fixture
 
 from jaxlamina.models import random_params
 from jaxlamina.models.config import ModelConfig
@@ -37,16 +38,6 @@ CONFIG = ModelConfig.from_hf(
         "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
     }
 )  # fmt: skip
-
-
-@pytest.fixture(params=["avx512", "avx2", "sse2", "neon", "portable"])
-def level(request: pytest.FixtureRequest):
-    """Each instruction set that this processor has."""
-    library, before = cpu.loaded().library, cpu.instructions()
-    if library.jaxlamina_instructions(request.param.encode()) is None:
-        pytest.skip(f"no {request.param} here")
-    yield request.param
-    library.jaxlamina_instructions(before.encode())
 
 
 @pytest.fixture

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_workers import on_devices
 
 import splitter
 from jaxlamina.errors import UserError
@@ -416,14 +413,4 @@ print("equal on", len(jax.devices()))
 
 @pytest.mark.slow
 def test_workers_on_devices_of_their_own():
-    root = Path(__file__).parent.parent
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
-    }
-    child = subprocess.run(
-        [sys.executable, "-c", ON_DEVICES], check=False, env=env, capture_output=True, text=True, timeout=500
-    )
-    assert child.returncode == 0, child.stderr
-    assert "equal on 3" in child.stdout
+    assert "equal on 3" in on_devices(ON_DEVICES, 3, timeout_s=500)

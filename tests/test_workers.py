@@ -310,15 +310,20 @@ print("apart and equal")
 """
 
 
-def test_workers_on_two_devices():
+def on_devices(code: str, n: int, timeout_s: float = 300) -> str:
+    """What ``code`` prints in a process with so many devices, which finds what tests do."""
     root = Path(__file__).parent.parent
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={n}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
     }
     child = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES], check=False, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=timeout_s
     )
     assert child.returncode == 0, child.stderr
-    assert "apart and equal" in child.stdout
+    return child.stdout
+
+
+def test_workers_on_two_devices():
+    assert "apart and equal" in on_devices(TWO_DEVICES, 2)

@@ -41,7 +41,8 @@ def _times_transposed(x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | 
     """
     n_rows = math.prod(x.shape[:-1])
     product = partial(jax.lax.dot_general, precision=exact(w.dtype), preferred_element_type=dtype)
-    if n_rows > _FEW_ROWS or jax.default_backend() != "cpu" or cpu.loaded().library is not None:
+    platform = jax.default_backend()
+    if n_rows > _FEW_ROWS or platform != "cpu" or cpu.serves(platform):
         return product(x, w, (((x.ndim - 1,), (1,)), ((), ())))
     columns = jax.lax.optimization_barrier(x.reshape(n_rows, -1).T)
     y = product(w, columns, (((1,), (0,)), ((), ())))

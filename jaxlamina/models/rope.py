@@ -143,7 +143,7 @@ def _dynamic_periods(rope: RopeConfig, head_dim: int, positions: jax.Array) -> j
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turn each pair (i, i + R/2) of x [B, T, heads, H] by its angle; cos, sin [B, T, 1, R/2]. What lies
     beyond the first R dimensions stays."""
-    is_native = jax.default_backend() == "cpu" and x.dtype == jnp.float32 and cpu.loaded().library is not None
+    is_native = x.dtype == jnp.float32 and cpu.serves(jax.default_backend())
     return _natively_rotated(x, cos, sin) if is_native else _rotated(x, cos, sin)
 
 
@@ -159,7 +159,7 @@ def _natively_rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     """As `_rotated`. On a CPU XLA joins halves element by element, and works out their angles' cosines and
     sines again wherever they are read."""
     rows = math.prod(x.shape[:-2])
-    tables = (jnp.broadcast_to(y, (*x.shape[:-2], 1, y.shape[-1])).reshape(rows, -1) for y in (cos, sin))
+    tables = (y.reshape(rows, -1) for y in (cos, sin))
     return cpu.rotate(x.reshape(rows, *x.shape[-2:]), *tables).reshape(x.shape)
 
 

@@ -55,7 +55,7 @@ def name_of(device: jax.Device, *what: object) -> str | None:
     text = repr(what)
     if folder() is None or " at 0x" in text:
         return None
-    native = "native" in candidates(device) and cpu.loaded().library is not None
+    native = cpu.serves(device.platform)
     digest = _digest(device.device_kind, _settings(), forced_backend(), native, text)
     return f"{_made_by(device.client.platform_version)}/{digest}"
 

@@ -39,10 +39,17 @@ def row_axis(x: jax.Array, like: jax.ShapeDtypeStruct) -> int | None:
     return next(axes, None)
 
 
-def rows_at(x: jax.Array, like: jax.ShapeDtypeStruct, rows: Int32[jax.Array, " n"]) -> jax.Array:
-    """``rows`` of what a slice of more rows has in place of ``like``; what has no rows as it is."""
-    axis = row_axis(x, like)
-    return x if axis is None else jnp.take(x, rows, axis=axis, mode="clip")
+def context_at(
+    rows: Int32[jax.Array, " n"], context: Sequence[jax.Array], of: Slice
+) -> tuple[jax.Array, ...]:
+    """``rows`` of what a slice of more rows goes on from, as that slice ``of`` so many takes it; what has no
+    rows as it is."""
+
+    def taken(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        axis = row_axis(x, like)
+        return x if axis is None else jnp.take(x, rows, axis=axis, mode="clip")
+
+    return tuple(taken(x, compat.like_of(v)) for x, v in zip(context, of.context_vars, strict=True))
 
 
 def send_arrays(t: TracedEnd, arrays: Sequence[jax.Array], to: int, after: Tie) -> Tie:

@@ -20,7 +20,7 @@ from jaxtyping import Float, Float32, Int32
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.cluster_layout import Tie, scope
-from jaxlamina.ranks.contexts import likes_of, not_had, recv_arrays, row_axis, rows_at, send_arrays
+from jaxlamina.ranks.contexts import context_at, likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.shards import ShardEnd
 from jaxlamina.ranks.stored import Asked, StoredKV, Unended, slots_like
 from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker, local_spec
@@ -245,8 +245,7 @@ class _ModelStep:
             if self.p.shape.chunk is not None:  # of its tokens only the one that logits are wanted of
                 n_rows = self.p.shape.batch
                 wanted = jnp.concatenate([jnp.arange(n_rows), n_rows + self.inputs[2]])
-                by_value = zip(context, final.context_vars, strict=True)
-                context, out = tuple(rows_at(x, compat.like_of(v), wanted) for x, v in by_value), out[wanted]
+                context, out = context_at(wanted, context, final), out[wanted]
             logits = final.final(self.weights[n], context, out)
         self.logits[task.batches] = logits if self.p.shape.of_all else logits[:, -1]
         self.made_of[task.batches] = self.out_of.get((task.batches[-1], n - 1))

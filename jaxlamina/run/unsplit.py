@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.process.compile_counts import Programs
-from jaxlamina.ranks.contexts import rows_at
+from jaxlamina.ranks.contexts import context_at
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, with_chunk
 from jaxlamina.steps.step import Step
@@ -22,7 +22,7 @@ from jaxlamina.workers import capacity
 from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
-from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
+from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params, trace_step
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 from jaxlamina.workers.streamed import Filled, with_streamed_products
 from jaxlamina.workers.workspace import LargestStep, ints, pool_shapes, program_bytes, shapes
@@ -32,12 +32,11 @@ from pallas_kernels import (
     causal_attention,
     causal_partial,
     combine,
-    compat,
     decode_attention,
     partial_attention,
 )
 from pallas_kernels.order import tied
-from splitter import SplitReport, split
+from splitter import SplitReport
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -60,8 +59,8 @@ class UnsplitExecutor(Executor):
         self.programs = Programs()
         self._device = device
         self.params = jax.device_put(dict(params), device)
-        self._model = model
-        one_row = split(trace_step(model, self.params, 1, 1))
+        self._model, self._worker = model, ModelWorker(model, self.params, device)
+        one_row = self._worker.split(1)
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
 
@@ -229,7 +228,7 @@ class UnsplitExecutor(Executor):
         self, params: Params, tokens: jax.Array, positions: jax.Array, attend: Attend, rows: jax.Array
     ) -> jax.Array:
         """``[len(rows), V]``: of those rows alone is the last slice computed, which has the vocabulary."""
-        whole, ends = (split(trace_step(self._model, self.params, n, 1)) for n in (len(tokens), len(rows)))
+        whole, ends = self._worker.split(len(tokens)), self._worker.split(len(rows))
         context: Sequence[Any] = whole.first_context(tokens, positions)
         out: Any = None
         for i, part in enumerate(whole.slices[:-1]):
@@ -238,9 +237,8 @@ class UnsplitExecutor(Executor):
             k, v, context = part.kv_part(weights, rest, None)
             out = attend(i, q, k, v)
         final = ends.slices[-1]
-        by_value = zip(context, final.context_vars, strict=True)
-        context = [rows_at(x, compat.like_of(v), rows) for x, v in by_value]
-        logits: jax.Array = final.final(ends.slice_params(ends.n, params), context, out[rows])
+        weights, context = ends.slice_params(ends.n, params), context_at(rows, context, final)
+        logits: jax.Array = final.final(weights, context, out[rows])
         return logits[:, -1]
 
     def _decode_attend(
@@ -288,8 +286,8 @@ class UnsplitExecutor(Executor):
         return attend
 
 
-def _filled(_: Any, __: Any, ___: Any, *prompt: jax.Array) -> Filled | None:
-    tokens, _, logits_at = prompt[:3]
+def _filled(*args: Any) -> Filled | None:
+    tokens, _, logits_at = args[3:6]
     return Filled.of(tokens, logits_at)
 
 

@@ -52,8 +52,8 @@ class Filled(NamedTuple):
 
 def kernels_for(device: jax.Device) -> Kernels | None:
     """What takes products on ``device``; None: XLA does."""
-    if device.platform == "cpu":
-        return NATIVE if cpu.loaded().library is not None else None
+    if cpu.serves(device.platform):
+        return NATIVE
     # what they were made for and measured on
     capability = str(getattr(device, "compute_capability", ""))
     return HOPPER if device.platform == "gpu" and capability.startswith("9.") else None

@@ -187,13 +187,9 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuff
   auto qs = q.dimensions(), ks = k.dimensions();
   p.B = qs[0], p.T = qs[1], p.N = qs[2], p.H = qs[3], p.S = ks[0], p.K = ks[1], p.G = p.N / p.K;
   p.C = table.dimensions()[1];
-  switch (k.element_type()) {
-    case ffi::F32: p.stored = Stored::kFloat32; break;
-    case ffi::BF16: p.stored = Stored::kBfloat16; break;
-    case ffi::F16: p.stored = Stored::kFloat16; break;
-    case ffi::S8: p.stored = Stored::kInt8; break;
-    default: return ffi::Error::InvalidArgument("pools must be float32, bfloat16, float16 or int8");
-  }
+  const std::optional<Stored> stored = stored_as(k.element_type());
+  if (!stored) return ffi::Error::InvalidArgument("pools must be float32, bfloat16, float16 or int8");
+  p.stored = *stored;
   if (v.element_type() != k.element_type()) return ffi::Error::InvalidArgument("pools must be of one dtype");
   p.q = q.typed_data(), p.k = k.untyped_data(), p.v = v.untyped_data();
   p.k_scales = k_scales.element_count() ? static_cast<const uint16_t*>(k_scales.untyped_data()) : nullptr;
@@ -214,8 +210,6 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuff
 
 }  // namespace
 }  // namespace jaxlamina
-
-#define EXPORTED __attribute__((visibility("default")))
 
 extern "C" EXPORTED XLA_FFI_Error* jaxlamina_attention(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxlamina_attention, jaxlamina::attention,

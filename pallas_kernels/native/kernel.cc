@@ -22,10 +22,6 @@ constexpr int kColumns = W == 8 ? 2 : 4;  // vectors
 constexpr int kRows = 6;
 constexpr float kInfinity = __builtin_inff();
 
-INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // Slots of the tokens [c, c + n), and the last one's again up to a whole block.
 INLINE void find_slots(const Problem& p, int64_t b, int64_t c, int64_t n, int64_t* slots) {
   const int32_t* row = p.table + b * p.C + c;

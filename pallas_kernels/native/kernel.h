@@ -7,6 +7,9 @@
 
 namespace jaxlamina {
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 enum class Stored { kFloat32, kBfloat16, kFloat16, kInt8 };
 
 struct Problem {
@@ -76,7 +79,7 @@ struct Rotation {
 };
 
 struct ProductKernel {
-  int64_t width, tile;  // floats of a vector, and rows of x in a tile
+  int64_t tile;  // rows of x
   void (*few)(const Products&, const Weight&, int64_t n0, int64_t n1);
   void (*many)(const Products&, const Weight&, int64_t n0, int64_t n1, int64_t t0, int64_t t1);
   void (*pack)(const Products&, int64_t t);

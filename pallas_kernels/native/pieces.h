@@ -1,17 +1,32 @@
-// Work in pieces, for threads of XLA's pool; what both of its callers share.
+// What both of XLA's calls share: work in pieces, for threads of XLA's pool, and how arrays come.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 
+#include "kernel.h"
 #include "xla/ffi/api/ffi.h"
+
+#define EXPORTED __attribute__((visibility("default")))
 
 namespace jaxlamina {
 
 inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How elements of one of XLA's types are stored, of those that there are kernels for.
+inline std::optional<Stored> stored_as(xla::ffi::DataType type) {
+  switch (type) {
+    case xla::ffi::F32: return Stored::kFloat32;
+    case xla::ffi::BF16: return Stored::kBfloat16;
+    case xla::ffi::F16: return Stored::kFloat16;
+    case xla::ffi::S8: return Stored::kInt8;
+    default: return std::nullopt;
+  }
+}
 
 // Large pages for memory that is read in no order, or once through. Asked once for an array; where the system
 // does not want to, everything works as before.

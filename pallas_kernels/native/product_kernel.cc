@@ -11,9 +11,9 @@
 namespace jaxlamina {
 namespace {
 
-constexpr int kR = W == 16 ? 8 : 4;       // rows of the weight in a tile of many rows
-constexpr int kV = 3;                     // and vectors of rows
-constexpr int kM = W == 16 ? 6 : 2;       // rows in a tile of a few rows; there are 4 of the weight
+constexpr int kR = W == 16 ? 8 : 4;  // rows of the weight in a tile of many rows
+constexpr int kV = 3;                // and vectors of rows
+constexpr int kM = W == 16 ? 6 : 2;  // rows in a tile of a few rows; there are 4 of the weight
 
 // One row of a weight.
 template <class T>
@@ -22,7 +22,7 @@ struct Row {
   Row(const Weight& w, int64_t K, int64_t n) : p(static_cast<const T*>(w.values) + n * K) {}
   INLINE_MEMBER VF at(int64_t k) const { return load(p + k); }
   INLINE_MEMBER VF some(int64_t k, int64_t n) const { return load_some(p + k, n); }
-  // The line that is wanted when the same place of the row `ahead` rows on is.
+  // The line that is wanted with the next rows: four of the weight are in a tile.
   INLINE_MEMBER void fetch(int64_t k, int64_t K) const {
     if (k * sizeof(T) % 64 == 0) __builtin_prefetch(p + 4 * K + k, 0, 2);
   }
@@ -97,7 +97,7 @@ void pack(const Products& p, int64_t t) {
     float* to = p.packed + (t - p.first_packed) * tile * p.K + j;
     for (int64_t k = 0; k < p.K; k += W) {
       VF x[W];
-      const int64_t n = p.K - k < W ? p.K - k : W;
+      const int64_t n = least(p.K - k, W);
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) {
         const float* from = p.x + (first + i) * p.K + k;
@@ -151,13 +151,13 @@ INLINE void tile_of(const float* w, int64_t K, const float* x, float* out) {
 template <class Rows>
 void many_of(const Products& p, const Weight& w, int64_t n0, int64_t n1, int64_t t0, int64_t t1) {
   constexpr int64_t tile = kV * W;
-  constexpr bool as_it_is = sizeof(Rows) == sizeof(Row<float>) && __is_same(Rows, Row<float>);
-  const int64_t whole = (p.K + W - 1) / W * W;
+  constexpr bool as_it_is = __is_same(Rows, Row<float>);
+  const int64_t whole = padded(p.K);
   Carver carve{scratch.of(4 * (W * whole + W * tile) + 256)};
   float* block = carve.take<float>(W * whole);
   float* out = carve.take<float>(W * tile);
   for (int64_t n = n0; n < n1; n += W) {
-    const int64_t rows = n1 - n < W ? n1 - n : W;
+    const int64_t rows = least(n1 - n, W);
     const float* from = block;
     if (as_it_is && rows == W) {
       from = static_cast<const float*>(w.values) + n * p.K;
@@ -173,7 +173,7 @@ void many_of(const Products& p, const Weight& w, int64_t n0, int64_t n1, int64_t
       }
     }
     for (int64_t t = t0; t < t1; t++) {
-      const int64_t m0 = t * tile, left = p.M - m0 < tile ? p.M - m0 : tile;
+      const int64_t m0 = t * tile, left = least(p.M - m0, tile);
       const float* x = p.packed + (t - p.first_packed) * tile * p.K;
       const int64_t vectors = (left + W - 1) / W;
       for (int64_t r = 0; r < W; r += kR) {
@@ -240,6 +240,6 @@ void rotate(const Rotation& p, int64_t row0, int64_t row1) {
 }  // namespace
 
 extern const ProductKernel NAMED(products);
-const ProductKernel NAMED(products) = {W, kV * W, few, many, pack, rotate};
+const ProductKernel NAMED(products) = {kV * W, few, many, pack, rotate};
 
 }  // namespace jaxlamina

@@ -14,17 +14,15 @@ namespace ffi = xla::ffi;
 namespace jaxlamina {
 namespace {
 
-constexpr int64_t kFew = 12;              // rows that are not worth packing
-constexpr int64_t kRows = 64;             // of a weight, in a piece, at most
-constexpr int64_t kChunkBytes = 1 << 20;  // of packed rows that a piece goes through
+constexpr int64_t kFew = 12;               // rows that are not worth packing
+constexpr int64_t kRows = 64;              // of a weight, in a piece, at most
+constexpr int64_t kChunkBytes = 1 << 20;   // of packed rows that a piece goes through
 constexpr int64_t kRotated = 1 << 15;      // elements that are worth a piece
 constexpr int64_t kPackedBytes = 8 << 20;  // of packed rows, kept by each thread that calls
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> n_rows,
                     ffi::RemainingArgs weights, ffi::RemainingRets results) {
+  const int64_t width = active_kernel()->width;
   const ProductKernel& kernel = *active_kernel()->products;
   Products p{};
   const int64_t rows_in_all = x.dimensions()[0];
@@ -36,12 +34,10 @@ ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
     if (!w || !y) return ffi::Error::InvalidArgument("a weight or a result is missing");
     all[i].N = w->dimensions()[0], all[i].values = w->untyped_data();
     all[i].y = static_cast<float*>((*y)->untyped_data());
-    switch (w->element_type()) {
-      case ffi::F32: all[i].stored = Stored::kFloat32; break;
-      case ffi::BF16: all[i].stored = Stored::kBfloat16; break;
-      case ffi::F16: all[i].stored = Stored::kFloat16; break;
-      default: return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or float16");
-    }
+    const std::optional<Stored> stored = stored_as(w->element_type());
+    if (!stored || *stored == Stored::kInt8)
+      return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or float16");
+    all[i].stored = *stored;
     want_large_pages(all[i].values, w->size_bytes());
     std::memset(all[i].y + p.M * all[i].N, 0, sizeof(float) * (rows_in_all - p.M) * all[i].N);
   }
@@ -49,7 +45,7 @@ ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
   int64_t n_all = 0;
   for (const Weight& w : all) n_all += w.N;
   const int64_t each = up(n_all, 8 * pool.num_threads());
-  const int64_t rows = up(each < kRows ? each : kRows, kernel.width) * kernel.width;
+  const int64_t rows = up(least(each, kRows), width) * width;
   struct Piece {
     const Weight* w;
     int64_t n0, n1, t0, t1;
@@ -95,8 +91,6 @@ ffi::Error rotation(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
 
 }  // namespace
 }  // namespace jaxlamina
-
-#define EXPORTED __attribute__((visibility("default")))
 
 extern "C" EXPORTED XLA_FFI_Error* jaxlamina_products(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

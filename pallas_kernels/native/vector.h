@@ -24,6 +24,9 @@ typedef uint32_t VU __attribute__((vector_size(4 * W)));
 typedef uint16_t VH __attribute__((vector_size(2 * W)));
 typedef int8_t VB __attribute__((vector_size(W)));
 
+// As many floats as fill whole vectors.
+INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
+
 struct bf16 {
   uint16_t bits;
 };
