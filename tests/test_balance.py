@@ -102,6 +102,20 @@ def test_a_step_goes_as_it_is_predicted_to_be_shortest_where_tokens_are() -> Non
     assert balance.state()["steps"]
 
 
+def test_a_kind_of_step_that_cannot_pay_is_not_tried() -> None:
+    """Each has to be compiled."""
+    n = 160 * 4096
+
+    def seen(n_local: float, n_remote: float) -> set[int]:
+        balance = Balance(H200, (1, 2))
+        for n_rows in (64, 160):
+            balance.took(n_rows, 1, 0.0, 0.0, SLICES_US[n_rows, 1] * US * LAYERS)
+        return {balance.n_batches(160, n_local, n_remote, (1, 2)) for _ in range(9)}
+
+    assert seen(n / 2, n / 2) == {1}  # 213 + 319 µs a layer; two batches take 2 * 152 + 305 at least
+    assert seen(n / 4, 3 * n / 4) == {1, 2}
+
+
 @pytest.mark.parametrize("partition", ["tokens", "requests"])
 def test_pools_stay_even_while_requests_come_and_go(partition: str) -> None:
     """Ten minutes of a step each tenth of a second: in the median step busy times differ by a tenth at most,

@@ -86,13 +86,15 @@ class Balance:
 
     def n_batches(self, n_rows: int, n_local: float, n_remote: float, possible: Sequence[int]) -> int:
         """The number of staggered batches by which a step is predicted to be shortest with its tokens where
-        they are. One that has not been seen is tried a few times."""
+        they are. One that has not been seen is tried a few times, if it may be the shortest: a kind of step
+        has to be compiled first."""
         self._n_rows = n_rows
         able = [n for n in possible if n == 1 or n_remote]
         if not able or able == [1]:
             return 1
+        tried = [n for n in able if n == 1 or self._may_pay(n_rows, n, n_local, n_remote)]
         with self._lock:
-            for n in able:
+            for n in tried:
                 if self._trials.get((n_rows, n), 0) <= 3:
                     self._trials[n_rows, n] = self._trials.get((n_rows, n), 0) + 1
                     return n
@@ -157,6 +159,19 @@ class Balance:
         with self._lock:
             found = self._slices.get((n_rows, n_batches))
             return None if not found else _undisturbed(found)
+
+    def _may_pay(self, n_rows: int, n: int, n_local: float, n_remote: float) -> bool:
+        """Whether ``n`` staggered batches can be shorter than one: their slices take at least what those of
+        one such batch do, ``n`` times if fewer rows have been seen by themselves."""
+        one = self.predicted_s(n_rows, 1, n_local, n_remote)
+        with self._lock:
+            alone = {rows: _undisturbed(s) for (rows, k), s in self._slices.items() if k == 1}
+        if one is None:
+            return True
+        few = [rows for rows in alone if rows <= n_rows // n]
+        slices = max(alone[n_rows], n * alone[max(few)] if few else 0.0)
+        local, remote = self._attention_s(n_rows, n, n_local, n_remote)
+        return max(slices + local, remote) < one
 
     def _attention_s(
         self, n_rows: int, n_batches: int, n_local: float, n_remote: float
