@@ -38,6 +38,7 @@ from jaxlamina.workers.capacity import (
     is_accelerator,
 )
 from jaxlamina.workers.spec import CALIBRATED_KV_DTYPES
+from pallas_kernels import cpu
 from splitter import SplitReport
 
 if TYPE_CHECKING:
@@ -140,9 +141,11 @@ class LLM:
         source = _open(model, o.load_format, o.revision)
         self.model: CausalLM = source.model
         self.place = ModelPlace.of(o, devices, group, self.model.kv_heads)
-        length = self._length(o.max_model_len)
         on_cpu = not is_accelerator(self.place.model_device)
         self.dtype, self.why_dtype = self._dtype(o.dtype, source.own_dtype, on_cpu)
+        source = _as_stored(source, o.quantization, self.dtype, self.place)
+        self.model = source.model
+        length = self._length(o.max_model_len)
         if self.why_dtype:
             _log.info(self.why_dtype)
         if o.compilation_cache:
@@ -437,6 +440,26 @@ def _open(model: str | Path | ModelSource, load_format: str, revision: str | Non
     from jaxlamina.weights import DummyCheckpoint, open_checkpoint
 
     return DummyCheckpoint(model, revision) if load_format == "dummy" else open_checkpoint(model, revision)
+
+
+def _as_stored(source: ModelSource, asked: str, dtype: str, place: ModelPlace) -> ModelSource:
+    """``source``, with its quantised matrices as they are stored where that is asked for or, with "auto",
+    faster. ``UserError`` for what cannot be."""
+    forms = getattr(source, "forms", None)
+    shares = place.group is not None and place.group.cluster.tensor_parallel > 1
+    why_not = (
+        "the model has no matrices of Q4_0, Q4_1 or Q8_0, as a .gguf may"
+        if not forms
+        else f"its products are float32, and dtype is {dtype}"
+        if dtype != "float32"
+        else "tensor_parallel shares decoded weights out"
+        if shares
+        else None
+    )
+    if asked == "gguf" and why_not is not None:
+        raise UserError(f"quantization='gguf' is not possible: {why_not}; leave it out")
+    wanted = asked == "gguf" or (asked == "auto" and cpu.serves(place.model_device.platform))
+    return source.in_blocks() if wanted and why_not is None else source  # type: ignore[attr-defined]
 
 
 def _list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

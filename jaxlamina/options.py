@@ -209,6 +209,12 @@ class EngineOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "Weights and KV: float32, bfloat16, or auto: the model's own, but float32 on CPUs."
     )
+    quantization: Literal["auto", "gguf", "none"] = option(
+        "auto",
+        "gguf: a GGUF's matrices of Q4_0, Q4_1 and Q8_0 stay as they are stored and are decoded while they "
+        "are multiplied with, in float32; none: all are decoded when they are read; auto: gguf where native "
+        "kernels do it, on CPUs. The same tokens either way.",
+    )
     max_model_len: int | None = option(
         None,
         "Tokens of a request, prompt included. Default: the model's, or less if KV does not fit.",

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32, UInt8
 
 from pallas_kernels import compat, xla
 from pallas_kernels.native import build
@@ -149,13 +149,13 @@ def supports_products(
 
 def products(
     x: Float[Array, "B D"],
-    weights: Sequence[Float[Array, "_ D"]],
+    weights: Sequence[Float[Array, "_ D"] | UInt8[Array, "_ bytes"]],
     dtype: jax.typing.DTypeLike | None = None,
     n_rows: Int32[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "B _"], ...]:
-    """``x w^T`` for every w, in ``dtype``; x's unless given. Accumulated in float32. Of a weight's rows each
-    result is computed by itself: it is the same whatever other weights are there. ``n_rows``: of x; those
-    after them are padding, and give zeros."""
+    """``x w^T`` for every w, in ``dtype``; x's unless given. Accumulated in float32. Bytes are rows of blocks
+    (`pallas_kernels.blocks`). Of a weight's rows each result is computed by itself: it is the same whatever
+    other weights are there. ``n_rows``: of x; those after them are padding, and give zeros."""
     likes = [jax.ShapeDtypeStruct((len(x), len(w)), jnp.float32) for w in weights]
     n = jnp.asarray(len(x) if n_rows is None else n_rows, jnp.int32)
     outs = jax.ffi.ffi_call(_PRODUCTS, likes, vmap_method="sequential")(x.astype(jnp.float32), n, *weights)

@@ -19,7 +19,7 @@ from jaxlamina.bench.peers import OURS, Decoded, PeerJob, load, title
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.bench.rounds import ratios
-from jaxlamina.bench.shapes import weight_bytes
+from jaxlamina.bench.shapes import n_weights, weight_bytes
 from jaxlamina.errors import UserError
 from jaxlamina.models.causal_lm import CausalLM
 
@@ -110,7 +110,7 @@ def step_bytes(
 def step_flop(model: CausalLM, batch: int, n_prompt: int, n_steps: int) -> int:
     """Floating-point operations of a mean decode step's matrix products: every weight, and q·k and
     weights·v."""
-    matrices = weight_bytes(model, 1)  # norms and biases are among it, and are nothing beside it
+    matrices = n_weights(model)  # norms and biases are among it, and are nothing beside it
     tokens = _attended(model, n_prompt, n_steps)
     each = zip(model.heads, model.kv, tokens, strict=True)
     attention = sum(4 * heads * width * n for heads, (_, width), n in each)
@@ -135,9 +135,11 @@ def measure(
     encode: Callable[[str], Sequence[int]] | None,
     left_out: dict[str, str] | None = None,
     async_scheduling: bool = True,
+    quantized: bool = False,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> DecodeReport:
-    """Times greedy decoding by every peer at every batch size, in interleaved rounds.
+    """Times greedy decoding by every peer at every batch size, in interleaved rounds. ``quantized``: with a
+    GGUF's matrices as they are stored; ``shape`` says so, too.
 
     A peer that fails is left out from then on, with its error as the reason. ``async_scheduling``: of our
     engine. ``on_progress``: is told what is done next, how many things are done, and how many there are.
@@ -156,7 +158,7 @@ def measure(
     runs: dict[tuple[str, int], list[Decoded]] = {}
     with ExitStack() as stack:
         processes: dict[str, PeerProcess] = {}
-        job = PeerJob(model, max(batches), length, async_scheduling)
+        job = PeerJob(model, max(batches), length, async_scheduling, quantized)
         for name in peers:
             on_progress(f"loading {name}", next(n_begun), n_all)
             try:

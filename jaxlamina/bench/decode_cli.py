@@ -9,6 +9,7 @@ from jaxlamina.bench.flags import AsJson, option
 from jaxlamina.bench.lists import whole_numbers
 from jaxlamina.bench.report import Columns, Part, counted_progress, dim, left_out, table, tell
 from jaxlamina.cli.model_options import AsyncScheduling, find
+from jaxlamina.errors import UserError
 from jaxlamina.options import MODEL_HELP
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ def decode_command(
         str, option("auto (all that are installed), or some of split,unsplit,transformers,llama.cpp.")
     ] = "auto",
     async_scheduling: AsyncScheduling = True,
+    quantized: Annotated[
+        bool,
+        option("Keep a GGUF's matrices as they are stored, for those peers that can.", "--quantized"),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time greedy float32 decoding: this project split and unsplit, beside transformers and llama.cpp.
@@ -53,13 +58,22 @@ def decode_command(
     names, missing = peers_.chosen(peers)
     where = machine.describe(peers_.PACKAGES)
     checkpoint = opened(path)
+    if quantized and not getattr(checkpoint, "forms", None):
+        raise UserError(f"--quantized: {model} has no matrices of Q4_0, Q4_1 or Q8_0, as a .gguf may")
+    shape = checkpoint.in_blocks().model if quantized else checkpoint.model
     with counted_progress("starting") as on_progress:
         found = decode_bench.measure(
-            model, checkpoint.model, names, batches=batches, n_prompt=prompt, n_steps=tokens,
+            model, shape, names, batches=batches, n_prompt=prompt, n_steps=tokens,
             n_rounds=rounds, encode=encoder_of(checkpoint), left_out=missing,
-            async_scheduling=async_scheduling, on_progress=on_progress,
+            async_scheduling=async_scheduling, quantized=quantized, on_progress=on_progress,
         )  # fmt: skip
-    tell("decode", {"dtype": "float32", **found.to_dict()}, where, _parts(found), as_json=as_json)
+    tell(
+        "decode",
+        {"dtype": "float32", "quantized": quantized, **found.to_dict()},
+        where,
+        _parts(found),
+        as_json=as_json,
+    )
 
 
 def _parts(found: DecodeReport) -> Iterator[Part]:

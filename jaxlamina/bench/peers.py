@@ -34,6 +34,7 @@ class PeerJob:
     max_batch: int
     max_length: int  # tokens of a prompt and all its decode steps
     async_scheduling: bool = True  # of our engine
+    quantized: bool = False  # a GGUF's own matrices, not decoded to float32
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,16 @@ class Ours:
 
         self.note = "model worker and attention worker, KV in float32" if split else "one program a step"
         found = opened(job.model)
-        config = found.model.config
+        config = None if job.quantized else found.model.config
+        if job.quantized:
+            self.note += "; matrices as the GGUF has them"
         # Prompts that take the engine several steps to admit put their first rows that many tokens ahead.
         length = min(job.max_length + 1 + job.max_batch, found.model.max_len)
         self._llm = LLM(
             # no tokenizer: nothing is turned into text
             found if config is None else InMemoryModel(config, found.load(np.float32)),
             dtype="float32",
+            quantization="gguf" if job.quantized else "none",
             split=split,
             max_num_seqs=job.max_batch,
             max_model_len=length,
@@ -180,6 +184,8 @@ class Transformers:
     def __init__(self, job: PeerJob) -> None:
         import torch
 
+        if job.quantized:
+            raise UserError("it decodes a GGUF's matrices to float32: leave out --quantized")
         torch.set_num_threads(n_cores())
         checkpoint = _checkpoint(job.model)
         self._torch = torch
@@ -204,9 +210,8 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python's plain C interface, on an F32 GGUF made of the model's own file."""
-
-    note = "F32 GGUF; KV cache in F16, its default"
+    """llama.cpp through llama-cpp-python's plain C interface, on an F32 GGUF made of the model's own file, or
+    on that file."""
 
     def __init__(self, job: PeerJob) -> None:
         import llama_cpp
@@ -217,7 +222,8 @@ class LlamaCpp:
         checkpoint = _checkpoint(job.model)
         if checkpoint.kind != "gguf":
             raise UserError(f"llama.cpp needs a GGUF model, {job.model} is {checkpoint.kind}")
-        path = f32_gguf(Path(checkpoint.path))
+        path = Path(checkpoint.path) if job.quantized else f32_gguf(Path(checkpoint.path))
+        self.note = f"{'its own' if job.quantized else 'F32'} GGUF; KV cache in F16, its default"
         llama_cpp.llama_backend_init()
         self._silence = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
         llama_cpp.llama_log_set(self._silence, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models.config import ModelConfig
 from jaxlamina.models.decoder import abstract_params, apply
 from jaxlamina.process.user_code import current_folder
+from pallas_kernels.blocks import BLOCK, N_BYTES, dequantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class CausalLM:
     - ``like(dtype)``: the parameters' shapes; ``dtype``: the one that the model has, None: any.
     - ``origin``: what `of_origin` makes the same model of in another process; None where nothing does.
     - ``name``: what tells it from other models, for programs kept on disk; None: they are not.
-    - ``config``: of a model of ours.
+    - ``config``: of a model of ours. ``decoded``: of a model `with_blocks`, the one without.
     """
 
     fn: Callable[..., jax.Array]
@@ -51,6 +52,7 @@ class CausalLM:
     dtype: str | None = None
     config: ModelConfig | None = None
     looked_up: tuple[str, ...] = ()
+    decoded: CausalLM | None = None
 
     @property
     def kv_heads(self) -> list[int]:
@@ -114,12 +116,39 @@ def decoder(config: ModelConfig) -> CausalLM:
     )
 
 
+def with_blocks(model: CausalLM, forms: Mapping[str, str]) -> CausalLM:
+    """``model``, a float32 one, with the matrices of these names as blocks of GGUF of these formats
+    (`pallas_kernels.blocks`)."""
+
+    def like(dtype: Any) -> Mapping[str, jax.ShapeDtypeStruct]:
+        return {name: _blocks_like(x, forms.get(name)) for name, x in model.like(dtype).items()}
+
+    named = None if model.name is None else (model.name, tuple(sorted(forms.items())))
+    origin = None if model.origin is None else {**model.origin, "blocks": dict(forms)}
+    fn = partial(_decoding, model.fn, dict(forms))
+    return replace(model, fn=fn, like=like, name=named, origin=origin, dtype="float32", decoded=model)
+
+
+def _decoding(fn: Callable[..., jax.Array], forms: Mapping[str, str], params: Any, *args: Any) -> jax.Array:
+    whole = {n: dequantize(x, forms[n]) if n in forms else x for n, x in params.items()}
+    return fn(whole, *args)
+
+
+def _blocks_like(x: jax.ShapeDtypeStruct, form: str | None) -> jax.ShapeDtypeStruct:
+    if form is None:
+        return x
+    return jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // BLOCK * N_BYTES[form]), np.uint8)
+
+
 def _tables(config: ModelConfig) -> tuple[str, ...]:
     return ("embed_positions.weight", *(() if config.tie_word_embeddings else ("embed_tokens.weight",)))
 
 
 def of_origin(origin: Mapping[str, Any]) -> CausalLM:
     """The model that another process's ``CausalLM.origin`` tells of."""
+    if "blocks" in origin:
+        whole = {key: value for key, value in origin.items() if key != "blocks"}
+        return with_blocks(of_origin(whole), origin["blocks"])
     if "config" in origin:
         return decoder(ModelConfig.from_hf(origin["config"]))
     return built(origin["code"]).model

@@ -19,6 +19,7 @@ import numpy as np
 from jaxlamina.dtypes import most_common_dtype
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
+from jaxlamina.models.causal_lm import CausalLM, with_blocks
 from jaxlamina.models.families import FAMILIES
 from jaxlamina.text.tokenizer import Tokenizer
 from jaxlamina.weights.checkpoint import StreamedCheckpoint, expected_shapes
@@ -28,6 +29,7 @@ from jaxlamina.weights.gguf_families import GGUF_FAMILIES, GgufFamily, short_flo
 from jaxlamina.weights.gguf_file import SUPPORTED, GgufFile, GgufTensor, decoder, read_gguf
 from jaxlamina.weights.gguf_tokenizer import gguf_eos_ids, tokenizer_from_gguf
 from jaxlamina.weights.streaming import Decode, StoredTensor
+from pallas_kernels.blocks import N_BYTES
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -107,6 +109,19 @@ class GgufCheckpoint(StreamedCheckpoint):
         return most_common_dtype((_OWN_DTYPES.get(t.type_name), t.n_bytes) for t in tensors)
 
     @cached_property
+    def forms(self) -> dict[str, str]:
+        """Of matrices that can be multiplied with as they are stored, the format of their blocks, by name."""
+        return {
+            name: tensor.form
+            for name, tensor in self.stored.items()
+            if tensor.form in N_BYTES and len(tensor.shape) == 2
+        }
+
+    def in_blocks(self) -> GgufBlocks:
+        """The same model with those matrices as they are stored."""
+        return GgufBlocks(self)
+
+    @cached_property
     def stored(self) -> dict[str, StoredTensor]:
         family = family_of(self._file)
         skipped = (LONG_FACTORS, SHORT_FACTORS) if family.model_type == "phi3" else (ROPE_FACTORS,)
@@ -145,11 +160,38 @@ class GgufCheckpoint(StreamedCheckpoint):
             decode=decode,
             row_group=head_dim if permuted else 1,
             rearrange=_unpermute(head_dim) if permuted else None,
+            form=tensor.type_name,
         )
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf(self._file.metadata, str(self.path))
+
+
+class GgufBlocks(StreamedCheckpoint):
+    """One `.gguf` file, whose quantised matrices are kept as blocks (`pallas_kernels.blocks`); float32
+    otherwise."""
+
+    kind = "gguf"
+
+    def __init__(self, decoded: GgufCheckpoint) -> None:
+        self.path, self.config, self._decoded = decoded.path, decoded.config, decoded
+
+    @property
+    def model(self) -> CausalLM:
+        return with_blocks(self._decoded.model, self._decoded.forms)
+
+    @property
+    def own_dtype(self) -> str | None:
+        return self._decoded.own_dtype
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        forms = self._decoded.forms
+        return {n: x.undecoded() if n in forms else x for n, x in self._decoded.stored.items()}
+
+    def tokenizer(self) -> Tokenizer:
+        return self._decoded.tokenizer()
 
 
 def family_of(file: GgufFile) -> GgufFamily:

@@ -48,7 +48,8 @@ class StoredTensor:
 
     `decode` turns the bytes of whole rows (all axes but the last; a vector is one row) into numbers. Rows
     are read in multiples of `row_group`, and `rearrange` (rows [n * row_group, columns] -> the same shape)
-    reorders them inside each group.
+    reorders them inside each group. `dtype`: what it is read as, whatever else a checkpoint is; None: as
+    everything else. `form`: the name of the format that `decode` decodes, where formats have names.
     """
 
     path: Path
@@ -58,6 +59,8 @@ class StoredTensor:
     decode: Decode
     row_group: int = 1
     rearrange: Callable[[np.ndarray], np.ndarray] | None = None
+    dtype: np.dtype | None = None
+    form: str | None = None
 
     def part(self, rows: slice) -> StoredTensor:
         """These rows as a tensor of their own."""
@@ -69,6 +72,11 @@ class StoredTensor:
             offset_bytes=self.offset_bytes + rows.start * row_bytes,
             n_bytes=(rows.stop - rows.start) * row_bytes,
         )
+
+    def undecoded(self) -> StoredTensor:
+        """A matrix's rows as bytes."""
+        shape = self.shape[0], self.n_bytes // self.shape[0]
+        return replace(self, shape=shape, decode=lambda raw: raw, dtype=np.dtype(np.uint8))
 
     def flat(self) -> StoredTensor:
         """The same rows as a matrix."""
@@ -97,7 +105,7 @@ class StoredTensor:
 
     def read(self, dtype: np.dtype, on_bytes: Callable[[int], None] | None = None) -> np.ndarray:
         """The whole tensor in `dtype`, in memory that JAX can take over; `on_bytes` hears of each chunk."""
-        out = aligned_empty(self.shape, dtype)
+        out = aligned_empty(self.shape, self.dtype or dtype)
         self.read_into(out, on_bytes)
         return out
 

@@ -10,7 +10,8 @@ namespace jaxlamina {
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-enum class Stored { kFloat32, kBfloat16, kFloat16, kInt8 };
+// Of weights alone: blocks of 32 along a row, as GGUF has them, in the order of their sizes.
+enum class Stored { kFloat32, kBfloat16, kFloat16, kInt8, kQ4_0, kQ4_1, kQ8_0 };
 
 struct Problem {
   int64_t B, T, N, K, G, H, S, C;

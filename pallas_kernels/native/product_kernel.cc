@@ -28,6 +28,45 @@ struct Row {
   }
 };
 
+// The same of weights in blocks of 32, which are GGUF's: d and, of some, m are float16, and a number is d q + m.
+// What comes out is what decoding the file gives: d q is exact in float32.
+struct Q4_0 {
+  static constexpr bool has_least = false;
+  uint16_t d;
+  uint8_t q[16];  // of numbers i and i + 16, each from -8 on
+};
+struct Q4_1 {
+  static constexpr bool has_least = true;
+  uint16_t d, m;
+  uint8_t q[16];  // of numbers i and i + 16
+};
+struct Q8_0 {
+  uint16_t d;
+  int8_t q[32];
+};
+static_assert(sizeof(Q4_0) == 18 && sizeof(Q4_1) == 20 && sizeof(Q8_0) == 34);
+
+template <class B>
+struct Blocks {
+  const B* p;
+  Blocks(const Weight& w, int64_t K, int64_t n) : p(static_cast<const B*>(w.values) + n * (K / 32)) {}
+  INLINE_MEMBER VF at(int64_t k) const {
+    const B& b = p[k / 32];
+    const float d = as_float(f16{b.d});
+    if constexpr (__is_same(B, Q8_0)) {
+      return load(b.q + k % 32) * d;
+    } else {
+      const VI both = widen(b.q + k % 16), q = k % 32 < 16 ? both & 15 : both >> 4;
+      if constexpr (B::has_least) return as_floats(q) * d + as_float(f16{b.m});
+      else return as_floats(q - 8) * d;
+    }
+  }
+  INLINE_MEMBER VF some(int64_t, int64_t) const { return VF{}; }  // rows are whole blocks
+  INLINE_MEMBER void fetch(int64_t k, int64_t K) const {
+    if (k % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(p + 4 * (K / 32) + k / 32), 0, 2);
+  }
+};
+
 // y[m, n] for R rows of the weight (1 or 4) and M rows of x.
 template <class Rows, int R, int M>
 INLINE void dots(const Weight& w, int64_t n, const float* x, int64_t K, float* y) {
@@ -199,20 +238,23 @@ void many_of(const Products& p, const Weight& w, int64_t n0, int64_t n1, int64_t
   }
 }
 
-void few(const Products& p, const Weight& w, int64_t n0, int64_t n1) {
-  switch (w.stored) {
-    case Stored::kFloat32: return few_of<Row<float>>(p, w, n0, n1);
-    case Stored::kBfloat16: return few_of<Row<bf16>>(p, w, n0, n1);
-    default: return few_of<Row<f16>>(p, w, n0, n1);
+#define BY_STORED(call)                                \
+  switch (w.stored) {                                  \
+    case Stored::kFloat32: return call(Row<float>);    \
+    case Stored::kBfloat16: return call(Row<bf16>);    \
+    case Stored::kQ4_0: return call(Blocks<Q4_0>);     \
+    case Stored::kQ4_1: return call(Blocks<Q4_1>);     \
+    case Stored::kQ8_0: return call(Blocks<Q8_0>);     \
+    default: return call(Row<f16>);                    \
   }
+void few(const Products& p, const Weight& w, int64_t n0, int64_t n1) {
+#define FEW(Rows) few_of<Rows>(p, w, n0, n1)
+  BY_STORED(FEW)
 }
 
 void many(const Products& p, const Weight& w, int64_t n0, int64_t n1, int64_t t0, int64_t t1) {
-  switch (w.stored) {
-    case Stored::kFloat32: return many_of<Row<float>>(p, w, n0, n1, t0, t1);
-    case Stored::kBfloat16: return many_of<Row<bf16>>(p, w, n0, n1, t0, t1);
-    default: return many_of<Row<f16>>(p, w, n0, n1, t0, t1);
-  }
+#define MANY(Rows) many_of<Rows>(p, w, n0, n1, t0, t1)
+  BY_STORED(MANY)
 }
 
 void rotate(const Rotation& p, int64_t row0, int64_t row1) {

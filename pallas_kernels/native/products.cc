@@ -3,6 +3,8 @@
 // Each result is computed by one thread, along all of K, so it depends neither on how the work is cut nor on how
 // many threads there are.
 #include <cstring>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "kernel.h"
@@ -20,6 +22,17 @@ constexpr int64_t kChunkBytes = 1 << 20;   // of packed rows that a piece goes t
 constexpr int64_t kRotated = 1 << 15;      // elements that are worth a piece
 constexpr int64_t kPackedBytes = 8 << 20;  // of packed rows, kept by each thread that calls
 
+// How a weight's rows of K numbers are stored. Blocks come as bytes, and their sizes tell which they are.
+std::optional<Stored> weight_stored_as(const ffi::AnyBuffer& w, int64_t K) {
+  if (w.element_type() != ffi::U8) {
+    const std::optional<Stored> stored = stored_as(w.element_type());
+    return stored == Stored::kInt8 || w.dimensions()[1] != K ? std::nullopt : stored;
+  }
+  for (const auto& [stored, n_bytes] : {std::pair{Stored::kQ4_0, 18}, {Stored::kQ4_1, 20}, {Stored::kQ8_0, 34}})
+    if (K % 32 == 0 && w.dimensions()[1] == K / 32 * n_bytes) return stored;
+  return std::nullopt;
+}
+
 ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> n_rows,
                     ffi::RemainingArgs weights, ffi::RemainingRets results) {
   const int64_t width = active_kernel()->width;
@@ -34,9 +47,8 @@ ffi::Error products(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
     if (!w || !y) return ffi::Error::InvalidArgument("a weight or a result is missing");
     all[i].N = w->dimensions()[0], all[i].values = w->untyped_data();
     all[i].y = static_cast<float*>((*y)->untyped_data());
-    const std::optional<Stored> stored = stored_as(w->element_type());
-    if (!stored || *stored == Stored::kInt8)
-      return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or float16");
+    const std::optional<Stored> stored = weight_stored_as(*w, p.K);
+    if (!stored) return ffi::Error::InvalidArgument("weights must be float32, bfloat16, float16 or blocks of GGUF");
     all[i].stored = *stored;
     want_large_pages(all[i].values, w->size_bytes());
     std::memset(all[i].y + p.M * all[i].N, 0, sizeof(float) * (rows_in_all - p.M) * all[i].N);

@@ -47,14 +47,23 @@ INLINE VI all(int32_t x) { return x - VI{}; }
 INLINE VF load(const float* p) { return read<VF>(p); }
 #if defined(__AVX512F__)
 INLINE VU widen(const uint16_t* p) { return (VU)_mm512_cvtepu16_epi32(read<__m256i>(p)); }
+INLINE VI widen(const uint8_t* p) { return (VI)_mm512_cvtepu8_epi32(read<__m128i>(p)); }
+INLINE VF as_floats(VI x) { return _mm512_cvtepi32_ps((__m512i)x); }
 INLINE VF load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(p))); }
 INLINE VF load(const f16* p) { return _mm512_cvtph_ps(read<__m256i>(p)); }
 #elif defined(__AVX2__)
 INLINE VU widen(const uint16_t* p) { return (VU)_mm256_cvtepu16_epi32(read<__m128i>(p)); }
+INLINE VI widen(const uint8_t* p) { return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+INLINE VF as_floats(VI x) { return _mm256_cvtepi32_ps((__m256i)x); }
 INLINE VF load(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 INLINE VF load(const f16* p) { return _mm256_cvtph_ps(read<__m128i>(p)); }
 #else
 INLINE VU widen(const uint16_t* p) { return __builtin_convertvector(read<VH>(p), VU); }
+INLINE VF as_floats(VI x) { return __builtin_convertvector(x, VF); }
+INLINE VI widen(const uint8_t* p) {
+  typedef uint8_t Bytes __attribute__((vector_size(W)));
+  return __builtin_convertvector(read<Bytes>(p), VI);
+}
 INLINE VF load(const int8_t* p) { return __builtin_convertvector(__builtin_convertvector(read<VB>(p), VI), VF); }
 INLINE VF load(const f16* p) {
   // Small numbers by a difference: threads of XLA take float32's own small numbers for zeros.
@@ -62,6 +71,15 @@ INLINE VF load(const f16* p) {
   VF small = (VF)(bits + (113u << 23)) - 0x1p-14f;
   VU x = bits < (1u << 23) ? (VU)small : bits + (bits >= (0x1fu << 23) ? 224u << 23 : 112u << 23);
   return (VF)(x | (h & 0x8000u) << 16);
+}
+#endif
+// One number.
+#if defined(__AVX2__)
+INLINE float as_float(f16 x) { return _cvtsh_ss(x.bits); }
+#else
+INLINE float as_float(f16 x) {
+  const uint16_t some[W] = {x.bits};
+  return load(reinterpret_cast<const f16*>(some))[0];
 }
 #endif
 INLINE VF load(const bf16* p) { return (VF)(widen(&p->bits) << 16); }
