@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
@@ -66,7 +67,7 @@ def share_out(
             "it, as model=package.module:build"
         )
     ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
-    dtype = str(next(iter(params.values())).dtype)
+    dtype = str(next(x.dtype for x in params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
     for rank in others:
         is_prefill = rank in group.prefill_ranks
         names = tuple(sorted(params if is_prefill else stages.params[rank]))

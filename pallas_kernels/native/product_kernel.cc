@@ -15,12 +15,13 @@ constexpr int kR = W == 16 ? 8 : 4;  // rows of the weight in a tile of many row
 constexpr int kV = 3;                // and vectors of rows
 constexpr int kM = W == 16 ? 6 : 2;  // rows in a tile of a few rows; there are 4 of the weight
 
-// One row of a weight.
+// One row of a weight, of which `step` vectors are read at a time.
 template <class T>
 struct Row {
+  static constexpr int step = 1;
   const T* p;
   Row(const Weight& w, int64_t K, int64_t n) : p(static_cast<const T*>(w.values) + n * K) {}
-  INLINE_MEMBER VF at(int64_t k) const { return load(p + k); }
+  INLINE_MEMBER void at(int64_t k, VF v[1]) const { v[0] = load(p + k); }
   INLINE_MEMBER VF some(int64_t k, int64_t n) const { return load_some(p + k, n); }
   // The line that is wanted with the next rows: four of the weight are in a tile.
   INLINE_MEMBER void fetch(int64_t k, int64_t K) const {
@@ -31,12 +32,10 @@ struct Row {
 // The same of weights in blocks of 32, which are GGUF's: d and, of some, m are float16, and a number is d q + m.
 // What comes out is what decoding the file gives: d q is exact in float32.
 struct Q4_0 {
-  static constexpr bool has_least = false;
   uint16_t d;
   uint8_t q[16];  // of numbers i and i + 16, each from -8 on
 };
 struct Q4_1 {
-  static constexpr bool has_least = true;
   uint16_t d, m;
   uint8_t q[16];  // of numbers i and i + 16
 };
@@ -46,46 +45,82 @@ struct Q8_0 {
 };
 static_assert(sizeof(Q4_0) == 18 && sizeof(Q4_1) == 20 && sizeof(Q8_0) == 34);
 
+INLINE VF number(const Q4_0& b, VF q) { return (q - 8.0f) * as_float(f16{b.d}); }
+INLINE VF number(const Q4_1& b, VF q) { return q * as_float(f16{b.d}) + as_float(f16{b.m}); }
+
+// A block's numbers.
+INLINE void decode(const Q8_0& b, VF v[32 / W]) {
+  const float d = as_float(f16{b.d});
+#pragma GCC unroll 8
+  for (int i = 0; i < 32 / W; i++) v[i] = load(b.q + i * W) * d;
+}
+template <class B>
+INLINE void decode(const B& b, VF v[32 / W]) {
+#if W == 16
+  // All numbers that a block may have are looked up by its q's; a lane's index is its lowest four bits.
+  const VF each = number(b, VF{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
+  const VI q = widen(b.q);
+  v[0] = looked_up(each, q);
+  v[1] = looked_up(each, q >> 4);
+#else
+#pragma GCC unroll 4
+  for (int i = 0; i < 16 / W; i++) {
+    const VI q = widen(b.q + i * W);
+    v[i] = number(b, as_floats(q & 15));
+    v[i + 16 / W] = number(b, as_floats(q >> 4));
+  }
+#endif
+}
+
 template <class B>
 struct Blocks {
+  static constexpr int step = 32 / W;
   const B* p;
   Blocks(const Weight& w, int64_t K, int64_t n) : p(static_cast<const B*>(w.values) + n * (K / 32)) {}
-  INLINE_MEMBER VF at(int64_t k) const {
-    const B& b = p[k / 32];
-    const float d = as_float(f16{b.d});
-    if constexpr (__is_same(B, Q8_0)) {
-      return load(b.q + k % 32) * d;
-    } else {
-      const VI both = widen(b.q + k % 16), q = k % 32 < 16 ? both & 15 : both >> 4;
-      if constexpr (B::has_least) return as_floats(q) * d + as_float(f16{b.m});
-      else return as_floats(q - 8) * d;
-    }
-  }
+  INLINE_MEMBER void at(int64_t k, VF v[32 / W]) const { decode(p[k / 32], v); }
   INLINE_MEMBER VF some(int64_t, int64_t) const { return VF{}; }  // rows are whole blocks
   INLINE_MEMBER void fetch(int64_t k, int64_t K) const {
     if (k % 64 == 0) __builtin_prefetch(reinterpret_cast<const char*>(p + 4 * (K / 32) + k / 32), 0, 2);
   }
 };
 
-// y[m, n] for R rows of the weight (1 or 4) and M rows of x.
-template <class Rows, int R, int M>
-INLINE void dots(const Weight& w, int64_t n, const float* x, int64_t K, float* y) {
-  const Rows rows[4] = {{w, K, n}, {w, K, n + (R > 1)}, {w, K, n + 2 * (R > 1)}, {w, K, n + 3 * (R > 1)}};
+// A row as floats.
+template <class Rows>
+INLINE void decode_row(const Rows& row, int64_t K, float* to) {
+  int64_t k = 0;
+  for (; k + Rows::step * W <= K; k += Rows::step * W) {
+    VF v[Rows::step];
+    row.at(k, v);
+#pragma GCC unroll 8
+    for (int s = 0; s < Rows::step; s++) write(to + k + s * W, v[s]);
+  }
+  if (k < K) {
+    VF rest = row.some(k, K - k);
+    __builtin_memcpy(to + k, &rest, sizeof(float) * (K - k));
+  }
+}
+
+// y[m, 0 ... R) for R rows of the weight (1 or 4; `rows` has 4) and M rows of x.
+template <int R, int M, class Rows>
+INLINE void dots(const Rows* rows, const float* x, int64_t K, float* y, int64_t N) {
+  constexpr int S = Rows::step;
   VF acc[M][4] = {};
   int64_t k = 0;
-  for (; k + W <= K; k += W) {
-    VF v[R];
+  for (; k + S * W <= K; k += S * W) {
+    VF v[R][S];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      v[r] = rows[r].at(k);
+      rows[r].at(k, v[r]);
       rows[r].fetch(k, K);
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      VF each = load(x + m * K + k);
+    for (int s = 0; s < S; s++)
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) {
+        VF each = load(x + m * K + k + s * W);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) acc[m][r] += each * v[r];
-    }
+        for (int r = 0; r < R; r++) acc[m][r] += each * v[r][s];
+      }
   }
   if (k < K) {
 #pragma GCC unroll 4
@@ -98,16 +133,16 @@ INLINE void dots(const Weight& w, int64_t n, const float* x, int64_t K, float* y
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++) {
     VF sums = sums_of_4(acc[m]);
-    __builtin_memcpy(y + m * w.N + n, &sums, sizeof(float) * R);
+    __builtin_memcpy(y + m * N, &sums, sizeof(float) * R);
   }
 }
 
-template <class Rows, int R>
-INLINE void few_rows(const Weight& w, int64_t n, const float* x, int64_t M, int64_t K, float* y) {
+template <int R, class Rows>
+INLINE void few_rows(const Rows* rows, const float* x, int64_t M, int64_t K, float* y, int64_t N) {
   for (int64_t m = 0; m < M;) {
     const int64_t left = M - m;
     const int64_t take = left <= kM ? left : left < 2 * kM ? (left + 1) / 2 : kM;
-#define DOTS(M) dots<Rows, R, M>(w, n, x + m * K, K, y + m * w.N)
+#define DOTS(M) dots<R, M>(rows, x + m * K, K, y + m * N, N)
     if (take == 1) DOTS(1);
     if (take == 2) DOTS(2);
     if constexpr (kM > 2) {
@@ -121,11 +156,18 @@ INLINE void few_rows(const Weight& w, int64_t n, const float* x, int64_t M, int6
   }
 }
 
+// Rows [n, n + R) of a weight.
+template <int R, class Rows>
+INLINE void few_at(const Products& p, const Weight& w, int64_t n) {
+  const Rows rows[4] = {{w, p.K, n}, {w, p.K, n + (R > 1)}, {w, p.K, n + 2 * (R > 1)}, {w, p.K, n + 3 * (R > 1)}};
+  few_rows<R>(rows, p.x, p.M, p.K, w.y + n, w.N);
+}
+
 template <class Rows>
 void few_of(const Products& p, const Weight& w, int64_t n0, int64_t n1) {
   int64_t n = n0;
-  for (; n + 4 <= n1; n += 4) few_rows<Rows, 4>(w, n, p.x, p.M, p.K, w.y);
-  for (; n < n1; n++) few_rows<Rows, 1>(w, n, p.x, p.M, p.K, w.y);
+  for (; n + 4 <= n1; n += 4) few_at<4, Rows>(p, w, n);
+  for (; n < n1; n++) few_at<1, Rows>(p, w, n);
 }
 
 // Tile t of the rows of x, packed: [K][kV * W], zeros where there are none.
@@ -201,15 +243,7 @@ void many_of(const Products& p, const Weight& w, int64_t n0, int64_t n1, int64_t
     if (as_it_is && rows == W) {
       from = static_cast<const float*>(w.values) + n * p.K;
     } else {
-      for (int64_t r = 0; r < W; r++) {
-        const Rows row(w, p.K, n + (r < rows ? r : 0));
-        int64_t k = 0;
-        for (; k + W <= p.K; k += W) write(block + r * p.K + k, row.at(k));
-        if (k < p.K) {
-          VF rest = row.some(k, p.K - k);
-          __builtin_memcpy(block + r * p.K + k, &rest, sizeof(float) * (p.K - k));
-        }
-      }
+      for (int64_t r = 0; r < W; r++) decode_row(Rows(w, p.K, n + (r < rows ? r : 0)), p.K, block + r * p.K);
     }
     for (int64_t t = t0; t < t1; t++) {
       const int64_t m0 = t * tile, left = least(p.M - m0, tile);

@@ -49,6 +49,7 @@ INLINE VF load(const float* p) { return read<VF>(p); }
 INLINE VU widen(const uint16_t* p) { return (VU)_mm512_cvtepu16_epi32(read<__m256i>(p)); }
 INLINE VI widen(const uint8_t* p) { return (VI)_mm512_cvtepu8_epi32(read<__m128i>(p)); }
 INLINE VF as_floats(VI x) { return _mm512_cvtepi32_ps((__m512i)x); }
+INLINE VF looked_up(VF table, VI at) { return _mm512_permutexvar_ps((__m512i)at, table); }
 INLINE VF load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(p))); }
 INLINE VF load(const f16* p) { return _mm512_cvtph_ps(read<__m256i>(p)); }
 #elif defined(__AVX2__)
