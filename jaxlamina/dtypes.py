@@ -27,7 +27,7 @@ def chosen(asked: str, own: str | None, on_cpu: bool) -> Chosen:
         return Chosen(asked, "")
     stored = f"the weights are stored as {own}" if own else "the weights are stored quantised, or not at all"
     if on_cpu:
-        note = "; dtype=bfloat16 halves the memory" if own != "float32" else ""
+        note = "; dtype=bfloat16 halves the memory" if own not in (None, "float32") else ""
         return Chosen("float32", f"dtype=float32, as everything on a CPU ({stored}{note})")
     if own in CHOICES:
         return Chosen(own, f"dtype={own}, the model's own")

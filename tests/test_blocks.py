@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import gguf
 import jax
@@ -19,6 +22,7 @@ from jaxlamina.workers.streamed import with_streamed_products
 from pallas_kernels import blocks, cpu
 
 FORMS = list(blocks.N_BYTES)
+ROOT = Path(__file__).resolve().parents[1]
 DEMO = "smollm2-135m-instruct"
 native = pytest.mark.skipif(cpu.loaded().library is None, reason=f"no native kernels: {cpu.loaded().reason}")
 
@@ -132,3 +136,23 @@ def test_what_cannot_stay_as_it_is_says_why(tmp_path):
         LLM("smollm2-135m", load_format="dummy", quantization="gguf")
     with pytest.raises(UserError, match="must be one of auto, gguf, none"):
         LLM(DEMO, quantization="awq")
+
+
+def test_other_model_ranks_get_blocks_too():
+    """Stages of a pipeline, each with some of the matrices, and the words of one process."""
+    words = ["generate", "The capital of France is", "--max-tokens", "8", "--temperature", "0"]
+    words += ["--max-model-len", "64", "--quantization"]
+    stages = ["launch", "--dop", "2,1", "--transport", "xla", "--set", "pipeline_parallel=2", "--"]
+    outs = [
+        subprocess.run(
+            [sys.executable, "-m", "jaxlamina", *command],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=ROOT,
+            check=False,
+        )
+        for command in ([*words, "none"], [*stages, *words, "gguf"])
+    ]
+    assert [done.returncode for done in outs] == [0, 0], outs[-1].stderr
+    assert outs[0].stdout == outs[1].stdout and outs[0].stdout.strip()

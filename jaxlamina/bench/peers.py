@@ -89,6 +89,7 @@ class Ours:
             split=split,
             max_num_seqs=job.max_batch,
             max_model_len=length,
+            max_num_batched_tokens=job.max_batch * length,  # all prompts first, as others do it
             kv_slots=job.max_batch * length,
             prefix_caching=False,  # every round is to do the prompts' own pass
             async_scheduling=job.async_scheduling,
