@@ -130,7 +130,9 @@ def with_blocks(model: CausalLM, forms: Mapping[str, str]) -> CausalLM:
 
 
 def _decoding(fn: Callable[..., jax.Array], forms: Mapping[str, str], params: Any, *args: Any) -> jax.Array:
-    whole = {n: dequantize(x, forms[n]) if n in forms else x for n, x in params.items()}
+    # In the order of layers, 9 before 10: slices of equal layers are one program then.
+    names = sorted(params, key=lambda name: [(len(part), part) for part in name.split(".")])
+    whole = {n: dequantize(params[n], forms[n]) if n in forms else params[n] for n in names}
     return fn(whole, *args)
 
 
