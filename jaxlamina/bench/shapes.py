@@ -16,7 +16,7 @@ def weight_bytes(model: CausalLM, itemsize: int = 4) -> int:
 
 def n_weights(model: CausalLM) -> int:
     """Numbers among those bytes."""
-    whole = model.like(model.any_dtype) if model.decoded is None else model.decoded.like(np.float32)
+    whole = (model.decoded or model).like(model.any_dtype)
     return sum(x.size for name, x in whole.items() if name not in model.looked_up)
 
 

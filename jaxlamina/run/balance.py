@@ -92,12 +92,13 @@ class Balance:
         able = [n for n in possible if n == 1 or n_remote]
         if not able or able == [1]:
             return 1
-        tried = [n for n in able if n == 1 or self._may_pay(n_rows, n, n_local, n_remote)]
         with self._lock:
-            for n in tried:
-                if self._trials.get((n_rows, n), 0) <= 3:
+            untried = [n for n in able if self._trials.get((n_rows, n), 0) <= 3]
+        for n in untried:
+            if n == 1 or self._may_pay(n_rows, n, n_local, n_remote):
+                with self._lock:
                     self._trials[n_rows, n] = self._trials.get((n_rows, n), 0) + 1
-                    return n
+                return n
         known = {n: self.predicted_s(n_rows, n, n_local, n_remote) for n in able}
         found = {n: s for n, s in known.items() if s is not None}
         return min(found, key=found.__getitem__) if found else able[0]
@@ -119,8 +120,7 @@ class Balance:
         slices = self._slices_s(n_rows, n_batches)
         if slices is None:
             return None
-        local, remote = self._attention_s(n_rows, n_batches, n_local, n_remote)
-        return slices + max(local, remote) if n_batches == 1 else max(slices + local, remote)
+        return self._step_s(n_rows, n_batches, slices, n_local, n_remote)
 
     # --- what is told ---
     def took(self, n_rows: int, n_batches: int, n_local: float, n_remote: float, seconds: float) -> None:
@@ -170,8 +170,12 @@ class Balance:
             return True
         few = [rows for rows in alone if rows <= n_rows // n]
         slices = max(alone[n_rows], n * alone[max(few)] if few else 0.0)
-        local, remote = self._attention_s(n_rows, n, n_local, n_remote)
-        return max(slices + local, remote) < one
+        return self._step_s(n_rows, n, slices, n_local, n_remote) < one
+
+    def _step_s(self, n_rows: int, n_batches: int, slices: float, n_local: float, n_remote: float) -> float:
+        """Of slices that take so long."""
+        local, remote = self._attention_s(n_rows, n_batches, n_local, n_remote)
+        return slices + max(local, remote) if n_batches == 1 else max(slices + local, remote)
 
     def _attention_s(
         self, n_rows: int, n_batches: int, n_local: float, n_remote: float
