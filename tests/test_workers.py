@@ -23,6 +23,7 @@ from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.run.local import LocalExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import Buckets
+from jaxlamina.transports import local
 from jaxlamina.transports.local import CompiledPieces
 from jaxlamina.workers import AttentionSpec, DecodeBatch, PrefillBatch
 from jaxlamina.workers.capacity import host_free_bytes, slots_that_fit
@@ -203,9 +204,10 @@ def test_a_growing_sequence_compiles_once_a_bucket():
     assert rows.executor.programs.total == counts + 1
 
 
-def test_equal_slices_share_programs_at_any_depth():
+def test_equal_slices_share_programs_at_any_depth(monkeypatch):
+    monkeypatch.setattr(local, "_ROUNDS_A_CALL", {"cpu": 3})
     totals = []
-    for n_layers in (24, 34):  # two and three whole calls of ten, and four layers more
+    for n_layers in (9, 15):
         config = ModelConfig.from_hf(MODELS["llama"] | {"num_hidden_layers": n_layers})
         rows = Rows(make(config), buckets=ONE_BUCKET).run(1)
         totals.append(rows.executor.programs.total)

@@ -26,12 +26,12 @@ from splitter.block import Block, variables
 from splitter.program import canonical
 
 # Rounds over all programs in one call, where they are on one device of such a platform: a round is a layer,
-# or half of one if q goes first. A call takes a CPU 0.1 ms, so with 30 layers 62 calls added a quarter to a
-# small model's step, 11 added a tenth, and 4 add a twentieth. Equal pieces are compiled once, so with many
-# layers a call compiling, which is done for each batch and context, takes as long as unsplit at most. On
-# other platforms pieces end at every exchange: calls are queued while an accelerator computes, and the
-# model's pieces serve all contexts, which are many there (`Buckets.default`).
-_ROUNDS_A_CALL: Mapping[str, int] = {"cpu": 10}
+# or half of one if q goes first. A call takes a CPU 0.1 ms and more, so with 30 layers 62 calls added a
+# quarter to a small model's step, 11 or 4 a tenth, and one adds what cannot be told from noise. It takes as
+# long to compile as unsplit; of more layers equal pieces are compiled once. On other platforms pieces end at
+# every exchange: calls are queued while an accelerator computes, and the model's pieces serve all contexts,
+# which are many there (`Buckets.default`).
+_ROUNDS_A_CALL: Mapping[str, int] = {"cpu": 40}
 
 _send_p = compat.Primitive("local_send")
 _send_p.multiple_results = True
