@@ -283,7 +283,8 @@ class LLM:
         ``settings``: as of `jaxlamina.server.settings.Settings`. ``UserError`` for a port that is taken, and
         for an unknown setting.
         """
-        from jaxlamina.server.run import App, bound
+        from jaxlamina.server.listening import bound
+        from jaxlamina.server.run import App
         from jaxlamina.server.settings import Settings
 
         unknown = sorted(settings.keys() - {field.name for field in dataclasses.fields(Settings)})

@@ -35,7 +35,9 @@ BASE_PACKAGES = (
     ("tokenizers", "tokenizers"),
     ("jinja2", "jinja2"),
 )
-SERVER_PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "python-multipart", "prometheus-client")
+SERVER_PACKAGES = (
+    *("fastapi", "uvicorn", "uvloop", "httptools", "httpx", "python-multipart", "prometheus-client"),
+)
 BASE_MEND = "pip install --upgrade jaxlamina (in a checkout: pip install -e .)"
 _ASK_JAX = """
 import json, jax

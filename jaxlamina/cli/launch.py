@@ -78,12 +78,19 @@ def launch(
     quoted = {key: json.dumps(value, ensure_ascii=False) for key, value in given.items() if value is not None}
     words = [*(changes or []), *(f"{key}={value}" for key, value in quoted.items())]
     cluster = Cluster.load(config, dict(change(word) for word in words))
-    find_model(command or [], cluster)
+    context = find_model(command or [], cluster)
     arguments = [*(() if config is None else ("--config", str(config)))]
     arguments += [part for word in words for part in ("--set", word)]
     sys.stdout.flush()
     sys.stderr.flush()
     argv = starter([*arguments, "--", *(command or [])])
+    if context.params.get("supervise"):
+        from jaxlamina.cli.serve import STARTER
+
+        os.environ.update(environment())
+        STARTER.set(argv)
+        context.command.invoke(context)
+        return
     os.execve(argv[0], argv, environment())
 
 
@@ -95,15 +102,17 @@ def _number(text: str) -> float | str:
         return text
 
 
-def find_model(command: list[str], cluster: Cluster) -> None:
+def find_model(command: list[str], cluster: Cluster) -> Any:
     """Finds a bad option of the command, or a wrong model, and fetches what is missing of that model: before
-    ranks are started that would wait for it, and before JAX is imported."""
+    ranks are started that would wait for it, and before JAX is imported. The command's options, as they are
+    understood."""
     from jaxlamina.cli.model_options import check_over_ranks, find, revision_of
 
     context = _context(command, cluster)
     if "revision" in context.params:  # a bench has its own ways to say which model
         check_over_ranks(context)
         find(context.params["model"], revision_of(context), context.params["load_format"])
+    return context
 
 
 def defaults(cluster: Cluster) -> dict[str, dict[str, Any]]:

@@ -8,26 +8,39 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from jaxlamina.cli import model_options
+from jaxlamina.cli import launch, model_options
 from jaxlamina.cli.model_options import CommandOptions, with_options
 from jaxlamina.console.progress import bar
 from jaxlamina.errors import UserError
 from jaxlamina.process import garbage
+from jaxlamina.server.pieces import SECRET
 from jaxlamina.server.settings import Settings
+from jaxlamina.supervisor.settings import Supervision
+
+STARTER: ContextVar[Sequence[str] | None] = ContextVar("STARTER", default=None)
+"""The command of which this one is part, where there is one: `jaxlamina launch` starts all ranks."""
 
 
 @with_options
 def serve(
     options: CommandOptions,
     settings: Settings,
+    supervision: Supervision,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
+    uds: Annotated[
+        str | None, typer.Option(help="A Unix socket to listen at, in place of host and port.")
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -41,32 +54,53 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API: completions, chats, batches."""
     settings = replace(
-        settings, served_model_names=tuple(served_model_name or [options.model]), api_key=api_key
+        settings,
+        served_model_names=tuple(served_model_name or [options.model]),
+        api_key=api_key,
+        uds=uds,
+        supervisor=os.environ.get(SECRET),
     )
     path = options.find()
-    garbage.hold()
     console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    if supervision.supervise:
+        from jaxlamina.server.listening import bound, shown
+        from jaxlamina.supervisor.run import supervise
+
+        if uds is not None:
+            raise UserError("--uds is for a server without --supervise, which has a port: leave one out")
+        with bound(host, port) as front:
+            front.listen()
+            address = shown(front)
+            say(f"serving {settings.served_model_names[0]} at {address}")
+            code = supervise(_job(), settings, supervision, front, lambda: say(f"ready: {address}/v1"))
+        raise typer.Exit(code)
+    garbage.hold()
     with console.status("starting JAX"):
         from jaxlamina import ranks
-        from jaxlamina.server.run import App, bound
+        from jaxlamina.server.listening import bound, shown
+        from jaxlamina.server.run import App
     if settings.pool_metrics_interval and ranks.current() is None:
         raise UserError(
             "--pool-metrics-interval records ranks: start them with `jaxlamina launch … -- serve …`"
         )
-    with bound(host, port) as listener:
+    with nullcontext() if uds else bound(host, port) as listener:
         # Until there is something to bring to an end; jax.distributed would take the signal and go on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         llm = model_options.load(console, path, options, recording=settings.pool_metrics_interval > 0)
         model_options.say_dtype(console, llm)
-        address = "http://{}:{}".format(*_shown(*listener.getsockname()[:2]))
-
-        def say(text: str) -> None:
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
-
+        address = f"unix:{uds}" if listener is None else shown(listener)
         with bar(console, "compiling", line_every_s=15.0) as on_progress:
-            app = App(llm, settings, on_progress, lambda: say(f"ready: {address}/v1"))
-            listener.listen()
-            say(f"serving {settings.served_model_names[0]} at {address}")
+            is_own = settings.supervisor is None  # else the supervisor says so
+            on_ready = partial(say, f"ready: {address}/v1") if is_own else lambda: None
+            app = App(llm, settings, on_progress, on_ready)
+            if listener is not None:
+                listener.listen()
+            if is_own:
+                say(f"serving {settings.served_model_names[0]} at {address}")
             ended = app.run(listener)
     if app.is_compiling or not ended:  # a thread that compiles does not end by itself
         sys.stdout.flush()
@@ -74,5 +108,13 @@ def serve(
         os._exit(0 if ended else 1)
 
 
-def _shown(host: str, port: int) -> tuple[str, int]:
-    return (f"[{host}]" if ":" in host else host), port
+def _job() -> Sequence[str]:
+    """The command that serves the same, as `Supervision` runs it."""
+    if (starter := STARTER.get()) is not None:
+        return starter
+    if "jaxlamina.ranks" in sys.modules:
+        raise UserError(
+            "--supervise starts the ranks itself: jaxlamina launch … -- serve --supervise …, on one host"
+        )
+    os.environ.update(launch.environment())
+    return sys.executable, "-P", "-m", "jaxlamina", *sys.argv[1:]

@@ -50,11 +50,12 @@ class Admission:
         params: SamplingParams,
         prompt: str | None,
         matcher: Matcher | None = None,
+        seed: int | None = None,
     ) -> LiveRequest:
         """A job with an id of its own. ``UserError`` for a prompt or parameters that cannot be served.
 
         ``matcher``: what `matcher` gave for ``params``, of which several jobs may have the same; None: it is
-        made here.
+        made here. ``seed``: in place of a dealt one, where ``params`` have none.
         """
         tokens = self._checked_prompt(params.kept(prompt_token_ids, self.max_model_len))
         room = self.max_model_len - len(tokens)
@@ -66,6 +67,7 @@ class Admission:
         matcher = matcher or self.matcher(params)
         with self._dealing:
             request_id, dealt = str(next(self._ids)), int(self._seeds.integers(2**63))
+        dealt = dealt if seed is None else seed
         return LiveRequest(
             request_id=request_id,
             prompt=prompt,

@@ -98,6 +98,7 @@ class Engine:
             raise UserError(why)
         self.mixed_steps = mixed_steps
         self._ahead: LaunchedStep | None = None  # launched, and not read
+        self._again: list[TokenEvent] = []  # of tokens from an earlier process, until the next step
         self._times = StepTimes(clock)
         self.before_step: Callable[[], None] | None = None  # called first in every step
         self.admission = Admission(
@@ -118,7 +119,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing waits, runs or is to be read."""
-        return self.scheduler.idle and self._ahead is None
+        return self.scheduler.idle and self._ahead is None and not self._again
 
     def add_request(
         self,
@@ -135,11 +136,27 @@ class Engine:
         """
         return self.add_job(self.admission.job(prompt_token_ids, params, prompt), priority=priority)
 
-    def add_job(self, job: LiveRequest, *, priority: int = 0, caller: Hashable | None = None) -> str:
+    def add_job(
+        self,
+        job: LiveRequest,
+        *,
+        priority: int = 0,
+        caller: Hashable | None = None,
+        written: Sequence[int] = (),
+    ) -> str:
         """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is,
-        is not kept waiting by many jobs of one caller; jobs without one are served as they come."""
+        is not kept waiting by many jobs of one caller; jobs without one are served as they come.
+
+        ``written``: what the request wrote in an earlier process, of one that `LiveRequest.may_go_on`. The
+        next step gives its events again, and the request goes on after it: its KV is computed like a
+        prompt's.
+        """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(f"{priority=} must be a whole number; lower goes first")
+        if written and not job.may_go_on:
+            raise UserError(
+                "a request with several sequences or log-probabilities cannot go on: begin it anew"
+            )
         params = job.params
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(
@@ -155,6 +172,7 @@ class Engine:
         )
         self.scheduler.add(request)
         self.postprocess.live[job.request_id] = job, [request]
+        self._again += self.postprocess.take_back(request, written) if written else ()
         return job.request_id
 
     def step(self) -> list[TokenEvent]:
@@ -170,11 +188,12 @@ class Engine:
             raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
         if self.before_step is not None:
             self.before_step()
+        again, self._again = self._again, []
         try:
             step = self._ahead or self._launch()
             self._ahead = None
             if step is None:
-                return []
+                return again
             if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
             events = self.postprocess.take_in(step, self._times, self.stats)
@@ -183,7 +202,7 @@ class Engine:
             self.scheduler.forget_cached()  # it may name KV that this step was to compute
             raise
         self._forget_unwanted()
-        return events
+        return again + events
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request early and frees its slots; None if there is no such request any more, or its text

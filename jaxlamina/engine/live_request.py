@@ -76,6 +76,15 @@ class LiveRequest:
                 Continuation(i, seed_of(self.seed, i), self.new_text()) for i in range(p.n_sequences)
             ]
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its tokens so far are all that another process needs to go on with it."""
+        return self.beams is None and self.params.n_sequences == 1 and not self._wants_entries
+
+    @property
+    def _wants_entries(self) -> bool:
+        return self.params.needed_logprobs is not None or self.params.prompt_logprobs is not None
+
     @cached_property
     def _prompt(self) -> np.ndarray:
         return np.asarray(self.prompt_token_ids, np.int32)

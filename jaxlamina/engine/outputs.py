@@ -76,7 +76,7 @@ class TokenEvent:
     chosen at the end (``best_of``, beam search), all of their events come then; the last token's has the rest
     of the text. ``error``: why the request had to be ended, with no ``output``; it has no more events.
     ``logprobs``: the token's entry, where they are asked for; ``prompt_logprobs``: with the request's first
-    event.
+    event. ``is_again``: it was written before, in an earlier process (`Engine.add_job`).
     """
 
     request_id: str
@@ -87,6 +87,7 @@ class TokenEvent:
     logprobs: PositionLogprobs | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     error: Exception | None = None
+    is_again: bool = False
 
 
 def events_at_end(output: RequestOutput) -> list[TokenEvent]:

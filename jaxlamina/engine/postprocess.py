@@ -7,7 +7,7 @@ device but what a launched step waits for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import contained
 from jaxlamina.sampling.sampler import Sampled
 
+_Drawn = tuple[Sampled, int]  # and the row
 Candidates = tuple[np.ndarray, np.ndarray]  # of a beam: likeliest tokens, their log-probabilities
 
 
@@ -93,7 +94,8 @@ class Postprocess:
                     of_request[request.index] = tokens[row], logprobs[row]
                 else:
                     assert found.sampled is not None
-                    events += self._accept(request, found.sampled, row)
+                    request.n_in_flight -= 1
+                    events += self._accept(request, int(found.sampled.tokens[row]), (found.sampled, row))
         events += self._advance_beams(of_beams)
         stats.n_steps += n_wanted > 0
         return events
@@ -115,16 +117,26 @@ class Postprocess:
             return False
         return job.beams is not None or job.continuations[request.index].finished is None
 
-    def _accept(self, request: Request, sampled: Sampled, row: int) -> list[TokenEvent]:
-        """Takes one chosen token into its request, and ends the request if that is to be."""
+    def take_back(self, request: Request, tokens: Sequence[int]) -> list[TokenEvent]:
+        """What a request wrote in an earlier process, as if it were drawn now, up to its end."""
+        job: LiveRequest = request.payload
+        [c] = job.continuations
+        c.matcher = job.matcher and job.matcher.copy()
+        events: list[TokenEvent] = []
+        for token in tokens:
+            if not self.is_live(request):
+                break
+            events += (replace(event, is_again=True) for event in self._accept(request, token, None))
+        return events
+
+    def _accept(self, request: Request, token: int, drawn: _Drawn | None) -> list[TokenEvent]:
+        """Takes one token into its request, and ends the request if that is to be."""
         job: LiveRequest = request.payload
         c = job.continuations[request.index]
-        token = int(sampled.tokens[row])
-        request.n_in_flight -= 1
         request.output_token_ids.append(token)
         c.token_ids = request.output_token_ids
         try:
-            entry, ended = self._read(job, c, sampled, row)
+            entry, ended = self._read(job, c, drawn)
         except BaseException as error:  # noqa: BLE001 (its own grammar, text or entry: the others go on)
             return [self._fail(job, contained(error))]
         output = None
@@ -139,18 +151,19 @@ class Postprocess:
         return [TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt)]
 
     def _read(
-        self, job: LiveRequest, c: Continuation, sampled: Sampled, row: int
+        self, job: LiveRequest, c: Continuation, drawn: _Drawn | None
     ) -> tuple[PositionLogprobs | None, bool]:
-        """Takes in what was drawn for ``c``: (the entry to report of it, whether it ends there)."""
+        """Takes in the newest token of ``c``: (the entry to report of it, whether it ends there)."""
         if job.error is not None:
             raise job.error
-        if job.params.needed_logprobs is not None:
-            assert sampled.logprobs is not None
-            c.cumulative_logprob += float(sampled.logprobs[row])
         entry = None
-        if job.params.logprobs is not None:
-            entry = self._entries.of_row(sampled, row, job.params.logprobs)
-            c.logprobs.append(entry)
+        if job.params.needed_logprobs is not None:
+            assert drawn is not None and drawn[0].logprobs is not None
+            sampled, row = drawn
+            c.cumulative_logprob += float(drawn[0].logprobs[row])
+            if job.params.logprobs is not None:
+                entry = self._entries.of_row(sampled, row, job.params.logprobs)
+                c.logprobs.append(entry)
         reason, stop_reason = job.why_stop(c, c.token_ids[-1])
         if reason is not None:
             job.finish(c, reason, stop_reason)

@@ -6,12 +6,14 @@ Knows HTTP; what is answered is the service's, the files' and the batches' affai
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Form, Query, Request, Response, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
@@ -24,7 +26,7 @@ import jaxlamina
 from jaxlamina.engine.engine import Engine
 from jaxlamina.server.async_engine import AsyncEngine, Unavailable
 from jaxlamina.server.batches import Batches
-from jaxlamina.server.bodies import BodyRoute
+from jaxlamina.server.bodies import BodyRoute, read
 from jaxlamina.server.errors import (
     ApiError,
     JsonResponse,
@@ -36,8 +38,10 @@ from jaxlamina.server.errors import (
     unavailable,
 )
 from jaxlamina.server.files import Files, page
+from jaxlamina.server.followed import FollowedAnswer
 from jaxlamina.server.gate import Gate
 from jaxlamina.server.metrics import Metrics, snapshot
+from jaxlamina.server.pieces import HEADER, PATH, STEP_SECONDS, Follow
 from jaxlamina.server.protocol import (
     BatchRequest,
     ChatCompletionRequest,
@@ -53,6 +57,7 @@ from jaxlamina.server.protocol import (
 from jaxlamina.server.responses import ResponsesRequest
 from jaxlamina.server.service import Body, EventStream, Service
 from jaxlamina.server.settings import Settings
+from jaxlamina.server.waiting import unless_gone
 from jaxlamina.server.workshop import in_thread
 
 T = TypeVar("T")
@@ -149,10 +154,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 class _EventResponse(StreamingResponse):
     """Ends its request also where the client went away before the first event was asked for."""
 
-    def __init__(self, events: EventStream) -> None:
-        super().__init__(
-            events.__aiter__(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+    def __init__(self, events: EventStream | FollowedAnswer, kind: str = "text/event-stream") -> None:
+        super().__init__(events.__aiter__(), media_type=kind, headers={"Cache-Control": "no-cache"})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,25 +163,6 @@ class _EventResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._events.close()
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What ``work`` gives; it is cancelled, and `ClientDisconnect` raised, when the client goes away."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _made(make: Callable[[Asked], T], body: Asked) -> T:
@@ -192,8 +176,8 @@ async def _made(make: Callable[[Asked], T], body: Asked) -> T:
 def _add_completions(app: FastAPI, parts: Parts) -> None:
     async def answer(request: Request, body: Body) -> Response:
         if body.stream:
-            return _EventResponse(await _unless_gone(request, parts.service.stream(body)))
-        found = await _unless_gone(request, parts.service.whole(body))
+            return _EventResponse(await unless_gone(request, parts.service.stream(body)))
+        found = await unless_gone(request, parts.service.whole(body))
         return await in_thread(JsonResponse, found)
 
     @app.post("/v1/completions", response_model=CompletionResponse)
@@ -207,6 +191,28 @@ def _add_completions(app: FastAPI, parts: Parts) -> None:
     @app.post("/v1/responses")
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         return await answer(request, body)
+
+    kinds: dict[str, type[Body]] = {
+        "/v1/completions": CompletionRequest,
+        "/v1/chat/completions": ChatCompletionRequest,
+        "/v1/responses": ResponsesRequest,
+    }
+
+    async def followed(request: Request) -> Response:
+        given = request.headers.get(HEADER, "").encode()
+        if not hmac.compare_digest(given, (parts.settings.supervisor or "").encode()):
+            raise HTTPException(404)
+        line, _, raw = (await request.body()).partition(b"\n")
+        follow = msgspec.json.decode(line, type=Follow)
+        kind = kinds.get("/" + request.path_params["path"])
+        if kind is None:
+            raise HTTPException(404)
+        body: Body = await in_thread(read, raw, kind)
+        lines = await unless_gone(request, parts.service.followed(body, follow))
+        return _EventResponse(lines, "application/x-ndjson")
+
+    if parts.settings.supervisor is not None:
+        app.add_route(f"{PATH}/{{path:path}}", followed, methods=["POST"], include_in_schema=False)
 
     @app.post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -310,7 +316,7 @@ def _add_status(app: FastAPI, parts: Parts) -> None:
         failure."""
         reason = _why_not(parts.engine)
         if reason is None:
-            return JsonResponse({"status": "ready"})
+            return JsonResponse({"status": "ready"}, headers={STEP_SECONDS: f"{parts.engine.step_s:.3f}"})
         found: dict[str, Any] = {"status": parts.engine.state, "reason": reason}
         if parts.engine.state == "starting":
             found["compiled"], found["of"] = parts.progress()

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from jaxlamina.engine.engine import Engine, TokenEvent
 from jaxlamina.engine.live_request import LiveRequest
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.errors import UserError
-from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.sampling.params import SamplingParams, seed_of
 from jaxlamina.sampling.structured import Matcher
 from jaxlamina.server.settings import GRAMMAR_TIMEOUT_S
 from jaxlamina.server.workshop import Busy, Workshop, in_thread
@@ -28,6 +28,7 @@ from jaxlamina.server.workshop import Busy, Workshop, in_thread
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _COMPILING_AT_ONCE = 2  # grammars
+NOTHING_WRITTEN: Mapping[int, Sequence[int]] = {}
 State = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 
@@ -124,6 +125,7 @@ class _Reply(Generic[T]):
 class _Add:
     answers: Answers
     jobs: Sequence[LiveRequest]
+    written: Sequence[Sequence[int]]
     priority: int
     caller: int
     reply: _Reply[None]
@@ -192,6 +194,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Ask | _Call | _Stop] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._step_since: float | None = None
         self._running: dict[str, _Running] = {}  # the thread's
         # The event loop's:
         self._loop: asyncio.AbstractEventLoop
@@ -220,20 +223,34 @@ class AsyncEngine:
         """Callers with a request that is not finished, batch work left out."""
         return sum(answers.counted for answers in self._open)
 
+    @property
+    def step_s(self) -> float:
+        """For how long the engine has been in a step."""
+        since = self._step_since
+        return 0.0 if since is None else time.perf_counter() - since
+
     def check_ready(self) -> None:
         """Raises `Unavailable` unless a request would be taken now."""
         if self.state != "ready":
             raise Unavailable(self._why_not())
 
     async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0, counted: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        counted: bool = True,
+        seed: int | None = None,
+        written: Mapping[int, Sequence[int]] = NOTHING_WRITTEN,
     ) -> Answers:
         """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
         others.
 
-        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. Raises `UserError`
-        for what cannot be served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault
-        of ours.
+        ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. ``seed``: of
+        requests whose parameters have none, None: any. ``written``: as of `Engine.add_job`, by prompt; left
+        out of those that begin anew. Raises `UserError` for what cannot be served (then none of them is),
+        `Unavailable`, `TooMany`; anything else is a fault of ours.
         """
         self.check_ready()
         if counted and self.n_open >= self.max_concurrent:
@@ -244,10 +261,11 @@ class AsyncEngine:
         reply: _Reply[None] = _Reply(self._loop)
         try:
             matcher = await self._compiled(params)
-            jobs = await in_thread(self._jobs, prompts, params, matcher)
+            jobs = await in_thread(self._jobs, prompts, params, matcher, seed)
+            again = [written.get(which, ()) if job.may_go_on else () for which, job in enumerate(jobs)]
             if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
                 raise Unavailable(self._why_not())
-            await self._post(_Add(answers, jobs, priority, next(self._callers), reply), reply)
+            await self._post(_Add(answers, jobs, again, priority, next(self._callers), reply), reply)
         except BaseException:
             answers.close()
             raise
@@ -270,10 +288,14 @@ class AsyncEngine:
             raise TooMany("other requests' structured_outputs are being compiled: try again later") from None
 
     def _jobs(
-        self, prompts: Sequence[Prompt], params: SamplingParams, matcher: Matcher | None
+        self, prompts: Sequence[Prompt], params: SamplingParams, matcher: Matcher | None, seed: int | None
     ) -> list[LiveRequest]:
         make = self._engine.admission.job
-        return [make(prompt.token_ids, params, prompt.text, matcher) for prompt in prompts]
+        seeds = [None if seed is None else seed_of(seed, which) for which in range(len(prompts))]
+        return [
+            make(prompt.token_ids, params, prompt.text, matcher, own)
+            for prompt, own in zip(prompts, seeds, strict=True)
+        ]
 
     async def ask(self, read: Callable[[Engine], T], deadline_s: float) -> T:
         """What ``read`` finds, called between two steps. `TimeoutError` past the deadline, `Unavailable`."""
@@ -367,7 +389,10 @@ class AsyncEngine:
             while self._take_in():
                 if not self._engine.idle:
                     self._before_step()
-                    self._give_out(self._engine.step())
+                    self._step_since = time.perf_counter()
+                    events = self._engine.step()
+                    self._step_since = None
+                    self._give_out(events)
             if self._engine.idle:  # the end: no slot may be lost or shared by now
                 self._engine.check_integrity()
         except BaseException as error:  # noqa: BLE001 (whatever it is, nobody is answered any more)
@@ -398,7 +423,8 @@ class AsyncEngine:
         now = time.perf_counter()
         try:
             for index, job in enumerate(message.jobs):
-                self._engine.add_job(job, priority=message.priority, caller=message.caller)
+                how: Any = {"priority": message.priority, "caller": message.caller}
+                self._engine.add_job(job, written=message.written[index], **how)
                 self._running[job.request_id] = _Running(message.answers, index, now)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             self._abort(message.answers)
@@ -433,7 +459,9 @@ class AsyncEngine:
         if event.error is not None:
             self._observer.aborted()
             return
-        if running.first is None:
+        if event.is_again:  # noted when it was written
+            running.first = running.first or now
+        elif running.first is None:
             running.first = now
             self._observer.first_token(now - running.arrived)
         elif event.index in running.last:

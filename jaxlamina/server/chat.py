@@ -19,9 +19,11 @@ from jaxlamina.server.protocol import (
     Delta,
     DeltaToolCall,
     TokenLogprob,
+    ToolCall,
     Usage,
 )
 from jaxlamina.server.reading import Read, Reading
+from jaxlamina.server.tool_parsers import Call
 from jaxlamina.server.tools import tool_call
 
 
@@ -47,7 +49,7 @@ class ChatForm(Form):
         choices = []
         for choice, _, completion in self.choices(outputs):
             read = self._reading.reader().whole(completion.text)
-            calls = [tool_call(call, self._reading.form) for call in read.calls]
+            calls = [self._call(choice, n, call) for n, call in enumerate(read.calls)]
             message = ChatAnswer(
                 content=read.answered or (None if calls else ""),
                 reasoning_content=(self._gives_thoughts and read.thought) or None,
@@ -110,7 +112,7 @@ class ChatForm(Form):
         """What is new; None if nothing is."""
         first = self._readers[choice].n_calls - len(read.calls)
         calls = [
-            DeltaToolCall(index=first + i, **tool_call(call, self._reading.form).model_dump())
+            DeltaToolCall(index=first + i, **self._call(choice, first + i, call).model_dump())
             for i, call in enumerate(read.calls)
         ]
         thought = read.thought if self._gives_thoughts else ""
@@ -119,6 +121,9 @@ class ChatForm(Form):
         return Delta(
             content=read.answered or None, reasoning_content=thought or None, tool_calls=calls or None
         )
+
+    def _call(self, choice: int, n: int, call: Call) -> ToolCall:
+        return tool_call(call, self._reading.form, self.new_id("call", choice, n))
 
     def usage_chunk(self, counts: Usage) -> ChatCompletionChunk:
         return ChatCompletionChunk(

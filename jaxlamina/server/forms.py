@@ -6,6 +6,7 @@ events; nothing of the engine or HTTP.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import uuid
@@ -43,11 +44,19 @@ class Form(ABC):
         self, model: str, n: int, *, include_usage: bool, gives_written: bool = True, gives_ids: bool = False
     ) -> None:
         self.model, self.n, self.gives_written, self.gives_ids = model, n, gives_written, gives_ids
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
+        self.identify(uuid.uuid4().hex, int(time.time()))
         self._include_usage = include_usage
         self._around: dict[int, tuple[str, str]] = {}  # a choice's text, in the event of a `Text`
         self._finished: dict[int, RequestOutput] = {}
+
+    def identify(self, key: str, created: int) -> None:
+        """Gives the answer its id, of which all ids in it are made, and when it was begun: before it is."""
+        self._key, self.created = key, created
+        self.id = f"{self.prefix}-{key}"
+
+    def new_id(self, *what: object) -> str:
+        """32 hexadecimal digits: the same for the same part of the same answer, in any process."""
+        return hashlib.blake2b("/".join(map(str, (self._key, *what))).encode(), digest_size=16).hexdigest()
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:

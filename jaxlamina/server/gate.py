@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxlamina.server.errors import ApiError, response, unavailable
 from jaxlamina.server.files import MAX_FILE_BYTES
+from jaxlamina.server.pieces import PATH
 
 _UPLOADS = "/v1/files"
 _KEYED = ("/server_info", "/reset_prefix_cache")
@@ -44,7 +45,7 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if scope["path"].startswith(("/v1/", *_KEYED)):
+        if scope["path"].startswith(("/v1/", f"{PATH}/", *_KEYED)):
             if self._key is not None:
                 scheme, _, given = headers.get("authorization", "").partition(" ")
                 right = hmac.compare_digest(given.encode("latin-1"), self._key)

@@ -7,7 +7,6 @@ HTTP.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -213,7 +212,6 @@ class ResponsesForm(Form):
         self, body: ResponsesRequest, model: str, reading: Reading, n_tokens: Callable[[str], int]
     ) -> None:
         super().__init__(model, 1, include_usage=True)
-        self.id = self.id.replace("-", "_", 1)
         self._body, self._reading, self._n_tokens = body, reading, n_tokens
         self._reader = reading.reader()
         self._items: list[dict[str, Any]] = []
@@ -221,6 +219,10 @@ class ResponsesForm(Form):
         self._is_open = False  # the last item gets more text
         self._n_events = 0
         self._ended: CompletionOutput | None = None
+
+    def identify(self, key: str, created: int) -> None:
+        super().identify(key, created)
+        self.id = f"{self.prefix}_{key}"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
         for _ in (*self.piece(0, outputs[0].text, None, None), *self.end(0, outputs[0].outputs[0])):
@@ -266,8 +268,8 @@ class ResponsesForm(Form):
         yield from self._written("message", read.answered)
         for call in read.calls:
             yield from self._closed()
-            made = tool_call(call, self._reading.form)
-            item = {"type": "function_call", "id": _id("fc"), "call_id": made.id, "name": call.name}
+            made = tool_call(call, self._reading.form, self.new_id("call", len(self._items)))
+            item = {"type": "function_call", "id": self._id("fc"), "call_id": made.id, "name": call.name}
             where = {"item_id": item["id"], "output_index": len(self._items)}
             yield self._item_event("added", item | {"arguments": "", "status": "in_progress"}, where)
             self._items.append(item | {"arguments": call.arguments, "status": "completed"})
@@ -284,7 +286,7 @@ class ResponsesForm(Form):
                 return
             yield from self._closed()
             text, self._blank = self._blank, ""
-            item = _new_item(kind)
+            item = self._new_item(kind)
             self._items.append(item)
             self._is_open = True
             yield self._item_event("added", item, self._where())
@@ -295,6 +297,17 @@ class ResponsesForm(Form):
         if text:
             self._items[-1]["content"][0]["text"] += text
             yield self._text_event("delta", delta=text)
+
+    def _new_item(self, kind: str) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": kind, "id": self._id("rs"), "summary": [], "content": [], "status": "in_progress"}
+        return {
+            "type": kind, "id": self._id("msg"), "role": "assistant", "content": [], "status": "in_progress"
+        }  # fmt: skip
+
+    def _id(self, kind: Literal["msg", "rs", "fc"]) -> str:
+        """Of the next item."""
+        return f"{kind}_{self.new_id(len(self._items))}"
 
     def _closed(self) -> Iterator[Answer]:
         """The last item gets nothing more."""
@@ -383,17 +396,7 @@ class ResponsesForm(Form):
         }
 
 
-def _new_item(kind: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": kind, "id": _id("rs"), "summary": [], "content": [], "status": "in_progress"}
-    return {"type": kind, "id": _id("msg"), "role": "assistant", "content": [], "status": "in_progress"}
-
-
 def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _id(kind: Literal["msg", "rs", "fc"]) -> str:
-    return f"{kind}_{uuid.uuid4().hex}"

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -33,6 +32,7 @@ from jaxlamina.server.async_engine import AsyncEngine
 from jaxlamina.server.batches import Batches
 from jaxlamina.server.connections import protocol
 from jaxlamina.server.files import Files, Folder
+from jaxlamina.server.listening import DrainingServer
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pool_times import PoolTimes
 from jaxlamina.server.prompts import Prompts
@@ -62,17 +62,6 @@ class _LogProgress:
         elif now - self._last >= self._every_s:
             self._last = now
             _log.info("compiled %d of %d programs; requests are answered meanwhile", n_done, n_all)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's, but a signal begins a drain, and the process is not killed by it afterwards."""
-
-    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._drain = drain
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._drain()
 
 
 class App:
@@ -146,11 +135,12 @@ class App:
             make_app(parts, self._lifespan),
             uds=settings.uds,
             log_level=settings.uvicorn_log_level,
+            access_log=settings.supervisor is None,  # which has its own
             http=protocol(settings.max_connections, settings.client_timeout),
             timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
-        self._server = _Server(config, self.end)
+        self._server = DrainingServer(config, self.end)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._ended_in_time = True
@@ -310,21 +300,6 @@ def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
         n_prefill_workers=llm.engine.capabilities.n_prefill_workers,
         scored=settings.warm_up_prompt_logprobs,
     )
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at host and port, 0 for any free one, that does not listen yet. `UserError` if it cannot be
-    had."""
-    with contextlib.ExitStack() as undone:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            found = undone.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-        except OSError as error:
-            raise UserError(f"cannot serve at {host}:{port}: {error}") from None
-        undone.pop_all()
-    return found
 
 
 @contextmanager

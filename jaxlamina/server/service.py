@@ -16,8 +16,10 @@ from jaxlamina.server.async_engine import Answers, AsyncEngine, Prompt, TooMany,
 from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.completions import CompletionForm
 from jaxlamina.server.errors import ApiError, of_failure, refused, unavailable
+from jaxlamina.server.followed import FollowedAnswer
 from jaxlamina.server.forms import Form, dump
 from jaxlamina.server.parameters import sampling_params
+from jaxlamina.server.pieces import Follow
 from jaxlamina.server.prompts import Prompts
 from jaxlamina.server.protocol import MAX_CONTINUATIONS, ChatCompletionRequest, CompletionRequest
 from jaxlamina.server.responses import ResponsesForm, ResponsesRequest, as_chat
@@ -63,7 +65,7 @@ class Service:
         self, body: Body, *, counted: bool = True, on_event: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
         """The answer, when all of it is there. ``on_event`` is called as often as something of it comes."""
-        form, answers = await self._begin(body, counted)
+        form, answers, _ = await self._begin(body, counted)
         try:
             outputs: dict[int, RequestOutput] = {}
             async for which, event in answers:
@@ -78,9 +80,18 @@ class Service:
 
     async def stream(self, body: Body) -> EventStream:
         """The answer as server-sent events; accepted once this returns."""
-        return EventStream(*await self._begin(body, counted=True))
+        form, answers, _ = await self._begin(body, counted=True)
+        return EventStream(form, answers)
 
-    async def _begin(self, body: Body, counted: bool) -> tuple[Form, Answers]:
+    async def followed(self, body: Body, follow: Follow) -> FollowedAnswer:
+        """The answer for a supervisor; accepted once this returns."""
+        form, answers, n = await self._begin(body, counted=True, follow=follow)
+        return FollowedAnswer(form, answers, _of, is_stream=bool(body.stream), n_prompt_tokens=n)
+
+    async def _begin(
+        self, body: Body, counted: bool, follow: Follow | None = None
+    ) -> tuple[Form, Answers, int]:
+        """And how many tokens the prompts have."""
         self.check_model(body.model)
         self.check_ready()
         try:
@@ -88,7 +99,12 @@ class Service:
             priority = body.priority
             if not counted and not self._ignores_priority and "priority" not in body.model_fields_set:
                 priority = BATCH_PRIORITY
-            return form, await self.engine.submit(prompts, params, priority=priority, counted=counted)
+            how: dict[str, Any] = {"priority": priority, "counted": counted}
+            if follow is not None:
+                form.identify(follow.key, follow.created)
+                how |= {"seed": follow.seed, "written": dict(follow.written)}
+            answers = await self.engine.submit(prompts, params, **how)
+            return form, answers, sum(len(prompt.token_ids) for prompt in prompts)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             raise _of(error) from None
 

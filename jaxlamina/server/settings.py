@@ -29,11 +29,13 @@ class Settings(Options):
 
     - ``served_model_names``: what requests may call the model; answers say the first.
     - ``uds``: the Unix socket to listen at, where `App.run` gets no other.
+    - ``supervisor``: what a supervisor proves itself by, where there is one.
     """
 
     served_model_names: tuple[str, ...] = ()
     uds: str | None = None
     api_key: str | None = None
+    supervisor: str | None = None
     trust_request_chat_template: bool = option(
         False,
         "Run the chat templates that requests bring: programs of theirs.",

@@ -7,9 +7,6 @@ object alone. Knows fields; nothing of templates.
 from __future__ import annotations
 
 import json
-import secrets
-import string
-import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -84,12 +81,10 @@ def _moved(schema: Any, place: str) -> Any:
     return moved
 
 
-def tool_call(call: Call, form: str | None) -> ToolCall:
-    """With an id of its own; Mistral's templates take ids of nine letters and digits alone."""
-    if form == "mistral":
-        id_ = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-    else:
-        id_ = f"call_{uuid.uuid4().hex}"
+def tool_call(call: Call, form: str | None, id_: str) -> ToolCall:
+    """``id_``: hexadecimal digits of its own; Mistral's templates take ids of nine letters and digits
+    alone."""
+    id_ = id_[:9] if form == "mistral" else f"call_{id_}"
     return ToolCall(id=id_, function=FunctionCall(name=call.name, arguments=call.arguments))
 
 

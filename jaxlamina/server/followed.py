@@ -1,0 +1,68 @@
+"""Answers as a supervisor follows them: piece by piece, each with its token, so that another process can go
+on.
+
+Whoever answers knows nothing of recovery: what was written before is given to the engine, which repeats its
+events, and the supervisor (`jaxlamina.supervisor`) knows which of them a client has had. Knows answers' forms
+and events; nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from jaxlamina.engine.outputs import RequestOutput
+from jaxlamina.server.async_engine import Answers, Unavailable
+from jaxlamina.server.errors import ApiError, JsonResponse
+from jaxlamina.server.forms import Chunk, Form, dump
+from jaxlamina.server.pieces import Opening, Piece
+from jaxlamina.server.workshop import in_thread
+
+
+class FollowedAnswer:
+    """The lines of one answer. `close` in any case, also where nothing was read."""
+
+    def __init__(
+        self,
+        form: Form,
+        answers: Answers,
+        error_of: Callable[[Exception], ApiError],
+        *,
+        is_stream: bool,
+        n_prompt_tokens: int,
+    ) -> None:
+        self._form, self._answers, self._error_of = form, answers, error_of
+        self._is_stream, self._n_prompt_tokens = is_stream, n_prompt_tokens
+
+    def close(self) -> None:
+        self._answers.close()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        form, outputs = self._form, dict[int, RequestOutput]()
+        try:
+            opening = Opening(self._is_stream, self._n_prompt_tokens)
+            yield Piece(self._text(form.opening()), opening=opening).line()
+            async for which, event in self._answers:
+                if event.output is not None:
+                    outputs[which] = event.output
+                text = self._text(form.chunks(which, event)) if self._is_stream else ""
+                yield Piece(text, of=(which, event.index), token=event.token_id).line()
+            if self._is_stream:
+                end = Piece(self._text(form.closing()) + form.last, status=200)
+            else:
+                found = [outputs[which] for which in sorted(outputs)]
+                end = Piece(status=200, answer=await in_thread(lambda: _json(dump(form.whole(found)))))
+        except Unavailable as error:
+            end = Piece(gone=str(error))
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
+            failed = self._error_of(error)
+            text = form.failure(failed) + form.last if self._is_stream else ""
+            end = Piece(text, status=failed.status, answer=_json(failed.body()))
+        yield end.line()
+
+    def _text(self, chunks: Iterable[Chunk]) -> str:
+        return "".join(map(self._form.event, chunks)) if self._is_stream else ""
+
+
+def _json(content: Any) -> str:
+    return bytes(JsonResponse(content).body).decode("ascii")

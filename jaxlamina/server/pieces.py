@@ -1,0 +1,58 @@
+"""What a supervisor and a server that it follows say to each other. Plain data, imported without JAX.
+
+The supervisor asks with a line of JSON, a `Follow`, before the request's own body, and gets lines of JSON
+back, each a `Piece`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FOLLOWED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+PATH = "/followed"
+"""Before the path of the request that is followed, one of `FOLLOWED`."""
+SECRET = "JAXLAMINA_SUPERVISOR"
+"""The environment's variable with what a supervisor proves itself by, in `HEADER`. Without it nobody is
+served so."""
+HEADER = "x-jaxlamina-supervisor"
+STEP_SECONDS = "x-step-seconds"
+"""Of an answer of `/health`: for how long the engine has been in its step."""
+
+
+class Follow(msgspec.Struct, frozen=True):
+    """What makes an answer the same in another process: ``key``, of which its ids are made, ``created`` (Unix
+    time), ``seed``, for what has none, and the tokens ``written`` so far of (prompt, tokens)."""
+
+    key: str
+    created: int
+    seed: int
+    written: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """Whether an answer is a stream, and how many tokens its prompts have."""
+
+    is_stream: bool
+    n_prompt_tokens: int
+
+
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Part of an answer, or with ``status`` the end of it.
+
+    - ``opening``: of the first, which comes once the request is accepted.
+    - ``token`` of sequence ``of`` = (prompt, continuation), and with it ``text``, the events of a stream as
+      they go out.
+    - ``status``: 200 with the stream's last ``text`` or the whole ``answer``, JSON; or an error's, likewise.
+    - ``gone``: the server fails or ends; the request is nobody's fault.
+    """
+
+    text: str = ""
+    opening: Opening | None = None
+    of: tuple[int, int] | None = None
+    token: int | None = None
+    status: int = 0
+    answer: str = ""
+    gone: str | None = None
+
+    def line(self) -> bytes:
+        return msgspec.json.encode(self) + b"\n"

@@ -1,0 +1,312 @@
+"""A request through all the processes that work at it: what it wrote, what its client has had, and how it
+goes on.
+
+An answer is asked for anew of each start of the job, with the tokens that it has. The job repeats them, and
+what has gone out already does not go out again; a repeated token that is another one ends the request with an
+error, as its text would be another's. Knows the job's server and the journal; nothing of HTTP on the client's
+side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+
+from jaxlamina.server.errors import ApiError, JsonResponse, unavailable
+from jaxlamina.server.pieces import PATH, Follow, Piece
+from jaxlamina.supervisor.child import GivenUp, Job, Running
+from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
+
+MOST_TRIES = 4
+"""Times that the job may go away while it works at a request: then that is held to be why."""
+_MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
+_AGAIN_S = 0.2  # after a connection that broke alone
+_pieces = msgspec.json.Decoder(Piece)
+_log = logging.getLogger("uvicorn.error")
+
+Sequence_ = tuple[int, int]  # prompt, continuation
+
+
+class _Gone(Exception):
+    """The job went away before the answer's end."""
+
+
+class _NotTaken(_Gone):
+    """And had not begun it."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """``events``: of a stream, as they went out; ``status`` and ``content``: of its end, where it has come.
+    ``is_stream``: None until a job has accepted it."""
+
+    entry: Entry
+    events: list[str] = field(default_factory=list)
+    is_stream: bool | None = None
+    status: int = 0
+    content: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    tokens: defaultdict[Sequence_, list[int]] = field(default_factory=lambda: defaultdict(list))
+    n_given: Counter[Sequence_] = field(default_factory=Counter)  # tokens whose text has gone out
+    is_open: bool = False  # what comes before the first token has gone out
+    n_prompt_tokens: int = 0
+    ended_at: float = 0.0
+    n_bytes: int = 0  # that it takes once it has ended
+    last_token_at: float = 0.0
+    waits_since: float = 0.0  # its job went away
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> str:
+        return self.entry.key
+
+    @property
+    def state(self) -> str:
+        if self.status:
+            return "finished" if self.status == 200 else "failed"
+        return "running" if self.is_open else "waiting"
+
+    def note(self) -> None:
+        """Wakes whoever waits for more of it."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def begun(self) -> None:
+        """Waits until it is accepted, or has ended."""
+        while self.is_stream is None and not self.status:
+            await self.changed.wait()
+
+    async def over(self) -> None:
+        while not self.status:
+            await self.changed.wait()
+
+    async def events_from(self, n: int) -> AsyncIterator[tuple[int, str]]:
+        """Its events after the first ``n``, each with how many there are with it, until its end."""
+        while True:
+            while n < len(self.events):
+                n += 1
+                yield n, self.events[n - 1]
+            if self.status:
+                return
+            await self.changed.wait()
+
+    def end(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.status, self.content, self.headers = status, content, headers or {}
+        self.n_bytes = len(content) + len(self.entry.body) + sum(map(len, self.events))
+        self.ended_at = time.monotonic()
+        self.note()
+
+    def fail(self, error: ApiError) -> None:
+        """Where no job has said how: as a stream's last event, or as an error."""
+        content = bytes(JsonResponse(error.body()).body)
+        if self.is_open and self.is_stream:
+            is_typed = self.entry.path.endswith("/responses")
+            kind = "event: error\n" if is_typed else ""
+            self.events.append(f"{kind}data: {content.decode('ascii')}\n\n")
+            self.events += [] if is_typed else ["data: [DONE]\n\n"]
+        self.end(error.status, content)
+
+
+class Answers:
+    """All answers of a supervisor. ``recovery_s``: how long a request waits for a job that takes it."""
+
+    def __init__(self, job: Job, journal: Journal, *, recovery_s: float) -> None:
+        self._job, self._journal, self._recovery_s = job, journal, recovery_s
+        self._all: dict[str, Answer] = {}
+        self._ended_before: dict[str, Entry] = {}  # by an earlier supervisor
+        self.stalls_s: list[
+            float
+        ] = []  # of streams, from one token to the next, over a recovery; not read yet
+        self.n_recomputed_tokens = 0
+        self.n_resumed = 0
+        self.is_ending = False
+
+    @property
+    def n_open(self) -> int:
+        return sum(not answer.status for answer in self._all.values())
+
+    def take_up(self) -> int:
+        """What an earlier supervisor has left goes on; how many that are."""
+        found = 0
+        for entry in self._journal.entries():
+            if entry.has_ended:
+                self._ended_before[entry.key] = entry
+            else:
+                found += 1
+                self._begin(entry)
+        return found
+
+    async def accept(self, path: str, body: bytes) -> Answer:
+        """A new request, once it is in the journal."""
+        entry = Entry(secrets.token_hex(16), path, body, int(time.time()), secrets.randbits(62))
+        await self._journal.accept(entry)
+        return self._begin(entry)
+
+    def find(self, key: str) -> Answer | None:
+        """One that runs or has ended lately; what an earlier supervisor has seen ended is made again of its
+        tokens."""
+        if key in self._ended_before:
+            return self._begin(self._ended_before.pop(key))
+        return self._all.get(key)
+
+    def abandon(self, answer: Answer) -> None:
+        """Its client has gone."""
+        if not answer.status and not self.is_ending:
+            if answer.task is not None:
+                answer.task.cancel()
+            self._all.pop(answer.key, None)
+            self._journal.forget(answer.key)
+
+    async def settle(self) -> None:
+        """Waits until nothing is open."""
+        while tasks := [a.task for a in self._all.values() if a.task is not None and not a.task.done()]:
+            await asyncio.wait(tasks)
+
+    def _begin(self, entry: Entry) -> Answer:
+        answer = Answer(entry)
+        for which, tokens in entry.wrote.items():
+            answer.tokens[which, 0] = list(tokens)
+        self._all[entry.key] = answer
+        answer.task = asyncio.create_task(self._answer(answer))
+        self._forget_old()
+        return answer
+
+    def _forget_old(self) -> None:
+        ended = [answer for answer in self._all.values() if answer.status]
+        late, n_bytes = time.monotonic() - KEEP_S, sum(answer.n_bytes for answer in ended)
+        for answer in ended:
+            if answer.ended_at > late and n_bytes < _MOST_KEPT_BYTES:
+                return
+            n_bytes -= answer.n_bytes
+            del self._all[answer.key]
+            self._journal.forget(answer.key)
+
+    async def _answer(self, answer: Answer) -> None:
+        n_tries = 0
+        try:
+            while not answer.status:
+                running = await self._job.ready(self._recovery_s)
+                try:
+                    await self._ask(running, answer)
+                except (_Gone, httpx.HTTPError, OSError) as error:
+                    answer.waits_since = answer.waits_since or time.monotonic()
+                    n_tries += not isinstance(error, _NotTaken | httpx.ConnectError)
+                    if self.is_ending:
+                        answer.fail(unavailable("the server has shut down before this request was finished"))
+                    elif n_tries >= MOST_TRIES:
+                        reason = f"the job went away {MOST_TRIES} times while it worked at this request"
+                        answer.fail(ApiError(500, reason, type="internal_error", code="job_ended"))
+                    else:
+                        _log.info("request %s waits: %s", answer.key, error or type(error).__name__)
+                        with suppress(TimeoutError):  # a later start; or the same, if that is well
+                            await self._job.ready(_AGAIN_S, after=running.n)
+        except GivenUp as error:
+            answer.fail(unavailable(str(error)))
+        except TimeoutError:
+            reason = f"the job did not take requests again within {self._recovery_s:g} s"
+            answer.fail(unavailable(reason))
+        except Exception as error:  # noqa: BLE001 (a fault of ours is this request's alone)
+            _log.error("request %s failed", answer.key, exc_info=error)
+            answer.fail(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
+        self._journal.ended(answer.key)
+
+    async def _ask(self, running: Running, answer: Answer) -> None:
+        """Follows the answer to its end in one start of the job."""
+        entry = answer.entry
+        written = tuple((which, tuple(ids)) for (which, index), ids in answer.tokens.items() if not index)
+        follow = Follow(entry.key, entry.created, entry.seed, written)
+        content = msgspec.json.encode(follow) + b"\n" + entry.body
+        headers = {"content-type": "application/json"}
+        async with running.client.stream(
+            "POST", PATH + entry.path, content=content, headers=headers
+        ) as found:
+            if found.status_code != 200:
+                said = await found.aread()
+                if found.status_code == 503:
+                    raise _NotTaken("it takes no requests")
+                kept = {k: v for k, v in found.headers.items() if k in ("content-type", "retry-after")}
+                answer.end(found.status_code, said, kept)
+                return
+            seen: Counter[Sequence_] = Counter()
+            async for line in _lines(found):
+                if self._take(answer, _pieces.decode(line), seen):
+                    return
+        raise _Gone("its answer broke off")
+
+    def _take(self, answer: Answer, piece: Piece, seen: Counter[Sequence_]) -> bool:
+        """Whether the answer has ended with it."""
+        if piece.gone is not None:
+            raise _Gone(piece.gone)
+        if piece.opening is not None:
+            self._opened(answer, piece)
+        elif piece.of is not None:
+            return not self._token(answer, piece, seen)
+        elif piece.status:
+            self._give(answer, piece.text)
+            answer.end(piece.status, piece.answer.encode("ascii"))
+            return True
+        return False
+
+    def _opened(self, answer: Answer, piece: Piece) -> None:
+        assert piece.opening is not None
+        answer.is_stream, answer.n_prompt_tokens = piece.opening.is_stream, piece.opening.n_prompt_tokens
+        if not answer.is_open:
+            answer.is_open = True
+            self._give(answer, piece.text)
+        if answer.waits_since or answer.tokens:
+            self.n_resumed += 1
+            self.n_recomputed_tokens += answer.n_prompt_tokens + sum(map(len, answer.tokens.values()))
+        answer.note()
+
+    def _token(self, answer: Answer, piece: Piece, seen: Counter[Sequence_]) -> bool:
+        """Whether the answer can go on after it."""
+        assert piece.of is not None and piece.token is not None
+        of, at = piece.of, seen[piece.of]
+        seen[of] += 1
+        tokens = answer.tokens[of]
+        if at < len(tokens) and tokens[at] != piece.token:
+            reason = (
+                f"token {at} came out otherwise after the job was started again, so the text cannot go on"
+            )
+            answer.fail(ApiError(500, reason, type="internal_error", code="not_repeated"))
+            return False
+        if at == len(tokens):
+            tokens.append(piece.token)
+            if not of[1]:
+                self._journal.wrote(answer.key, of[0], piece.token)
+            self._stood_still(answer)
+        if at >= answer.n_given[of]:
+            answer.n_given[of] += 1
+            self._give(answer, piece.text)
+            answer.note()
+        return True
+
+    def _stood_still(self, answer: Answer) -> None:
+        now = time.monotonic()
+        if answer.waits_since:
+            self.stalls_s.append(now - (answer.last_token_at or answer.waits_since))
+            answer.waits_since = 0.0
+        answer.last_token_at = now
+
+    @staticmethod
+    def _give(answer: Answer, text: str) -> None:
+        if text:
+            answer.events += [event + "\n\n" for event in text.split("\n\n")[:-1]]
+
+
+async def _lines(found: httpx.Response) -> AsyncIterator[bytes]:
+    rest = b""
+    async for part in found.aiter_raw():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line

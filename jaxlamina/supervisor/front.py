@@ -1,0 +1,255 @@
+"""What clients of a supervised server see: completions that outlive the job, the requests by their keys, and
+all else passed on to the job as it is.
+
+Plain Starlette: what is asked and answered is checked and made by the job. Knows HTTP; how answers go on is
+`answers`' affair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from jaxlamina.server.errors import ApiError, JsonResponse, of_status, response, unavailable
+from jaxlamina.server.gate import Gate
+from jaxlamina.server.pieces import FOLLOWED, PATH
+from jaxlamina.server.waiting import unless_gone
+from jaxlamina.supervisor.answers import Answer, Answers
+from jaxlamina.supervisor.child import GivenUp, Job
+from jaxlamina.supervisor.journal import Journal
+
+_PASS_ON_S = 5.0  # for a job that takes requests
+_OF_ONE_HOP = {
+    "connection",
+    "keep-alive",
+    "transfer-encoding",
+    "content-length",
+    "host",
+    "date",
+    "server",
+    "te",
+}
+_STALLS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+class Front:
+    """`app` serves it. ``api_key`` and ``max_body_bytes``: as of the server's settings."""
+
+    def __init__(self, job: Job, answers: Answers, journal: Journal) -> None:
+        self._job, self._answers, self._journal = job, answers, journal
+        self._registry = CollectorRegistry()
+        made: dict[str, Any] = {"registry": self._registry}
+        self._recoveries = Counter(
+            "jaxlamina:recoveries", "Starts of the job after it had ended, by why it had.", ["cause"], **made
+        )
+        self._stalls = Histogram(
+            "jaxlamina:recovery_stall_seconds",
+            "How long a stream stood still over a recovery.",
+            buckets=_STALLS_S,
+            **made,
+        )
+        self._recomputed = Counter(
+            "jaxlamina:recomputed_tokens", "Tokens whose KV was computed again after a recovery.", **made
+        )
+        self._resumed = Counter(
+            "jaxlamina:resumed_requests", "Requests that went on after a recovery.", **made
+        )
+        self._failures = Counter(
+            "jaxlamina:journal_failures", "Commits that the journal did not take.", **made
+        )
+        self._last = Gauge(
+            "jaxlamina:last_start_seconds", "From the job's last start until it was ready.", **made
+        )
+
+    def app(
+        self,
+        lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+    ) -> Starlette:
+        gate = Middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes, why_not=self._why_not)
+        every = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+        return Starlette(
+            routes=[
+                *(Route(path, self._complete, methods=["POST"]) for path in FOLLOWED),
+                Route("/v1/requests/{key}", self._request),
+                Route("/v1/requests/{key}/stream", self._stream),
+                Route("/health", self._health),
+                Route("/ping", self._health, methods=["GET", "POST"]),
+                Route("/metrics", self._metrics),
+                Route("/{path:path}", self._pass_on, methods=every),
+            ],
+            middleware=[gate],
+            exception_handlers={
+                ApiError: lambda _, error: response(error),
+                ClientDisconnect: lambda _, error: Response(status_code=499),
+                404: lambda _, error: response(of_status(404, error.detail)),
+                413: lambda _, error: response(of_status(413, error.detail)),
+            },  # type: ignore[dict-item]
+            lifespan=lifespan,
+        )
+
+    def _why_not(self) -> str | None:
+        """Why no request is taken; while the job recovers they are, and wait."""
+        if self._job.given_up:
+            return self._job.given_up
+        if self._answers.is_ending:
+            return "the server is shutting down"
+        return None if self._job.was_ready else "the job has not been ready yet: try again later"
+
+    async def _complete(self, request: Request) -> Response:
+        answer = await self._answers.accept(request.url.path, await request.body())
+        try:
+            await unless_gone(request, answer.begun())
+            if answer.is_stream:
+                return _Events(self._sent(answer), answer, self._answers)
+            await unless_gone(request, answer.over())
+        except BaseException:
+            self._answers.abandon(answer)
+            raise
+        return _whole(answer)
+
+    @staticmethod
+    async def _sent(answer: Answer) -> AsyncIterator[str]:
+        async for _, event in answer.events_from(0):
+            yield event
+
+    async def _request(self, request: Request) -> Response:
+        answer = self._found(request)
+        entry = answer.entry
+        found: dict[str, Any] = {
+            "id": answer.key, "object": "request", "status": answer.state, "created": entry.created,
+            "path": entry.path, "n_events": len(answer.events),
+            "n_tokens": sum(map(len, answer.tokens.values())),
+        }  # fmt: skip
+        if answer.status and not answer.is_stream:
+            found["response"] = json.loads(answer.content)
+        return JsonResponse(found)
+
+    async def _stream(self, request: Request) -> Response:
+        """Events after the first ``from``, or after `Last-Event-ID`; of an answer in one piece, that."""
+        answer = self._found(request)
+        asked = request.query_params.get("from", request.headers.get("last-event-id", "0"))
+        if not asked.isdecimal():
+            raise ApiError(
+                400, f"from={asked!r:.40} must be how many events there were already", param="from"
+            )
+        n = int(asked)
+        await unless_gone(request, answer.begun())
+        if not answer.is_stream:
+            await unless_gone(request, answer.over())
+            return _whole(answer)
+
+        async def numbered() -> AsyncIterator[str]:
+            async for at, event in answer.events_from(n):
+                yield f"id: {at}\n{event}"
+
+        return StreamingResponse(numbered(), media_type="text/event-stream", headers=_named(answer))
+
+    def _found(self, request: Request) -> Answer:
+        key = request.path_params["key"]
+        answer = self._answers.find(key)
+        if answer is None:
+            raise ApiError(
+                404, f"there is no request {key!r:.80}, or it ended long ago", type="not_found_error"
+            )
+        return answer
+
+    async def _health(self, _: Request) -> Response:
+        job = self._job
+        if job.state == "ready":
+            return JsonResponse({"status": "ready", "recoveries": len(job.causes)})
+        reason = job.given_up or (job.causes[-1] if job.causes else "")
+        found = {"status": job.state, "reason": reason, "recoveries": len(job.causes)}
+        return JsonResponse(found, 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        try:
+            running = await self._job.ready(_PASS_ON_S)
+            of_job = (await running.client.get("/metrics", timeout=2 * _PASS_ON_S)).content
+        except (TimeoutError, GivenUp, httpx.HTTPError):
+            of_job = b""
+        return Response(of_job + self._own_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _own_metrics(self) -> bytes:
+        job, answers = self._job, self._answers
+        for cause in job.causes[self._n_counted(self._recoveries) :]:
+            self._recoveries.labels(cause=cause).inc()
+        while answers.stalls_s:
+            self._stalls.observe(answers.stalls_s.pop())
+        for counter, n in (
+            (self._recomputed, answers.n_recomputed_tokens),
+            (self._resumed, answers.n_resumed),
+            (self._failures, self._journal.n_failures),
+        ):
+            counter.inc(n - self._n_counted(counter))
+        self._last.set(job.last_start_s)
+        return generate_latest(self._registry)
+
+    @staticmethod
+    def _n_counted(counter: Counter) -> int:
+        [family] = counter.collect()
+        return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
+
+    async def _pass_on(self, request: Request) -> Response:
+        """To the job, as it is. What breaks off is not tried again: it may have been done."""
+        if request.url.path.startswith(PATH):
+            raise ApiError(404, "there is no such route", type="not_found_error")
+        try:
+            running = await self._job.ready(_PASS_ON_S)
+        except TimeoutError:
+            raise unavailable("the job is being started again: try again later") from None
+        except GivenUp as error:
+            raise unavailable(str(error)) from None
+        headers = [(k, v) for k, v in request.headers.items() if k not in _OF_ONE_HOP]
+        has_body = request.method not in ("GET", "HEAD", "OPTIONS")
+        url = httpx.URL("http://job" + request.url.path, query=request.url.query.encode())
+        asked = running.client.build_request(
+            request.method, url, headers=headers, content=request.stream() if has_body else None
+        )
+        try:
+            found = await running.client.send(asked, stream=True)
+        except httpx.HTTPError:
+            raise unavailable("the job ended while it answered; whether it was done is not known") from None
+        kept = {k: v for k, v in found.headers.items() if k not in _OF_ONE_HOP}
+        if (length := found.headers.get("content-length")) is not None:
+            kept["content-length"] = length
+        return StreamingResponse(
+            found.aiter_raw(), found.status_code, kept, background=BackgroundTask(found.aclose)
+        )
+
+
+def _named(answer: Answer) -> dict[str, str]:
+    return {"x-request-id": answer.key, "cache-control": "no-cache"}
+
+
+def _whole(answer: Answer) -> Response:
+    headers = _named(answer) | {"content-type": "application/json"} | answer.headers
+    return Response(answer.content, answer.status, headers)
+
+
+class _Events(StreamingResponse):
+    """A stream, whose request ends with its client."""
+
+    def __init__(self, events: AsyncIterator[str], answer: Answer, answers: Answers) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_named(answer))
+        self._answer, self._answers = answer, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.abandon(self._answer)

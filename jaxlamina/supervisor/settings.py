@@ -1,0 +1,39 @@
+"""What a supervisor is told. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxlamina.options import Options, option
+
+
+@dataclass(frozen=True)
+class Supervision(Options):
+    """Options of `jaxlamina serve` about the process that outlives the server proper."""
+
+    supervise: bool = option(
+        False,
+        "Run the server, and its ranks, below a process that starts them again when one of them dies or "
+        "hangs; requests go on after the tokens that they have.",
+    )
+    journal: Path | None = option(
+        None,
+        "With --supervise: the folder where requests and their tokens are kept, to go on also after the end "
+        "of the supervisor or the machine. Default: none are.",
+    )
+    stuck_after: float = option(
+        30.0, "With --supervise: seconds without an answer after which a server is held to be stuck.", least=1
+    )
+    step_timeout: float = option(
+        600.0,
+        "With --supervise: seconds that a step may take, with what it compiles, before its server is held to "
+        "be stuck.",
+        least=1,
+    )
+    start_timeout: float = option(
+        3600.0, "With --supervise: seconds in which a start must be ready for requests.", least=1
+    )
+    recovery_timeout: float = option(
+        600.0, "With --supervise: seconds that a request waits for a server that takes it.", least=1
+    )

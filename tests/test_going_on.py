@@ -1,0 +1,214 @@
+"""A request goes on in another process after the tokens that it has: engine, journal, and what a server says to
+a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import pytest
+from checkpoint_examples import tiny_words_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import serving
+
+from jaxlamina import LLM, SamplingParams, UserError
+from jaxlamina.sampling.params import StructuredOutputs
+from jaxlamina.supervisor.journal import Entry, Journal
+
+PROMPT = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6]
+KINDS = {
+    "greedy": SamplingParams(max_tokens=24, temperature=0, ignore_eos=True),
+    "seeded": SamplingParams(max_tokens=24, seed=7, ignore_eos=True),
+    "penalties": SamplingParams(max_tokens=24, seed=7, presence_penalty=0.5, repetition_penalty=1.3, ignore_eos=True),
+    "stop string": SamplingParams(max_tokens=24, seed=3, stop=["w40", "w41", "w42"]),
+    "least": SamplingParams(max_tokens=24, seed=9, min_tokens=8),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    return LLM(tiny, max_num_seqs=4, max_model_len=128)
+
+
+def run(engine, params, written=()):
+    """Events of one request, beside another that runs already."""
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True, seed=1))
+    engine.step()
+    job = engine.admission.job(PROMPT, params, None)
+    engine.add_job(job, written=written)
+    events = []
+    while not engine.idle:
+        events += [event for event in engine.step() if event.request_id == job.request_id]
+    engine.check_integrity()
+    return events
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 7, 23, 10**6])
+def test_a_request_goes_on_after_what_it_wrote(llm, kind, n):
+    whole = run(llm.engine, KINDS[kind])
+    tokens = [event.token_id for event in whole]
+    again = run(llm.engine, KINDS[kind], tokens[:n])
+    assert [event.is_again for event in again] == [i < n for i in range(len(tokens))]
+    assert [(e.token_id, e.new_text) for e in again] == [(e.token_id, e.new_text) for e in whole]
+    first, last = whole[-1].output, again[-1].output
+    assert (first.text, first.finish_reason, first.stop_reason) == (
+        last.text,
+        last.finish_reason,
+        last.stop_reason,
+    )
+    assert not any(event.output for event in again[:-1])
+
+
+def test_a_grammar_goes_on_where_it_was():
+    pytest.importorskip("llguidance")
+    llm = LLM("smollm2-135m-instruct", max_num_seqs=2, max_model_len=64)
+    asked = StructuredOutputs(regex="[A-Z][a-z]{3,8} [0-9]{4}, [a-z ]{5,10}!")
+    params = SamplingParams(max_tokens=40, seed=2, structured_outputs=asked)
+    whole = run(llm.engine, params)
+    tokens = [event.token_id for event in whole]
+    assert re.fullmatch(asked.regex, whole[-1].output.text)
+    for n in (1, len(tokens) // 2, len(tokens) - 1):
+        assert [event.token_id for event in run(llm.engine, params, tokens[:n])] == tokens
+
+
+def test_what_has_several_sequences_or_entries_begins_anew(llm):
+    for params in (SamplingParams(n=2, max_tokens=4), SamplingParams(logprobs=1, max_tokens=4)):
+        job = llm.engine.admission.job(PROMPT, params, None)
+        with pytest.raises(UserError, match="begin it anew"):
+            llm.engine.add_job(job, written=[1])
+    assert llm.engine.idle
+
+
+def test_an_aborted_request_that_went_on_leaves_nothing(llm):
+    job = llm.engine.admission.job(PROMPT, KINDS["greedy"], None)
+    llm.engine.add_job(job, written=[1, 2, 3])
+    assert not llm.engine.idle
+    output = llm.engine.abort(job.request_id)
+    assert output.token_ids == (1, 2, 3) and output.finish_reason == "abort"
+    llm.engine.step()
+    assert llm.engine.idle
+    llm.engine.check_integrity()
+
+
+# --- the journal ---
+
+OPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("accept"), st.integers(0, 5)),
+        st.tuples(st.just("wrote"), st.integers(0, 5), st.integers(0, 2), st.integers(0, 2**31 - 1)),
+        st.tuples(st.just("ended"), st.integers(0, 5)),
+        st.tuples(st.just("forget"), st.integers(0, 5)),
+        st.tuples(st.just("reopen")),
+    ),
+    max_size=30,
+)
+
+
+@given(OPS)
+@settings(max_examples=40, deadline=None)
+def test_the_journal_has_what_was_written(tmp_path_factory, ops):
+    path = tmp_path_factory.mktemp("journal") / "journal.sqlite"
+    known: dict[str, Entry] = {}
+    journal = Journal(path)
+    for op, *about in [*ops, ("reopen",)]:
+        key = f"k{about[0]}" if about else ""
+        if op == "accept" and key not in known:
+            known[key] = Entry(key, "/v1/completions", b"{}\n\xff", 17, 2**62 - 1)
+            asyncio.run(journal.accept(known[key]))
+        elif op == "wrote" and key in known and not known[key].has_ended:
+            _, which, token = about
+            known[key].wrote.setdefault(which, []).append(token)
+            journal.wrote(key, which, token)
+        elif op == "ended" and key in known:
+            known[key] = Entry(*_fields(known[key]), has_ended=True)
+            journal.ended(key)
+        elif op == "forget" and known.pop(key, None):
+            journal.forget(key)
+        elif op == "reopen":
+            journal.close()
+            journal = Journal(path)
+            assert {entry.key: entry for entry in journal.entries()} == known
+    journal.close()
+
+
+def _fields(entry):
+    return entry.key, entry.path, entry.body, entry.created, entry.seed, entry.wrote
+
+
+def test_what_ended_long_ago_is_forgotten(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    for key in ("a", "b"):
+        asyncio.run(journal.accept(Entry(key, "/", b"", 0, 0)))
+        journal.wrote(key, 0, 1)
+        journal.ended(key)
+    journal.close()
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE requests SET ended = 5 WHERE key = 'a'")
+    journal = Journal(path)
+    assert [entry.key for entry in journal.entries()] == ["b"]
+    journal.close()
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT DISTINCT key FROM tokens").fetchall() == [("b",)]
+
+
+def test_a_journal_is_one_supervisors(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    code = "import sys, pathlib, jaxlamina.supervisor.journal as j; j.Journal(pathlib.Path(sys.argv[1]))"
+    words = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    journal.close()
+    assert done.returncode and "end the supervisor that has it" in done.stderr
+    (tmp_path / "none").write_text("this is no database, however long it may be" * 100)
+    with pytest.raises(UserError, match="cannot be used: file is not a database"):
+        Journal(tmp_path / "none")
+
+
+def test_a_full_disk_loses_nothing_of_a_journal(tmp_path):
+    """The disk is full as long as files may not grow."""
+    path = tmp_path / "journal.sqlite"
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = Journal(path)
+    try:
+        asyncio.run(journal.accept(Entry("a", "/", b"", 0, 0)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+        try:
+            began = time.monotonic()
+            journal.wrote("a", 0, 7)
+            asyncio.run(journal.accept(Entry("b", "/", bytes(10**6), 0, 0)))
+            assert journal.n_failures and time.monotonic() - began < 20
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        journal.wrote("b", 0, 8)
+    finally:
+        journal.close()
+        signal.signal(signal.SIGXFSZ, before)
+    journal = Journal(path)
+    assert {entry.key: entry.wrote for entry in journal.entries()} == {"a": {0: [7]}, "b": {0: [8]}}
+    journal.close()
+
+
+# --- what a server says to a supervisor ---
+
+
+def test_nobody_but_its_supervisor_is_followed(tiny):
+    options = ("--model", str(tiny), "--no-warm-up")
+    body = b'{"key":"k","created":1,"seed":2}\n{"prompt":"w1","max_tokens":2}'
+    with serving(*options) as server:
+        assert server.request("POST", "/followed/v1/completions", body)[0] == 404
