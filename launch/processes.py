@@ -7,7 +7,6 @@ its reports.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import selectors
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxlamina.exit_codes import BAD_INPUT, FAILED, WRONG
+from jaxlamina.process.parents import end_with_parent
 
 # Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
 LAUNCHED = "JAXLAMINA_LAUNCHED"
@@ -35,16 +35,6 @@ _ALL_IS_WELL = re.compile(r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\.
 _RULE = re.compile(r"-{40,}")
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
 _EXITED = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
-
-
-def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when the one that started it is gone, however that ended.
-    Linux only.
-
-    SIGKILL for a rank: jax.distributed handles SIGTERM, and goes on.
-    """
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(number), 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.process.gpus import n_gpus
+from jaxlamina.process.parents import end_with_parent
 from launch import devices
 from launch.options import LaunchOptions, parse
-from launch.processes import FIRST_PID, LAUNCHED, end_with_parent
+from launch.processes import FIRST_PID, LAUNCHED
 from launch.roles import Place, place
 
 WHAT = (

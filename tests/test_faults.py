@@ -256,9 +256,9 @@ def test_nothing_is_lost(name, tiny, tmp_path):
             )
             assert n == check["recoveries"]
             assert (
-                float(re.search(r"^jaxlamina:recovery_stall_seconds_count (\S+)$", own, re.MULTILINE)[1]) >= 5
+                float(re.search(r"^jaxlamina:recovery_stall_seconds_count (\S+)$", own, re.MULTILINE)[1]) >= 1
             )
-            assert float(re.search(r"^jaxlamina:resumed_requests_total (\S+)$", own, re.MULTILINE)[1]) >= 5
+            assert float(re.search(r"^jaxlamina:resumed_requests_total (\S+)$", own, re.MULTILINE)[1]) >= 1
         below = children(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
         assert server.finish() == 0, "\n".join(server.lines)

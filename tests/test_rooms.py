@@ -69,6 +69,7 @@ FLOORS = (
     "run",
     "engine",
     "server",
+    "supervisor",
     "llm",
     "cli",
     "bench",

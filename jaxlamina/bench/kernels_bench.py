@@ -64,6 +64,7 @@ def cases(small: bool, seed: int) -> dict[str, KernelCase]:
     if small:
         return {
             "demo": KernelCase("demo", (288,) * 8, 9, 3, 64),
+            "long": KernelCase("long", (4096,) * 16, 9, 3, 64),  # more than a processor's caches hold
             "ragged": KernelCase(
                 "ragged", tuple(min(x, 512) for x in conversation_lengths(16, seed)), 9, 3, 64
             ),
@@ -130,11 +131,12 @@ def measure(
     dtype: Any,
     on_progress: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[Result], dict[str, str], float]:
-    """(results, why peers were left out of a case, read bandwidth in bytes/s of the device in this run)."""
+    """(results, why peers were left out of a case, read bandwidth in bytes/s of the device in this run, its
+    median). It is read again in every round, since other users of a host's memory come and go."""
     results: list[Result] = []
     left_out: dict[str, str] = {}
     on_progress("read bandwidth")
-    limit = read_bandwidth(n_rounds)
+    read, limits = read_bandwidth(), list[float]()
     for case in chosen:
         on_progress(f"{case.name}: inputs")
         inputs = make_inputs(case, dtype, seed)
@@ -148,16 +150,17 @@ def measure(
                 running[peer] = call, error, bytes_read
             except kernel_peers.LeftOut as why:
                 left_out[f"{case.name}/{peer}"] = str(why)
-        results += _take_turns(case, running, n_rounds, limit, on_progress)
+        results += _take_turns(case, running, n_rounds, read, limits, on_progress)
         del running, inputs
-    return results, left_out, limit
+    return results, left_out, statistics.median(limits)
 
 
 def _take_turns(
     case: KernelCase,
     running: dict[str, tuple[Callable[[], Any], float | None, float]],
     n_rounds: int,
-    limit: float,
+    read: Callable[[], float],
+    limits: list[float],
     on_progress: Callable[[str], object],
 ) -> list[Result]:
     found = {peer: Result(case.name, peer, [], n, error) for peer, (_, error, n) in running.items()}
@@ -166,8 +169,10 @@ def _take_turns(
         on_progress(f"{case.name}: round {i + 1} of {n_rounds}")
         for peer, (call, _, _) in running.items():
             found[peer].times_us.append(timed(call, calls[peer]) * 1e6)
+        limits.append(read())
     for result in found.values():
-        result.of_limit = result.bytes_per_s / limit
+        rates = (result.bytes_read / us * 1e6 for us in result.times_us)
+        result.of_limit = statistics.median(ratios(list(rates), limits[-n_rounds:]))
         for other in found.values():
             if other is not result:
                 result.ratio[other.peer] = statistics.median(ratios(result.times_us, other.times_us))
@@ -193,15 +198,16 @@ def timed(call: Callable[[], Any], n: int) -> float:
     return (time.perf_counter() - began) / n
 
 
-def read_bandwidth(n_rounds: int) -> float:
-    """Bytes per second at which the device reads one long array."""
+def read_bandwidth() -> Callable[[], float]:
+    """Measures, each time it is called, the bytes per second at which the device reads one long array."""
     if jax.default_backend() == "cpu":  # a reduction by XLA stays on one core
-        return machine.ReadBandwidth(2**28).measure(n_rounds)
+        memory = machine.ReadBandwidth(2**28)
+        return lambda: memory.now(3)
     n = 2**30
     array = jax.block_until_ready(jax.random.bits(jax.random.key(0), (n,), jnp.uint32))
     top = jax.jit(jnp.max)
     n_calls = repeats(lambda: top(array))
-    return 4 * n / statistics.median(timed(lambda: top(array), n_calls) for _ in range(n_rounds))
+    return lambda: 4 * n / timed(lambda: top(array), n_calls)
 
 
 def make_inputs(case: KernelCase, dtype: Any, seed: int) -> KernelCaseInputs:

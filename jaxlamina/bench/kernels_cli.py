@@ -19,7 +19,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 def kernels_command(
     case: Annotated[
-        str, option("Cases, separated by commas: mha, gqa, long, ragged; demo, ragged on a CPU.")
+        str, option("Cases, separated by commas: mha, gqa, long, ragged; demo, long, ragged on a CPU.")
     ] = "all",
     peers: Annotated[
         str, option("Peers, separated by commas; auto: all there are; on a CPU native and XLA.")

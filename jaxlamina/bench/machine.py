@@ -110,11 +110,14 @@ class ReadBandwidth:
 
     def measure(self, passes: int = 3) -> float:
         """Bytes per second of the best of `passes`; raises `best` if it is higher."""
+        self.best = max(self.best, self.now(passes))
+        return self.best
+
+    def now(self, passes: int) -> float:
+        """Bytes per second of the best of `passes`, whatever was measured before."""
         with ThreadPoolExecutor(self._n) as pool:
             list(pool.map(np.sum, self._pieces))
-            rate = best_rate(lambda: list(pool.map(np.sum, self._pieces)), self._n_bytes, passes)
-        self.best = max(self.best, rate)
-        return self.best
+            return best_rate(lambda: list(pool.map(np.sum, self._pieces)), self._n_bytes, passes)
 
 
 class MatmulRate:

@@ -239,7 +239,8 @@ def measure(
     number that no case can be cut into."""
     check_cut(options.cases, [*options.staggered, *options.mini_batches, options.n_devices])
     on_progress("read bandwidth")
-    limit = kernels_bench.read_bandwidth(3)
+    read = kernels_bench.read_bandwidth()
+    limit = statistics.median(read() for _ in range(3))
     on_progress("weights")
     params = source.load(options.dtype, _device_of(group))
     bench = _Bench(source.model, options, group, params, limit, on_progress, on_failure)

@@ -7,13 +7,11 @@ server's `/health`; nothing of requests.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +20,8 @@ from pathlib import Path
 
 import httpx
 
+from jaxlamina.process.parents import end_with_parent, take_orphans
 from jaxlamina.server.pieces import HEADER, SECRET, STEP_SECONDS
-from launch.processes import end_with_parent
 
 MOST_FAILED_STARTS = 5
 """In a row, after which a job is given up that was ready before."""
@@ -55,7 +53,7 @@ class Running:
         )
 
 
-class Job:
+class SupervisedJob:
     """``command`` with a socket's path after it serves there.
 
     A start that is not ready when it ends is a failed one: the first ends the job, with ``code``; later ones
@@ -114,9 +112,7 @@ class Job:
 
     async def run(self) -> None:
         """Until `end`, or until it is given up."""
-        if sys.platform == "linux":
-            pr_set_child_subreaper = 36  # what a dead job leaves behind becomes ours, and is ended
-            ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+        take_orphans()  # and end them
         n_failed = 0
         while not self._ends():
             began = time.monotonic()

@@ -2,7 +2,7 @@
 all else passed on to the job as it is.
 
 Plain Starlette: what is asked and answered is checked and made by the job. Knows HTTP; how answers go on is
-`answers`' affair.
+`requests`' affair.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jaxlamina.server.errors import ApiError, JsonResponse, of_status, response,
 from jaxlamina.server.gate import Gate
 from jaxlamina.server.pieces import FOLLOWED, PATH
 from jaxlamina.server.waiting import unless_gone
-from jaxlamina.supervisor.answers import Answer, Answers
-from jaxlamina.supervisor.child import GivenUp, Job
+from jaxlamina.supervisor.child import GivenUp, SupervisedJob
 from jaxlamina.supervisor.journal import Journal
+from jaxlamina.supervisor.requests import FollowedRequest, FollowedRequests
 
 _PASS_ON_S = 5.0  # for a job that takes requests
 _OF_ONE_HOP = {
@@ -47,8 +47,8 @@ _STALLS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 class Front:
     """`app` serves it. ``api_key`` and ``max_body_bytes``: as of the server's settings."""
 
-    def __init__(self, job: Job, answers: Answers, journal: Journal) -> None:
-        self._job, self._answers, self._journal = job, answers, journal
+    def __init__(self, job: SupervisedJob, requests: FollowedRequests, journal: Journal) -> None:
+        self._job, self._requests, self._journal = job, requests, journal
         self._registry = CollectorRegistry()
         made: dict[str, Any] = {"registry": self._registry}
         self._recoveries = Counter(
@@ -106,24 +106,24 @@ class Front:
         """Why no request is taken; while the job recovers they are, and wait."""
         if self._job.given_up:
             return self._job.given_up
-        if self._answers.is_ending:
+        if self._requests.is_ending:
             return "the server is shutting down"
         return None if self._job.was_ready else "the job has not been ready yet: try again later"
 
     async def _complete(self, request: Request) -> Response:
-        answer = await self._answers.accept(request.url.path, await request.body())
+        answer = await self._requests.accept(request.url.path, await request.body())
         try:
             await unless_gone(request, answer.begun())
             if answer.is_stream:
-                return _Events(self._sent(answer), answer, self._answers)
+                return _Events(self._sent(answer), answer, self._requests)
             await unless_gone(request, answer.over())
         except BaseException:
-            self._answers.abandon(answer)
+            self._requests.abandon(answer)
             raise
         return _whole(answer)
 
     @staticmethod
-    async def _sent(answer: Answer) -> AsyncIterator[str]:
+    async def _sent(answer: FollowedRequest) -> AsyncIterator[str]:
         async for _, event in answer.events_from(0):
             yield event
 
@@ -159,9 +159,9 @@ class Front:
 
         return StreamingResponse(numbered(), media_type="text/event-stream", headers=_named(answer))
 
-    def _found(self, request: Request) -> Answer:
+    def _found(self, request: Request) -> FollowedRequest:
         key = request.path_params["key"]
-        answer = self._answers.find(key)
+        answer = self._requests.find(key)
         if answer is None:
             raise ApiError(
                 404, f"there is no request {key!r:.80}, or it ended long ago", type="not_found_error"
@@ -185,14 +185,14 @@ class Front:
         return Response(of_job + self._own_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _own_metrics(self) -> bytes:
-        job, answers = self._job, self._answers
+        job, requests = self._job, self._requests
         for cause in job.causes[self._n_counted(self._recoveries) :]:
             self._recoveries.labels(cause=cause).inc()
-        while answers.stalls_s:
-            self._stalls.observe(answers.stalls_s.pop())
+        while requests.stalls_s:
+            self._stalls.observe(requests.stalls_s.pop())
         for counter, n in (
-            (self._recomputed, answers.n_recomputed_tokens),
-            (self._resumed, answers.n_resumed),
+            (self._recomputed, requests.n_recomputed_tokens),
+            (self._resumed, requests.n_resumed),
             (self._failures, self._journal.n_failures),
         ):
             counter.inc(n - self._n_counted(counter))
@@ -232,11 +232,11 @@ class Front:
         )
 
 
-def _named(answer: Answer) -> dict[str, str]:
+def _named(answer: FollowedRequest) -> dict[str, str]:
     return {"x-request-id": answer.key, "cache-control": "no-cache"}
 
 
-def _whole(answer: Answer) -> Response:
+def _whole(answer: FollowedRequest) -> Response:
     headers = _named(answer) | {"content-type": "application/json"} | answer.headers
     return Response(answer.content, answer.status, headers)
 
@@ -244,12 +244,14 @@ def _whole(answer: Answer) -> Response:
 class _Events(StreamingResponse):
     """A stream, whose request ends with its client."""
 
-    def __init__(self, events: AsyncIterator[str], answer: Answer, answers: Answers) -> None:
+    def __init__(
+        self, events: AsyncIterator[str], answer: FollowedRequest, requests: FollowedRequests
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_named(answer))
-        self._answer, self._answers = answer, answers
+        self._answer, self._requests = answer, requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._answers.abandon(self._answer)
+            self._requests.abandon(self._answer)

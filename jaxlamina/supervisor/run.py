@@ -20,10 +20,10 @@ from starlette.applications import Starlette
 from jaxlamina.server.connections import protocol
 from jaxlamina.server.listening import DrainingServer
 from jaxlamina.server.settings import CONNECTIONS_END_S, Settings
-from jaxlamina.supervisor.answers import Answers
-from jaxlamina.supervisor.child import GivenUp, Job
+from jaxlamina.supervisor.child import GivenUp, SupervisedJob
 from jaxlamina.supervisor.front import Front
 from jaxlamina.supervisor.journal import Journal
+from jaxlamina.supervisor.requests import FollowedRequests
 from jaxlamina.supervisor.settings import Supervision
 
 _JOURNAL = "journal.sqlite"
@@ -61,7 +61,7 @@ class _Supervisor:
         on_ready: Callable[[], None],
     ) -> None:
         self._on_ready, self._start_s = on_ready, supervision.start_timeout
-        self._job = Job(
+        self._job = SupervisedJob(
             command,
             folder,
             api_key=settings.api_key,
@@ -69,8 +69,8 @@ class _Supervisor:
             step_s=supervision.step_timeout,
             start_s=supervision.start_timeout,
         )
-        self._answers = Answers(self._job, journal, recovery_s=supervision.recovery_timeout)
-        front = Front(self._job, self._answers, journal)
+        self._requests = FollowedRequests(self._job, journal, recovery_s=supervision.recovery_timeout)
+        front = Front(self._job, self._requests, journal)
         app = front.app(self._lifespan, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
         config = uvicorn.Config(
             app,
@@ -93,7 +93,7 @@ class _Supervisor:
             self._loop.call_soon_threadsafe(self._begin_end)
 
     def _begin_end(self) -> None:
-        self._answers.is_ending = True
+        self._requests.is_ending = True
         self._job.end()
 
     @asynccontextmanager
@@ -113,12 +113,12 @@ class _Supervisor:
             await self._job.ready(self._start_s)
         except (GivenUp, TimeoutError):
             return
-        n = self._answers.take_up()
+        n = self._requests.take_up()
         if n:
             _log.info("%d requests of an earlier supervisor go on", n)
         self._on_ready()
 
     async def _over(self) -> None:
         """There is no job any more: whoever waits hears so, and this process ends."""
-        await self._answers.settle()
+        await self._requests.settle()
         self._server.should_exit = True

@@ -23,7 +23,7 @@ import msgspec
 
 from jaxlamina.server.errors import ApiError, JsonResponse, unavailable
 from jaxlamina.server.pieces import PATH, Follow, Piece
-from jaxlamina.supervisor.child import GivenUp, Job, Running
+from jaxlamina.supervisor.child import GivenUp, Running, SupervisedJob
 from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
 
 MOST_TRIES = 4
@@ -33,7 +33,7 @@ _AGAIN_S = 0.2  # after a connection that broke alone
 _pieces = msgspec.json.Decoder(Piece)
 _log = logging.getLogger("uvicorn.error")
 
-Sequence_ = tuple[int, int]  # prompt, continuation
+_Of = tuple[int, int]  # which prompt, which continuation
 
 
 class _Gone(Exception):
@@ -45,7 +45,7 @@ class _NotTaken(_Gone):
 
 
 @dataclass(eq=False)
-class Answer:
+class FollowedRequest:
     """``events``: of a stream, as they went out; ``status`` and ``content``: of its end, where it has come.
     ``is_stream``: None until a job has accepted it."""
 
@@ -55,8 +55,8 @@ class Answer:
     status: int = 0
     content: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
-    tokens: defaultdict[Sequence_, list[int]] = field(default_factory=lambda: defaultdict(list))
-    n_given: Counter[Sequence_] = field(default_factory=Counter)  # tokens whose text has gone out
+    tokens: defaultdict[_Of, list[int]] = field(default_factory=lambda: defaultdict(list))
+    n_given: Counter[_Of] = field(default_factory=Counter)  # tokens whose text has gone out
     is_open: bool = False  # what comes before the first token has gone out
     n_prompt_tokens: int = 0
     ended_at: float = 0.0
@@ -117,23 +117,17 @@ class Answer:
         self.end(error.status, content)
 
 
-class Answers:
-    """All answers of a supervisor. ``recovery_s``: how long a request waits for a job that takes it."""
+class FollowedRequests:
+    """All requests of a supervisor. ``recovery_s``: how long a request waits for a job that takes it."""
 
-    def __init__(self, job: Job, journal: Journal, *, recovery_s: float) -> None:
+    def __init__(self, job: SupervisedJob, journal: Journal, *, recovery_s: float) -> None:
         self._job, self._journal, self._recovery_s = job, journal, recovery_s
-        self._all: dict[str, Answer] = {}
+        self._all: dict[str, FollowedRequest] = {}
         self._ended_before: dict[str, Entry] = {}  # by an earlier supervisor
-        self.stalls_s: list[
-            float
-        ] = []  # of streams, from one token to the next, over a recovery; not read yet
+        self.stalls_s: list[float] = []  # from one token to the next, over a recovery; not read yet
         self.n_recomputed_tokens = 0
         self.n_resumed = 0
         self.is_ending = False
-
-    @property
-    def n_open(self) -> int:
-        return sum(not answer.status for answer in self._all.values())
 
     def take_up(self) -> int:
         """What an earlier supervisor has left goes on; how many that are."""
@@ -146,84 +140,84 @@ class Answers:
                 self._begin(entry)
         return found
 
-    async def accept(self, path: str, body: bytes) -> Answer:
+    async def accept(self, path: str, body: bytes) -> FollowedRequest:
         """A new request, once it is in the journal."""
         entry = Entry(secrets.token_hex(16), path, body, int(time.time()), secrets.randbits(62))
         await self._journal.accept(entry)
         return self._begin(entry)
 
-    def find(self, key: str) -> Answer | None:
+    def find(self, key: str) -> FollowedRequest | None:
         """One that runs or has ended lately; what an earlier supervisor has seen ended is made again of its
         tokens."""
         if key in self._ended_before:
             return self._begin(self._ended_before.pop(key))
         return self._all.get(key)
 
-    def abandon(self, answer: Answer) -> None:
+    def abandon(self, request: FollowedRequest) -> None:
         """Its client has gone."""
-        if not answer.status and not self.is_ending:
-            if answer.task is not None:
-                answer.task.cancel()
-            self._all.pop(answer.key, None)
-            self._journal.forget(answer.key)
+        if not request.status and not self.is_ending:
+            if request.task is not None:
+                request.task.cancel()
+            self._all.pop(request.key, None)
+            self._journal.forget(request.key)
 
     async def settle(self) -> None:
         """Waits until nothing is open."""
         while tasks := [a.task for a in self._all.values() if a.task is not None and not a.task.done()]:
             await asyncio.wait(tasks)
 
-    def _begin(self, entry: Entry) -> Answer:
-        answer = Answer(entry)
+    def _begin(self, entry: Entry) -> FollowedRequest:
+        request = FollowedRequest(entry)
         for which, tokens in entry.wrote.items():
-            answer.tokens[which, 0] = list(tokens)
-        self._all[entry.key] = answer
-        answer.task = asyncio.create_task(self._answer(answer))
+            request.tokens[which, 0] = list(tokens)
+        self._all[entry.key] = request
+        request.task = asyncio.create_task(self._answer(request))
         self._forget_old()
-        return answer
+        return request
 
     def _forget_old(self) -> None:
-        ended = [answer for answer in self._all.values() if answer.status]
-        late, n_bytes = time.monotonic() - KEEP_S, sum(answer.n_bytes for answer in ended)
-        for answer in ended:
-            if answer.ended_at > late and n_bytes < _MOST_KEPT_BYTES:
+        ended = [request for request in self._all.values() if request.status]
+        late, n_bytes = time.monotonic() - KEEP_S, sum(request.n_bytes for request in ended)
+        for request in ended:
+            if request.ended_at > late and n_bytes < _MOST_KEPT_BYTES:
                 return
-            n_bytes -= answer.n_bytes
-            del self._all[answer.key]
-            self._journal.forget(answer.key)
+            n_bytes -= request.n_bytes
+            del self._all[request.key]
+            self._journal.forget(request.key)
 
-    async def _answer(self, answer: Answer) -> None:
+    async def _answer(self, request: FollowedRequest) -> None:
         n_tries = 0
         try:
-            while not answer.status:
+            while not request.status:
                 running = await self._job.ready(self._recovery_s)
                 try:
-                    await self._ask(running, answer)
+                    await self._ask(running, request)
                 except (_Gone, httpx.HTTPError, OSError) as error:
-                    answer.waits_since = answer.waits_since or time.monotonic()
+                    request.waits_since = request.waits_since or time.monotonic()
                     n_tries += not isinstance(error, _NotTaken | httpx.ConnectError)
                     if self.is_ending:
-                        answer.fail(unavailable("the server has shut down before this request was finished"))
+                        request.fail(unavailable("the server has shut down before this request was finished"))
                     elif n_tries >= MOST_TRIES:
                         reason = f"the job went away {MOST_TRIES} times while it worked at this request"
-                        answer.fail(ApiError(500, reason, type="internal_error", code="job_ended"))
+                        request.fail(ApiError(500, reason, type="internal_error", code="job_ended"))
                     else:
-                        _log.info("request %s waits: %s", answer.key, error or type(error).__name__)
+                        _log.info("request %s waits: %s", request.key, error or type(error).__name__)
                         with suppress(TimeoutError):  # a later start; or the same, if that is well
                             await self._job.ready(_AGAIN_S, after=running.n)
         except GivenUp as error:
-            answer.fail(unavailable(str(error)))
+            request.fail(unavailable(str(error)))
         except TimeoutError:
             reason = f"the job did not take requests again within {self._recovery_s:g} s"
-            answer.fail(unavailable(reason))
+            request.fail(unavailable(reason))
         except Exception as error:  # noqa: BLE001 (a fault of ours is this request's alone)
-            _log.error("request %s failed", answer.key, exc_info=error)
-            answer.fail(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
-        self._journal.ended(answer.key)
+            _log.error("request %s failed", request.key, exc_info=error)
+            request.fail(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
+        self._journal.ended(request.key)
 
-    async def _ask(self, running: Running, answer: Answer) -> None:
+    async def _ask(self, running: Running, request: FollowedRequest) -> None:
         """Follows the answer to its end in one start of the job."""
-        entry = answer.entry
-        written = tuple((which, tuple(ids)) for (which, index), ids in answer.tokens.items() if not index)
+        entry = request.entry
+        written = tuple((which, tuple(ids)) for (which, index), ids in request.tokens.items() if not index)
         follow = Follow(entry.key, entry.created, entry.seed, written)
         content = msgspec.json.encode(follow) + b"\n" + entry.body
         headers = {"content-type": "application/json"}
@@ -235,73 +229,71 @@ class Answers:
                 if found.status_code == 503:
                     raise _NotTaken("it takes no requests")
                 kept = {k: v for k, v in found.headers.items() if k in ("content-type", "retry-after")}
-                answer.end(found.status_code, said, kept)
+                request.end(found.status_code, said, kept)
                 return
-            seen: Counter[Sequence_] = Counter()
+            seen: Counter[_Of] = Counter()
             async for line in _lines(found):
-                if self._take(answer, _pieces.decode(line), seen):
+                if self._take(request, _pieces.decode(line), seen):
                     return
         raise _Gone("its answer broke off")
 
-    def _take(self, answer: Answer, piece: Piece, seen: Counter[Sequence_]) -> bool:
+    def _take(self, request: FollowedRequest, piece: Piece, seen: Counter[_Of]) -> bool:
         """Whether the answer has ended with it."""
         if piece.gone is not None:
             raise _Gone(piece.gone)
         if piece.opening is not None:
-            self._opened(answer, piece)
+            self._opened(request, piece)
         elif piece.of is not None:
-            return not self._token(answer, piece, seen)
+            return not self._token(request, piece, seen)
         elif piece.status:
-            self._give(answer, piece.text)
-            answer.end(piece.status, piece.answer.encode("ascii"))
+            self._give(request, piece.text)
+            request.end(piece.status, piece.answer.encode("ascii"))
             return True
         return False
 
-    def _opened(self, answer: Answer, piece: Piece) -> None:
+    def _opened(self, request: FollowedRequest, piece: Piece) -> None:
         assert piece.opening is not None
-        answer.is_stream, answer.n_prompt_tokens = piece.opening.is_stream, piece.opening.n_prompt_tokens
-        if not answer.is_open:
-            answer.is_open = True
-            self._give(answer, piece.text)
-        if answer.waits_since or answer.tokens:
+        request.is_stream, request.n_prompt_tokens = piece.opening.is_stream, piece.opening.n_prompt_tokens
+        if not request.is_open:
+            request.is_open = True
+            self._give(request, piece.text)
+        if request.waits_since or request.tokens:
             self.n_resumed += 1
-            self.n_recomputed_tokens += answer.n_prompt_tokens + sum(map(len, answer.tokens.values()))
-        answer.note()
+            self.n_recomputed_tokens += request.n_prompt_tokens + sum(map(len, request.tokens.values()))
+        request.note()
 
-    def _token(self, answer: Answer, piece: Piece, seen: Counter[Sequence_]) -> bool:
+    def _token(self, request: FollowedRequest, piece: Piece, seen: Counter[_Of]) -> bool:
         """Whether the answer can go on after it."""
         assert piece.of is not None and piece.token is not None
         of, at = piece.of, seen[piece.of]
         seen[of] += 1
-        tokens = answer.tokens[of]
+        tokens = request.tokens[of]
         if at < len(tokens) and tokens[at] != piece.token:
-            reason = (
-                f"token {at} came out otherwise after the job was started again, so the text cannot go on"
-            )
-            answer.fail(ApiError(500, reason, type="internal_error", code="not_repeated"))
+            reason = f"token {at} came out otherwise after a recovery, so the text cannot go on"
+            request.fail(ApiError(500, reason, type="internal_error", code="not_repeated"))
             return False
         if at == len(tokens):
             tokens.append(piece.token)
             if not of[1]:
-                self._journal.wrote(answer.key, of[0], piece.token)
-            self._stood_still(answer)
-        if at >= answer.n_given[of]:
-            answer.n_given[of] += 1
-            self._give(answer, piece.text)
-            answer.note()
+                self._journal.wrote(request.key, of[0], piece.token)
+            self._stood_still(request)
+        if at >= request.n_given[of]:
+            request.n_given[of] += 1
+            self._give(request, piece.text)
+            request.note()
         return True
 
-    def _stood_still(self, answer: Answer) -> None:
+    def _stood_still(self, request: FollowedRequest) -> None:
         now = time.monotonic()
-        if answer.waits_since:
-            self.stalls_s.append(now - (answer.last_token_at or answer.waits_since))
-            answer.waits_since = 0.0
-        answer.last_token_at = now
+        if request.waits_since:
+            self.stalls_s.append(now - (request.last_token_at or request.waits_since))
+            request.waits_since = 0.0
+        request.last_token_at = now
 
     @staticmethod
-    def _give(answer: Answer, text: str) -> None:
+    def _give(request: FollowedRequest, text: str) -> None:
         if text:
-            answer.events += [event + "\n\n" for event in text.split("\n\n")[:-1]]
+            request.events += [event + "\n\n" for event in text.split("\n\n")[:-1]]
 
 
 async def _lines(found: httpx.Response) -> AsyncIterator[bytes]:
