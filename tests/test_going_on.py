@@ -4,23 +4,28 @@ a supervisor."""
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import re
 import resource
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
+import msgspec
 import pytest
 from checkpoint_examples import tiny_words_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import serving
+from serving import ROOT, environment, serving
 
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.sampling.params import StructuredOutputs
+from jaxlamina.server.pieces import SECRET, Opening, Piece
 from jaxlamina.supervisor.journal import Entry, Journal
 
 PROMPT = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6]
@@ -90,6 +95,10 @@ def test_what_has_several_sequences_or_entries_begins_anew(llm):
         job = llm.engine.admission.job(PROMPT, params, None)
         with pytest.raises(UserError, match="begin it anew"):
             llm.engine.add_job(job, written=[1])
+    for token in (-1, 64):
+        job = llm.engine.admission.job(PROMPT, KINDS["greedy"], None)
+        with pytest.raises(UserError, match="not in the vocabulary"):
+            llm.engine.add_job(job, written=[1, token])
     assert llm.engine.idle
 
 
@@ -212,3 +221,60 @@ def test_nobody_but_its_supervisor_is_followed(tiny):
     body = b'{"key":"k","created":1,"seed":2}\n{"prompt":"w1","max_tokens":2}'
     with serving(*options) as server:
         assert server.request("POST", "/followed/v1/completions", body)[0] == 404
+
+
+class OverSocket(http.client.HTTPConnection):
+    def __init__(self, path):
+        super().__init__("job", timeout=60)
+        self._path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(60)
+        self.sock.connect(str(self._path))
+
+    def post(self, path, body, headers):
+        with closing(self):
+            self.request("POST", path, body, headers)
+            answer = self.getresponse()
+            return answer.status, answer.read()
+
+
+def test_what_a_supervisor_is_told(tiny, tmp_path):
+    path = tmp_path / "job.sock"
+    words = [
+        sys.executable,
+        "-m",
+        "jaxlamina",
+        "serve",
+        "--model",
+        str(tiny),
+        "--no-warm-up",
+        "--uds",
+        str(path),
+    ]
+    body = b'{"key":"k","created":1,"seed":2}\n{"prompt":"w1","max_tokens":2}'
+    secret = {"X-JaxLamina-Supervisor": "abc"}
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment(**{SECRET: "abc"}))
+    try:
+        until = time.monotonic() + 60
+        while True:
+            with suppress(OSError):
+                status, lines = OverSocket(path).post("/followed/v1/completions", body, secret)
+                if status == 200:
+                    break
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.1)
+        pieces = [msgspec.json.decode(line, type=Piece) for line in lines.splitlines()]
+        assert pieces[0].opening == Opening(is_stream=False, n_prompt_tokens=1)
+        assert [piece.of for piece in pieces[1:-1]] == [(0, 0)] * 2 and pieces[-1].status == 200
+        assert json.loads(pieces[-1].answer)["id"] == "cmpl-k"
+        for headers in ({}, {"X-JaxLamina-Supervisor": "abd"}):
+            assert OverSocket(path).post("/followed/v1/completions", body, headers)[0] == 404
+        assert OverSocket(path).post("/followed/v1/other", body, secret)[0] == 404
+        for wrong in (b"", b"{}", b"\xff\n{}", body.replace(b"1", b'"1"', 1), b"[" * 10**5, body + b"}"):
+            status, found = OverSocket(path).post("/followed/v1/completions", wrong, secret)
+            assert status == 400, found
+    finally:
+        process.kill()
+        process.wait()

@@ -162,6 +162,21 @@ def test_a_request_ends_with_its_client(server):
     wait_until(lambda: n_running()[0].endswith(" 0.0"), 20)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_requests_of_another_model_do_not_go_on(tiny, tmp_path):
+    options = ("--journal", str(tmp_path))
+    with supervised(tiny, *options) as server:
+        asked = Asked(server.port, "/v1/completions", LONG | {"stream": True})
+        wait_until(lambda: len(asked.events) > 20)
+        server.process.kill()
+        asked.join(20)
+    with supervised(tiny, *options, "--served-model-name", "other") as server:
+        status, found = server.request("GET", f"/v1/requests/{asked.key}/stream")
+        assert status == 410 and found["error"]["code"] == "other_model"
+        assert any("0 requests go on, 1 of another model do not" in line for line in server.lines)
+
+
 def test_running_requests_are_finished_at_its_end(tiny):
     with supervised(tiny) as server:
         expected = Asked(server.port, "/v1/completions", LONG)

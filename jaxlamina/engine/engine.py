@@ -157,6 +157,8 @@ class Engine:
             raise UserError(
                 "a request with several sequences or log-probabilities cannot go on: begin it anew"
             )
+        if any(not 0 <= token < self.admission.vocab_size for token in written):
+            raise UserError("what the request wrote has tokens that are not in the vocabulary")
         params = job.params
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(

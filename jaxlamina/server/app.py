@@ -34,6 +34,7 @@ from jaxlamina.server.errors import (
     of_os_error,
     of_status,
     of_validation,
+    refused,
     response,
     unavailable,
 )
@@ -203,7 +204,10 @@ def _add_completions(app: FastAPI, parts: Parts) -> None:
         if not hmac.compare_digest(given, (parts.settings.supervisor or "").encode()):
             raise HTTPException(404)
         line, _, raw = (await request.body()).partition(b"\n")
-        follow = msgspec.json.decode(line, type=Follow)
+        try:
+            follow = msgspec.json.decode(line, type=Follow)
+        except msgspec.MsgspecError as error:
+            raise refused(f"the line before the body is not a supervisor's: {error}") from None
         kind = kinds.get("/" + request.path_params["path"])
         if kind is None:
             raise HTTPException(404)

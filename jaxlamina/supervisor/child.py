@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -30,6 +31,13 @@ _PROBE_S = 1.0  # between two looks at /health
 _STARTING_PROBE_S = 0.1
 _KILLED_S = 10.0  # for the kernel to take a killed process away
 _log = logging.getLogger("uvicorn.error")
+
+
+class Cause(NamedTuple):
+    """Why a start of the job ended: a word (killed, exit, silent, step, start), and what was seen."""
+
+    kind: str
+    text: str
 
 
 class GivenUp(Exception):
@@ -86,7 +94,7 @@ class SupervisedJob:
         self.given_up = ""  # why there will be no job any more
         self.code = 0
         self.n_starts = 0
-        self.causes: list[str] = []
+        self.causes: list[Cause] = []
         self.last_start_s = 0.0
 
     @property
@@ -128,12 +136,14 @@ class SupervisedJob:
             n_failed = 0 if was_ready else n_failed + 1
             if not self.was_ready or n_failed >= MOST_FAILED_STARTS:
                 tries = f", {n_failed} times in a row before it was ready" if self.was_ready else ""
-                await self._give_up(f"the job ended: {cause}{tries}", running.process.returncode or 0)
+                await self._give_up(f"the job ended: {cause.text}{tries}", running.process.returncode or 0)
                 return
             self.causes.append(cause)
             pause_s = 0.0 if was_ready else 2.0 ** (n_failed - 1)
             _log.error(
-                "the job ended: %s; it is started again%s", cause, pause_s and f" in {pause_s:g} s" or ""
+                "the job ended: %s; it is started again%s",
+                cause.text,
+                f" in {pause_s:g} s" if pause_s else "",
             )
             await asyncio.sleep(pause_s)
         await self._give_up("the server has shut down", 0)
@@ -166,10 +176,10 @@ class SupervisedJob:
         self._running = Running(self.n_starts, process, socket, self._headers)
         return self._running
 
-    async def _watch(self, running: Running, began: float) -> str:
+    async def _watch(self, running: Running, began: float) -> Cause:
         """Until the process is over; why it is."""
         heard = probed = began
-        killed_because = ""
+        killed_because: Cause | None = None
         while (code := running.process.poll()) is None:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
@@ -188,19 +198,19 @@ class SupervisedJob:
                 await self._set_ready(True)
             silent_s = time.monotonic() - heard
             if self._is_ready and silent_s > self._stuck_after_s:
-                killed_because = f"it answered nothing for {silent_s:.0f} s"
+                killed_because = Cause("silent", f"it answered nothing for {silent_s:.0f} s")
             elif in_step_s > self._step_s:
-                killed_because = f"a step took longer than {self._step_s:g} s"
+                killed_because = Cause("step", f"a step took longer than {self._step_s:g} s")
             elif not self._is_ready and time.monotonic() - began > self._start_s:
-                killed_because = f"it was not ready within {self._start_s:g} s"
+                killed_because = Cause("start", f"it was not ready within {self._start_s:g} s")
             if killed_because:
                 _kill(running.process)
         if killed_because:
             return killed_because
         if code < 0:
             with suppress(ValueError):
-                return f"killed by {signal.Signals(-code).name}"
-        return f"exit code {code}"
+                return Cause("killed", f"killed by {signal.Signals(-code).name}")
+        return Cause("exit", f"exit code {code}")
 
     async def _health(self, running: Running) -> tuple[bool, float] | None:
         """Whether its server takes requests, and for how long it has been in a step; None: it does not

@@ -172,7 +172,7 @@ class Front:
         job = self._job
         if job.state == "ready":
             return JsonResponse({"status": "ready", "recoveries": len(job.causes)})
-        reason = job.given_up or (job.causes[-1] if job.causes else "")
+        reason = job.given_up or (job.causes[-1].text if job.causes else "")
         found = {"status": job.state, "reason": reason, "recoveries": len(job.causes)}
         return JsonResponse(found, 503)
 
@@ -187,7 +187,7 @@ class Front:
     def _own_metrics(self) -> bytes:
         job, requests = self._job, self._requests
         for cause in job.causes[self._n_counted(self._recoveries) :]:
-            self._recoveries.labels(cause=cause).inc()
+            self._recoveries.labels(cause=cause.kind).inc()
         while requests.stalls_s:
             self._stalls.observe(requests.stalls_s.pop())
         for counter, n in (

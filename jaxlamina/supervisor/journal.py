@@ -33,6 +33,7 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS requests ( key TEXT PRIMARY KEY, path TEXT NOT NULL, body BLOB NOT NULL, created
 INTEGER NOT NULL, seed INTEGER NOT NULL, ended REAL); CREATE TABLE IF NOT EXISTS tokens (key TEXT NOT NULL,
 which INTEGER NOT NULL, ids BLOB NOT NULL); CREATE INDEX IF NOT EXISTS of_request ON tokens (key);
+CREATE TABLE IF NOT EXISTS model (said TEXT NOT NULL);
 """
 _log = logging.getLogger("uvicorn.error")
 
@@ -151,6 +152,16 @@ class Journal:
             Entry(key, path, body, created, seed, wrote[key], bool(has_ended))
             for key, path, body, created, seed, has_ended in self._database.execute(found)
         ]
+
+    def model(self) -> str | None:
+        """What `be_of` was told last; before anything is written."""
+        found = None if self._path is None else self._database.execute("SELECT said FROM model").fetchone()
+        return None if found is None else str(found[0])
+
+    def be_of(self, said: str) -> None:
+        """Its requests are of this model from now on."""
+        self._put(lambda database: database.execute("DELETE FROM model"))
+        self._put(lambda database: database.execute("INSERT INTO model VALUES (?)", (said,)))
 
     def close(self) -> None:
         """All that can be written is."""

@@ -123,22 +123,33 @@ class FollowedRequests:
     def __init__(self, job: SupervisedJob, journal: Journal, *, recovery_s: float) -> None:
         self._job, self._journal, self._recovery_s = job, journal, recovery_s
         self._all: dict[str, FollowedRequest] = {}
-        self._ended_before: dict[str, Entry] = {}  # by an earlier supervisor
+        # Of an earlier supervisor.
+        self._before, self._model_before = list(journal.entries()), journal.model()
+        self._ended_before: dict[str, Entry] = {}
         self.stalls_s: list[float] = []  # from one token to the next, over a recovery; not read yet
         self.n_recomputed_tokens = 0
         self.n_resumed = 0
         self.is_ending = False
 
-    def take_up(self) -> int:
-        """What an earlier supervisor has left goes on; how many that are."""
-        found = 0
-        for entry in self._journal.entries():
-            if entry.has_ended:
-                self._ended_before[entry.key] = entry
-            else:
-                found += 1
+    def take_up(self, model: str) -> tuple[int, int]:
+        """What an earlier supervisor has left goes on, if it is of the same ``model``: how many requests do,
+        and how many do not."""
+        entries, self._before = self._before, []
+        left = [entry for entry in entries if not entry.has_ended]
+        self._journal.be_of(model)
+        if self._model_before in (model, None):
+            self._ended_before = {entry.key: entry for entry in entries if entry.has_ended}
+            for entry in left:
                 self._begin(entry)
-        return found
+            return len(left), 0
+        for entry in entries:
+            request = self._all[entry.key] = FollowedRequest(entry)
+            reason = (
+                "the server has another model now than the one that worked at this request: send it again"
+            )
+            request.fail(ApiError(410, reason, code="other_model"))
+            self._journal.ended(entry.key)
+        return 0, len(left)
 
     async def accept(self, path: str, body: bytes) -> FollowedRequest:
         """A new request, once it is in the journal."""

@@ -7,13 +7,15 @@ the job at once. Knows how the parts are put together; nothing of what they do.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import httpx
 import uvicorn
 from starlette.applications import Starlette
 
@@ -110,13 +112,24 @@ class _Supervisor:
 
     async def _welcome(self) -> None:
         try:
-            await self._job.ready(self._start_s)
+            model = await self._model()
         except (GivenUp, TimeoutError):
             return
-        n = self._requests.take_up()
-        if n:
-            _log.info("%d requests of an earlier supervisor go on", n)
+        n, n_others = self._requests.take_up(model)
+        if n or n_others:
+            _log.info("of an earlier supervisor %d requests go on, %d of another model do not", n, n_others)
         self._on_ready()
+
+    async def _model(self) -> str:
+        """What tells it from others, once the job is ready."""
+        n = 0
+        while True:
+            running = await self._job.ready(self._start_s, after=n)
+            n = running.n
+            with suppress(httpx.HTTPError):  # it died just then
+                info = (await running.client.get("/server_info")).json()
+                found = {"names": info["server"]["served_model_names"], "config": info["model"]["config"]}
+                return json.dumps(found, sort_keys=True)
 
     async def _over(self) -> None:
         """There is no job any more: whoever waits hears so, and this process ends."""
