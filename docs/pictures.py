@@ -88,7 +88,7 @@ GROUND = " ".join(FLOORS[:3]).split()  # every room imports these
 SHARED = [name for name in GROUND if name != "__init__"]
 COLUMN = {
     "text": 0, "weights": 1, "model_files": 1, "models": 1, "flax_model": 1, "steps": 3, "kv": 3, "launch": 3,
-    "sampling": 4,
+    "supervisor": 3, "sampling": 4,
 }  # fmt: skip
 SPINE = 2  # the column of all others
 HINT = {
@@ -111,6 +111,7 @@ HINT = {
     "flax_model": "a model of the user's own",
     "llm": "the Python interface",
     "server": "OpenAI's API",
+    "supervisor": "what outlives a job",
     "cli": "the commands",
     "bench": "measurements",
     "launch": "starts ranks",
@@ -124,7 +125,7 @@ SHOWN = {
     "pallas_kernels": "pallas_kernels/",
 }
 FILL = {
-    BLUE: "main bench launch cli llm server",
+    BLUE: "main bench launch cli llm supervisor server",
     GREEN: "engine sampling text",
     AMBER: "run ranks profiling job transports workers",
     VIOLET: "flax_model weights model_files models kv steps",
