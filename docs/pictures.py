@@ -88,7 +88,7 @@ GROUND = " ".join(FLOORS[:3]).split()  # every room imports these
 SHARED = [name for name in GROUND if name != "__init__"]
 COLUMN = {
     "text": 0, "weights": 1, "model_files": 1, "models": 1, "flax_model": 1, "steps": 3, "kv": 3, "launch": 3,
-    "supervisor": 3, "sampling": 4,
+    "supervisor": 1, "sampling": 4,
 }  # fmt: skip
 SPINE = 2  # the column of all others
 HINT = {
@@ -209,7 +209,7 @@ def rooms() -> str:
         middle, side = x + BOX / 2, x if to < c else x + BOX
         if c == to and clear(c, below, r):
             return arrow((middle, y + TALL), (middle, ty))
-        if r == below + 1:
+        if r == below + 1 and (c, below) not in place.values():
             return arrow(
                 (middle, y + TALL), (middle, ty + TALL / 2), (tx if to > c else tx + BOX, ty + TALL / 2)
             )
