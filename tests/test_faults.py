@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import tomllib
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +30,7 @@ FOLDER = Path(__file__).parent / "faults"
 DEADLINE_S = 150
 ON_CPUS = ("--set", "model_platform=cpu", "--set", "attention_platform=cpu")
 N = 120
+SOAK_S = float(os.environ.get("SOAK_S", "120"))  # of load with faults
 LONG = {"max_tokens": N, "ignore_eos": True}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 # (path, body): streams of several kinds, and answers in one piece.
@@ -286,3 +289,62 @@ def restarts(server):
 
 def serves_below(server):
     return any("serve" in words_of(pid) for pid in children(server.process.pid))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "job", [[], ["launch", "--local-attention", "0", "--dop", "1,1", "--transport", "xla"]]
+)
+def test_random_faults_under_load(job, tiny, tmp_path):
+    """Some minutes of clients that ask again and again, and every 13 seconds a process that is killed or
+    stopped: every answer is the one that it was, and the supervisor does not grow."""
+    rng = random.Random(7)
+    options = ["--stuck-after", "5", "--journal", str(tmp_path)]
+    server = Supervised.start([*job, *(ON_CPUS if job else ())], tiny, options)
+    whom = ["rank 0", "rank 1", "starter"] if job else ["server"]
+    try:
+        expected = {name: one.said for name, one in answers(server.port).items()}
+        over, wrong, n_answers = threading.Event(), [], Counter()
+
+        def client(name):
+            while not over.is_set():
+                one = Asked(server.port, *REQUESTS[name])
+                one.join(DEADLINE_S)
+                n_answers[name] += 1
+                if one.is_alive() or one.said != expected[name]:
+                    wrong.append((name, one.status, one.said[-2:]))
+
+        clients = [threading.Thread(target=client, args=(name,), daemon=True) for name in REQUESTS]
+        for one in clients:
+            one.start()
+        sizes, n_faults = [], 0
+        until = time.monotonic() + SOAK_S
+        while time.monotonic() < until and not wrong:
+            time.sleep(rng.uniform(6, 20))
+            # A stopped process of a job that is only starting is not looked for before --start-timeout.
+            is_ready = server.request("GET", "/health")[0] == 200
+            number = rng.choice([signal.SIGKILL, signal.SIGSTOP]) if is_ready else signal.SIGKILL
+            with contextlib.suppress(StopIteration, AssertionError, ProcessLookupError):
+                chosen = find(rng.choice(whom), server.process.pid)
+                if number == signal.SIGKILL or "launch.local" not in words_of(chosen):
+                    os.kill(chosen, number)
+                    n_faults += 1
+            status = Path(f"/proc/{server.process.pid}/status").read_text()
+            sizes.append(int(re.search(r"VmRSS:\s+(\d+)", status)[1]))
+        over.set()
+        for one in clients:
+            one.join(DEADLINE_S)
+        assert not wrong
+        assert len(restarts(server)) >= n_faults // 2 and min(n_answers.values()) >= 2
+        assert max(sizes) < sizes[0] + 100_000  # answers are kept for a while, 64 MiB of them at most
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish() == 0
+        print(
+            f"{n_faults} faults, {len(restarts(server))} recoveries, {sum(n_answers.values())} answers, kB: {sizes}"
+        )
+    finally:
+        server.process.kill()
+        server.process.wait()
+        server.reader.join(10)
+        server.process.stderr.close()

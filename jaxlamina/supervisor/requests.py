@@ -29,6 +29,7 @@ from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
 MOST_TRIES = 4
 """Times that the job may go away while it works at a request: then that is held to be why."""
 _MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
+_EVENT_BYTES = 64  # of a Python string, beside its letters
 _AGAIN_S = 0.2  # after a connection that broke alone
 _pieces = msgspec.json.Decoder(Piece)
 _log = logging.getLogger("uvicorn.error")
@@ -102,7 +103,8 @@ class FollowedRequest:
 
     def end(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.status, self.content, self.headers = status, content, headers or {}
-        self.n_bytes = len(content) + len(self.entry.body) + sum(map(len, self.events))
+        of_events = sum(map(len, self.events)) + _EVENT_BYTES * len(self.events)
+        self.n_bytes = len(content) + len(self.entry.body) + of_events
         self.ended_at = time.monotonic()
         self.note()
 
