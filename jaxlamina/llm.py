@@ -283,7 +283,7 @@ class LLM:
         ``settings``: as of `jaxlamina.server.settings.Settings`. ``UserError`` for a port that is taken, and
         for an unknown setting.
         """
-        from jaxlamina.server.listening import bound
+        from jaxlamina.server.listening import bound, shown
         from jaxlamina.server.run import App
         from jaxlamina.server.settings import Settings
 
@@ -292,7 +292,7 @@ class LLM:
             raise UserError(f"serve has no setting {unknown[0]!r}: jaxlamina serve --help lists them")
         settings.setdefault("served_model_names", ("model",))
         with bound(host, port) as listener, _bar("compiling") as on_progress:
-            address = "http://{}:{}".format(*listener.getsockname()[:2])
+            address = shown(listener)
             app = App(
                 self,
                 Settings(**settings),

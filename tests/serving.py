@@ -35,6 +35,32 @@ class Server:
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
     port: int = 0
+    reader: threading.Thread = field(default_factory=threading.Thread)
+
+    @classmethod
+    def start(cls, words: list[str], variables: Mapping[str, str] | None = None, **how: Any) -> Any:
+        """Of a command that serves; its port is not known yet."""
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(**(variables or {})),
+            **how,
+        )
+        server = cls(process)
+        server.reader = threading.Thread(target=server.read, daemon=True)
+        server.reader.start()
+        return server
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def read(self) -> None:
         assert self.process.stderr is not None
@@ -112,27 +138,11 @@ def serving(
 ) -> Iterator[Server]:
     """``jaxlamina serve`` with ``options`` on a free port, ready to answer unless it shall not be.
     ``variables``: more of its environment."""
-    words = [sys.executable, *before, "serve", "--port", "0", *options]
-    process = subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(**(variables or {})),
-    )
-    server = Server(process)
-    reader = threading.Thread(target=server.read, daemon=True)
-    reader.start()
+    server: Server = Server.start([sys.executable, *before, "serve", "--port", "0", *options], variables)
     try:
         server.port = int(server.wait_for("serving ").rpartition(":")[2])
         if ready:
             server.wait_for("ready: ")
         yield server
     finally:
-        process.kill()
-        process.wait()
-        reader.join(10)
-        assert process.stderr is not None
-        process.stderr.close()
+        server.close()

@@ -13,7 +13,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_examples import tiny_words_folder
-from serving import ROOT, WORDS_TEMPLATE, Server, environment
+from serving import WORDS_TEMPLATE, Server
 
 FOLDER = Path(__file__).parent / "faults"
 DEADLINE_S = 150
@@ -75,23 +74,11 @@ class Supervised(Server):
     """`jaxlamina … serve --supervise` on a port; `wait_for` reads its stderr."""
 
     @classmethod
-    def start(cls, job, model, options, port=0):
+    def of(cls, job, model, options):
         of_model = ("--model", str(model), "--max-num-seqs", "16", "--max-model-len", "512", "--no-warm-up")
         of_model += ("--chat-template", WORDS_TEMPLATE)
         words = [sys.executable, "-m", "jaxlamina", *job, *(("--",) if job else ()), "serve", "--supervise"]
-        process = subprocess.Popen(
-            [*words, "--port", str(port), *of_model, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment(),
-            start_new_session=True,
-        )
-        server = cls(process)
-        server.reader = threading.Thread(target=server.read, daemon=True)
-        server.reader.start()
+        server = cls.start([*words, "--port", "0", *of_model, *options], start_new_session=True)
         server.port = int(server.wait_for("serving ").rpartition(":")[2])
         server.wait_for("ready: ")
         return server
@@ -221,7 +208,7 @@ def test_nothing_is_lost(name, tiny, tmp_path):
     options = [word.format(folder=tmp_path) for word in scenario["options"]]
     job = [*scenario["job"], *(ON_CPUS if scenario["job"] else ())]
     start = [job, tiny, options]
-    started = [Supervised.start(*start)]
+    started = [Supervised.of(*start)]
     try:
         server = started[0]
         expected = {name: one.said for name, one in answers(server.port).items()}
@@ -236,7 +223,7 @@ def test_nothing_is_lost(name, tiny, tmp_path):
                 server.process.wait(20)
             if "start" in event:
                 n_before = len(started)
-                server = Supervised.start(*start, port=0)
+                server = Supervised.of(*start)
                 started.append(server)
         for one in asked.values():
             one.join(DEADLINE_S)
@@ -269,11 +256,7 @@ def test_nothing_is_lost(name, tiny, tmp_path):
         wait_until(lambda: not any(words_of(pid) for pid in below), 20)
     finally:
         for one in started:
-            with contextlib.suppress(ProcessLookupError):
-                one.process.kill()
-            one.process.wait()
-            one.reader.join(10)
-            one.process.stderr.close()
+            one.close()
 
 
 def is_time_for(event, server, stream):
@@ -301,7 +284,7 @@ def test_random_faults_under_load(job, tiny, tmp_path):
     stopped: every answer is the one that it was, and the supervisor does not grow."""
     rng = random.Random(7)
     options = ["--stuck-after", "5", "--journal", str(tmp_path)]
-    server = Supervised.start([*job, *(ON_CPUS if job else ())], tiny, options)
+    server = Supervised.of([*job, *(ON_CPUS if job else ())], tiny, options)
     whom = ["rank 0", "rank 1", "starter"] if job else ["server"]
     try:
         expected = {name: one.said for name, one in answers(server.port).items()}
@@ -344,7 +327,4 @@ def test_random_faults_under_load(job, tiny, tmp_path):
             f"{n_faults} faults, {len(restarts(server))} recoveries, {sum(n_answers.values())} answers, kB: {sizes}"
         )
     finally:
-        server.process.kill()
-        server.process.wait()
-        server.reader.join(10)
-        server.process.stderr.close()
+        server.close()

@@ -28,15 +28,9 @@ def tiny(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def supervised(tiny, *options, **how):
-    server = Supervised.start([], tiny, options, **how)
-    try:
+def supervised(tiny, *options):
+    with contextlib.closing(Supervised.of([], tiny, options)) as server:
         yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
-        server.reader.join(10)
-        server.process.stderr.close()
 
 
 @pytest.fixture(scope="module")

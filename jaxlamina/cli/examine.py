@@ -36,7 +36,13 @@ BASE_PACKAGES = (
     ("jinja2", "jinja2"),
 )
 SERVER_PACKAGES = (
-    *("fastapi", "uvicorn", "uvloop", "httptools", "httpx", "python-multipart", "prometheus-client"),
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "httpx",
+    "python-multipart",
+    "prometheus-client",
 )
 BASE_MEND = "pip install --upgrade jaxlamina (in a checkout: pip install -e .)"
 _ASK_JAX = """

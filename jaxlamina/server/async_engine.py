@@ -65,10 +65,11 @@ class Answers:
     called at any time and ends what still runs.
     """
 
-    def __init__(self, engine: AsyncEngine, n_prompts: int, counted: bool) -> None:
+    def __init__(self, engine: AsyncEngine, prompts: Sequence[Prompt], counted: bool) -> None:
         self.counted = counted
+        self.n_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._engine = engine
-        self._left = n_prompts
+        self._left = len(prompts)
         self._queue: asyncio.Queue[tuple[int, TokenEvent] | Exception] = asyncio.Queue()
 
     def __aiter__(self) -> Answers:
@@ -255,7 +256,7 @@ class AsyncEngine:
         self.check_ready()
         if counted and self.n_open >= self.max_concurrent:
             raise TooMany(f"{self.max_concurrent} requests are being answered already: try again later")
-        answers = Answers(self, len(prompts), counted)
+        answers = Answers(self, prompts, counted)
         self._open.add(answers)
         self._none_open.clear()
         reply: _Reply[None] = _Reply(self._loop)

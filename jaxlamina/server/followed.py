@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from jaxlamina.engine.outputs import RequestOutput
+from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.server.async_engine import Answers, Unavailable
 from jaxlamina.server.errors import ApiError, JsonResponse
 from jaxlamina.server.forms import Chunk, Form, dump
@@ -29,10 +29,8 @@ class FollowedAnswer:
         error_of: Callable[[Exception], ApiError],
         *,
         is_stream: bool,
-        n_prompt_tokens: int,
     ) -> None:
-        self._form, self._answers, self._error_of = form, answers, error_of
-        self._is_stream, self._n_prompt_tokens = is_stream, n_prompt_tokens
+        self._form, self._answers, self._error_of, self._is_stream = form, answers, error_of, is_stream
 
     def close(self) -> None:
         self._answers.close()
@@ -40,12 +38,12 @@ class FollowedAnswer:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         form, outputs = self._form, dict[int, RequestOutput]()
         try:
-            opening = Opening(self._is_stream, self._n_prompt_tokens)
+            opening = Opening(self._is_stream, self._answers.n_prompt_tokens)
             yield Piece(self._text(form.opening()), opening=opening).line()
             async for which, event in self._answers:
                 if event.output is not None:
                     outputs[which] = event.output
-                text = self._text(form.chunks(which, event)) if self._is_stream else ""
+                text = await text_of(form, which, event) if self._is_stream else ""
                 yield Piece(text, of=(which, event.index), token=event.token_id).line()
             if self._is_stream:
                 end = Piece(self._text(form.closing()) + form.last, status=200)
@@ -62,6 +60,16 @@ class FollowedAnswer:
 
     def _text(self, chunks: Iterable[Chunk]) -> str:
         return "".join(map(self._form.event, chunks)) if self._is_stream else ""
+
+
+async def text_of(form: Form, which: int, event: TokenEvent) -> str:
+    """What prompt number ``which``'s event adds to a stream; in a thread where that is much."""
+
+    def text() -> str:
+        return "".join(map(form.event, form.chunks(which, event)))
+
+    # A prompt's entries may be many thousands.
+    return text() if event.prompt_logprobs is None else await in_thread(text)
 
 
 def _json(content: Any) -> str:

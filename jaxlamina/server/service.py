@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from jaxlamina.engine.outputs import RequestOutput, TokenEvent
+from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import BATCH_PRIORITY
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.server.async_engine import Answers, AsyncEngine, Prompt, TooMany, Unavailable
 from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.completions import CompletionForm
 from jaxlamina.server.errors import ApiError, of_failure, refused, unavailable
-from jaxlamina.server.followed import FollowedAnswer
+from jaxlamina.server.followed import FollowedAnswer, text_of
 from jaxlamina.server.forms import Form, dump
 from jaxlamina.server.parameters import sampling_params
 from jaxlamina.server.pieces import Follow
@@ -65,7 +65,7 @@ class Service:
         self, body: Body, *, counted: bool = True, on_event: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
         """The answer, when all of it is there. ``on_event`` is called as often as something of it comes."""
-        form, answers, _ = await self._begin(body, counted)
+        form, answers = await self._begin(body, counted)
         try:
             outputs: dict[int, RequestOutput] = {}
             async for which, event in answers:
@@ -80,18 +80,14 @@ class Service:
 
     async def stream(self, body: Body) -> EventStream:
         """The answer as server-sent events; accepted once this returns."""
-        form, answers, _ = await self._begin(body, counted=True)
-        return EventStream(form, answers)
+        return EventStream(*await self._begin(body, counted=True))
 
     async def followed(self, body: Body, follow: Follow) -> FollowedAnswer:
         """The answer for a supervisor; accepted once this returns."""
-        form, answers, n = await self._begin(body, counted=True, follow=follow)
-        return FollowedAnswer(form, answers, _of, is_stream=bool(body.stream), n_prompt_tokens=n)
+        form, answers = await self._begin(body, counted=True, follow=follow)
+        return FollowedAnswer(form, answers, _of, is_stream=bool(body.stream))
 
-    async def _begin(
-        self, body: Body, counted: bool, follow: Follow | None = None
-    ) -> tuple[Form, Answers, int]:
-        """And how many tokens the prompts have."""
+    async def _begin(self, body: Body, counted: bool, follow: Follow | None = None) -> tuple[Form, Answers]:
         self.check_model(body.model)
         self.check_ready()
         try:
@@ -103,8 +99,7 @@ class Service:
             if follow is not None:
                 form.identify(follow.key, follow.created)
                 how |= {"seed": follow.seed, "written": dict(follow.written)}
-            answers = await self.engine.submit(prompts, params, **how)
-            return form, answers, sum(len(prompt.token_ids) for prompt in prompts)
+            return form, await self.engine.submit(prompts, params, **how)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             raise _of(error) from None
 
@@ -172,13 +167,7 @@ class EventStream:
             for chunk in form.opening():
                 yield form.event(chunk)
             async for which, event in self._answers:
-
-                def chunks(which: int = which, event: TokenEvent = event) -> str:
-                    return "".join(form.event(chunk) for chunk in form.chunks(which, event))
-
-                # A prompt's entries may be many thousands.
-                text = chunks() if event.prompt_logprobs is None else await in_thread(chunks)
-                if text:
+                if text := await text_of(form, which, event):
                     yield text
             for chunk in form.closing():
                 yield form.event(chunk)

@@ -122,7 +122,7 @@ class SupervisedJob:
         """Until `end`, or until it is given up."""
         take_orphans()  # and end them
         n_failed = 0
-        while not self._ends():
+        while not self.ends():
             began = time.monotonic()
             running = self._start()
             cause = await self._watch(running, began)
@@ -131,7 +131,7 @@ class SupervisedJob:
             await running.client.aclose()
             await _end_orphans()
             running.socket.unlink(missing_ok=True)
-            if self._ends():
+            if self.ends():
                 break
             n_failed = 0 if was_ready else n_failed + 1
             if not self.was_ready or n_failed >= MOST_FAILED_STARTS:
@@ -148,20 +148,20 @@ class SupervisedJob:
             await asyncio.sleep(pause_s)
         await self._give_up("the server has shut down", 0)
 
-    def _ends(self) -> bool:
+    def ends(self) -> bool:
+        """Whether it was asked to."""
         return self._is_ending
 
     def end(self) -> None:
         """Asks the job to finish what it does; again: at once."""
-        process = None if self._running is None else self._running.process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGTERM if not self._is_ending else signal.SIGKILL)
+        if self._running is not None:
+            self._running.process.send_signal(signal.SIGKILL if self._is_ending else signal.SIGTERM)
         self._is_ending = True
 
     def kill(self) -> None:
         """For a job that answers nothing any more."""
         if self._running is not None:
-            _kill(self._running.process)
+            self._running.process.kill()
 
     def _start(self) -> Running:
         self.n_starts += 1
@@ -204,7 +204,7 @@ class SupervisedJob:
             elif not self._is_ready and time.monotonic() - began > self._start_s:
                 killed_because = Cause("start", f"it was not ready within {self._start_s:g} s")
             if killed_because:
-                _kill(running.process)
+                running.process.kill()
         if killed_because:
             return killed_because
         if code < 0:
@@ -230,12 +230,6 @@ class SupervisedJob:
         async with self._changed:
             self.given_up, self.code = why, code
             self._changed.notify_all()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Also one that is stopped."""
-    with suppress(ProcessLookupError):
-        process.kill()
 
 
 async def _end_orphans() -> None:

@@ -106,7 +106,7 @@ class Front:
         """Why no request is taken; while the job recovers they are, and wait."""
         if self._job.given_up:
             return self._job.given_up
-        if self._requests.is_ending:
+        if self._job.ends():
             return "the server is shutting down"
         return None if self._job.was_ready else "the job has not been ready yet: try again later"
 

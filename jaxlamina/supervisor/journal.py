@@ -30,9 +30,11 @@ _AGAIN_S = 1.0  # after a disk would not take them
 _ACCEPT_S = 5.0
 _CLOSE_S = 5.0
 _TABLES = """
-CREATE TABLE IF NOT EXISTS requests ( key TEXT PRIMARY KEY, path TEXT NOT NULL, body BLOB NOT NULL, created
-INTEGER NOT NULL, seed INTEGER NOT NULL, ended REAL); CREATE TABLE IF NOT EXISTS tokens (key TEXT NOT NULL,
-which INTEGER NOT NULL, ids BLOB NOT NULL); CREATE INDEX IF NOT EXISTS of_request ON tokens (key);
+CREATE TABLE IF NOT EXISTS requests (
+  key TEXT PRIMARY KEY, path TEXT NOT NULL, body BLOB NOT NULL,
+  created INTEGER NOT NULL, seed INTEGER NOT NULL, ended REAL);
+CREATE TABLE IF NOT EXISTS tokens (key TEXT NOT NULL, which INTEGER NOT NULL, ids BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS of_request ON tokens (key);
 CREATE TABLE IF NOT EXISTS model (said TEXT NOT NULL);
 """
 _log = logging.getLogger("uvicorn.error")

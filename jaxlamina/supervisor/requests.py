@@ -131,7 +131,6 @@ class FollowedRequests:
         self.stalls_s: list[float] = []  # from one token to the next, over a recovery; not read yet
         self.n_recomputed_tokens = 0
         self.n_resumed = 0
-        self.is_ending = False
 
     def take_up(self, model: str) -> tuple[int, int]:
         """What an earlier supervisor has left goes on, if it is of the same ``model``: how many requests do,
@@ -168,7 +167,7 @@ class FollowedRequests:
 
     def abandon(self, request: FollowedRequest) -> None:
         """Its client has gone."""
-        if not request.status and not self.is_ending:
+        if not request.status and not self._job.ends():
             if request.task is not None:
                 request.task.cancel()
             self._all.pop(request.key, None)
@@ -208,7 +207,7 @@ class FollowedRequests:
                 except (_Gone, httpx.HTTPError, OSError) as error:
                     request.waits_since = request.waits_since or time.monotonic()
                     n_tries += not isinstance(error, _NotTaken | httpx.ConnectError)
-                    if self.is_ending:
+                    if self._job.ends():
                         request.fail(unavailable("the server has shut down before this request was finished"))
                     elif n_tries >= MOST_TRIES:
                         reason = f"the job went away {MOST_TRIES} times while it worked at this request"

@@ -92,11 +92,7 @@ class _Supervisor:
         if self._loop is None:
             self._server.should_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._begin_end)
-
-    def _begin_end(self) -> None:
-        self._requests.is_ending = True
-        self._job.end()
+            self._loop.call_soon_threadsafe(self._job.end)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -106,7 +102,7 @@ class _Supervisor:
         welcoming = asyncio.create_task(self._welcome())
         yield
         welcoming.cancel()
-        self._begin_end()
+        self._job.end()
         self._job.kill()
         await running
 
