@@ -6,7 +6,7 @@
 #   make test-newest         kernels, splitter and compatibility on the newest JAX that a newer Python here can have
 #   make test-third-party    models of other people's packages, which go to an environment of their own
 #   make test-gpu            on a machine with GPUs: the exactness gate, whose record goes to docs/gpu-gate.md
-#   make pictures            draw the pictures of docs/architecture.md anew
+#   make pictures            draw the pictures of docs/ anew
 #   make lint                formatting, lint, types
 #   make clean               forget .venv and caches of the tools
 #
@@ -183,6 +183,7 @@ test-gpu: $(STAMPS)/dev mpi
 
 pictures: $(STAMPS)/dev
 	@$(BIN)/python docs/pictures.py
+	@$(BIN)/python docs/when_to_split.py
 
 lint: $(STAMPS)/dev
 	@$(BIN)/ruff check .

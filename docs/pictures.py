@@ -87,8 +87,8 @@ def picture(width: float, height: float, title: str, parts: Iterable[str]) -> st
 GROUND = " ".join(FLOORS[:3]).split()  # every room imports these
 SHARED = [name for name in GROUND if name != "__init__"]
 COLUMN = {
-    "text": 0, "weights": 1, "model_files": 1, "models": 1, "flax_model": 1, "steps": 3, "kv": 3, "launch": 3,
-    "supervisor": 1, "sampling": 4,
+    "text": 0, "planner": 0, "weights": 1, "model_files": 1, "models": 1, "flax_model": 1, "steps": 3,
+    "kv": 3, "launch": 3, "supervisor": 1, "sampling": 4, "simulator": 0,
 }  # fmt: skip
 SPINE = 2  # the column of all others
 HINT = {
@@ -99,6 +99,7 @@ HINT = {
     "text": "tokenizer, detokenizer",
     "model_files": "finds a model's files",
     "kv": "who owns which KV slot",
+    "planner": "costs, search, formulas",
     "weights": "reads checkpoints",
     "workers": "weights and KV on devices",
     "transports": "tensors between ranks",
@@ -111,6 +112,7 @@ HINT = {
     "flax_model": "a model of the user's own",
     "llm": "the Python interface",
     "server": "OpenAI's API",
+    "simulator": "a trace on modelled pools",
     "supervisor": "what outlives a job",
     "cli": "the commands",
     "bench": "measurements",
@@ -125,10 +127,10 @@ SHOWN = {
     "pallas_kernels": "pallas_kernels/",
 }
 FILL = {
-    BLUE: "main bench launch cli llm supervisor server",
+    BLUE: "main bench launch cli llm supervisor server simulator",
     GREEN: "engine sampling text",
     AMBER: "run ranks profiling job transports workers",
-    VIOLET: "flax_model weights model_files models kv steps",
+    VIOLET: "flax_model weights model_files models kv planner steps",
     GREY: "splitter pallas_kernels",
 }
 MEANING = {

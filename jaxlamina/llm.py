@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxlamina.engine.engine import Engine, TokenEvent
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import load_policy
 from jaxlamina.errors import UserError
+from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.model_files import is_code
 from jaxlamina.models import ModelConfig
 from jaxlamina.models.causal_lm import CausalLM, HasConfig, built
@@ -33,11 +34,13 @@ from jaxlamina.process import jax_cache
 from jaxlamina.run.make import ExecutorMaker, ModelPlace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.steps.buckets import Buckets
+from jaxlamina.weights.fingerprint import fingerprint
+from jaxlamina.weights.replacing import check_same_arrays, check_same_model, copied
 from jaxlamina.workers.calibration import Calibration, calibration_rows
-from jaxlamina.workers.capacity import (
-    is_accelerator,
-)
+from jaxlamina.workers.capacity import check_weights, is_accelerator
+from jaxlamina.workers.kept_kv import kept_prefixes
 from jaxlamina.workers.spec import CALIBRATED_KV_DTYPES
+from jaxlamina.workers.workspace import tree_bytes
 from pallas_kernels import cpu
 from splitter import SplitReport
 
@@ -97,6 +100,13 @@ class InMemoryModel(HasConfig):
 
     def tokenizer(self) -> Any:
         return self.text
+
+
+class LoadedWeights(NamedTuple):
+    """Weights that `LLM.put_weights` takes; ``fingerprint``: "" where no KV is kept by content."""
+
+    params: Mapping[str, jax.Array]
+    fingerprint: str
 
 
 class LLM:
@@ -182,6 +192,70 @@ class LLM:
             kv_slot_bytes=sum(spec.slot_bytes for spec in self.executor.specs),
         )
         self.engine.admission.longer = self._longer(length)
+        self._like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+        self._of_weights, self._of_scales = "", calibration.digest()
+        if o.keeps_kv:
+            self._of_weights = fingerprint(params)
+            self.keep_kv(o.kept_kv_folder, o.kept_kv_slots)
+
+    def keep_kv(self, folder: str | None, n: int | str | None) -> None:
+        """Keeps KV in host memory by content from now on, as ``kept_kv_folder`` and ``kept_kv_slots`` have
+        it; of a model that was made to keep some. Not while a step runs."""
+        self._kept_as = folder, n
+        follows_from = f"{self._of_weights} {self.dtype} {self.options.kv_dtype} {self._of_scales}"
+        wanted = KeptWanted(folder, follows_from, n if isinstance(n, int) else None)
+        self.engine.keep_kv(kept_prefixes(wanted, self.executor.open_kept(wanted)))
+
+    def update_weights(
+        self,
+        source: str | Path | ModelSource | Mapping[str, Any],
+        *,
+        revision: str | None = None,
+        keep_kv: bool = False,
+    ) -> None:
+        """The model goes on with other weights, as after a step of training. Nothing is compiled anew.
+
+        ``source``: a model, as `LLM` takes one, which must be the same but for its weights; or arrays by
+        name, all of them, with the names, shapes and dtypes of those that were loaded. Arrays are copied.
+        ``revision``: of a model of the Hub.
+
+        ``keep_kv``: False forgets cached prefixes, and computes the KV of requests that run again from their
+        tokens. True lets both stay as the weights before made them; then no KV is kept by content any more,
+        until an update without it. Fixed scales of KV (``kv_dtype="int8-channel"``) stay as they were found.
+        Tokenizer and end tokens stay, too.
+
+        It may be called between two steps, as from ``on_token``. ``UserError`` for what does not fit, which
+        is named; the weights are the old ones then. Host memory must have room for the new weights.
+        """
+        self.put_weights(self.load_weights(source, revision), keep_kv=keep_kv)
+
+    def load_weights(
+        self, source: str | Path | ModelSource | Mapping[str, Any], revision: str | None = None
+    ) -> LoadedWeights:
+        """What `update_weights` puts in place: read into host memory, and checked. In any thread."""
+        n_bytes, device = tree_bytes(self._like), _host(self.place.load_device)
+        if isinstance(source, Mapping):
+            check_same_arrays(self._like, source, "the new weights")
+            check_weights(n_bytes, self.dtype, device)
+            params = copied(source, device)
+        else:
+            opened = _open(source, "auto", revision)
+            if self.model.decoded is not None and getattr(opened, "forms", None):
+                opened = opened.in_blocks()  # type: ignore[attr-defined]
+            where = str(source) if isinstance(source, str | Path) else "the new model"
+            check_same_model(self.model, opened.model, where)
+            check_same_arrays(self._like, opened.model.like(self.dtype), where)
+            check_weights(n_bytes, self.dtype, device)
+            params = dict(opened.load(self.dtype, device, None))
+            check_same_arrays(self._like, params, where)
+        return LoadedWeights(params, fingerprint(params) if self.options.keeps_kv else "")
+
+    def put_weights(self, loaded: LoadedWeights, *, keep_kv: bool = False) -> None:
+        """As `update_weights`, of what `load_weights` gave. Between two steps."""
+        self.engine.put_weights(loaded.params, keep_kv=keep_kv)
+        self._of_weights = loaded.fingerprint
+        if self.options.keeps_kv and not keep_kv:
+            self.keep_kv(*self._kept_as)
 
     def generate(
         self,
@@ -292,7 +366,7 @@ class LLM:
             raise UserError(f"serve has no setting {unknown[0]!r}: jaxlamina serve --help lists them")
         settings.setdefault("served_model_names", ("model",))
         with bound(host, port) as listener, _bar("compiling") as on_progress:
-            address = shown(listener)
+            address = shown(listener, settings.get("ssl_certfile") is not None)
             app = App(
                 self,
                 Settings(**settings),
@@ -315,7 +389,8 @@ class LLM:
 
     def split_report(self) -> SplitReport:
         """Slices, what each cut keeps and what crosses between the pools, for a decode step of one
-        request."""
+        request. Where model workers share out the weights (``tensor_parallel``): of the first one's share of
+        the model."""
         return self.executor.report
 
     def stats(self) -> dict[str, Any]:
@@ -333,7 +408,7 @@ class LLM:
             "kv_headroom": self.engine.scheduler.headroom.share,
             **({"staggering": staggering} if staggering is not None else {}),
             **({"local_attention": local} if local is not None else {}),
-            "model_device": str(self.model_device),
+            "model_device": self.place.compute_pool,
             "attention_device": self.place.attention_pool,
         }
 
@@ -441,6 +516,14 @@ def _open(model: str | Path | ModelSource, load_format: str, revision: str | Non
     from jaxlamina.weights import DummyCheckpoint, open_checkpoint
 
     return DummyCheckpoint(model, revision) if load_format == "dummy" else open_checkpoint(model, revision)
+
+
+def _host(device: jax.Device) -> jax.Device:
+    """Where arrays are in host memory, beside what ``device`` has; that itself where JAX knows no CPU."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return device
 
 
 def _as_stored(source: ModelSource, asked: str, dtype: str, place: ModelPlace) -> ModelSource:

@@ -240,8 +240,7 @@ class EngineOptions(Options):
     )
     async_scheduling: bool = option(
         True,
-        "Launch each step before the tokens of the one before it are looked at; the same tokens either "
-        "way. Jobs of several model ranks go one step at a time regardless.",
+        "Launch each step before the tokens of the one before it are looked at; the same tokens either way.",
     )
     prefix_caching: bool = option(
         True,
@@ -266,6 +265,19 @@ class EngineOptions(Options):
         "as there is room for on them, in a quarter of free host memory at most; on CPUs none.",
         least=0,
         rule="0 (none) or more, or 'auto'",
+    )
+    kept_kv_slots: int | Literal["auto"] | None = option(
+        None,
+        "Tokens whose KV is also kept in host memory, by content: a prompt that begins with them goes on "
+        "after them. auto: as many as each worker has slots, in a quarter of free memory at most; "
+        "the default where there is a folder.",
+        least=0,
+        rule="0 (none) or more, or 'auto'",
+    )
+    kept_kv_folder: str | None = option(
+        None,
+        "Where, for a later process of the same model and workers to find it: a folder of files in memory, "
+        "as below /dev/shm. Default: memory of the process; with --supervise it outlives the server.",
     )
     scheduling_policy: str | None = option(
         None,
@@ -292,6 +304,11 @@ class EngineOptions(Options):
     )
     seed: int = option(0, "Requests without a seed of their own get theirs from it.", least=0)
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether KV is kept by content: where somebody says how much, or where and not how much."""
+        return bool(self.kept_kv_slots or (self.kept_kv_slots is None and self.kept_kv_folder))
+
 
 LOCAL_ATTENTION = (
     "The share of the KV that model workers keep and attend to themselves while attention workers attend to "
@@ -308,6 +325,11 @@ class WorkerOptions(Options):
         True, "Two workers; or each step one program, to compare with.", flag="--split/--no-split"
     )
     attention_workers: int = option(1, "Workers that share the KV.", least=1)
+    tensor_parallel: int = option(
+        1,
+        "With --no-split: devices of this process that share out the model, its weights and its KV heads.",
+        least=1,
+    )
     partition: Literal["auto", "heads", "requests", "tokens"] = option(
         "auto",
         "What several attention workers share out: heads, requests or tokens; auto: heads where they "

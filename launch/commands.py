@@ -1,10 +1,10 @@
-"""Command lines and environments that start a job's ranks on this host. Pure Python on plain data; starts
-nothing."""
+"""Command lines and environments that start a job's ranks. Pure Python on plain data; starts nothing."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from jaxlamina.job.cluster import Cluster
 from launch.options import LaunchOptions
@@ -31,17 +31,35 @@ def rank_argv(options: LaunchOptions) -> tuple[str, ...]:
 def mpirun_argv(n_ranks: int, version: str, *, root: bool) -> tuple[str, ...]:
     """``version``: what `mpirun --version` says; another MPI than Open MPI gets no options that it may not
     know."""
-    if "open mpi" not in version.lower() and "open-mpi" not in version.lower():
+    if not is_open_mpi(version):
         return ("mpirun", "-n", str(n_ranks))
     as_root = ("--allow-run-as-root",) if root else ()
     return ("mpirun", "-n", str(n_ranks), *as_root, *OPEN_MPI)
 
 
+def is_open_mpi(version: str) -> bool:
+    return "open mpi" in version.lower() or "open-mpi" in version.lower()
+
+
+def mpirun_among(words: Sequence[str]) -> int | None:
+    """At which of a starter's words mpirun is; None where another starts the ranks."""
+    names = [Path(word).name for word in words]
+    return next((i for i, name in enumerate(names) if name in ("mpirun", "mpiexec", "orterun")), None)
+
+
+def handing_on(words: Sequence[str], at: int, names: Sequence[str]) -> tuple[str, ...]:
+    """A starter's words, whose Open MPI, ``at``, gives ranks on other hosts the variables ``names``. Others
+    hand on all."""
+    said = {word.partition("=")[0] for word in words}
+    more = [word for name in names if name not in said for word in ("-x", name)]
+    return (*words[: at + 1], *more, *words[at + 1 :])
+
+
 def mpi_child(
     mpirun: Sequence[str], options: LaunchOptions, environment: Mapping[str, str], pipes: str
 ) -> Child:
-    """The one mpirun that starts all ranks. ``pipes``: the folder where each rank finds a pipe for its
-    lines."""
+    """The one mpirun, or other starter, that starts all ranks. ``pipes``: the folder where each rank on this
+    host finds a pipe for its lines, if there is one."""
     return Child(
         (*mpirun, *rank_argv(options)),
         None,

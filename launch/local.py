@@ -1,7 +1,7 @@
-"""`python -m launch.local`: starts all ranks of a job on this host, and ends them all. What `jaxlamina
-launch` runs.
+"""`python -m launch.local`: starts all ranks of a job, and ends them all. What `jaxlamina launch` runs.
 
-Knows transports as far as to know who starts their ranks: mpirun for "mpi", itself for "xla".
+Knows transports as far as to know who starts their ranks on this host: mpirun for "mpi", itself for "xla". On
+several hosts a starter does that it is told of.
 """
 
 from __future__ import annotations
@@ -10,23 +10,32 @@ import contextlib
 import os
 import random
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT
 from jaxlamina.job.cluster import JOB, Cluster
-from launch.commands import mpi_child, mpirun_argv, plain_children
+from jaxlamina.process.host_memory import memory_folder
+from jaxlamina.process.owned_folder import owned_folder
+from launch.commands import (
+    handing_on,
+    is_open_mpi,
+    mpi_child,
+    mpirun_among,
+    mpirun_argv,
+    plain_children,
+)
 from launch.options import LaunchOptions, parse
-from launch.processes import Job
+from launch.processes import LAUNCHED, Job
 
-WHAT = "Starts all ranks of a job on this host: rank 0 runs COMMAND, the others work for it."
+WHAT = "Starts all ranks of a job: rank 0 runs COMMAND, on this host, and the others work for it."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--rank is for `python -m launch`, one rank; this starts all of them")
         options = _on_free_ports(options)
         cluster = options.cluster()
-        with tempfile.TemporaryDirectory(prefix="jaxlamina-") as folder:
-            return _job(cluster, options, folder).run()
+        # Another host must not have it, as it may have /tmp.
+        with owned_folder(memory_folder(), "jaxlamina-pipes") as folder:
+            return _job(cluster, options, str(folder)).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -46,13 +56,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _job(cluster: Cluster, options: LaunchOptions, folder: str) -> Job:
     environment = {**os.environ, JOB: secrets.token_hex(16)}  # by which rank 0 knows its own
+    if options.starter:
+        child = mpi_child(_starter(options.starter, environment), options, environment, folder)
+        begin_s = cluster.start_deadline_s
+        return Job([child], cluster.describe, end_s=options.end_s, folder=folder, begin_s=begin_s)
     if cluster.transport == "xla":
         children = plain_children(cluster, options, environment, folder)
         return Job(children, cluster.describe, end_s=options.end_s, folder=folder)
-    mpirun = mpirun_argv(cluster.n_ranks, _mpirun_version(), root=os.geteuid() == 0)
+    if shutil.which("mpirun") is None:
+        raise UserError(
+            "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, "
+            "or take --transport xla"
+        )
+    mpirun = mpirun_argv(cluster.n_ranks, _version("mpirun"), root=os.geteuid() == 0)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
     child = mpi_child(mpirun, options, environment, folder)
     return Job([child], cluster.describe, pipes=pipes, end_s=options.end_s, folder=folder)
+
+
+def _starter(words: Sequence[str], environment: Mapping[str, str]) -> Sequence[str]:
+    """With which ranks on other hosts find the packages and know their job."""
+    if shutil.which(words[0]) is None:
+        raise UserError(f"--starter {shlex.join(words)!r}: there is no program {words[0]!r} here")
+    at = mpirun_among(words)
+    if at is None or shutil.which(words[at]) is None or not is_open_mpi(_version(words[at])):
+        return words
+    return handing_on(
+        words, at, [n for n in (JOB, LAUNCHED, "PYTHONPATH") if n == LAUNCHED or n in environment]
+    )
 
 
 def _pipe(path: Path) -> int:
@@ -61,14 +92,9 @@ def _pipe(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
-def _mpirun_version() -> str:
-    if shutil.which("mpirun") is None:
-        raise UserError(
-            "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, "
-            "or take --transport xla"
-        )
+def _version(mpirun: str) -> str:
     done = subprocess.run(
-        ["mpirun", "--version"],
+        [mpirun, "--version"],
         check=False,
         capture_output=True,
         text=True,

@@ -7,6 +7,7 @@ faster.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -19,13 +20,15 @@ from jaxlamina.server.settings import CONNECTIONS_END_S, SHUTDOWN_TIMEOUT_S, THR
 @dataclass(frozen=True)
 class LaunchOptions:
     """config: the cluster file; changes: "key=value" over it; rank: given by hand; command: what rank 0 runs.
-    module: whose ``main(cluster, rank)`` every rank runs instead."""
+    module: whose ``main(cluster, rank)`` every rank runs instead. starter: words that start all ranks, before
+    the words of one."""
 
     config: str | None
     changes: tuple[str, ...]
     rank: int | None
     command: tuple[str, ...]
     module: str | None = None
+    starter: tuple[str, ...] = ()
 
     @property
     def reads_stdin(self) -> bool:
@@ -66,6 +69,9 @@ def parse(prog: str, what: str, arguments: Sequence[str] | None) -> LaunchOption
     parser.add_argument(
         "--module", metavar="NAME", help="every rank runs this module's main(cluster, rank), and not COMMAND"
     )
+    parser.add_argument(
+        "--starter", metavar="WORDS", help="what starts all ranks: 'mpirun -n 3 --hostfile hosts'"
+    )
     parser.add_argument("--rank", type=int, help="this rank, where no starter says it")
     parser.add_argument(
         "command",
@@ -79,7 +85,21 @@ def parse(prog: str, what: str, arguments: Sequence[str] | None) -> LaunchOption
         check_command(command)
     elif command:
         raise UserError(f"--module {found.module} is run in place of a command: leave out {command[0]!r}")
-    return LaunchOptions(found.config, tuple(found.changes), found.rank, tuple(command), found.module)
+    starter = () if found.starter is None else _words(found.starter)
+    return LaunchOptions(
+        found.config, tuple(found.changes), found.rank, tuple(command), found.module, starter
+    )
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Of --starter, as a shell takes them apart."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--starter {text!r} cannot be taken apart into words: {error}") from None
+    if not words:
+        raise UserError("--starter needs words: 'mpirun -n 3 --hostfile hosts'")
+    return tuple(words)
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -122,6 +122,7 @@ class Job:
       done.
     - ``end_s``, ``folder``: rank 0 brings its work to an end by itself when it is told to stop, in so many
       seconds; the folder is that of `LAUNCHED`. None: a signal ends all at once.
+    - ``begin_s``: rank 0 must have begun, on this host, after so many seconds.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Job:
         grace_s: float = 5.0,
         end_s: float | None = None,
         folder: str = "",
+        begin_s: float | None = None,
     ) -> None:
         self._children = children
         self._describe = describe
@@ -140,6 +142,8 @@ class Job:
         self._grace_s = grace_s
         self._end_s = end_s
         self._first_pid = Path(folder, FIRST_PID)
+        self._begin_s = begin_s
+        self._begin_by = None if begin_s is None else time.monotonic() + begin_s
         self._running: list[_Running] = []
         self._selector = selectors.DefaultSelector()
         self._buffers: dict[int, bytearray] = {}
@@ -261,11 +265,23 @@ class Job:
             self._deadline = now + self._grace_s  # a rank that has written its line is about to end
         if self._signal is not None and self._end_s is not None and not self._is_asked_to_end:
             self._ask_to_end(now + self._end_s)
+        if self._begin_by is not None and now > self._begin_by:
+            self._begin_by = None
+            if not self._first_pid.exists():
+                self._not_begun()
+                self._deadline = now - 1
         late = self._deadline is not None and now > self._deadline
         if (late or self._signal is not None) and self._kill_at is None:
             self._end_all(now)
         if self._kill_at is not None and now > self._kill_at:
             self._kill_all()
+
+    def _not_begun(self) -> None:
+        line = (
+            f"error: {self._describe(0)}: has not begun on this host within {self._begin_s:g} s: its starter "
+            "must reach all hosts, and give it this one (the first of a hostfile)"
+        )
+        self._reason.add(_Report(0, 0, line))
 
     def _ask_to_end(self, deadline: float) -> None:
         """Has rank 0 bring its work to an end; the others end after it. The signal has been heeded then."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from jaxlamina.job.cluster import Cluster
+from jaxlamina.job.secret import secret_of
 from jaxlamina.process.gpus import n_gpus
 from jaxlamina.process.parents import end_with_parent
 from launch import devices
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _redirect(here.rank)
             who = f"error: rank {here.rank}: "
         options = parse("python -m launch", WHAT, arguments)
+        if options.starter:
+            raise UserError("--starter is for jaxlamina launch, which starts all ranks; this is one")
         here = place(os.environ, options.rank)
         who = f"error: rank {here.rank}: "
         cluster = options.cluster()
@@ -63,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cluster.pools.check_world(here.n_ranks)
         who = f"error: {cluster.describe(here.rank)}: "
         _check_starter(cluster, here)
+        secret_of(cluster, os.environ)  # before anything takes long
         os.environ.update(devices.variables(cluster, here, n_gpus(os.environ)))
         return _work(cluster, here.rank, options)
     except UserError as error:
@@ -123,12 +127,12 @@ def _keep_stdout_clean() -> None:
 
 def _redirect(rank: int) -> None:
     """Under `launch.local`: ends with its starter, and gives it this rank's own lines where MPI would mix
-    them."""
+    them. On another host there is no such folder."""
     folder = os.environ.get(LAUNCHED)
     if folder is None:
         return
     end_with_parent()
-    if rank == 0:
+    if rank == 0 and Path(folder).exists():
         Path(folder, FIRST_PID).write_text(str(os.getpid()))
     pipe = Path(folder, str(rank))
     if not pipe.exists():  # plain processes have pipes of their own already

@@ -167,6 +167,31 @@ def rotate(
 ) -> Float32[Array, "B N H"]:
     """x with the pairs (i, i + R) of its heads' first 2 R elements turned by a row's angles; the rest as it
     is."""
+    found: Array = rotation_p.bind(x, cos, sin)
+    return found
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     found: Array = jax.ffi.ffi_call(_ROTATION, like, vmap_method="sequential")(x, cos, sin)
     return found
+
+
+def _batch_rotation(args: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int]:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+
+    def fold(x: Array, d: int | None) -> Array:
+        x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        return x.reshape(size * x.shape[1], *x.shape[2:])
+
+    out = rotation_p.bind(*(fold(x, d) for x, d in zip(args, dims, strict=True)))
+    return out.reshape(size, -1, *out.shape[1:]), 0
+
+
+rotation_p = compat.define_primitive(
+    "rotation",
+    run=_rotate,
+    abstract=lambda x, *_: compat.ShapedArray(x.shape, x.dtype),
+    batch=_batch_rotation,
+)
+"""`rotate` as an operator of its own: it is seen in a jaxpr that heads need not each other in it."""

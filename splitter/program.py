@@ -7,17 +7,19 @@ as part of a whole step. Knows nothing of cuts: it is told which equations to ru
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import compat
-from splitter.block import Block, variables
+from splitter.block import Block, Rule, variables
 
 Arrays = tuple[Any, ...]
+_NO_RULES: Mapping[str, Rule] = MappingProxyType({})
 
 
 def canonical(*blocks: Block, extra: Hashable = ()) -> str:
@@ -79,7 +81,8 @@ class SliceProgram:
     """The code of a slice, shared by all slices that are the same but for their parameters.
 
     Every slice but the last has a `q_part` and a `kv_part`; the last has `final`. `q_part` computes q and
-    only what q needs, so that "send q" can come between the two (Lamina 2025, §4.2.2).
+    only what q needs, so that "send q" can come between the two (Lamina 2025, §4.2.2). ``rules``: by a
+    primitive's name, how its equations are run, where only the caller knows that.
     """
 
     def __init__(
@@ -97,13 +100,19 @@ class SliceProgram:
         self._tied, self._tie_outputs = tied, tie_outputs
         self._unflatten = unflatten
 
-    def q_part(self, params: Arrays, context: Arrays, attention_out: Any | None) -> tuple[Any, Arrays]:
+    def q_part(
+        self,
+        params: Arrays,
+        context: Arrays,
+        attention_out: Any | None,
+        rules: Mapping[str, Rule] = _NO_RULES,
+    ) -> tuple[Any, Arrays]:
         """`(q, rest)` from the slice's parameters, its context and the last attention's output.
 
         attention_out is None for slice 0, whose context is the model's inputs. `rest` is what `kv_part` goes
         on from.
         """
-        q, *rest = self._first(self._arguments(params, context, attention_out))
+        q, *rest = self._first(self._arguments(params, context, attention_out), rules)
         return q, tuple(rest)
 
     def q_needs(self, i: int) -> bool:
@@ -115,7 +124,13 @@ class SliceProgram:
                 wanted.update(variables(eqn.invars))
         return self._first.invars[i] in wanted
 
-    def kv_part(self, params: Arrays, rest: Arrays, tie: Any | None = None) -> tuple[Any, Any, Arrays]:
+    def kv_part(
+        self,
+        params: Arrays,
+        rest: Arrays,
+        tie: Any | None = None,
+        rules: Mapping[str, Rule] = _NO_RULES,
+    ) -> tuple[Any, Any, Arrays]:
         """`(k, v, context)`, the context being the next slice's.
 
         tie: what "send q" returned, a scalar that is 0 when the program runs, or None. k and v are made to
@@ -124,16 +139,18 @@ class SliceProgram:
         """
         assert self._second is not None, "the last slice has no kv_part"
         rest = tuple(_add_tie(x, tie) if i in self._tied else x for i, x in enumerate(rest))
-        k, v, *context = self._second((*params, *rest))
+        k, v, *context = self._second((*params, *rest), rules)
         if self._tie_outputs:
             k, v = _add_tie(k, tie), _add_tie(v, tie)
         return k, v, tuple(context)
 
-    def final(self, params: Arrays, context: Arrays, attention_out: Any) -> Any:
+    def final(
+        self, params: Arrays, context: Arrays, attention_out: Any, rules: Mapping[str, Rule] = _NO_RULES
+    ) -> Any:
         """The model's outputs, in their own structure; None for those that come from elsewhere
         (`merge_outputs`)."""
         assert self._unflatten is not None, "only the last slice has a final part"
-        return self._unflatten(self._first(self._arguments(params, context, attention_out)))
+        return self._unflatten(self._first(self._arguments(params, context, attention_out), rules))
 
     @staticmethod
     def _arguments(params: Arrays, context: Arrays, attention_out: Any | None) -> Arrays:

@@ -5,6 +5,7 @@ Knows nothing of what is tested.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -17,6 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests in several processes share a GPU: none may take three quarters of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Nor share its cores with threads of torch that spin while they wait: thirty times the work itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jaxtyping
 import pytest
@@ -80,26 +83,42 @@ def unchecked() -> Iterator[None]:
 # are done.
 LONG_FILES = (
     "test_ranks",
-    "test_perplexity",
     "test_documents",
-    "test_staggered",
+    "test_find",
     "test_launch_ranks",
+    "test_flax_models_ranks",
+    "test_attention_backends",
+    "test_bench",
+    "test_local_attention",
+    "test_faults",
     "test_prefix_caching",
+    "test_staggered",
+    "test_blocks",
     "test_llm",
+    "test_server_load",
+    "test_breakdown",
+    "test_cli",
+    "test_layouts",
+    "test_demo_model",
+    "test_perplexity",
+    "test_prefill_workers",
+    "test_server_end",
+    "test_dashboard",
+    "test_flax_models",
+    "test_mixed_steps",
+    "test_server_parts",
+    "test_clients",
+    "test_structured",
     "test_partition",
     "test_tensor_parallel",
+    "test_bench_start",
+    "test_exchange_bench",
+    "test_server",
     "test_pipeline_parallel",
     "test_workers",
     "test_kv_machine",
-    "test_breakdown",
-    "test_demo_model",
-    "test_cli",
-    "test_exchange_bench",
     "test_transports",
-    "test_server",
     "test_server_answers",
-    "test_server_end",
-    "test_clients",
     "test_batch_troubles",
     "test_server_batches",
     "test_server_input",
@@ -127,6 +146,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: i for i, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: Python's collections leave it out, and are rarer where tracing makes
+    hundreds of thousands of objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, *gc.get_threshold()[1:])
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Models and programs of a file go with it."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,21 +16,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import frames, sockets
 from jaxlamina.job.control.channel import ControlClient, ControlError, ControlServer, hello_of
 from jaxlamina.job.control.frames import FrameReader
 from jaxlamina.job.control.messages import (
+    Admitted,
+    Challenge,
     Hello,
+    Message,
+    Ping,
+    Pong,
     StepShape,
     decode,
+    encode,
 )
+from jaxlamina.job.control.seals import Seals, new_nonce
 
 RANK = Path(__file__).with_name("control_rank.py")
 CONFIG: dict[str, Any] = {"dop": "1,2", "kv_dtype": "auto", "max_num_seqs": 8, "window": None, "scale": 0.5}
 VERSIONS = {"jax": "1.2.3", "jaxlamina": "0.1.0"}
-JOB = "the job's word"
-_OWN = {"config": CONFIG, "versions": VERSIONS, "job": JOB}
+SECRET = b"the job's secret"
+_OWN = {"config": CONFIG, "versions": VERSIONS}
 SHAPE = StepShape("decode", 8, 1, 256)
 
 
@@ -64,7 +73,7 @@ class Group:
         self._ends: list[Callable[[], Any]] = []
 
     def server(self, n_ranks: int, address: str = "127.0.0.1:0", **options: Any) -> ControlServer:
-        given = {"describe": describe, "versions": VERSIONS, "on_fault": self.faults, "job": JOB}
+        given = {"describe": describe, "versions": VERSIONS, "on_fault": self.faults, "secret": SECRET}
         options = given | options
         server = ControlServer(address, n_ranks, options.pop("config", CONFIG), **options)
         self._ends.append(lambda: server.close(wait_s=0.2))
@@ -86,6 +95,9 @@ class Group:
         self._ends.append(sock.close)
         return sock
 
+    def bare(self, address: str, secret: bytes = SECRET) -> Bare:
+        return Bare(self.raw(address), secret)
+
     def close(self) -> None:
         for end in reversed(self._ends):
             end()
@@ -100,7 +112,8 @@ class Joining:
         self._client: ControlClient | None = None
         own = [options.pop(name, usual) for name, usual in _OWN.items()]
         hello = hello or hello_of(rank, *own)
-        options = {"deadline_s": 10, "on_fault": self.faults, "describe": describe} | options
+        usual = {"deadline_s": 10, "on_fault": self.faults, "describe": describe, "secret": SECRET}
+        options = usual | options
 
         def make() -> None:
             try:
@@ -163,16 +176,41 @@ def free_address() -> str:
         return sockets.address_text(sock.getsockname())
 
 
-def said_by(sock: socket.socket) -> Any:
-    """The next message on a bare socket, heartbeats left out; None when the other side closes."""
-    reader = FrameReader()
-    sock.settimeout(5)
-    while True:
-        data = sock.recv(1)  # a byte a time: nothing of what follows is taken
-        if not data:
-            return None
-        reader.feed(data)
-        for body in reader.bodies():
-            message = decode(body)
-            if type(message).__name__ not in ("Ping", "Pong"):
-                return message
+class Bare:
+    """A rank's end as bytes: what it says is sealed here and sent by the test."""
+
+    def __init__(self, sock: socket.socket, secret: bytes = SECRET) -> None:
+        self.sock = sock
+        self._reader = FrameReader()
+        sock.settimeout(5)
+        challenge = self._next()
+        assert isinstance(challenge, Challenge)
+        self.nonce = new_nonce()
+        self._seals = Seals.of_rank(secret, self.nonce, challenge.nonce)
+
+    def hello(self, rank: int, config: dict[str, Any] = CONFIG, **more: Any) -> bytes:
+        """``more``: fields that there are not."""
+        hello = msgspec.structs.replace(hello_of(rank, config, VERSIONS), nonce=self.nonce)
+        raw = msgspec.msgpack.decode(encode(hello)) | more
+        return self.sealed(msgspec.msgpack.encode(raw))
+
+    def sealed(self, body: Message | bytes) -> bytes:
+        """Of the next message, which is taken for sent."""
+        found = self._seals.sealing.frame(body if isinstance(body, bytes) else encode(body))
+        self._seals.sealing.sent()
+        return b"".join(found)
+
+    def said(self) -> Any:
+        """The next message, heartbeats and Admitted left out; None when the other side closes."""
+        while isinstance(message := self._next(), Ping | Pong | Admitted):
+            pass
+        return message
+
+    def _next(self) -> Any:
+        while True:
+            for frame in self._reader.frames():
+                return decode(frame.body if frame.seal is None else self._seals.unsealing.body(frame))
+            data = self.sock.recv(1)  # a byte a time: nothing of what follows is taken
+            if not data:
+                return None
+            self._reader.feed(data)

@@ -28,7 +28,7 @@ from jaxlamina.job.control.messages import (
 )
 
 VERSIONS = {"jax": "1.2.3", "jaxlamina": "0.1.0"}
-JOB = "the job's word"
+SECRET = b"the job's secret"
 
 
 def say(*words: object) -> None:
@@ -43,7 +43,8 @@ def on_fault(rank: int, line: str) -> None:
 def client(address: str, rank: int, config: dict, deadline_s: float = 20.0, heartbeat_s: float = 5.0) -> int:
     channel = ControlClient(
         address,
-        hello_of(rank, config, VERSIONS, JOB),
+        hello_of(rank, config, VERSIONS),
+        secret=SECRET,
         deadline_s=deadline_s,
         heartbeat_s=heartbeat_s,
         on_fault=on_fault,
@@ -75,7 +76,7 @@ def server(
         config,
         describe=lambda rank: f"rank {rank}",
         versions=VERSIONS,
-        job=JOB,
+        secret=SECRET,
         heartbeat_s=heartbeat_s,
         on_fault=on_fault,
     )

@@ -195,7 +195,9 @@ def _healthy(url: str) -> bool:
 
 def main(page: str, folder: str) -> None:
     session = Session(Path(folder))
-    todo = [block for block in blocks(page) if block.language in RUN and block.why_not is None]
+    todo = [
+        block for block in blocks(page) if (block.language in RUN and block.why_not is None) or block.file
+    ]
     try:
         for number, block in enumerate(todo):
             where, began = f"{page}:{block.line}", time.monotonic()

@@ -33,10 +33,11 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models import ModelConfig, apply, random_params
+from jaxlamina.ranks.apart import WHOLE
 from jaxlamina.ranks.attention_programs import AttentionProgram, step_inputs_of
 from jaxlamina.ranks.cluster_layout import layout_of, partition_of, wishes_of
-from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of, traces
-from jaxlamina.ranks.shards import shard_axes, shard_of
+from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of, shared_out_of, traces
+from jaxlamina.ranks.shards import shard_like, shard_model, shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
@@ -47,7 +48,7 @@ from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.model_worker import ModelWorker
-from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.spec import AttentionSpec, specs_of
 from jaxlamina.workers.workspace import pool_shapes
 from pallas_kernels import compat
 
@@ -69,6 +70,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two copies, fixed": {"dop": (2, 2), "n_batches": 2, "pipelining": "fixed"},
     "two copies, by requests": {"dop": (2, 2), "n_batches": 3, "partition": "requests"},
     "two shards": {"dop": (2, 1), "tensor_parallel": 2},
+    "two shards, by heads, q first": {"dop": (2, 2), "tensor_parallel": 2, "q_first": True},
+    "two shards, by requests": {"dop": (2, 2), "tensor_parallel": 2, "partition": "requests"},
+    "two shards, three workers by heads": {"dop": (2, 3), "tensor_parallel": 2},
+    "three shards, which cannot share heads out": {"dop": (3, 1), "tensor_parallel": 3},
     "two stages": {"dop": (2, 1), "pipeline_parallel": 2},
     "two stages, by tokens": {"dop": (2, 2), "pipeline_parallel": 2, "partition": "tokens"},
     "a model rank's heads": {"local_attention": 0.5},
@@ -93,6 +98,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "a prefill worker": {"prefill_workers": 1},
     "two prefill workers, by requests": {"dop": (1, 2), "prefill_workers": 2, "partition": "requests"},
+}
+OTHER_HEADS: dict[str, dict[str, Any]] = {
+    "two shards, three workers by heads": {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "head_dim": 4,
+    },
 }
 KINDS = ("decode", "staggered", "prefill", "chunk", "scored", "decode with chunk", "decode beside chunks")
 
@@ -292,31 +304,39 @@ class Job:
         return bool(self.cluster.q_first)
 
 
+def model_of(layout: str) -> tuple[ModelConfig, Callable[..., Any], dict[str, jax.Array]]:
+    """The model that a layout runs, and its weights."""
+    config = ModelConfig.from_hf(MODEL | OTHER_HEADS.get(layout, {}))
+    return config, partial(apply, config), random_params(config, seed=1)
+
+
 @cache
 def job_of(name: str) -> Job:
     cpu = {"model_platform": "cpu", "attention_platform": "cpu"}
     cluster = Cluster.load(None, {"transport": "mpi", "local_attention": 0, **cpu, **LAYOUTS[name]})
-    config = ModelConfig.from_hf(MODEL)
-    fn, params = partial(apply, config), random_params(config, seed=1)
+    config, fn, params = model_of(name)
     like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     n = cluster.n_model
-    axes = shard_axes(traces(fn, like), like, n) if cluster.tensor_parallel > 1 else {}
+    shared = shared_out_of(cluster, fn, like)
     stages = Stages((), (frozenset(params),) * n)
     if cluster.pipeline_parallel > 1:
         stages = stages_of(traces(fn, like), like, n)
     partition = partition_of(cluster, (config.num_key_value_heads,))
     models = {}
     for rank in (*cluster.pools.model_ranks, *cluster.pools.prefill_ranks):
-        own = params
+        own, own_shared = params, WHOLE
         if rank in cluster.pools.model_ranks:
-            own = shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
-        models[rank] = ModelWorker(fn, own, jax.devices()[0], like)
+            own_shared = shared
+            own = shard_of({name: params[name] for name in stages.params[rank]}, shared, rank)
+        own_fn, own_like = shard_model(fn, like, own_shared, rank), shard_like(like, own_shared)
+        models[rank] = ModelWorker(own_fn, own, jax.devices()[0], own_like)
     sites = models[0].split(1).sites
+    heads_over = shared.heads_over
     return Job(
         cluster,
-        layout_of(cluster, partition, stages.ranks),
-        tuple(AttentionSpec.of(site, "auto") for site in sites),
-        tuple(site.q.shape[2] for site in sites),
+        layout_of(cluster, partition, stages.ranks, heads_over=heads_over),
+        specs_of(sites, "auto", heads_over),
+        tuple(heads_over * site.q.shape[2] for site in sites),
         models,
     )
 

@@ -62,15 +62,17 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy_by_whole_passes(prompt: list[int], n_tokens: int) -> list[int]:
-    """The oracle: no KV at all, the whole sequence again for each token."""
+    """The oracle: no KV at all, the whole sequence again for each token. Rows are filled up behind, which a
+    causal model does not see: one length, one program."""
     config = ModelConfig.from_hf(TINY)
     params = random_params(config, 1)
-    tokens = list(prompt)
-    for _ in range(n_tokens):
-        positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-        logits = apply(config, params, jnp.asarray([tokens], jnp.int32), positions)
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    run = jax.jit(partial(apply, config))
+    n = len(prompt)
+    tokens = np.array([*prompt, *[0] * n_tokens], np.int32)[None]
+    positions = np.arange(n + n_tokens, dtype=np.int32)[None]
+    for at in range(n, n + n_tokens):
+        tokens[0, at] = run(params, tokens, positions)[0, at - 1].argmax()
+    return tokens[0, n:].tolist()
 
 
 # ---- split bench
@@ -94,7 +96,7 @@ def test_split_bench_measures_each_layer_count() -> None:
 
 
 def test_split_bench_compiles_every_distinct_slice_once() -> None:
-    config = split_bench.with_layers(ModelConfig.from_hf(TINY), 4)
+    config = ModelConfig.from_hf(TINY).with_layers(4)
     step = jnp.zeros((1, 1), jnp.int32)
     model = split(
         lambda p, tokens, positions: apply(config, p, tokens, positions), abstract_params(config), step, step
@@ -107,7 +109,7 @@ def test_split_bench_compiles_every_distinct_slice_once() -> None:
 
 def test_with_layers_repeats_the_window_pattern() -> None:
     windowed = TINY | {"model_type": "mistral", "sliding_window": 8}
-    config = split_bench.with_layers(ModelConfig.from_hf(windowed), 5)
+    config = ModelConfig.from_hf(windowed).with_layers(5)
     assert config.num_hidden_layers == 5 and config.windows == (8,) * 5
 
 

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.bench.loads import DRAWN, Size, arrivals, azure_conversation, drawn, means, read_trace
+from jaxlamina.bench import serve_cli
+from jaxlamina.bench.loads import DRAWN, Size, arrivals, drawn, means, read_trace, sizes_in
 from jaxlamina.errors import UserError
+from jaxlamina.planner import traces
 
 # FineInfer, section 4.1
 PUBLISHED = {"sharegpt-like": (161.31, 337.99), "alpaca-like": (19.31, 58.45)}
@@ -25,17 +27,23 @@ def test_drawn_lengths_have_the_published_means(name: str) -> None:
     assert min(min(size) for size in sizes) >= 4 and max(max(size) for size in sizes) <= 1024
 
 
-def test_the_traces_requests_come_with_the_package() -> None:
-    known = azure_conversation()
-    assert len(known) == 1024 and min(min(size) for size in known) > 0
-    assert set(drawn("azure-conversation", 300, seed=1)) <= set(known)
+@pytest.mark.parametrize("name", traces.NAMES)
+def test_lengths_are_drawn_from_all_of_a_trace(name: str) -> None:
+    known = sizes_in(traces.load(name))
+    found = drawn(name, 3000, seed=1)
+    assert set(found) <= set(known) and len({known.index(size) > len(known) // 2 for size in found}) == 2
+    assert means(found) == pytest.approx(means(known), rel=0.1)
+
+
+def test_the_command_line_knows_their_names() -> None:
+    assert serve_cli.DRAWN == DRAWN
 
 
 @given(
     st.sampled_from(DRAWN),
     st.integers(1, 50),
     st.integers(0, 2**32),
-    st.one_of(st.none(), st.integers(400, 4096)),
+    st.one_of(st.none(), st.integers(1000, 4096)),
 )
 def test_draws_are_as_many_reproducible_and_short_enough(
     name: str, n: int, seed: int, most: int | None

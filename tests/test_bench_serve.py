@@ -311,7 +311,7 @@ def test_failed_requests_are_counted_and_shown(server: str) -> None:
         (["--dataset-name", "trace"], "--dataset-path goes with"),
         (
             ["--dataset-name", "alpaca"],
-            "must be one of random, sharegpt-like, alpaca-like, azure-conversation, trace",
+            "must be one of random, sharegpt-like, alpaca-like, azure-conversation, azure-code, kimi",
         ),
         (["--speedup", "0"], "--speedup 0 must be above 0"),
         (["--request-rate", "0"], "must be above 0"),

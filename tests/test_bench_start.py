@@ -19,10 +19,12 @@ def test_gaps() -> None:
     assert (found.n, found.p50_ms, found.p99_ms) == (101, pytest.approx(51), pytest.approx(100))
 
 
-def test_the_port_goes_to_the_server() -> None:
-    assert command_of([])[2:] == ["jaxlamina", "serve", "--port", "0"]
+def test_the_port_and_whether_it_is_supervised_go_to_the_server() -> None:
+    assert command_of([])[2:] == ["jaxlamina", "serve", "--no-supervise", "--port", "0"]
     words = ["launch", "--dop", "1,1", "--", "serve", "--seed", "1"]
-    assert command_of(words)[3:] == [*words[:5], "--port", "0", "--seed", "1"]
+    assert command_of(words)[3:] == [*words[:5], "--no-supervise", "--port", "0", "--seed", "1"]
+    words.insert(1, "--supervise")
+    assert command_of(words)[3:] == [*words[:6], "--port", "0", "--seed", "1"]
     with pytest.raises(UserError, match="'generate hello' starts no server: give serve"):
         command_of(["generate", "hello"])
     with pytest.raises(UserError, match="the bench takes a free one"):

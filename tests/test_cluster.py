@@ -190,7 +190,7 @@ def test_prefill_workers_are_more_ranks_on_the_model_platform():
 
 def test_what_ranks_compare_is_flat_and_has_every_key_but_how_rank_0_is_reached():
     config = Cluster(dop=(1, 3), control="somewhere:9").as_config()
-    assert set(config) == set(fields()) - {"control"}
+    assert set(config) == set(fields()) - {"control", "job_secret_file"}
     assert config["dop"] == "1,3" and config["kv_slots"] is None
     assert all(value is None or isinstance(value, str | int | float | bool) for value in config.values())
     other = dataclasses.replace(Cluster(dop=(1, 3)), control="10.0.0.1:9")
@@ -222,3 +222,10 @@ def test_a_change_without_a_value():
         change("dop")
     with pytest.raises(UserError, match="unknown key 'dpo'"):
         Cluster.load(None, {"dpo": "1,2"})
+
+
+def test_copies_of_kv_that_is_not_kept_are_refused():
+    with pytest.raises(UserError, match="kept_kv_slots=0 keeps none: leave one of them out"):
+        Cluster(kv_replicas=1, kept_kv_slots=0)
+    with pytest.raises(UserError, match="kv_replicas=2 must be at least 0, and 1 at most"):
+        Cluster(kv_replicas=2)

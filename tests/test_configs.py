@@ -15,9 +15,17 @@ from jaxlamina.models.config_files import configs_dir, find_model, model_config,
 PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
 }
 
 
@@ -42,7 +50,7 @@ def test_a_config_json_does_too(tmp_path):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        UserError, match="no model shape 'llama-9b'; known: llama-2-70b, llama-3-70b, .*smollm2"
+        UserError, match="no model shape 'llama-9b'; known: llama-13b, llama-2-13b, .*smollm2"
     ):
         model_config("llama-9b")
 

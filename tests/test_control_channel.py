@@ -15,28 +15,26 @@ import numpy as np
 import pytest
 from control_group import (
     CONFIG,
-    JOB,
     SHAPE,
     VERSIONS,
     Group,
     frame,
     free_address,
-    said_by,
 )
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import client as client_module
 from jaxlamina.job.control import door as door_module
 from jaxlamina.job.control import frames, sockets
-from jaxlamina.job.control.channel import ControlError, hello_of
+from jaxlamina.job.control.channel import ControlError
 from jaxlamina.job.control.door import HELLO_BYTES, MOST_GUESTS
 from jaxlamina.job.control.messages import (
     PROTOCOL,
+    Admitted,
     Array,
     Bye,
+    Challenge,
     Fault,
-    Hello,
-    Pong,
     Prepare,
     Prepared,
     PutRows,
@@ -46,6 +44,8 @@ from jaxlamina.job.control.messages import (
     TakeRows,
     encode,
 )
+
+CHALLENGE = Challenge(PROTOCOL, bytes(32))
 
 
 @pytest.fixture
@@ -150,14 +150,14 @@ def test_all_that_have_connected_are_told_why(group, monkeypatch):
 
     monkeypatch.setattr(door_module, "decode_any_hello", slowly)
     server = group.server(9)
-    ranks = {rank: group.raw(server.address) for rank in range(8, 0, -1)}
-    ranks[8].sendall(frame(encode(hello_of(8, CONFIG | {"max_num_seqs": 9}, VERSIONS, JOB))))
+    ranks = {rank: group.bare(server.address) for rank in range(8, 0, -1)}
+    ranks[8].sock.sendall(ranks[8].hello(8, CONFIG | {"max_num_seqs": 9}))
     for rank in range(1, 8):
-        ranks[rank].sendall(frame(encode(hello_of(rank, CONFIG, VERSIONS, JOB))))
+        ranks[rank].sock.sendall(ranks[rank].hello(rank))
     with pytest.raises(UserError, match="max_num_seqs is 9 there and 8 on rank 0"):
         server.gather(10)
-    for sock in ranks.values():
-        message = said_by(sock)
+    for rank in ranks.values():
+        message = rank.said()
         assert isinstance(message, Refused) and "max_num_seqs is not the same on rank 0" in message.reason
 
 
@@ -198,20 +198,33 @@ def test_a_rank_that_the_group_has_not(group, rank):
 
 def test_a_rank_of_another_protocol_is_told_so(group):
     server = group.server(2)
-    sock = group.raw(server.address)
-    hello = {"type": "Hello", "protocol": 99, "rank": 1, "job": JOB, "colour": "blue"}
-    sock.sendall(frame(msgspec.msgpack.encode(hello)))
+    rank = group.bare(server.address)
+    rank.sock.sendall(rank.hello(1, protocol=99, colour="blue"))
     with pytest.raises(
         UserError, match=f"rank 1 speaks control protocol 99, rank 0 .* speaks {PROTOCOL}: install"
     ) as error:
         server.gather(10)
-    assert said_by(sock) == Refused(str(error.value))
+    assert rank.said() == Refused(str(error.value))
+
+
+def test_a_rank_of_a_protocol_without_a_proof_is_told_so_and_ends_nothing(group):
+    server = group.server(2)
+    rank = group.bare(server.address)
+    hello = {"type": "Hello", "protocol": 7, "rank": 1, "job": "a word"}
+    rank.sock.sendall(frame(msgspec.msgpack.encode(hello)))
+    assert rank.said() == Refused(
+        f"rank 1 speaks control protocol 7, rank 0 (model worker 0) speaks {PROTOCOL}: install the same "
+        "version of jaxlamina on all hosts"
+    )
+    joining = group.join(server.address, 1)
+    server.gather(10)
+    joining.client()
 
 
 def test_a_hello_with_a_field_that_is_not_known(group):
     server = group.server(2)
-    hello = msgspec.msgpack.decode(encode(hello_of(1, CONFIG, VERSIONS, JOB))) | {"colour": "blue"}
-    group.raw(server.address).sendall(frame(msgspec.msgpack.encode(hello)))
+    rank = group.bare(server.address)
+    rank.sock.sendall(rank.hello(1, colour="blue"))
     with pytest.raises(UserError, match=r"rank 1 \(attention worker 0\) said what cannot be read: .*colour"):
         server.gather(10)
 
@@ -270,7 +283,7 @@ GARBAGE = {
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 def test_strangers_do_not_keep_the_group_from_forming(group, garbage):
     server = group.server(2)
-    sock = group.raw(server.address)
+    sock = group.bare(server.address).sock
     sock.sendall(garbage)
     if garbage[:4] == b"JXLc"[: len(garbage)] and len(garbage) < 8:
         sock.shutdown(socket.SHUT_WR)
@@ -282,47 +295,54 @@ def test_strangers_do_not_keep_the_group_from_forming(group, garbage):
 
 
 STRANGERS = {
-    "another job's": hello_of(1, CONFIG, VERSIONS, "another job's word"),
-    "no word": hello_of(1, CONFIG, VERSIONS),
-    "no word, another configuration": hello_of(1, CONFIG | {"dop": "1,1"}, VERSIONS),
-    "another job's, no such rank": hello_of(7, CONFIG, VERSIONS, "x"),
+    "another job's": (1, CONFIG, b"another job's secret"),
+    "no secret": (1, CONFIG, b""),
+    "no secret, another configuration": (1, CONFIG | {"dop": "1,1"}, b""),
+    "another job's, no such rank": (7, CONFIG, b"x"),
 }
 
 
-@pytest.mark.parametrize("hello", STRANGERS.values(), ids=STRANGERS)
-def test_a_process_of_no_job_or_another_is_turned_away_alone(group, hello):
+@pytest.mark.parametrize(("rank", "config", "secret"), STRANGERS.values(), ids=STRANGERS)
+def test_a_process_of_no_job_or_another_is_turned_away_alone(group, rank, config, secret):
     server = group.server(2)
-    sock = group.raw(server.address)
-    sock.sendall(frame(encode(hello)))
-    told = said_by(sock)
-    assert isinstance(told, Refused) and "is of another job" in told.reason and "JAXLAMINA_JOB" in told.reason
-    assert not any(repr(value) in told.reason for value in CONFIG.values())
+    stranger = group.join(server.address, rank, config=config, secret=secret)
+    with pytest.raises(UserError, match="is of another job") as error:
+        stranger.client()
+    assert "JAXLAMINA_JOB" in str(error.value) and "job_secret_file" in str(error.value)
+    assert ("without a proof" in str(error.value)) == bool(secret)
+    assert not any(f" {value!r} " in str(error.value) for value in CONFIG.values())
     joining = group.join(server.address, 1)
     server.gather(10)
     joining.client()
     assert group.faults.empty()
 
 
-def test_without_a_word_nobody_can_end_the_start_and_what_does_not_fit_is_said(group):
+def test_a_rank_with_a_secret_does_not_take_rank_0_without_one_for_its_own(group):
+    server = group.server(2, secret=b"")
+    with pytest.raises(UserError, match="without a proof that it is of this job: .*is of another job"):
+        group.join(server.address, 1).client()
+
+
+def test_without_a_secret_nobody_can_end_the_start_and_what_does_not_fit_is_said(group):
     """Ranks that were started by hand: one of another configuration is as good as a stranger."""
     notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-    server = group.server(3, job="", on_refused=notes.put)
+    server = group.server(3, secret=b"", on_refused=notes.put)
     for _ in range(9):
-        wrong = group.join(server.address, 2, job="", config=CONFIG | {"max_num_seqs": 9})
+        wrong = group.join(server.address, 2, secret=b"", config=CONFIG | {"max_num_seqs": 9})
         with pytest.raises(UserError, match="max_num_seqs is not the same on rank 0") as error:
             wrong.client()
         assert "8" not in str(error.value)
     assert notes.qsize() == 3 and "max_num_seqs is 9 there and 8 on rank 0" in notes.get()
     assert len(server._strangers) == 3
-    ranks = [group.join(server.address, rank, job="") for rank in (1, 2)]
+    ranks = [group.join(server.address, rank, secret=b"") for rank in (1, 2)]
     server.gather(10)
     for rank in ranks:
         rank.client()
 
 
 def test_what_did_not_fit_is_in_the_line_of_a_rank_that_is_missing(group):
-    server = group.server(2, job="")
-    group.join(server.address, 1, job="", config=CONFIG | {"max_num_seqs": 9})
+    server = group.server(2, secret=b"")
+    group.join(server.address, 1, secret=b"", config=CONFIG | {"max_num_seqs": 9})
     with pytest.raises(
         UserError, match="did not start within 1 s: .*max_num_seqs is 9 there and 8 on rank 0"
     ):
@@ -355,7 +375,7 @@ def test_a_stranger_that_says_nothing_holds_nobody_up(group):
 
 def test_strangers_are_named_when_a_rank_is_missing(group):
     server = group.server(2)
-    sock = group.raw(server.address)
+    sock = group.bare(server.address).sock
     sock.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
     assert sock.recv(100) == b""
     with pytest.raises(
@@ -366,12 +386,13 @@ def test_strangers_are_named_when_a_rank_is_missing(group):
 
 def test_messages_in_small_pieces_and_many_at_once(group):
     server = group.server(2)
-    sock = group.raw(server.address)
-    for byte in frame(encode(hello_of(1, CONFIG, VERSIONS, JOB))):
+    rank = group.bare(server.address)
+    sock = rank.sock
+    for byte in rank.hello(1):
         sock.sendall(bytes([byte]))
     server.gather(10)
     answers = [Prepared(StepShape("decode", b, 1, 16), (), 0.25) for b in range(1, 40)]
-    stream = b"".join(frame(encode(m)) for m in answers)
+    stream = b"".join(map(rank.sealed, answers))
     for at in range(0, 400, 7):
         sock.sendall(stream[at : at + 7])
         time.sleep(0.0005)
@@ -381,10 +402,8 @@ def test_messages_in_small_pieces_and_many_at_once(group):
 
 def test_a_message_in_the_same_packet_as_hello_is_not_lost(group):
     server = group.server(3)
-    sock = group.raw(server.address)
-    sock.sendall(
-        frame(encode(hello_of(1, CONFIG, VERSIONS, JOB))) + frame(encode(Fault(1, "rank 1: no such file")))
-    )
+    rank = group.bare(server.address)
+    rank.sock.sendall(rank.hello(1) + rank.sealed(Fault(1, "rank 1: no such file")))
     with pytest.raises(UserError, match="^rank 1: no such file$"):
         server.gather(10)
 
@@ -447,9 +466,7 @@ def test_large_messages_cross_while_heartbeats_go_on(group):
 
 def test_a_message_that_is_too_large_is_refused_by_the_sender(pair, monkeypatch):
     server, client, _ = pair
-    monkeypatch.setattr(
-        "jaxlamina.job.control.server.frame", lambda body: frames.frame(body, largest_bytes=1000)
-    )
+    monkeypatch.setattr(frames, "LARGEST_BYTES", 1000)
     with pytest.raises(ValueError, match="larger than the 1000 that may be sent"):
         server.send(1, TakeRows(Array.of(np.zeros(1000))))
     server.send(1, Prepare(SHAPE))
@@ -547,11 +564,18 @@ def test_ipv6(group):
             b"SSH-2.0-OpenSSH_9.6\r\n",
             "has gone: it sent what cannot be read (the stream is none of JaxLamina's",
         ),
-        (frame(encode(Bye())), "said Bye instead of Welcome"),
-        (frame(encode(Pong())), "was reached, but did not say within 0.3 s that all ranks are there"),
+        (frame(encode(Bye())), "said Bye instead of Challenge"),
+        (frame(encode(CHALLENGE)), "did not say within 0.3 s that it takes this rank in"),
+        (frame(encode(CHALLENGE)) + frame(encode(Admitted())), "said Admitted without a proof"),
+        (
+            frame(encode(CHALLENGE)) + frame(encode(Refused("run x"))),
+            "without a proof that it is of this job",
+        ),
+        (frame(encode(Challenge(PROTOCOL, b"short"))), "a nonce has 32 bytes, not 5"),
+        (frame(encode(CHALLENGE))[:-1], "did not say within 0.3 s that it takes this rank in"),
         (None, "has gone: it closed its control connection"),
     ],
-    ids=["ssh", "another message", "no Welcome", "closed"],
+    ids=["ssh", "other message", "no answer", "no proof", "refused", "short nonce", "cut off", "closed"],
 )
 def test_something_else_listens_at_rank_0s_address(group, monkeypatch, answer, said):
     monkeypatch.setattr(client_module, "_RANK_0_FIRST_S", 0.0)
@@ -560,7 +584,6 @@ def test_something_else_listens_at_rank_0s_address(group, monkeypatch, answer, s
         sock, _ = listener.accept()
         with sock:
             if answer is None:
-                assert isinstance(said_by(sock), Hello)
                 sock.shutdown(socket.SHUT_RDWR)
             else:
                 sock.sendall(answer)

@@ -15,18 +15,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from control_group import (
-    CONFIG,
-    JOB,
     SHAPE,
-    VERSIONS,
     Group,
     frame,
     free_address,
-    said_by,
 )
 
 from jaxlamina.job.control import sockets
-from jaxlamina.job.control.channel import ControlError, hello_of
+from jaxlamina.job.control.channel import ControlError
 from jaxlamina.job.control.connection import Connection, ConnectionEnded
 from jaxlamina.job.control.frames import LARGEST_BYTES, FrameReader
 from jaxlamina.job.control.messages import (
@@ -42,6 +38,7 @@ from jaxlamina.job.control.messages import (
     Welcome,
     encode,
 )
+from jaxlamina.job.control.seals import Seals
 
 
 @pytest.fixture
@@ -64,25 +61,29 @@ def pair(group):
     ("bytes_", "said"),
     [
         (b"\r\n\r\n", "sent what cannot be read (the stream is none of JaxLamina's"),
-        (frame(b"\xc1"), f"sent what cannot be read (not a message of control protocol {PROTOCOL}"),
+        (b"\xc1", f"sent what cannot be read (not a message of control protocol {PROTOCOL}"),
         (
             b"JXLc" + (LARGEST_BYTES + 1).to_bytes(4, "big"),
             f"is larger than the {LARGEST_BYTES} allowed",
         ),
+        (
+            frame(encode(Bye())),
+            "sent what cannot be read (a message without a proof, where each must have one)",
+        ),
         (frame(encode(Bye()))[:-3], "closed its control connection in the middle of a message"),
         (b"", "closed its control connection (process"),
     ],
-    ids=["garbage", "no message", "oversized", "cut off", "closed"],
+    ids=["garbage", "no message", "oversized", "no proof", "cut off", "closed"],
 )
 def test_a_rank_that_turns_bad_is_the_first_bad_news(group, bytes_, said):
     server = group.server(3)
-    bad, other = group.raw(server.address), group.join(server.address, 2)
-    bad.sendall(frame(encode(hello_of(1, CONFIG, VERSIONS, JOB))))
+    bad, other = group.bare(server.address), group.join(server.address, 2)
+    bad.sock.sendall(bad.hello(1))
     server.gather(10)
-    assert said_by(bad) == Welcome(0)
+    assert bad.said() == Welcome(0)
     client = other.client()
-    bad.sendall(bytes_)
-    bad.shutdown(socket.SHUT_WR)
+    bad.sock.sendall(bad.sealed(bytes_) if bytes_ == b"\xc1" else bytes_)
+    bad.sock.shutdown(socket.SHUT_WR)
     rank, line = group.faults.only()
     assert rank == 1
     assert line.startswith("rank 1 (attention worker 0) has gone: it ")
@@ -269,10 +270,10 @@ def test_on_fault_may_close_the_channel(group):
         closed.put(time.monotonic() - began)
 
     server = group.server(2, on_fault=on_fault)
-    sock = group.raw(server.address)
-    sock.sendall(frame(encode(hello_of(1, CONFIG, VERSIONS, JOB))))
+    rank = group.bare(server.address)
+    rank.sock.sendall(rank.hello(1))
     server.gather(10)
-    sock.close()
+    rank.sock.close()
     assert closed.get(timeout=3) < 1
 
 
@@ -360,7 +361,9 @@ def test_half_a_message_is_the_last_that_leaves():
     ):
         sock, _ = listener.accept()
         ends: queue.Queue[str] = queue.Queue()
-        connection = Connection(sock, FrameReader(), heartbeat_s=60, on_message=print, on_end=ends.put)
+        seals = Seals.of_rank(b"", bytes(32), bytes(32))
+        how = {"heartbeat_s": 60, "on_message": print, "on_end": ends.put}
+        connection = Connection(sock, FrameReader(), seals, **how)
         thread = threading.Thread(target=connection.run, daemon=True)
         thread.start()
         many = Array.of(np.zeros(4_000_000))
@@ -376,7 +379,8 @@ def test_half_a_message_is_the_last_that_leaves():
         got = b""
         while piece := peer.recv(1 << 20):
             got += piece
-        assert frame(encode(TakeRows(many))).startswith(got) and len(got) < 32_000_000
+        whole = b"".join(Seals.of_rank(b"", bytes(32), bytes(32)).sealing.frame(encode(TakeRows(many))))
+        assert whole.startswith(got) and len(got) < 32_000_000
 
 
 def test_after_bye_the_end_of_the_connection_is_no_news(pair):

@@ -119,7 +119,7 @@ class Rank(ServedRank):
 
     def __init__(self, messages: Iterator[m.Message]) -> None:
         cluster: Any = None
-        transport, client = SimpleNamespace(traceable=False, device=None), SimpleNamespace()
+        transport, client = SimpleNamespace(traceable=False, device=None), SimpleNamespace(host="here")
         client.receive, client.send = lambda _: next(messages), lambda answer: self.answers.append(answer)
         super().__init__(cluster, 1, transport, client, cluster)  # type: ignore[arg-type]
         self.answers: list[m.Prepared] = []

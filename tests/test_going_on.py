@@ -213,6 +213,24 @@ def test_a_full_disk_loses_nothing_of_a_journal(tmp_path):
     journal.close()
 
 
+def test_a_journal_without_memory_tries_again(tmp_path):
+    """Its thread goes on."""
+    journal, failed = Journal(tmp_path / "journal.sqlite"), []
+
+    def write(database):
+        if not failed:
+            failed.append(1)
+            raise MemoryError
+
+    journal._put(write)
+    asyncio.run(journal.accept(Entry("a", "/", b"", 0, 0)))
+    journal.close()
+    assert failed and journal.n_failures == 1
+    journal = Journal(tmp_path / "journal.sqlite")
+    assert [entry.key for entry in journal.entries()] == ["a"]
+    journal.close()
+
+
 # --- what a server says to a supervisor ---
 
 
@@ -266,7 +284,7 @@ def test_what_a_supervisor_is_told(tiny, tmp_path):
             assert time.monotonic() < until and process.poll() is None
             time.sleep(0.1)
         pieces = [msgspec.json.decode(line, type=Piece) for line in lines.splitlines()]
-        assert pieces[0].opening == Opening(is_stream=False, n_prompt_tokens=1)
+        assert pieces[0].opening == Opening(is_stream=False, n_prompt_tokens=(1,))
         assert [piece.of for piece in pieces[1:-1]] == [(0, 0)] * 2 and pieces[-1].status == 200
         assert json.loads(pieces[-1].answer)["id"] == "cmpl-k"
         for headers in ({}, {"X-JaxLamina-Supervisor": "abd"}):

@@ -4,6 +4,7 @@ together."""
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from jaxlamina.job.cluster import JOB, Cluster
 from jaxlamina.models.config_files import configs_dir
 from jaxlamina.process.gpus import n_gpus
 from launch import devices, local
-from launch.commands import mpi_child, mpirun_argv, plain_children, rank_argv
+from launch.commands import handing_on, mpi_child, mpirun_among, mpirun_argv, plain_children, rank_argv
 from launch.options import LaunchOptions, parse
 from launch.roles import Place
 
@@ -58,6 +59,11 @@ def test_what_follows_the_command_is_its_own():
         (["split"], "must be one of generate, serve, bench, not 'split'"),
         ([], "must be one of generate, serve, bench, and there is none"),
         (["--module", "some.module", "generate", "x"], "leave out 'generate'"),
+        (
+            ["--starter", "mpirun 'a", "generate", "x"],
+            "cannot be taken apart into words: No closing quotation",
+        ),
+        (["--starter", " ", "generate", "x"], "--starter needs words"),
     ],
 )
 def test_options_that_are_none(words, message):
@@ -79,6 +85,26 @@ def test_open_mpi_gets_its_options_and_another_mpi_none():
     assert argv[:4] == ("mpirun", "-n", "3", "--allow-run-as-root") and "--oversubscribe" in argv
     assert "--allow-run-as-root" not in mpirun_argv(3, "mpirun (Open MPI) 5.0.1", root=False)
     assert mpirun_argv(2, "HYDRA build details:", root=True) == ("mpirun", "-n", "2")
+
+
+def test_a_starters_open_mpi_hands_on_what_ranks_need():
+    words = (
+        "ip",
+        "netns",
+        "exec",
+        "a",
+        "/opt/bin/mpirun",
+        "-n",
+        "2",
+        "-x",
+        "PYTHONPATH=/b",
+        "--hostfile",
+        "my hosts",
+    )
+    assert parse("launch.local", "", ["--starter", shlex.join(words), "--", *GENERATE]).starter == words
+    assert mpirun_among(words) == 4 and mpirun_among(("srun", "-n", "2")) is None
+    found = handing_on(words, 4, ["A", "PYTHONPATH"])
+    assert found == (*words[:5], "-x", "A", *words[5:]), "and what the user says stays"
 
 
 def test_plain_children_know_their_rank_and_only_rank_0_has_our_stdin_and_stdout():
@@ -294,6 +320,10 @@ def test_the_kubernetes_manifest_has_a_pod_for_each_rank(tmp_path):
         ),
         (["--dop", "1,2"], "must be one of generate, serve, bench, and there is none"),
         (["--", "generate", "--max-tokns", "3", "x"], "No such option: --max-tokns"),
+        (["--supervise", "--", "generate", "x"], "--supervise is for serve, not for generate"),
+        (["--no-supervise", "--", "serve", "--supervise"], "leave one of them out"),
+        (["--", "serve", "--no-supervise", "--journal", "j"], "--journal is for a supervised server"),
+        (["--starter", "mpirun", "--", "serve", "--spare", "1"], "--spare does not go with --starter"),
         (["--", "bench", "nothing"], "No such command 'nothing'"),
     ],
 )

@@ -238,16 +238,44 @@ def test_ranks_may_come_in_any_order(tiny, unsplit):
     assert finish(first)[0] == 0
 
 
-def test_a_rank_with_another_config_is_refused_and_both_say_what_differs(tiny):
+def secret_file(folder, name, content=b"0123456789abcdef0123", mode=0o600):
+    path = folder / name
+    path.write_bytes(content)
+    path.chmod(mode)
+    return f'job_secret_file="{path}"'
+
+
+def test_a_rank_with_another_config_is_refused_and_both_say_what_differs(tiny, tmp_path):
+    """Rank 0 knows it by the secret of a file, each host's its own: else it would wait for another."""
     port = free_ports(1)[0]
-    other = by_hand(tiny, 1, port, "token_block=4")
-    code, out, err = finish(by_hand(tiny, 0, port, "token_block=8"), timeout=60)
+    other = by_hand(tiny, 1, port, "token_block=4", secret_file(tmp_path, "of rank 1"))
+    code, out, err = finish(
+        by_hand(tiny, 0, port, "token_block=8", secret_file(tmp_path, "of 0")), timeout=50
+    )
     other_code, _, other_err = finish(other, timeout=20)
     assert code != 0 and other_code != 0 and not out
     assert err[-1].startswith("error: rank 0 (model worker 0): "), err
     assert other_err[-1].startswith("error: rank 1 (attention worker 0): "), other_err
     assert "token_block is 4 there and 8 on rank 0" in err[-1]
     assert "token_block is not the same on rank 0" in other_err[-1] and "8" not in other_err[-1]
+
+
+def test_a_rank_with_another_secret_is_no_rank_and_says_so(tiny, tmp_path):
+    port = free_ports(1)[0]
+    own = secret_file(tmp_path, "own"), secret_file(tmp_path, "other", b"another secret of this rank")
+    stranger = by_hand(tiny, 1, port, own[1])
+    code, _, err = finish(by_hand(tiny, 0, port, own[0], "start_deadline_s=8"), timeout=50)
+    assert code != 0 and "did not start within 8 s" in err[-1] and "is of another job" in err[-1]
+    code, _, err = finish(stranger, timeout=20)
+    assert code != 0 and "without a proof that it is of this job" in err[-1] and "job_secret_file" in err[-1]
+
+
+def test_a_secret_that_others_may_read_is_refused_before_anything_starts(tiny, tmp_path):
+    open_to_all = secret_file(tmp_path, "open", mode=0o644)
+    code, _, err = finish(by_hand(tiny, 1, 1, open_to_all), timeout=30)
+    assert code == 2 and err[-1].endswith(f"chmod 600 {tmp_path}/open") and len(err) == 1
+    code, _, err = finish(launched("xla", tiny, "--set", open_to_all, command=generate()), timeout=30)
+    assert code == 2 and err[-1].endswith(f"chmod 600 {tmp_path}/open") and len(err) == 1
 
 
 def test_a_rank_that_never_comes_is_named(tiny):

@@ -14,11 +14,13 @@ from program_oracle import (
     KINDS,
     LAYOUTS,
     N_SLOTS,
+    OTHER_HEADS,
     Job,
     batches,
     book_of,
     capacities,
     job_of,
+    model_of,
     parts_of,
     shape_of_parts,
 )
@@ -79,12 +81,12 @@ class World:
             part = next((part for part in parts if part.shape.rank == (rank if is_prefill else 0)), None)
             if part is None or (rank and not is_prefill and not several):
                 continue
-            program, weights = side.compile_later(part.shape)()
+            program, own_weights = side.compile_later(part.shape)()
             own: Any = [], [], ()
             if side.kv is not None:
                 own = *side.kv.bound(), part.rows.local
                 keeping.append((len(jobs), side.kv))
-            jobs.append((program, (weights, part.inputs, part.rows.at, *own)))  # type: ignore[arg-type]
+            jobs.append((program, (side.weights(own_weights), part.inputs, part.rows.at, *own)))  # type: ignore[arg-type]
         [front, *_] = jobs
         assert front[0].rank == 0
         if shape.prefills:
@@ -113,7 +115,7 @@ class World:
         for kv, (k, v, _) in zip(self.pools, results[n_model:], strict=False):
             kv.k, kv.v = k, v
         for i, of_rank in keeping:
-            of_rank.keep(*results[i][1:])
+            of_rank.take_back(*results[i][1:])
         logits = [results[0][0], *(results[n_model - 1] if shape.prefills else ())]
         return [np.asarray(x) for x in logits]
 
@@ -122,18 +124,18 @@ class World:
 
 
 @cache
-def whole_model() -> UnsplitExecutor:
-    model = job_of("one worker").models[0]
-    executor = UnsplitExecutor(model._model, model.params, n_slots=N_SLOTS, device=DEVICE)
+def whole_model(layout: str) -> UnsplitExecutor:
+    _, model, params = model_of(layout)
+    executor = UnsplitExecutor(model, params, n_slots=N_SLOTS, device=DEVICE)
     executor.prefill(batches()[-1])
     return executor
 
 
 @cache
-def unsplit(kind: str, n_prompts: int) -> list[np.ndarray]:
-    """What a step of that kind gives, each part of it by itself."""
+def unsplit(kind: str, n_prompts: int, layout: str = "") -> list[np.ndarray]:
+    """What a step of that kind gives, each part of it by itself; ``layout``: if its model is another one."""
     rows, chunk, whole, _ = batches()
-    executor = whole_model()
+    executor = whole_model(layout)
     prompts = {
         "prefill": [PromptPart(whole)],
         "chunk": [PromptPart(chunk)],
@@ -156,7 +158,9 @@ def _apart(stored: PrefillBatch) -> list[tuple[PrefillBatch, bool]]:
 
 SLOW = {
     *("a model rank's heads, q first", "a model rank's heads, mini-batches", "all on the model rank"),
-    *("stages' heads", "all on stages", "a model rank's requests"),
+    *("stages' heads", "all on stages", "a model rank's requests", "two workers by requests, q first"),
+    "two stages, by tokens",  # as "stages' tokens", whose workers have part of them
+    "two shards, by heads, q first",  # as with three workers, of whose heads a rank has some
 }
 
 
@@ -180,6 +184,7 @@ def test_every_kind_of_step_gives_what_unsplit_execution_gives(layout: str) -> N
         got = world.run(parts)
         if kind == "decode with chunk":
             got = [got[0][:-1], got[0][-1:]]
-        for of_part, want in zip(got, unsplit(kind, len(parts) - 1), strict=True):
+        other = layout if layout in OTHER_HEADS else ""
+        for of_part, want in zip(got, unsplit(kind, len(parts) - 1, other), strict=True):
             np.testing.assert_allclose(of_part, want, rtol=0, atol=1e-4 * np.abs(want).max(), err_msg=kind)
     assert n_kinds >= 2

@@ -7,8 +7,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from rank_job import PROMPTS, source
 from rank_jobs import check_greedy, run_job
+from rank_scenarios import PROMPTS, source
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import jaxlamina
+from jaxlamina.planner import traces
 from pallas_kernels.native import build as native
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +93,10 @@ def test_the_wheel_holds_the_four_packages_the_configs_and_the_licence(wheel):
     }
     assert configs and configs <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    data = {f"jaxlamina/planner/data/{name}" for name in ("README.md", *(f"{t}.npz" for t in traces.NAMES))}
+    assert data <= set(names)
+    page = ROOT / "jaxlamina" / "server" / "dashboard" / "static"
+    assert {f"{path.relative_to(ROOT)}" for path in page.iterdir()} <= set(names)
 
 
 def test_the_wheel_carries_the_native_kernels_and_says_for_which_platform(wheel):

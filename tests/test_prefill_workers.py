@@ -80,7 +80,7 @@ def test_the_unsplit_models_tokens(
     assert any("with chunk" in name for name in beside), prompts
     if how.get("n_batches", 1) > 1:
         assert any("staggered" in name for name in beside), beside
-    assert found["ahead"] == (dop[0] == 1)
+    assert found["ahead"]
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.bench.split_bench import with_layers
 from jaxlamina.models import abstract_params, apply, random_params
 from jaxlamina.models.config_files import model_config
 from jaxlamina.run import unsplit
@@ -140,7 +139,7 @@ def test_what_cannot_be_streamed_says_why(shapes, dtype, why):
 
 
 def step_of(n_layers, batch):
-    config = with_layers(model_config("llama-3-8b"), n_layers)
+    config = model_config("llama-3-8b").with_layers(n_layers)
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     return partial(apply, config), (abstract_params(config, BF16), tokens, tokens)
 
@@ -173,7 +172,7 @@ class TestStepOnHopper:
     def test_logits_of_a_step(self, monkeypatch):
         """A narrow model's step, by streamed products and by XLA's, against float32."""
         config = replace(
-            with_layers(model_config("llama-3-8b"), 2),
+            model_config("llama-3-8b").with_layers(2),
             hidden_size=2048, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4, vocab_size=8192,
         )  # fmt: skip
         halves = {n: a.astype(BF16) for n, a in random_params(config, 0, "float32").items()}

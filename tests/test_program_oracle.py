@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from program_oracle import (
+    BATCH,
     KINDS,
     LAYOUTS,
+    MODEL,
     OracleTransport,
     TracedProgram,
     compared,
@@ -35,6 +37,31 @@ def test_the_ranks_programs_fit_together(layout: str) -> None:
         assert len(of) >= 2 or job_of(layout).layout.attends_locally
         assert all(bool(program.list) == (len(of) > 1) for programs in of.values() for program in programs)
         assert difference(of) is None, kind
+
+
+def test_what_shards_of_a_model_exchange_in_a_step() -> None:
+    """Looked-up rows; of each layer two sums, after attention and after the MLP; logits' columns, one way."""
+    found = programs_of("two shards", "decode")
+    assert isinstance(found, dict)
+    of_rank, n_layers, hidden = found[1][0].list, len(job_of("two shards").specs), MODEL["hidden_size"]
+    [sent, received] = [[e.shape for e in of_rank if e.op == op and e.peer == 0] for op in ("send", "recv")]
+    rows = (BATCH, 1, hidden)
+    columns = (BATCH, 1, MODEL["vocab_size"] // 2)
+    tokens = [(BATCH // 4, 4)]
+    assert sent == [rows] * (1 + 2 * n_layers) + [columns]
+    assert received == tokens + [rows] * (1 + 2 * n_layers)
+    # And with the attention worker its own heads: half of q, k and v, and of the output.
+    of_worker = [e.shape for e in of_rank if e.peer == 2]
+    half = hidden // 2
+    kv = MODEL["num_key_value_heads"] * hidden // MODEL["num_attention_heads"]
+    assert of_worker == [(BATCH * (half + kv),), (BATCH, 1, 2, half // 2)] * n_layers
+
+
+def test_shards_that_cannot_share_heads_out_have_the_leader_talk_for_them() -> None:
+    found = programs_of("three shards, which cannot share heads out", "decode")
+    assert isinstance(found, dict)
+    peers = [{e.peer for e in found[rank][0].list} for rank in range(3)]
+    assert [3 in of for of in peers] == [True, False, False]
 
 
 def test_a_program_that_sends_something_else_does_not_fit() -> None:

@@ -20,7 +20,7 @@ from pallas_kernels.quantized import dequantise, quantise, quantise_channels
 
 ROWS = hnp.arrays(
     np.float32,
-    st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 9)),
+    st.sampled_from([(1, 1, 1), (1, 2, 3), (2, 1, 8), (3, 2, 9)]),  # each is compiled
     elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False),
 )
 

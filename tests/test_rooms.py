@@ -58,7 +58,7 @@ FLOORS = (
     "process console",
     "steps",
     "models text",
-    "model_files kv",
+    "model_files kv planner",
     "weights",
     "workers",
     "transports flax_model",
@@ -68,7 +68,7 @@ FLOORS = (
     "ranks",
     "run",
     "engine",
-    "server",
+    "server simulator",
     "supervisor",
     "llm",
     "cli",
@@ -122,6 +122,10 @@ POLICY = (
     "jaxlamina/engine/policies.py",
     "jaxlamina/run/staggering.py",
     "jaxlamina/job/roles.py",
+    "jaxlamina/planner/costs.py",
+    "jaxlamina/planner/task_times.py",
+    "jaxlamina/planner/terms.py",
+    "jaxlamina/planner/walk.py",
     "jaxlamina/steps/schedules/check.py",
     "jaxlamina/steps/schedules/staggered.py",
     "jaxlamina/steps/layout.py",
@@ -153,6 +157,9 @@ POLICY_ON_ARRAYS = (
     "jaxlamina/kv/slot_list.py",
     "jaxlamina/kv/tiers.py",
     "jaxlamina/engine/scheduler.py",
+    "jaxlamina/simulator/results.py",
+    "jaxlamina/simulator/simulation.py",
+    "jaxlamina/simulator/step_times.py",
 )
 
 

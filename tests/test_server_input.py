@@ -226,7 +226,8 @@ def test_a_body_that_is_too_large(server):
 def test_v1_needs_the_key(server, given_key):
     headers = {} if given_key is None else {"Authorization": given_key}
     keyed = [("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/nothing")]
-    for method, path in (*keyed, ("GET", "/server_info"), ("POST", "/reset_prefix_cache")):
+    keyed += [("POST", path) for path in ("/reset_prefix_cache", "/pause", "/resume", "/update_weights")]
+    for method, path in (*keyed, ("GET", "/server_info"), ("GET", "/is_paused")):
         status, found = server.request(method, path, headers=headers)
         assert status == 401 and found["error"]["code"] == "invalid_api_key"
     for path in ("/health", "/ping", "/load", "/metrics", "/version"):

@@ -12,11 +12,15 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
+import httpx
 import pytest
 from checkpoint_examples import tiny_words_folder
 from serving import ROOT, environment
-from test_faults import Asked, Supervised, children, find, plain, restarts, wait_until
+from supervised import Asked, Supervised, children, find, is_there, plain, restarts, wait_until
+
+from jaxlamina.supervisor.changes import Change, JobCommand, Workers
 
 LONG = {"prompt": "w1 w2 w3", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 KEY = {"Authorization": "Bearer secret"}
@@ -36,7 +40,7 @@ def supervised(tiny, *options):
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("journal")
-    with supervised(tiny, "--api-key", "secret", "--journal", str(folder)) as found:
+    with supervised(tiny, "--api-key", "secret", "--journal", str(folder), "--dashboard") as found:
         yield found
 
 
@@ -113,6 +117,17 @@ def test_all_else_is_passed_on(server):
     _, metrics = ask(server, "/metrics")
     for name in ("vllm:num_requests_running", "jaxlamina:recovery_stall_seconds_count", "jaxlamina:kv_slots"):
         assert name in metrics.decode()
+
+
+def test_the_dashboard_is_the_supervisors_and_its_numbers_the_jobs(server):
+    assert ask(server, "/dashboard", headers={})[0] == 200
+    assert ask(server, "/dashboard/state", headers={})[0] == 401
+    status, found = ask(server, "/dashboard/state?after=0")
+    assert status == 200 and found["server"]["state"] == "ready" and found["samples"]
+    assert found["supervisor"]["status"] == "ready" and found["supervisor"]["starts"] == 1
+    assert ask(server, "/dashboard/state?after=soon")[0] == 400
+    status, found = ask(server, "/dashboard/record", method="POST")
+    assert status == 400 and "--pool-metrics-interval" in found["error"]["message"]
 
 
 def test_batches_are_passed_on(server):
@@ -195,26 +210,104 @@ def test_a_job_that_cannot_start_ends_its_supervisor(tiny):
     )  # fmt: skip
     assert done.returncode == 2
     assert "error: --max-model-len 100000 must be at least 2 and at most 2048" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "started again" not in done.stderr and "Traceback" not in done.stderr
+
+
+POISON = """
+import os
+import signal
+
+from jaxlamina.engine.policies import Fifo
+
+
+class Poisoned(Fifo):
+    def rank(self, request):
+        if len(request.prompt_token_ids) == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().rank(request)
+"""
+
+
+def test_an_option_of_supervisors_is_refused_without_one(tiny):
+    words = [
+        sys.executable,
+        "-m",
+        "jaxlamina",
+        "serve",
+        "--journal",
+        "j",
+        "--port",
+        "0",
+        "--model",
+        str(tiny),
+    ]
+    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT, "env": environment()}
+    done = subprocess.run(words, check=False, **how)
+    assert done.returncode == 2 and done.stderr.startswith("error: --journal is for a supervised server")
+
+
+def test_a_socket_in_place_of_a_port(tiny, tmp_path):
+    """Over ranks, where a supervisor is there without being asked for; and a second signal ends all at once."""
+    path = tmp_path / "socket"
+    on_cpus = ["--set", "model_platform=cpu", "--set", "attention_platform=cpu"]
+    words = ["launch", *on_cpus, "--", "serve", "--uds", str(path), "--model", str(tiny), "--no-warm-up"]
+    server = Supervised.start([sys.executable, "-m", "jaxlamina", *words], None)
+    try:
+        assert server.wait_for("serving ").endswith(f" at unix:{path}")
+        server.wait_for("ready: ")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://job") as client:
+            assert client.post("/v1/completions", json=LONG, timeout=60).status_code == 200
+            change = {"instruction": "scale", "attention": -1}  # this host asks, and may
+            assert "is no job" in client.post("/v1/fault_tolerance/apply", json=change).text
+            below = children(server.process.pid)
+            with client.stream(
+                "POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 2000}
+            ) as s:
+                next(s.iter_lines())
+                server.process.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+                server.process.send_signal(signal.SIGTERM)
+                assert server.finish(20) == 128 + signal.SIGTERM
+        assert not path.exists() and not any(os.path.exists(f"/proc/{pid}") for pid in below)
+    finally:
+        server.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_request_that_ends_the_job_each_time_is_given_up(tiny):
+def test_a_request_that_ends_the_job_each_time_is_given_up(tiny, tmp_path):
+    (tmp_path / "poison.py").write_text(POISON)
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    server = Supervised.of([], tiny, ["--scheduling-policy", "poison:Poisoned"], variables)
+    with contextlib.closing(server):
+        asked = Asked(server.port, "/v1/completions", LONG | {"prompt": "w1 " * 13})
+        asked.join(200)
+        assert asked.status == 500 and "job_ended" in asked.events[0]
+        wait_until(lambda: len(restarts(server)) == 4)
+        other = Asked(server.port, "/v1/completions", LONG)
+        other.join(60)
+        assert other.status == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_request_that_goes_on_is_not_why_the_job_ends(tiny):
+    """However often."""
     with supervised(tiny) as server:
-        asked = Asked(server.port, "/v1/completions", LONG | {"stream": True, "max_tokens": 400})
-        for n in range(4):
+        body = LONG | {"stream": True, "max_tokens": 400}
+        expected = Asked(server.port, "/v1/completions", body)
+        expected.join(60)
+        asked = Asked(server.port, "/v1/completions", body)
+        for n in range(6):
             wait_until(lambda n=n: len(restarts(server)) >= n and asked.events)
             had = len(asked.events)
             wait_until(lambda had=had: len(asked.events) > had or not asked.is_alive())
+            wait_until(lambda: is_there("server", server))
             os.kill(find("server", server.process.pid), signal.SIGKILL)
             wait_until(lambda n=n: len(restarts(server)) > n)
         asked.join(60)
-        assert "job_ended" in asked.events[-2] and asked.events[-1] == "data: [DONE]\n\n"
-        began = time.monotonic()
-        other = Asked(server.port, "/v1/completions", LONG)
-        other.join(60)
-        assert other.status == 200 and time.monotonic() - began < 60
+        assert asked.said == expected.said
 
 
 @pytest.mark.slow
@@ -236,3 +329,102 @@ def test_requests_of_a_killed_supervisor_are_finished_without_their_clients(tiny
         had = len(asked.events)
         asked.goes_on(server.port)
         assert asked.ends and len(asked.events) > had
+
+
+# --- changes, as operators ask for them ---
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (b"{", "no change"),
+        (b"[]", "no change"),
+        ({"instruction": "explode"}, "explode"),
+        ({"instruction": "restart", "speed": 1}, "speed"),
+        ({"instruction": "scale"}, "how many workers more"),
+        ({"instruction": "restart", "attention": 1}, "restart changes no numbers"),
+        ({"instruction": "restart", "timeout": 0}, "timeout=0"),
+        ({"instruction": "scale", "attention": 1}, "one process has no workers to add"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(server, change, says):
+    status, found = ask(server, "/v1/fault_tolerance/apply", change)
+    assert status == 400 and says in found["error"]["message"]
+    assert ask(server, "/v1/fault_tolerance/status")[1]["status"] == "ready"
+
+
+def scale(*options):
+    words = [sys.executable, "-m", "jaxlamina", "scale", "--attention", "1", *options]
+    how = {"capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(words, check=False, cwd=ROOT, env=environment(), **how)
+
+
+def test_changes_need_the_key(server):
+    assert ask(server, "/v1/fault_tolerance/apply", {"instruction": "restart"}, {})[0] == 401
+    own = f"http://127.0.0.1:{server.port}"
+    for options, says in (
+        (("--url", own), "API key is missing"),
+        (("--url", own, "--api-key", "secret"), "one process has no workers"),
+        (("--url", "http://127.0.0.1:1"), "no answer from http://127.0.0.1:1"),
+        (("--url", "nowhere"), "no answer from nowhere"),
+    ):
+        done = scale(*options)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_job_of_so_many_workers():
+    job = JobCommand(("python", "-m", "launch.local", "--set", 'dop="1,2"', "--", "serve"), Workers(1, 2, 0))
+    more = job.after(Change("scale", attention=1, prefill=1))
+    assert more.workers == Workers(1, 3, 1) and str(more.workers) == "DOP (1, 3) and 1 prefill workers"
+    assert more.words[-2:] == ("--", "serve")
+    assert more.words[3:9] == ("--set", 'dop="1,2"', "--set", 'dop="1,3"', "--set", "prefill_workers=1")
+    assert job.after(Change("restart")) is job
+    of_starter = replace(job, has_starter=True)
+    assert of_starter.after(Change("restart", stop_first=True)) is of_starter
+    for change, says in (
+        (Change("restart"), "restart with stop_first"),
+        (Change("scale", attention=1, stop_first=True), "said in --starter"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            of_starter.after(change)
+    for change in (Change("scale", attention=-2), Change("scale", model=-1), Change("scale", prefill=-1)):
+        with pytest.raises(ValueError, match="is no job"):
+            job.after(change)
+    assert job.on_each_host("a.module", "kept_kv_folder=/dev/shm/x") == (
+        *("python", "-m", "launch.local", "--set", 'dop="1,2"', "--set", "kept_kv_folder=/dev/shm/x"),
+        *("--module", "a.module"),
+    )
+
+
+NO_START = """
+from pathlib import Path
+
+from jaxlamina.engine.policies import Fifo
+
+if Path(__file__).with_name("broken").exists():
+    raise RuntimeError("a policy that cannot be")
+
+
+class Breaking(Fifo):
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_that_does_not_start_any_more_is_given_up(tiny, tmp_path):
+    """After five failed starts, where --recovery-timeout is over by then; and its clients hear so."""
+    (tmp_path / "breaking.py").write_text(NO_START)
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    options = ["--scheduling-policy", "breaking:Breaking", "--recovery-timeout", "1"]
+    server = Supervised.of([], tiny, options, variables)
+    with contextlib.closing(server):
+        stream = Asked(server.port, "/v1/completions", LONG | {"stream": True, "max_tokens": 480})
+        wait_until(lambda: len(stream.events) > 20)
+        (tmp_path / "broken").touch()
+        os.kill(find("server", server.process.pid), signal.SIGKILL)
+        stream.join(200)
+        assert '"error"' in stream.events[-2] and stream.events[-1] == "data: [DONE]\n\n"
+        assert server.finish(120) not in (0, None)
+        assert len(restarts(server)) == 5, server.lines
+        assert any("5 times in a row before it was ready; it is given up" in line for line in server.lines)

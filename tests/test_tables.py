@@ -68,8 +68,10 @@ def test_tables_in_a_pipe_are_whole(capsys, monkeypatch, arguments) -> None:
     assert "…" not in capsys.readouterr().out.replace("…\n", "")
 
 
-def test_plan_says_all_that_a_pool_idles(capsys) -> None:
-    assert main(["plan", "--mode", "none", "--layers", "2", "--slice-ms", "1", "--attention-ms", "1"]) == 0
+def test_schedule_says_all_that_a_pool_idles(capsys) -> None:
+    assert (
+        main(["schedule", "--mode", "none", "--layers", "2", "--slice-ms", "1", "--attention-ms", "1"]) == 0
+    )
     [line] = [line for line in capsys.readouterr().out.splitlines() if "attention pool" in line]
     busy, exchanging, idle, within, at_ends = (float(x) for x in re.findall(r"[\d.]+(?= %)", line))
     assert idle == pytest.approx(within + at_ends, abs=0.11) and at_ends > 0

@@ -134,10 +134,13 @@ def test_one_window_is_recorded_once_in_its_time(llm: LLM):
 def test_a_profiler_in_use_is_said_and_nothing_else(llm: LLM, caplog: pytest.LogCaptureFixture):
     other = LoadObserver(llm.engine)
     other.begin()
-    found: list[UnderLoad] = []
-    window = OneWindow(llm.engine, 0.0, 0.0, found.append)
-    window.before_step()
-    assert "could not be recorded" in caplog.text and not found
-    window.before_step()
-    generate(llm, 3)
-    assert not other.end().ranks[0][1].error
+    try:
+        found: list[UnderLoad] = []
+        window = OneWindow(llm.engine, 0.0, 0.0, found.append)
+        window.before_step()
+        assert "could not be recorded" in caplog.text and not found
+        window.before_step()
+        generate(llm, 3)
+    finally:
+        ended = other.end()
+    assert not ended.ranks[0][1].error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -82,7 +83,8 @@ def test_two_devices_each_get_their_half(folder):
         capture_output=True,
         text=True,
         check=False,
-        env={**__import__("os").environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        env=os.environ
+        | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"},
     )
     assert done.stdout == "equal\n", done.stderr[-2000:]
 

@@ -316,7 +316,7 @@ def on_devices(code: str, n: int, timeout_s: float = 300) -> str:
     """What ``code`` prints in a process with so many devices, which finds what tests do."""
     root = Path(__file__).parent.parent
     env = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={n}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
     }

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from jaxlamina.bench.flags import AsJson, Case, Config, DType, Figure, Layers, Staggered, option, shape_of
-from jaxlamina.bench.report import Columns, Part, check_figure, dim, progress, table, tell, warning
+from jaxlamina.bench.report import Columns, Part, dim, progress, table, tell, warning
+from jaxlamina.console.figures import check_figure
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:

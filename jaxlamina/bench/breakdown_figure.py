@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlamina.bench.breakdown_bench import Breakdown
-from jaxlamina.bench.report import BLUE, INK, ORANGE, YELLOW, figure, plain
+from jaxlamina.console.figures import BLUE, INK, ORANGE, YELLOW, figure, plain
 from jaxlamina.profiling.timeline import POOLS
 from jaxlamina.transports.scopes import KINDS, Kind
 

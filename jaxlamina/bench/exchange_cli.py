@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from jaxlamina.bench.flags import AsJson, Figure, Rounds, option
-from jaxlamina.bench.report import Columns, Part, check_figure, dim, left_out, progress, table, tell, verdict
+from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell, verdict
+from jaxlamina.console.figures import check_figure
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlamina.bench.exchange_bench import ExchangeReport, size_text
-from jaxlamina.bench.report import COLOURS, INK, figure, plain
+from jaxlamina.console.figures import COLOURS, INK, figure, plain
 
 
 def draw(report: ExchangeReport, title: str, path: Path) -> None:

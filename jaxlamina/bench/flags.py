@@ -59,8 +59,4 @@ def shape_of(config: str, layers: int | None) -> Any:
             raise UserError("--layers is for shapes: a model of yours has the layers that it is built with")
         return find(config)
     shape = model_config(config)
-    if layers is None:
-        return shape
-    from jaxlamina.bench.split_bench import with_layers
-
-    return with_layers(shape, layers)
+    return shape if layers is None else shape.with_layers(layers)

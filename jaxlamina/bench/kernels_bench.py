@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.bench import kernel_peers, machine
-from jaxlamina.bench.loads import azure_conversation
 from jaxlamina.bench.rounds import ratios, record_of
+from jaxlamina.planner import traces
 from pallas_kernels import reference
 from pallas_kernels.quantized import QuantizedPool, quantise, values_of
 
@@ -55,7 +55,8 @@ class KernelCase:
 
 def conversation_lengths(n: int, seed: int) -> tuple[int, ...]:
     """Tokens of n requests drawn from the Azure conversation trace."""
-    known = [size.n_tokens for size in azure_conversation()]
+    trace = traces.load("azure-conversation")
+    known = trace.n_prompt + trace.n_output
     return tuple(int(x) for x in np.random.default_rng(seed).choice(known, n))
 
 

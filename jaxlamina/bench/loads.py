@@ -3,17 +3,15 @@ clock."""
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Sequence
-from datetime import datetime
-from importlib import resources
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxlamina.errors import UserError
+from jaxlamina.planner import traces
 
 
 class Size(NamedTuple):
@@ -34,20 +32,27 @@ _MEDIANS = {"sharegpt-like": (107.94, 316.69), "alpaca-like": (10.247, 35.383)}
 _SIGMA = 1.0
 _CUT = (4, 1024)
 
-DRAWN = ("sharegpt-like", "alpaca-like", "azure-conversation")
+DRAWN = (*_MEDIANS, *traces.NAMES)
 
 
 def drawn(name: str, n: int, *, seed: int, most_tokens: int | None = None) -> list[Size]:
     """``n`` sizes of one of `DRAWN`, of which none has more than ``most_tokens`` together.
 
-    "azure-conversation" are real requests of the trace whose sizes come with the package; for the other two
-    only the means are published, and the shape is ours. ``UserError`` for another name, and where hardly any
-    is short enough.
+    Real requests of the traces that come with the package (`traces.NAMES`), drawn from all of them; for the
+    other two only the means are published, and the shape is ours. ``UserError`` for another name, and where
+    hardly any is short enough.
     """
     if name not in DRAWN:
         raise UserError(f"--dataset-name {name!r} must be one of {', '.join(DRAWN)}")
-    draw = _azure if name == "azure-conversation" else lambda n, rng: _log_normal(_MEDIANS[name], n, rng)
-    return _short_enough(draw, n, np.random.default_rng(seed), most_tokens)
+    rng = np.random.default_rng(seed)
+    if name in _MEDIANS:
+        return _short_enough(_MEDIANS[name], n, rng, most_tokens)
+    known = [
+        size for size in sizes_in(traces.load(name)) if most_tokens is None or size.n_tokens <= most_tokens
+    ]
+    if not known:
+        raise _too_long(most_tokens)
+    return [known[i] for i in rng.integers(len(known), size=n)]
 
 
 def sizes_of(name: str, n: int, size: Size, *, seed: int, most_tokens: int | None = None) -> list[Size]:
@@ -55,16 +60,9 @@ def sizes_of(name: str, n: int, size: Size, *, seed: int, most_tokens: int | Non
     return [size] * n if name == "random" else drawn(name, n, seed=seed, most_tokens=most_tokens)
 
 
-def azure_conversation() -> list[Size]:
-    """The 1,024 requests of the Azure conversation trace that come with the package."""
-    text = resources.files("jaxlamina.bench").joinpath("data/azure_conversation_tokens.txt").read_text()
-    words = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
-    return [Size(*map(int, word.split("+"))) for word in words]
-
-
-def _azure(n: int, rng: np.random.Generator) -> list[Size]:
-    known = azure_conversation()
-    return [known[i] for i in rng.integers(len(known), size=n)]
+def sizes_in(trace: traces.Trace) -> list[Size]:
+    """In the order in which they arrived."""
+    return [Size(*pair) for pair in zip(trace.n_prompt.tolist(), trace.n_output.tolist(), strict=True)]
 
 
 def _log_normal(medians: tuple[float, float], n: int, rng: np.random.Generator) -> list[Size]:
@@ -79,52 +77,29 @@ def _log_normal(medians: tuple[float, float], n: int, rng: np.random.Generator) 
 
 
 def _short_enough(
-    draw: Callable[[int, np.random.Generator], list[Size]],
-    n: int,
-    rng: np.random.Generator,
-    most_tokens: int | None,
+    medians: tuple[float, float], n: int, rng: np.random.Generator, most_tokens: int | None
 ) -> list[Size]:
     found: list[Size] = []
     for _ in range(1000):
-        found += [
-            size for size in draw(max(n, 64), rng) if most_tokens is None or size.n_tokens <= most_tokens
-        ]
+        more = _log_normal(medians, max(n, 64), rng)
+        found += [size for size in more if most_tokens is None or size.n_tokens <= most_tokens]
         if len(found) >= n:
             return found[:n]
-    raise UserError(
+    raise _too_long(most_tokens)
+
+
+def _too_long(most_tokens: int | None) -> UserError:
+    return UserError(
         f"hardly any of these requests has at most {most_tokens} tokens: take another data set or model"
     )
 
 
 def read_trace(path: str | Path, speedup: float = 1.0) -> tuple[list[Size], list[float]]:
-    """(sizes, seconds of arrival after the first, over ``speedup``) of a trace in the form of the Azure LLM
-    inference traces: CSV with TIMESTAMP, ContextTokens and GeneratedTokens. Requests without a prompt or an
-    output are left out. ``UserError`` that names the line that is wrong."""
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"cannot read the trace {path}: {error}") from None
-    sizes: list[Size] = []
-    times: list[datetime] = []
-    for number, row in enumerate(rows, start=2):
-        try:
-            size = Size(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-            # of seven digits of a second Python reads six
-            time = datetime.fromisoformat(row["TIMESTAMP"][:26])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}, line {number}: {error!r}; a trace is CSV with "
-                f"TIMESTAMP,ContextTokens,GeneratedTokens"
-            ) from None
-        if min(size) > 0:
-            sizes.append(size)
-            times.append(time)
-    if not sizes:
-        raise UserError(f"{path} has no request")
-    order = sorted(range(len(times)), key=times.__getitem__)
-    first = times[order[0]]
-    return [sizes[i] for i in order], [(times[i] - first).total_seconds() / speedup for i in order]
+    """(sizes, seconds of arrival after the first, over ``speedup``) of a trace file, as `traces.read` knows
+    them. Requests without a prompt or an output are left out. ``UserError`` that names the line that is
+    wrong."""
+    trace = traces.read(path)
+    return sizes_in(trace), (trace.arrival_us / (1e6 * speedup)).tolist()
 
 
 def arrivals(n: int, rate: float, burstiness: float = 1.0, *, seed: int = 0) -> list[float]:

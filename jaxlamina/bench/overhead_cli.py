@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxlamina.bench.flags import AsJson, Seed, option
 from jaxlamina.bench.lists import listed, number
 from jaxlamina.bench.report import Columns, Part, progress, table, tell
+from jaxlamina.bench.serve_cli import DRAWN
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 from jaxlamina.options import DEFAULT_MODEL, DEFAULT_SEQS, FIRST_COME
@@ -56,9 +57,7 @@ def overhead_command(
         str, option("Also the server under Poisson arrivals: rates a second, such as 0.5,1,2.")
     ] = "",
     num_prompts: Annotated[int, option("Requests at each rate.", min=1)] = 32,
-    dataset_name: Annotated[
-        str, option("Their lengths: sharegpt-like, alpaca-like or azure-conversation.")
-    ] = "alpaca-like",
+    dataset_name: Annotated[str, option(f"Their lengths: {', '.join(DRAWN)}.")] = "alpaca-like",
     max_num_seqs: model_options.MaxNumSeqs = None,
     max_model_len: model_options.MaxModelLen = None,
     no_warm_up: Annotated[

@@ -1,6 +1,6 @@
-"""How every bench tells what it found: tables, lines and figures for people, and one line of JSON last.
+"""How every bench tells what it found: tables and lines for people, and one line of JSON last.
 
-Knows rich, matplotlib and JSON; nothing of what is measured.
+Knows rich and JSON; nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ Columns = Sequence[Column]
 Part = Table | Text | str
 
 dim, warning, failure = (partial(Text, style=style) for style in ("dim", "yellow", "red"))
-
-# Of figures. Okabe and Ito's colours: told apart by all eyes, and in print.
-COLOURS = BLUE, ORANGE, _, _, YELLOW, _ = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-INK, _FAINT = "#333333", "#dddddd"
 
 
 def table(
@@ -126,37 +122,3 @@ def counted_progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda what, n_done, n_all: bar.update(task, description=what, completed=n_done, total=n_all)
-
-
-def check_figure(path: Path | None) -> None:
-    """``UserError``, before anything is measured, if ``path`` could not be drawn. None: nothing is to be."""
-    if path is None:
-        return
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise UserError(f"--figure {str(path)!r} must end in .svg, .png or .pdf")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--figure {str(path)!r}: there is no such folder; make it first")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("--figure needs matplotlib: pip install matplotlib") from None
-
-
-@contextmanager
-def figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Yields matplotlib's figure, of inches, and writes it afterwards."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "jaxlamina", "text.color": INK}):
-        drawn = Figure(figsize=(width, height), layout="constrained")
-        yield drawn
-        drawn.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def plain(axes: Any, grid: str, without: Sequence[str]) -> None:
-    """Axes without ticks and some sides of their frame, over faint lines; ``grid``: "y" or "both"."""
-    axes.grid(True, axis=grid, which="major", color=_FAINT, lw=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0, labelsize=8)
-    axes.spines[list(without)].set_visible(False)

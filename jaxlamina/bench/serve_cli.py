@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from jaxlamina.bench.serve_client import Served, Target
     from jaxlamina.bench.serve_metrics import TimedAnswer, Wanted
 
-DATASETS = ("random", "sharegpt-like", "alpaca-like", "azure-conversation", "trace")
+DRAWN = ("sharegpt-like", "alpaca-like", "azure-conversation", "azure-code", "kimi-conversation")
+"""`jaxlamina.bench.loads.DRAWN`, which is not imported to say what options there are."""
+DATASETS = ("random", *DRAWN, "trace")
 _SHOWN_ERRORS = 5
 PAIRS: report.Columns = (("", lambda row: row[0], "<"), ("", lambda row: row[1], "<"))
 
@@ -36,7 +38,8 @@ def serve_command(
     api_key: ApiKey = None,
     dataset_name: Annotated[str, option(", ".join(DATASETS) + ".")] = "random",
     dataset_path: Annotated[
-        Path | None, option("The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens.")
+        Path | None,
+        option("The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, or a .jsonl as of Mooncake."),
     ] = None,
     speedup: Annotated[float, option("The trace's arrivals come so much faster.")] = 1.0,
     num_prompts: Annotated[int, option("Requests; of a trace the first ones.", min=1)] = 1000,

@@ -91,6 +91,6 @@ def serving(options: Sequence[str], *, deadline_s: float) -> Iterator[str]:
 
     ``UserError`` with the server's last line if it ends, or is not ready within the deadline.
     """
-    words = ["serve", "--port", "0", "--uvicorn-log-level", "warning", *options]
+    words = ["serve", "--no-supervise", "--port", "0", "--uvicorn-log-level", "warning", *options]
     with running([sys.executable, "-m", "jaxlamina", *words]) as server:
         yield server.wait_for("ready: ", deadline_s).removeprefix("ready: ").removesuffix("/v1")

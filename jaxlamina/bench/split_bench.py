@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,12 +57,6 @@ class SplitTimes:
         return record_of(self, "compile_s")
 
 
-def with_layers(config: ModelConfig, n_layers: int) -> ModelConfig:
-    """The same model with another number of layers; sliding windows follow the model's own pattern."""
-    windows = tuple(config.windows[i % len(config.windows)] for i in range(n_layers))
-    return replace(config, num_hidden_layers=n_layers, windows=windows)
-
-
 def measure(
     config: ModelConfig,
     layer_counts: Sequence[int],
@@ -79,10 +73,9 @@ def measure(
     """
     with _no_compilation_cache():
         on_progress("warming up on 2 layers")
-        _measure(with_layers(config, 2), batch_size, dtype, False, lambda _: None)
+        _measure(config.with_layers(2), batch_size, dtype, False, lambda _: None)
         return [
-            _measure(with_layers(config, n), batch_size, dtype, every_slice, on_progress)
-            for n in layer_counts
+            _measure(config.with_layers(n), batch_size, dtype, every_slice, on_progress) for n in layer_counts
         ]
 
 

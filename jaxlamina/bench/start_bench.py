@@ -74,14 +74,16 @@ class StartLoad:
 
 
 def command_of(words: Sequence[str]) -> list[str]:
-    """The command line of a server on a free port. ``UserError`` where ``words`` start none."""
+    """The command line of a server on a free port, without a supervisor unless ``words`` ask for one.
+    ``UserError`` where they start no server."""
     words = list(words) or ["serve"]
     if "serve" not in words:
         raise UserError(f"{' '.join(words)!r} starts no server: give serve …, or launch … -- serve …")
     if any(word == "--port" or word.startswith("--port=") for word in words):
         raise UserError("--port: the bench takes a free one")
     at = len(words) - words[::-1].index("serve")
-    return [sys.executable, "-m", "jaxlamina", *words[:at], "--port", "0", *words[at:]]
+    alone = () if {"--supervise", "--no-supervise"} & {*words} else ("--no-supervise",)
+    return [sys.executable, "-m", "jaxlamina", *words[:at], *alone, "--port", "0", *words[at:]]
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from jaxlamina.bench.chosen_share import WantedShare, choices
 from jaxlamina.bench.lists import listed, pair, whole_numbers
 from jaxlamina.bench.rounds import ratios, record_of, seconds_of
 from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
-from jaxlamina.bench.sharded import ShardedExecutor
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.placement import AUTO, PARTITIONS, LocalShare
@@ -38,6 +37,7 @@ from jaxlamina.ranks import Group
 from jaxlamina.ranks.cluster_layout import partition_of
 from jaxlamina.run.local import LocalExecutor
 from jaxlamina.run.ranks import RanksExecutor
+from jaxlamina.run.sharded import ShardedExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step

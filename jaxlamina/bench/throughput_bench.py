@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxlamina.bench.kv_present import KvPresent
 from jaxlamina.bench.loads import Size
 from jaxlamina.bench.processes import PeerError, PeerProcess
 from jaxlamina.bench.prompts import prompts as passages
@@ -42,7 +43,8 @@ class ThroughputOptions:
     """``source``: the model with its weights; ``model``: its checkpoint's name, None for random weights or a
     function. ``n_alone``: of the requests
     the first so many are also served one after another. ``padded``: also serve all with a padded KV cache.
-    ``profile_s``: seconds that are recorded of one more run. Other options as of `LLM`."""
+    ``profile_s``: seconds that are recorded of one more run. ``kv_present``: prompts are not computed.
+    Other options as of `LLM`."""
 
     model: str | None
     source: HasModel
@@ -57,13 +59,16 @@ class ThroughputOptions:
     padded: bool = False
     kv_headroom: float | None = None
     profile_s: float = 0.0
+    kv_present: bool = False
+    tensor_parallel: int = 1
 
     @property
     def kv_token_bytes(self) -> int:
         return kv_token_bytes(self.source.model, np.dtype(self.dtype).itemsize)
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("dtype", "split", "max_num_seqs", "max_num_batched_tokens", "kv_headroom")
+        names = ["dtype", "split", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"]
+        names += ["kv_headroom", "kv_present"]
         said = {name: getattr(self, name) for name in names}
         return said | {"n_layers": len(self.source.model.kv)}
 
@@ -72,7 +77,9 @@ class ThroughputOptions:
 class Run:
     """All requests of one way, once. ``batch``: sequences that got a token, mean over the engine's steps.
     ``wait_s``: in which the host waited for results; None where that is not known. ``local_attention``: where
-    attention was computed at the end, as of `LLM.stats`; None where there is no choice."""
+    attention was computed at the end, as of `LLM.stats`; None where there is no choice.
+    ``most_at_once``: sequences that ran. ``tbt_ms``: the time between a request's tokens, median and 99th
+    percentile of all tokens but first ones."""
 
     n_requests: int
     n_prompt: int
@@ -83,6 +90,8 @@ class Run:
     n_preemptions: int | None = None
     wait_s: float | None = None
     local_attention: dict[str, Any] | None = None
+    most_at_once: int | None = None
+    tbt_ms: tuple[float, float] | None = None
 
     @property
     def requests_per_s(self) -> float:
@@ -247,8 +256,8 @@ class _Ours:
             _source(options),
             dtype=options.dtype,
             split=options.split,
+            tensor_parallel=options.tensor_parallel,
             max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=longest,
             prefix_caching=False,
             kv_slots=options.kv_slots,
@@ -256,9 +265,19 @@ class _Ours:
             kv_headroom=options.kv_headroom,
             group=group,
             use_tqdm_on_load=False,
+            **self._of_prompts(options, longest),
         )
+        if options.kv_present:
+            engine = self._llm.engine
+            engine.executor = KvPresent(engine.executor, options.source.model.vocab_size)
         self.kv_slots = int(self._llm.stats()["kv_slots"])
         self.device = self._llm.model_device
+
+    @staticmethod
+    def _of_prompts(options: ThroughputOptions, longest: int) -> dict[str, Any]:
+        if options.kv_present:  # they come whole, as many at once as have room
+            return {"max_num_batched_tokens": options.max_num_seqs * longest, "mixed_steps": False}
+        return {"max_num_batched_tokens": options.max_num_batched_tokens}
 
     def warm_up(self, load: _Load, n_alone: int) -> float:
         """Serves the requests once, by which every program that they meet is compiled, and no other;
@@ -267,9 +286,10 @@ class _Ours:
         return alone_s + seconds_of(lambda: self._generate(load))
 
     def run(self, load: _Load) -> Run:
-        before = self._llm.stats()
+        before, clock = self._llm.stats(), _StepClock(self._llm.engine)
         began_s = time.perf_counter()
-        self.tokens = self._generate(load)
+        with clock:
+            self.tokens = self._generate(load)
         seconds = time.perf_counter() - began_s
         after = self._llm.stats()
 
@@ -283,6 +303,8 @@ class _Ours:
             n_preemptions=more("n_preemptions"),
             wait_s=more("wait_s"),
             local_attention=after.get("local_attention"),
+            most_at_once=clock.most_at_once,
+            tbt_ms=clock.tbt_ms(),
         )
 
     def recorded(self, load: _Load, for_s: float, usual_s: float) -> UnderLoad | None:
@@ -311,6 +333,41 @@ class _Ours:
         if [len(tokens) for tokens in found] != load.n_outputs:
             raise UserError("some outputs are shorter than asked for: the KV of one request does not fit")
         return found
+
+
+class _StepClock:
+    """While it is entered, notes when each of the engine's steps begins, and how many tokens of rows there
+    are by then."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._noted: list[tuple[float, int, int]] = []
+
+    def __enter__(self) -> Self:
+        self._engine.before_step = self._note
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.before_step = None
+        self._note()
+
+    @property
+    def most_at_once(self) -> int:
+        return max(n_running for _, _, n_running in self._noted)
+
+    def tbt_ms(self) -> tuple[float, float] | None:
+        """Median and 99th percentile over tokens: each step's time as often as it gave tokens."""
+        times, n_tokens, _ = (np.array(column) for column in zip(*self._noted, strict=True))
+        gaps_ms, weights = np.diff(times) * 1e3, np.diff(n_tokens)
+        if not weights.sum():
+            return None
+        low, high = np.quantile(gaps_ms, (0.5, 0.99), weights=weights, method="inverted_cdf")
+        return float(low), float(high)
+
+    def _note(self) -> None:
+        engine = self._engine
+        noted = time.perf_counter(), engine.stats.n_decode_tokens, len(engine.scheduler.running)
+        self._noted.append(noted)
 
 
 class _Theirs:

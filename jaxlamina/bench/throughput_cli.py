@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jaxlamina import model_files
 from jaxlamina.bench.flags import AsJson, Layers, Rounds, Seed, option, shape_of
 from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell, verdict, warning
+from jaxlamina.bench.serve_cli import DRAWN
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 from jaxlamina.options import DEFAULT_SEQS, MODEL_HELP
@@ -25,6 +26,9 @@ COLUMNS: Columns = (
     ("output tok/s", lambda row: row[1].output_per_s, ".1f"),
     ("all tok/s", lambda row: row[1].tokens_per_s, ".1f"),
     ("batch", lambda row: row[1].batch, ".1f"),
+    ("most", lambda row: row[1].most_at_once, ""),
+    ("TBT p50, ms", lambda row: row[1].tbt_ms and row[1].tbt_ms[0], ".1f"),
+    ("p99", lambda row: row[1].tbt_ms and row[1].tbt_ms[1], ".1f"),
     ("preempted", lambda row: row[1].n_preemptions, ""),
     ("host waits", lambda row: None if row[1].wait_s is None else row[1].wait_s / row[1].seconds, ".0%"),
 )
@@ -39,7 +43,7 @@ def throughput_command(
     dtype: Annotated[str, option("Weights and KV: float32 or bfloat16.")] = "float32",
     num_prompts: Annotated[int, option("Requests.", min=1)] = 32,
     dataset_name: Annotated[
-        str, option("Lengths: sharegpt-like, alpaca-like, azure-conversation or random (all the same).")
+        str, option(f"Lengths: {', '.join(DRAWN)} or random (all the same).")
     ] = "sharegpt-like",
     input_len: model_options.InputLen = 256,
     output_len: model_options.OutputLen = 128,
@@ -54,6 +58,18 @@ def throughput_command(
     ] = False,
     kv_headroom: model_options.KvHeadroom = None,
     split: model_options.Split = True,
+    tensor_parallel: model_options.TensorParallel = 1,
+    kv_present: Annotated[
+        bool,
+        option(
+            "Prompts are not computed: their KV is taken to be there, as in the Lamina papers. Tokens mean "
+            "nothing then.",
+            "--kv-present",
+        ),
+    ] = False,
+    part: Annotated[
+        str, option("Of the requests I/N alone: the I-th, counted from 0, of N equal shares, as 0/2.")
+    ] = "0/1",
     one_at_a_time: Annotated[int, option("Also serve so many of the requests one after another.", min=0)] = 0,
     compare: Annotated[
         str | None, option("transformers: its continuous batching, on the same requests.")
@@ -85,10 +101,13 @@ def throughput_command(
         raise UserError("--compare transformers is for models that transformers has: leave it out")
     most = min(max_model_len or source.model.max_len, source.model.max_len)
     sizes = sizes_of(dataset_name, num_prompts, Size(input_len, output_len), seed=seed, most_tokens=most)
+    index, n_parts = _part_of(part, num_prompts)
+    sizes = sizes[index::n_parts]
     where = machine.describe(["torch", "transformers"] if compare else [])
     options = throughput_bench.ThroughputOptions(
         model, source, dtype, max_num_seqs or DEFAULT_SEQS, max_num_batched_tokens,
         split, rounds, one_at_a_time, compare is not None, kv_slots, padded, kv_headroom, profile_s,
+        kv_present, tensor_parallel,
     )  # fmt: skip
     with progress() as on_progress:
         found = throughput_bench.measure(options, sizes, encode=encode, group=group, on_progress=on_progress)
@@ -100,7 +119,7 @@ def throughput_command(
         "seed": seed,
     }
     record |= options.to_dict() | found.to_dict()
-    record |= {"num_prompts": num_prompts, "mean_lengths": means(sizes)}
+    record |= {"num_prompts": len(sizes), "part": part, "mean_lengths": means(sizes)}
     record |= {"kv_bytes": found.kv_slots * options.kv_token_bytes}
     tell("throughput", record, where, _parts(record, found), as_json=as_json)
 
@@ -128,6 +147,14 @@ def _model(model: str | None, config: str | None, layers: int | None) -> tuple[s
         return source, encoder_of(source)
 
     return name, opened
+
+
+def _part_of(text: str, n_requests: int) -> tuple[int, int]:
+    """(which, of how many) of ``I/N``."""
+    index, slash, n = text.partition("/")
+    if not (slash and index.isdecimal() and n.isdecimal() and int(index) < int(n) <= n_requests):
+        raise UserError(f"--part {text!r} must be I/N, with 0 <= I < N <= --num-prompts {n_requests}")
+    return int(index), int(n)
 
 
 def _limit(record: dict[str, Any], ratio: float) -> str:

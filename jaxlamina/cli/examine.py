@@ -134,10 +134,17 @@ def _packages() -> Iterator[Finding]:
         yield Finding("server", "ok", ", ".join(f"{name} {_version(name)}" for name in SERVER_PACKAGES))
 
 
+def jax_devices() -> tuple[list[dict[str, str]] | None, str]:
+    """What JAX finds here, each device's platform, kind and name; None and why, where JAX cannot start."""
+    if not _importable("jax"):
+        return None, "jax is not installed"
+    return _ask(_ASK_JAX)
+
+
 def _devices() -> Iterator[Finding]:
     if not _importable("jax"):
         return
-    devices, trouble = _ask(_ASK_JAX)
+    devices, trouble = jax_devices()
     if devices is None:
         yield Finding(
             "devices", "broken", f"JAX cannot start: {trouble}", "unset JAX_PLATFORMS, or mend the driver"

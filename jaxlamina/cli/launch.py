@@ -1,5 +1,5 @@
-"""`jaxlamina launch`: a job's ranks, all on this host. Checks the options, then becomes `python -m
-launch.local`.
+"""`jaxlamina launch`: a job's ranks. Checks the options, then becomes `python -m launch.local`, or a
+supervisor that runs it.
 
 Knows the options of the cluster's file and of the command that rank 0 will run; nothing of how ranks are
 started.
@@ -21,7 +21,10 @@ import typer.core
 import jaxlamina
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import COMMANDS, Cluster, change
-from jaxlamina.options import ModelOptions
+from jaxlamina.job.secret import secret_of
+from jaxlamina.options import ModelOptions, definitions
+from jaxlamina.supervisor.changes import JobCommand, Workers
+from jaxlamina.supervisor.settings import Supervision
 
 
 def launch(
@@ -48,6 +51,23 @@ def launch(
     model: Annotated[str | None, typer.Option(help="As of generate.")] = None,
     revision: Annotated[str | None, typer.Option(help="As of generate.")] = None,
     dtype: Annotated[str | None, typer.Option(help="As of generate.")] = None,
+    started_by: Annotated[
+        str | None,
+        typer.Option(
+            "--starter",
+            metavar="WORDS",
+            help="What starts the ranks where they are on several hosts, rank 0 on this one: 'mpirun -n 3 "
+            "--hostfile hosts'.",
+        ),
+    ] = None,
+    supervise: Annotated[
+        bool | None,
+        typer.Option(
+            "--supervise/--no-supervise",
+            help="Whether serve starts its ranks again when one dies or hangs; the same as serve's. Default: "
+            "yes.",
+        ),
+    ] = None,
     q_first: Annotated[
         bool | None,
         typer.Option("--q-first/--no-q-first", help="Send q before k and v are computed; or all together."),
@@ -59,11 +79,11 @@ def launch(
         ),
     ] = None,
 ) -> None:
-    """Start all ranks of a job on this host: model workers, then attention workers, then prefill workers if
-    there are any; rank 0 runs COMMAND.
+    """Start all ranks of a job on this host, or by --starter: model workers, then attention workers, then
+    prefill workers if there are any; rank 0 runs COMMAND.
 
     Its stdout is the command's; other ranks' lines are on stderr, each with its rank. When one rank fails all
-    are ended, and the last line says which and why.
+    are ended, and the last line says which and why. A server (serve) is then started again.
     """
     given = {
         "dop": dop,
@@ -78,20 +98,47 @@ def launch(
     quoted = {key: json.dumps(value, ensure_ascii=False) for key, value in given.items() if value is not None}
     words = [*(changes or []), *(f"{key}={value}" for key, value in quoted.items())]
     cluster = Cluster.load(config, dict(change(word) for word in words))
+    secret_of(cluster, os.environ)  # before ranks are started that would find the same
     context = find_model(command or [], cluster)
     arguments = [*(() if config is None else ("--config", str(config)))]
     arguments += [part for word in words for part in ("--set", word)]
+    arguments += [*(() if started_by is None else ("--starter", started_by))]
     sys.stdout.flush()
     sys.stderr.flush()
     argv = starter([*arguments, "--", *(command or [])])
-    if context.params.get("supervise"):
-        from jaxlamina.cli.serve import STARTER
+    if _is_supervised(context, supervise):
+        workers = Workers(cluster.n_model, cluster.dop[1], cluster.prefill_workers)
+        _supervise(context, JobCommand(tuple(argv), workers, has_starter=started_by is not None))
+    else:
+        os.execve(argv[0], argv, environment())
 
-        os.environ.update(environment())
-        STARTER.set(argv)
-        context.command.invoke(context)
-        return
-    os.execve(argv[0], argv, environment())
+
+def _supervise(context: Any, job: JobCommand) -> None:
+    """Runs `serve` here, over a job that is started by other words."""
+    from jaxlamina.cli.serve import STARTER
+
+    if job.has_starter and context.params["spare"]:
+        raise UserError("--spare does not go with --starter: two jobs cannot have one address for `control`")
+    os.environ.update(environment())
+    STARTER.set(job)
+    context.params["supervise"] = True
+    context.command.invoke(context)
+
+
+def _is_supervised(context: Any, here: bool | None) -> bool:
+    """Whether the command runs below a supervisor; ``here``: what `launch` is told of it."""
+    there = context.params.get("supervise")
+    if context.command.name != "serve":
+        if here:
+            raise UserError(f"--supervise is for serve, not for {context.command.name}: leave it out")
+        return False
+    if here is not None and there is not None and here != there:
+        raise UserError("launch and serve are told --supervise and --no-supervise: leave one of them out")
+    if here is False or there is False:
+        known = definitions(Supervision)
+        Supervision(**{name: context.params[name] for name in known}).check_alone()
+        return False
+    return True
 
 
 def _number(text: str) -> float | str:

@@ -16,7 +16,21 @@ import typer
 
 from jaxlamina import __version__
 from jaxlamina.bench.cli import app as bench_app
-from jaxlamina.cli import batch, chat, convert, doctor, generate, launch, plan, serve, split
+from jaxlamina.cli import (
+    batch,
+    chat,
+    convert,
+    doctor,
+    generate,
+    launch,
+    plan,
+    reproduce,
+    scale,
+    schedule,
+    serve,
+    simulate,
+    split,
+)
 from jaxlamina.console.command import HELP, add, as_options
 from jaxlamina.errors import UserError
 
@@ -37,6 +51,10 @@ add(app, "convert", convert.convert)
 add(app, "doctor", doctor.doctor)
 add(app, "launch", launch.launch)
 add(app, "plan", plan.plan)
+add(app, "schedule", schedule.schedule)
+add(app, "reproduce", reproduce.reproduce)
+add(app, "scale", scale.scale)
+add(app, "simulate", simulate.simulate)
 app.add_typer(bench_app, name="bench")
 
 

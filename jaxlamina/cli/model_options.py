@@ -62,6 +62,17 @@ def as_typer(definition: Definition) -> Any:
     return typer.Option(*flags, **how)
 
 
+def parsed_dop(text: str, least_attention: int = 1) -> tuple[int, int]:
+    """Of ``--dop``: model workers and attention workers. ``UserError`` for anything else."""
+    words = text.split(",")
+    if len(words) == 2 and all(word.strip().isdecimal() for word in words):
+        a, b = map(int, words)
+        if a and b >= least_attention:
+            return a, b
+    alone = "" if least_attention else " or 1,0"
+    raise UserError(f"--dop {text!r} must be model workers, attention workers, such as 1,2{alone}")
+
+
 def _annotation(definition: Definition) -> Any:
     kind: Any = definition.option.flag_type or definition.kind or str
     if kind is int and definition.words:
@@ -72,6 +83,17 @@ def _annotation(definition: Definition) -> Any:
 
 
 _MODEL = definitions(ModelOptions)
+# Of what is planned for or simulated.
+MemoryDevice = Annotated[
+    str | None, typer.Option(help="The device of attention workers; left out: as --compute.")
+]
+LinkGbS = Annotated[
+    float | None,
+    typer.Option("--link-gb-s", help="Between the pools, one way. Default: NCCL's share of it."),
+]
+LinkUs = Annotated[
+    float | None, typer.Option("--link-us", help="An empty message between the pools, one way.")
+]
 # Options of models that benches have as well.
 Model = Annotated[str, as_typer(_MODEL["model"])]
 Revision = Annotated[str | None, as_typer(_MODEL["revision"])]
@@ -81,8 +103,11 @@ MaxNumSeqs = Annotated[int | None, as_typer(_MODEL["max_num_seqs"])]
 MaxNumBatchedTokens = Annotated[int, as_typer(_MODEL["max_num_batched_tokens"])]
 KvSlots = Annotated[int | None, as_typer(_MODEL["kv_slots"])]
 KvHeadroom = Annotated[float | None, as_typer(_MODEL["kv_headroom"])]
+MixedSteps = Annotated[bool, as_typer(_MODEL["mixed_steps"])]
+SchedulingPolicy = Annotated[str | None, as_typer(_MODEL["scheduling_policy"])]
 AsyncScheduling = Annotated[bool, as_typer(_MODEL["async_scheduling"])]
 Split = Annotated[bool, as_typer(definitions(WorkerOptions)["split"])]
+TensorParallel = Annotated[int, as_typer(definitions(WorkerOptions)["tensor_parallel"])]
 # Options of several benches.
 InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens of random requests.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Output tokens of random requests.")]

@@ -1,124 +1,369 @@
-"""`jaxlamina plan`: how decode steps are scheduled over model workers and the attention pool, and what waits
-for what.
+"""`jaxlamina plan`: which pools serve a model best for the money or with the devices at hand, and whether to
+split at all.
 
-Knows how a schedule's figures look; `jaxlamina.steps.schedules` makes, checks and draws it.
+Knows options and how plans look; `jaxlamina.planner` searches and says why.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxlamina.steps.schedules import Bubbles, Schedule
+    from jaxlamina.planner.calibration import DeviceCalibration
+    from jaxlamina.planner.costs import LinkTerms
+    from jaxlamina.planner.reasons import Verdict
+    from jaxlamina.planner.search import Device, FoundPlans, PoolPlan, Question
 
-# The start leaves its mark on the first steps' times only.
-_STEPS_UNTIL_STEADY = 5
+_MODEL, _TRACE = "llama-3-8b", "azure-conversation"
 
 
 def plan(
-    batches: Annotated[
-        int | None,
+    model: Annotated[
+        str, typer.Option(help="A name in configs/models, or a .toml or config.json file.")
+    ] = _MODEL,
+    trace: Annotated[
+        str, typer.Option(help="azure-conversation, azure-code, kimi-conversation, or a .csv or .jsonl file.")
+    ] = _TRACE,
+    compute: Annotated[
+        str | None, typer.Option(help="The device of model workers: a name in configs/hardware or a .toml.")
+    ] = None,
+    memory: model_options.MemoryDevice = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Dollars an hour at most; the best plan has most tokens for a dollar."),
+    ] = None,
+    devices: Annotated[
+        str | None,
         typer.Option(
-            min=1,
-            max=32,
-            help="Batches in flight: 3, with --local-share 2; 1 with --mode none; two a stage with stages.",
+            help="What there is, such as h100=2,h20=4; of two kinds the one with more FLOP for a byte "
+            "computes. The best plan has most tokens a second."
         ),
     ] = None,
-    layers: Annotated[int, typer.Option(min=1, max=256, help="Attention operators of the model.")] = 8,
-    mode: Annotated[str, typer.Option(help="rotational, fixed, stages or none.")] = "rotational",
-    replicas: Annotated[
-        int | None,
-        typer.Option(min=1, help="Model replicas with --mode fixed, if not batches - 1; stages, if not 2."),
-    ] = None,
-    slice_ms: Annotated[float, typer.Option(help="A slice.")] = 1.0,
-    attention_ms: Annotated[float, typer.Option(help="One batch's attention in one layer.")] = 0.5,
-    first_ms: Annotated[float | None, typer.Option(help="The first slice, if not as any other.")] = None,
-    head_ms: Annotated[
-        float | None, typer.Option(help="The last slice with the LM head, if not as any other.")
-    ] = None,
-    exchange_ms: Annotated[float, typer.Option(help="An exchange of a replica and the pool.")] = 0.0,
-    local_share: Annotated[
-        float,
+    calibration: Annotated[
+        Path | None,
         typer.Option(
-            "--local-share", help="Share of attention that model workers compute themselves, from 0 to 1."
+            help="A file of `bench calibrate`: its device's terms, and those that others without one are "
+            "scaled from."
         ),
-    ] = 0.0,
-    steps: Annotated[int, typer.Option(min=1, max=100, help="Decode steps in the figure.")] = 2,
-    gantt: Annotated[
-        Path | None, typer.Option(help="Draw the schedule into this file (.svg, .png, .pdf).")
     ] = None,
+    slo: Annotated[str | None, typer.Option(help="tpot=MS: the 99th percentile of TPOT at most.")] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE=USD", help="Of one for an hour, in place of the file's; may be repeated."
+        ),
+    ] = None,
+    link_gb_s: model_options.LinkGbS = None,
+    link_us: model_options.LinkUs = None,
+    context: Annotated[
+        float | None, typer.Option(help="Mean tokens of a live request, in place of the trace's.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Requests at once, at most.")] = None,
+    with_prefill: Annotated[
+        bool, typer.Option("--with-prefill", help="Prompts take time, of model or prefill workers.")
+    ] = False,
+    what_if: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            "--what-if",
+            metavar="VARIABLE FILE",
+            help="Draw the border: price, link, context, batch or ratio, into a .svg, .png or .pdf.",
+        ),
+    ] = None,
+    pareto: Annotated[
+        Path | None, typer.Option(help="Draw what each TPOT costs: a .svg, .png or .pdf.")
+    ] = None,
+    toml: Annotated[
+        Path | None, typer.Option(help="Write the best split plan as a cluster file for launch --config.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout, no tables.")] = False,
 ) -> None:
-    """Schedule decode steps of several batches over model replicas or stages, and report (and draw) who waits
-    how long."""
-    from jaxlamina.steps.schedules import Durations, balanced, bubbles, check, make_schedule
+    """Say whether to split, and how: pools, parallelism, partition, batch, and what they give beside unsplit
+    devices. Without options it plans for this machine."""
+    from jaxlamina.console.figures import check_figure
+    from jaxlamina.planner import inputs, sweeps
+    from jaxlamina.planner.calibration import DeviceCalibration
 
-    def schedule(n_steps: int) -> Schedule:
-        options: dict[str, Any] = {"n_replicas": replicas, "local_share": local_share}
-        if mode == "stages":
-            times_s = [durations.of_slice(k, layers) for k in range(layers + 1)]
-            options["stages"] = balanced(times_s, n_stages)
-        made = make_schedule(mode, n_batches, layers, durations, n_steps=n_steps, **options)
-        check(made)
-        return made
-
-    n_stages = replicas or 2
-    usual = {"none": 1, "stages": 2 * n_stages}.get(mode, 2 if local_share else 3)
-    n_batches = usual if batches is None else batches
-    _check_times(slice=slice_ms, attention=attention_ms, first=first_ms, head=head_ms, exchange=exchange_ms)
-    durations = Durations(
-        t_slice_s=slice_ms / 1e3,
-        t_attention_s=attention_ms / 1e3,
-        t_first_slice_s=None if first_ms is None else first_ms / 1e3,
-        t_last_slice_s=None if head_ms is None else head_ms / 1e3,
-        t_exchange_s=exchange_ms / 1e3,
+    check_figure(pareto, "--pareto")
+    if what_if is not None:
+        if what_if[0] not in sweeps.VARIABLES:
+            raise UserError(f"--what-if {what_if[0]!r} must be one of {', '.join(sweeps.VARIABLES)}")
+        check_figure(what_if[1], "--what-if")
+    if toml is not None and not toml.absolute().parent.is_dir():
+        raise UserError(f"--toml {str(toml)!r}: there is no such folder; make it first")
+    if budget is not None and not 0 < budget <= 1e6:
+        raise UserError(f"--budget {budget:g} must be dollars an hour, above 0 and up to 1,000,000")
+    if memory is not None and compute is None:
+        raise UserError("--memory needs --compute, the other pool's device")
+    if devices is not None and compute is not None:
+        raise UserError("--devices names both pools' devices: leave out --compute and --memory")
+    if compute is not None and budget is None:
+        raise UserError("say --budget, dollars an hour; or what there is, by --devices")
+    if compute is None and budget is not None and devices is None:
+        raise UserError("--budget needs --compute and --memory, what it is to be spent on")
+    same_host = compute is None and devices is None
+    if same_host:
+        devices = _of_this_machine(as_json)
+        if devices is None:
+            return
+    name = inputs.model_name(model)
+    given = inputs.prices(price or [])
+    own = None if calibration is None else DeviceCalibration.load(calibration)
+    pools = _pools(compute, memory, devices, _Known(given, own))
+    both = pools.compute, pools.memory or pools.compute
+    linked = inputs.link_between(*both, link_gb_s, link_us, same_host)
+    question = _question(
+        name, inputs.workload(trace, context), pools, linked.link, budget, slo, batch, with_prefill
     )
+    _answer(question, _Asked(name, what_if, pareto, toml, as_json), [inputs.terms_note(*both), linked.note])
+
+
+@dataclass(frozen=True)
+class _Pools:
+    compute: Device
+    memory: Device | None
+    counts: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be made of the answer."""
+
+    model: str
+    what_if: tuple[str, Path] | None
+    pareto: Path | None
+    toml: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a user knows of devices: prices by name, and a calibration."""
+
+    usd_h: dict[str, float]
+    calibration: DeviceCalibration | None
+
+    def device(self, name: str) -> Device:
+        from jaxlamina.planner import inputs
+
+        return inputs.device(name, self.usd_h.get(name), self.calibration)
+
+
+def _pools(compute: str | None, memory: str | None, devices: str | None, known: _Known) -> _Pools:
+    from jaxlamina.planner import inputs
+
+    if devices is None:
+        assert compute is not None
+        one = known.device(compute)
+        return _Pools(one, known.device(memory) if memory else one)
+    counts = inputs.counts(devices)
+    if len(counts) > 2:
+        raise UserError(f"--devices {devices!r} has {len(counts)} kinds of device, and there are two pools")
+    found = [(known.device(name), n) for name, n in counts.items()]
+    found.sort(key=lambda pair: -pair[0].terms.hardware.rates().ridge)
+    by_name = {device.name: n for device, n in found}
+    alone = sum(by_name.values()) == 1
+    return _Pools(found[0][0], None if alone else found[-1][0], by_name)
+
+
+def _question(
+    model: str,
+    workload: Any,
+    pools: _Pools,
+    link: LinkTerms,
+    budget: float | None,
+    slo: str | None,
+    batch: int | None,
+    with_prefill: bool,
+) -> Question:
+    from jaxlamina.models.config_files import model_config
+    from jaxlamina.planner import inputs
+    from jaxlamina.planner.search import Question
+
+    return Question(
+        model_config(model),
+        workload,
+        pools.compute,
+        pools.memory,
+        link,
+        budget_usd_h=budget,
+        counts=pools.counts,
+        slo_s=None if slo is None else inputs.slo_s(slo),
+        most_requests=batch,
+        with_prefill=with_prefill,
+    )
+
+
+def _of_this_machine(as_json: bool) -> str | None:
+    """As --devices would say it; None where there is nothing to search, which is said."""
+    from jaxlamina.cli import examine
+    from jaxlamina.planner import inputs
+
+    found, trouble = examine.jax_devices()
+    if found is None:
+        raise UserError(f"JAX cannot start ({trouble}): say --devices, or run: jaxlamina doctor")
+    kinds = [one["kind"] for one in found if one["platform"] != "cpu"]
+    if not kinds:
+        line = (
+            "don't split (one device): this machine has no accelerator, and both pools would be the same "
+            "cores and the same memory; for other machines say --compute, --memory and --budget, or --devices"
+        )
+        print(json.dumps({"splits": False, "reason": "one device", "line": line}) if as_json else line)
+        return None
+    names: dict[str, int] = {}
+    for kind in kinds:
+        name = inputs.matching(kind)
+        if name is None:
+            raise UserError(
+                f"this machine's {kind!r} is not in configs/hardware: write a .toml of it "
+                f"(docs/reproduce.md), and give it as --devices FILE.toml={len(kinds)}"
+            )
+        names[name] = names.get(name, 0) + 1
+    return ",".join(f"{name}={n}" for name, n in names.items())
+
+
+def _answer(question: Question, asked: _Asked, notes: list[str]) -> None:
+    from jaxlamina.planner import figures, sweeps
+    from jaxlamina.planner.reasons import verdict
+    from jaxlamina.planner.search import search
+
+    found = search(question)
+    said = verdict(found)
+    what = f"{asked.model}, {question.workload.name} ({question.workload.context:,.0f} tokens a live request)"
+    wrote = []
+    drawings = [] if asked.what_if is None else [(sweeps.sweep(question, asked.what_if[0]), asked.what_if[1])]
+    drawings += [] if asked.pareto is None else [(sweeps.pareto(question), asked.pareto)]
+    for drawn, path in drawings:
+        figures.draw_sweep(drawn, what, _source(notes), path)
+        wrote.append(path)
+    if asked.toml is not None:
+        _write_toml(asked.toml, found, asked.model, said.line)
+        wrote.append(asked.toml)
+    if asked.as_json:
+        print(json.dumps(_as_dict(found, said, asked.model, notes, [drawn for drawn, _ in drawings])))
+    else:
+        _show(found, said, what, notes, [drawn for drawn, _ in drawings])
+    from rich.console import Console
+
+    for path in wrote:
+        Console(stderr=True).print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _source(notes: list[str]) -> str:
+    return "Calculated: " + "; ".join(notes)
+
+
+def _write_toml(path: Path, found: FoundPlans, model: str, line: str) -> None:
+    from jaxlamina.planner.cluster_file import cluster_toml
+
+    if not found.split:
+        raise UserError(
+            "--toml: no split plan is within these limits, and an unsplit model needs no such file"
+        )
     try:
-        drawn = schedule(steps)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    places = _count(drawn.n_replicas, "stage" if mode == "stages" else "model replica")
-    title = f"{mode}: {_count(n_batches, 'batch', 'batches')} over {places}"
-    if local_share:
-        title += f", {100 * local_share:g} % of attention on {_whose(drawn)}"
-    if gantt is not None:
-        from jaxlamina.steps.schedules import gantt as figure
-
-        figure.check(drawn, gantt)
-    _show(title, drawn, bubbles(schedule(_STEPS_UNTIL_STEADY)))
-    if gantt is not None:
-        from rich.console import Console
-
-        what = f"{title}, {_count(layers, 'layer')}, {_count(steps, 'decode step')}"
-        try:
-            figure.draw(drawn, what, gantt)
-        except OSError as error:
-            raise UserError(f"cannot write {gantt}: {error.strerror}") from None
-        Console(stderr=True).print(f"wrote {gantt}", highlight=False, markup=False, soft_wrap=True)
+        path.write_text(cluster_toml(found.split[0], model, line), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _check_times(**times_ms: float | None) -> None:
-    """In the options' own words and units; `Durations` would name its fields."""
-    for name, value in times_ms.items():
-        least = "at least 0" if name == "exchange" else "above 0"
-        right = value is None or (0 <= value < float("inf") and (value > 0 or name == "exchange"))
-        if not right:
-            raise UserError(f"--{name}-ms {value:g} must be a finite time {least}")
+def _shown(found: FoundPlans) -> list[PoolPlan]:
+    """The three best split plans of different pools, and the two best unsplit ones of different devices."""
+    split: dict[Any, PoolPlan] = {}
+    for plan in found.split:
+        split.setdefault((plan.setup.n_model, plan.setup.n_attention, plan.copies), plan)
+    return [*list(split.values())[:3], *list(found.whole_by_device.values())[:2]]
 
 
-def _whose(schedule: Schedule) -> str:
-    return f"the {schedule.kind}" if schedule.n_replicas == 1 else f"{schedule.kind}s"
+def _as_dict(
+    found: FoundPlans, said: Verdict, model: str, notes: list[str], drawn: list[Any]
+) -> dict[str, Any]:
+    question = found.question
+    return {
+        "model": model,
+        "workload": question.workload.name,
+        "context": question.workload.context,
+        "splits": said.splits,
+        "reason": said.reason,
+        "line": said.line,
+        "gain": found.gain if found.whole else None,
+        "plans": [_numbers(question, plan) for plan in _shown(found)],
+        "notes": notes,
+        "sweeps": [
+            {"variable": one.variable, "unit": one.unit, "borders": one.borders, "points": one.points}
+            for one in drawn
+        ],
+    }
 
 
-def _count(n: int, one: str, many: str = "") -> str:
-    return f"{n} {one if n == 1 else many or one + 's'}"
+def _numbers(question: Question, plan: PoolPlan) -> dict[str, Any]:
+    from jaxlamina.planner.search import describe, least_link_bytes_s
+
+    setup, is_split = plan.setup, plan.setup.is_split
+    return {
+        "plan": describe(plan),
+        "split": is_split,
+        "scaled_terms": [one.hardware.name for one in setup.terms if one.scaled_from is not None],
+        "copies": plan.copies,
+        "dop": [setup.n_model, setup.n_attention],
+        "tensor_parallel": setup.tensor_parallel,
+        "replicas": setup.n_replicas,
+        "partition": setup.partition if is_split else None,
+        "local_share": setup.local_share if is_split else None,
+        "n_batches": setup.n_batches,
+        "prefill_workers": plan.n_prefill,
+        "requests": plan.n_rows,
+        "kv_tokens": plan.n_slots,
+        "step_ms": 1e3 * plan.cost.step_s,
+        "model_ms": 1e3 * plan.cost.model_busy_s,
+        "attention_ms": 1e3 * plan.cost.attention_busy_s,
+        "exchange_ms": 1e3 * plan.cost.exchange_s,
+        "model_idle": plan.model_idle,
+        "attention_idle": plan.attention_idle if is_split else None,
+        "tpot_p50_ms": 1e3 * plan.tpot_p50_s,
+        "tpot_p99_ms": 1e3 * plan.tpot_p99_s,
+        "tokens_s": plan.tokens_s,
+        "usd_h": plan.usd_h,
+        "tokens_per_usd": plan.tokens_per_usd,
+        "least_link_gb_s": least_link_bytes_s(question, plan) / 1e9 if is_split else None,
+    }
 
 
-def _show(title: str, schedule: Schedule, waits: Bubbles) -> None:
+# Key, its name in the table, and how a number is written.
+_ROWS = (
+    ("scaled_terms", "not measured, scaled", "{}"),
+    ("copies", "copies", "{:,}"),
+    ("tensor_parallel", "weights shared out over", "{:,}"),
+    ("replicas", "copies of weights in one", "{:,}"),
+    ("partition", "partition", "{}"),
+    ("local_share", "attention kept on model workers", "{:.0%}"),
+    ("n_batches", "staggered batches", "{:,}"),
+    ("prefill_workers", "prefill workers", "{:,}"),
+    ("requests", "requests at once, of one", "{:,}"),
+    ("kv_tokens", "tokens of KV, of one", "{:,}"),
+    ("step_ms", "a step, ms", "{:.1f}"),
+    ("model_ms", "  model workers busy, ms", "{:.1f}"),
+    ("attention_ms", "  attention workers busy, ms", "{:.1f}"),
+    ("exchange_ms", "  exchanges, ms", "{:.1f}"),
+    ("model_idle", "  model workers idle", "{:.0%}"),
+    ("attention_idle", "  attention workers idle", "{:.0%}"),
+    ("tpot_p50_ms", "TPOT, median, ms", "{:.1f}"),
+    ("tpot_p99_ms", "TPOT, 99th percentile, ms", "{:.1f}"),
+    ("tokens_s", "tokens a second, of all", "{:,.0f}"),
+    ("usd_h", "$ an hour, of all", "{:.2f}"),
+    ("tokens_per_usd", "tokens for a $", "{:,.0f}"),
+    ("least_link_gb_s", "least link for 95 % of it, GB/s", "{:.1f}"),
+)
+
+
+def _show(found: FoundPlans, said: Verdict, what: str, notes: list[str], drawn: list[Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -126,20 +371,20 @@ def _show(title: str, schedule: Schedule, waits: Bubbles) -> None:
     from jaxlamina.console.tables import print_table
 
     out: Any = Console()
-    table = Table(title=title, box=box.SIMPLE_HEAD)
+    plans = [_numbers(found.question, plan) for plan in _shown(found)]
+    for numbers in plans:
+        numbers["scaled_terms"] = ", ".join(numbers["scaled_terms"]) or None
+    table = Table(title=what, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for name in ("busy", "exchanging", "idle", "of it within a step", "at its ends"):
-        table.add_column(name, justify="right")
-    rows = [(f"{schedule.kind} {r}", shares) for r, shares in enumerate(waits.replicas)]
-    for name, s in (*rows, ("attention pool", waits.attention)):
-        shares = (s.busy, s.exchange, s.idle_within + s.idle_boundary, s.idle_within, s.idle_boundary)
-        table.add_row(name, *(f"{100 * share:.1f} %" for share in shares))
+    for numbers in plans:
+        table.add_column(numbers["plan"], justify="right")
+    for key, name, form in _ROWS:
+        cells = ["–" if numbers[key] is None else form.format(numbers[key]) for numbers in plans]
+        table.add_row(name, *cells)
     print_table(out, table)
-    rate = schedule.n_batches / waits.step_s
-    note = (
-        "idle within a step: between its first and its last work; at its ends: before the first and "
-        "after the last"
-    )
-    out.print(note, style="dim", highlight=False, soft_wrap=True)
-    line = f"a decode step every {1e3 * waits.step_s:,.3f} ms, {rate:,.1f} batch steps a second"
-    out.print(line, markup=False, highlight=False, soft_wrap=True)
+    for note in notes:
+        out.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
+    for one in drawn:
+        borders = ", ".join(f"{x:.3g}" for x in one.borders) or "none in this range"
+        out.print(f"border by {one.variable}: {borders}", highlight=False, markup=False, soft_wrap=True)
+    out.print(said.line, style="bold", highlight=False, markup=False, soft_wrap=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -23,11 +22,15 @@ from jaxlamina.cli.model_options import CommandOptions, with_options
 from jaxlamina.console.progress import bar
 from jaxlamina.errors import UserError
 from jaxlamina.process import garbage
-from jaxlamina.server.pieces import SECRET
+from jaxlamina.server.api_keys import ApiKeys
+from jaxlamina.server.dashboard import PAGE
+from jaxlamina.server.pieces import SECRET, STANDBY
 from jaxlamina.server.settings import Settings
+from jaxlamina.server.tls import tls_context
+from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.settings import Supervision
 
-STARTER: ContextVar[Sequence[str] | None] = ContextVar("STARTER", default=None)
+STARTER: ContextVar[JobCommand | None] = ContextVar("STARTER", default=None)
 """The command of which this one is part, where there is one: `jaxlamina launch` starts all ranks."""
 
 
@@ -60,6 +63,12 @@ def serve(
         uds=uds,
         supervisor=os.environ.get(SECRET),
     )
+    # Before anything takes long. What a supervisor has at its port is not for the server below it.
+    ApiKeys(api_key, settings.api_key_file)
+    if settings.supervisor is None:
+        has_tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile) is not None
+        if has_tls and uds is not None:
+            raise UserError("--ssl-certfile is for a port, and --uds has none: leave one out")
     path = options.find()
     console = Console(stderr=True)
 
@@ -67,22 +76,26 @@ def serve(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     if supervision.supervise:
-        from jaxlamina.server.listening import bound, shown
+        from jaxlamina.server.listening import bound, bound_at, shown
         from jaxlamina.supervisor.run import supervise
 
-        if uds is not None:
-            raise UserError("--uds is for a server without --supervise, which has a port: leave one out")
-        with bound(host, port) as front:
+        with bound_at(uds) if uds else bound(host, port) as front:
             front.listen()
-            address = shown(front)
+            address = shown(front, settings.ssl_certfile is not None)
             say(f"serving {settings.served_model_names[0]} at {address}")
-            code = supervise(_job(), settings, supervision, front, lambda: say(f"ready: {address}/v1"))
+            if settings.dashboard:
+                say(f"dashboard: {address}{PAGE}")
+            announce = partial(say, f"ready: {address}/v1")
+            code = supervise(_job(), settings, supervision, front, announce, options.kept_kv_folder)
         raise typer.Exit(code)
+    if settings.supervisor is None:
+        supervision.check_alone()
     garbage.hold()
     with console.status("starting JAX"):
         from jaxlamina import ranks
         from jaxlamina.server.listening import bound, shown
         from jaxlamina.server.run import App
+        from jaxlamina.server.standing_by import stand_by
     if settings.pool_metrics_interval and ranks.current() is None:
         raise UserError(
             "--pool-metrics-interval records ranks: start them with `jaxlamina launch … -- serve …`"
@@ -90,17 +103,27 @@ def serve(
     with nullcontext() if uds else bound(host, port) as listener:
         # Until there is something to bring to an end; jax.distributed would take the signal and go on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        stands_by = os.environ.pop(STANDBY, None) is not None
+        asked = options
+        if stands_by and asked.keeps_kv:  # the folder is another's as yet
+            options = replace(options, kept_kv_folder=None, kept_kv_slots=1)
         llm = model_options.load(console, path, options, recording=settings.pool_metrics_interval > 0)
         model_options.say_dtype(console, llm)
-        address = f"unix:{uds}" if listener is None else shown(listener)
+        address = f"unix:{uds}" if listener is None else shown(listener, settings.ssl_certfile is not None)
         with bar(console, "compiling", line_every_s=15.0) as on_progress:
             is_own = settings.supervisor is None  # else the supervisor says so
             on_ready = partial(say, f"ready: {address}/v1") if is_own else lambda: None
-            app = App(llm, settings, on_progress, on_ready)
+            if stands_by:
+                stand_by(llm, settings, on_progress)
+                if asked.keeps_kv:
+                    llm.keep_kv(asked.kept_kv_folder, asked.kept_kv_slots)
+            app = App(llm, settings, on_progress, on_ready, is_warm=stands_by)
             if listener is not None:
                 listener.listen()
             if is_own:
                 say(f"serving {settings.served_model_names[0]} at {address}")
+                if settings.dashboard:
+                    say(f"dashboard: {address}{PAGE}")
             ended = app.run(listener)
     if app.is_compiling or not ended:  # a thread that compiles does not end by itself
         sys.stdout.flush()
@@ -108,13 +131,14 @@ def serve(
         os._exit(0 if ended else 1)
 
 
-def _job() -> Sequence[str]:
+def _job() -> JobCommand:
     """The command that serves the same, as `Supervision` runs it."""
     if (starter := STARTER.get()) is not None:
         return starter
     if "jaxlamina.ranks" in sys.modules:
         raise UserError(
-            "--supervise starts the ranks itself: jaxlamina launch … -- serve --supervise …, on one host"
+            "--supervise starts the ranks itself: jaxlamina launch … -- serve …, on several hosts by its "
+            "--starter"
         )
     os.environ.update(launch.environment())
-    return sys.executable, "-P", "-m", "jaxlamina", *sys.argv[1:]
+    return JobCommand((sys.executable, "-P", "-m", "jaxlamina", *sys.argv[1:]))

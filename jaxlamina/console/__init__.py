@@ -1,1 +1,1 @@
-"""What commands have in common: how options are read, tables and bars. Knows no model."""
+"""What commands have in common: how options are read, tables, bars and figures. Knows no model."""

@@ -10,14 +10,15 @@ same engine runs split, unsplit or with an imaginary model in a test.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxlamina.engine.admission import Admission
 from jaxlamina.engine.in_flight import LaunchedRows, LaunchedStep, StepTimes
+from jaxlamina.engine.keeping import Keeping
 from jaxlamina.engine.live_request import LiveRequest
 from jaxlamina.engine.next_tokens import Drawing
 from jaxlamina.engine.outputs import RequestOutput, TokenEvent
@@ -28,12 +29,16 @@ from jaxlamina.engine.scheduled_step import RunTogether, ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import UserError, contained
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
+from jaxlamina.kv.kept import KeptPrefixes
 from jaxlamina.run.executor import Executor
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes
 from jaxlamina.steps.step import PromptPart, Step
+
+PauseMode = Literal["keep", "wait", "abort"]
+"""What becomes of the requests that are there when an engine is paused."""
 
 
 class Engine:
@@ -93,12 +98,15 @@ class Engine:
         )
         self.drawing = Drawing(max_num_seqs, self.sizes, vocab_size, len(eos_token_ids))
         self.stats = EngineStats()
-        self.async_scheduling = async_scheduling and not self.capabilities.needs_host_tokens
+        self.async_scheduling = async_scheduling
         if mixed_steps and (why := self.capabilities.why_not_mixed):
             raise UserError(why)
         self.mixed_steps = mixed_steps
+        self._keeping: Keeping | None = None
         self._ahead: LaunchedStep | None = None  # launched, and not read
-        self._again: list[TokenEvent] = []  # of tokens from an earlier process, until the next step
+        self._again: list[TokenEvent] = []  # of tokens that are there already, until the next step
+        self._stands_still = False
+        self.n_weight_updates = 0
         self._times = StepTimes(clock)
         self.before_step: Callable[[], None] | None = None  # called first in every step
         self.admission = Admission(
@@ -120,6 +128,59 @@ class Engine:
     def idle(self) -> bool:
         """Nothing waits, runs or is to be read."""
         return self.scheduler.idle and self._ahead is None and not self._again
+
+    @property
+    def rests(self) -> bool:
+        """`step` has nothing to do."""
+        return self.idle or (self._stands_still and not self._again)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.scheduler.held is not None
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> list[str]:
+        """Until `resume` newcomers wait. Those that are there stand still between two steps (keep), are
+        finished by further steps (wait), or are ended (abort). Gives the ids of those that were ended.
+
+        ``clear_cache``: forgets cached prefixes, and with "keep" also requests' own KV, which is computed
+        again from their tokens when they go on.
+        """
+        self.scheduler.keep_out()
+        ended = list(self.postprocess.live) if mode == "abort" else []
+        for request_id in ended:
+            self.abort(request_id)
+        self._stands_still = mode == "keep"
+        if self._stands_still:
+            self._settle()
+        if clear_cache and self._stands_still:
+            self.forget_kv()
+        elif clear_cache:
+            self.scheduler.forget_cached()
+        return ended
+
+    def resume(self) -> None:
+        """Requests go on, and newcomers are let in."""
+        self._stands_still = False
+        self.scheduler.let_in()
+
+    def forget_kv(self) -> None:
+        """All KV in the pools and on the host is computed again from tokens, when it is needed. Tokens that
+        were drawn stay."""
+        self._settle()
+        self.scheduler.forget_kv()
+
+    def put_weights(self, params: Mapping[str, jax.Array], *, keep_kv: bool) -> None:
+        """The next step is computed with ``params`` (`Executor.put_weights`). ``keep_kv``: requests and
+        cached prefixes keep the KV of the weights before. KV that is kept by content is neither found nor
+        kept any more: `keep_kv` opens what is to be in its place."""
+        self._settle()
+        if not keep_kv:
+            self.forget_kv()
+        if self._keeping is not None:
+            self._keeping.begin_anew(r for _, members in self.postprocess.live.values() for r in members)
+            self._keeping = self.scheduler.room.kept = None
+        self.executor.put_weights(params)
+        self.n_weight_updates += 1
 
     def add_request(
         self,
@@ -143,13 +204,14 @@ class Engine:
         priority: int = 0,
         caller: Hashable | None = None,
         written: Sequence[int] = (),
+        n_cached: int | None = None,
     ) -> str:
         """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is,
         is not kept waiting by many jobs of one caller; jobs without one are served as they come.
 
         ``written``: what the request wrote in an earlier process, of one that `LiveRequest.may_go_on`. The
         next step gives its events again, and the request goes on after it: its KV is computed like a
-        prompt's.
+        prompt's. ``n_cached``: prompt tokens whose KV was there when it was first computed.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(f"{priority=} must be a whole number; lower goes first")
@@ -159,6 +221,7 @@ class Engine:
             )
         if any(not 0 <= token < self.admission.vocab_size for token in written):
             raise UserError("what the request wrote has tokens that are not in the vocabulary")
+        job.n_cached_tokens = n_cached
         params = job.params
         width, lockstep = params.n_sequences, params.use_beam_search
         request = Request(
@@ -186,11 +249,15 @@ class Engine:
         ``error``. What else fails is raised as it is. Requests that were there must then be aborted:
         ``UserError`` before they are.
         """
+        if self.is_paused and self.rests and self.postprocess.live:
+            raise UserError("the engine is paused: resume it first")
         if lost := self._lost & self.postprocess.live.keys():
             raise UserError(f"a step failed while these requests ran, abort them: {', '.join(sorted(lost))}")
         if self.before_step is not None:
             self.before_step()
         again, self._again = self._again, []
+        if self._stands_still:
+            return again
         try:
             step = self._ahead or self._launch()
             self._ahead = None
@@ -198,13 +265,33 @@ class Engine:
                 return again
             if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
-            events = self.postprocess.take_in(step, self._times, self.stats)
+            events = self._take_in(step)
         except BaseException:
-            self._ahead, self._lost = None, set(self.postprocess.live)
-            self.scheduler.forget_cached()  # it may name KV that this step was to compute
+            self._lose()
             raise
         self._forget_unwanted()
         return again + events
+
+    def _take_in(self, step: LaunchedStep) -> list[TokenEvent]:
+        events = self.postprocess.take_in(step, self._times, self.stats)
+        if self._keeping is not None:
+            self._keeping.keep(self.scheduler.running)
+        return events
+
+    def _lose(self) -> None:
+        self._ahead, self._lost = None, set(self.postprocess.live)
+        self.scheduler.forget_cached()  # it may name KV that this step was to compute
+
+    def _settle(self) -> None:
+        """Nothing is in flight any more; the next `step` gives the events."""
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            try:
+                self._again += self._take_in(step)
+            except BaseException:
+                self._lose()
+                raise
+        self._times.rest()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request early and frees its slots; None if there is no such request any more, or its text
@@ -223,6 +310,12 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
         self.scheduler.forget_cached()
+
+    def keep_kv(self, prefixes: KeptPrefixes) -> None:
+        """From now on KV is kept by content at the places of ``prefixes``, which the executor has opened, and
+        found there."""
+        least = self.scheduler.min_prefix_tokens
+        self._keeping = self.scheduler.room.kept = Keeping(self.executor, prefixes, min_tokens=least)
 
     def check_integrity(self) -> None:
         """Raises ``RuntimeError`` unless every slot in use belongs to exactly the requests that run and the
@@ -272,6 +365,8 @@ class Engine:
         if step.prefills and self.capabilities.places_tokens:
             # newcomers choose a worker by what each one holds
             self.executor.release(self.scheduler.slots.take_freed())
+        if self._keeping is not None:
+            self._keeping.bring(step.brought)
 
     def _run(self, run: RunTogether) -> list[LaunchedRows]:
         """Launches one of the executor's steps, and the choice of its tokens."""
@@ -329,8 +424,10 @@ class Engine:
         if request.scores_prompt:
             logits, scored = self.drawing.score(request, span, logits)
         job: LiveRequest = request.payload
+        if job.n_found is None:
+            job.n_found = start
         if job.n_cached_tokens is None:
-            job.n_cached_tokens = start
+            job.n_cached_tokens = min(start, len(request.prompt_token_ids))
         if start == request.n_cached:
             self.stats.n_prompt_tokens += start
             self.stats.n_prefix_hit_tokens += start

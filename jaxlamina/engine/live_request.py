@@ -53,7 +53,9 @@ class LiveRequest:
     matcher: Matcher | None = None  # at the beginning of its grammar
     continuations: list[Continuation] = field(default_factory=list)
     beams: BeamSearch | None = None
-    n_cached_tokens: int | None = None  # of its prompt, when it was first computed
+    n_cached_tokens: int | None = None  # of its prompt, whose KV was there when it was first computed
+    n_found: int | None = None  # the same in this process, and of what it wrote in an earlier one
+    n_written: int = 0  # tokens that it wrote in an earlier process
     n_preemptions: int = 0
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # if wanted: one a token
     error: Exception | None = None  # why it cannot go on

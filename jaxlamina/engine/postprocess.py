@@ -122,6 +122,7 @@ class Postprocess:
         job: LiveRequest = request.payload
         [c] = job.continuations
         c.matcher = job.matcher and job.matcher.copy()
+        job.n_written = len(tokens)
         events: list[TokenEvent] = []
         for token in tokens:
             if not self.is_live(request):
@@ -148,7 +149,10 @@ class Postprocess:
             return [] if output is None else events_at_end(output)
         new_text = c.text.release(finished=ended)
         of_prompt = job.prompt_entries if c.index == 0 and len(c.token_ids) == 1 else None
-        return [TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt)]
+        n_found = job.n_found if c.index == 0 and len(c.token_ids) == job.n_written + 1 else None
+        return [
+            TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt, n_found=n_found)
+        ]
 
     def _read(
         self, job: LiveRequest, c: Continuation, drawn: _Drawn | None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxlamina.kv import SlotList
+from jaxlamina.kv.kept import NO_DIGESTS, Digests
 
 
 class RequestState(Enum):
@@ -50,6 +51,8 @@ class Request:
     n_in_flight: int = 0
     arrival: int = 0  # how many requests were queued before it
     rank: Any = None  # by the policy, while it waits
+    digests: Digests = NO_DIGESTS  # of its first tokens, where KV is kept by content
+    n_kept: int = 0  # positions whose KV is kept so
 
     @property
     def n_generated(self) -> int:
@@ -83,8 +86,27 @@ class Request:
         return Request(
             self.request_id, self.prompt_token_ids, self.max_tokens, self.payload, index,
             lockstep=self.lockstep, priority=self.priority, caller=self.caller, turn=self.turn,
-            n_cached=len(self.slots), state=self.state, arrival=self.arrival,
+            n_cached=len(self.slots), state=self.state, arrival=self.arrival, digests=self.digests,
+            n_kept=min(self.n_kept, len(self.prompt_token_ids)),
         )  # fmt: skip
+
+    @property
+    def n_known(self) -> int:
+        """Tokens in and out that are known."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def n_stored(self) -> int:
+        """Of a running request, known tokens whose KV is in the pool once all launched steps have run."""
+        return self.n_known - 1 if self.n_computed is None else self.n_computed
+
+    def tokens_between(self, start: int, stop: int) -> list[int]:
+        """Those at positions from ``start`` on, before ``stop``; known ones."""
+        n = len(self.prompt_token_ids)
+        return [
+            *self.prompt_token_ids[start:stop],
+            *self.output_token_ids[max(0, start - n) : max(0, stop - n)],
+        ]
 
     def all_token_ids(self) -> list[int]:
         return [*self.prompt_token_ids, *self.output_token_ids]

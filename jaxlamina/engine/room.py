@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +19,20 @@ from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, a
 
 # Tokens computed in one step of a prompt that is scored: there are logits of each, a row of the vocabulary.
 SCORED_CHUNK = 512
+_NOTHING_KEPT = {
+    "kept_kv_slots": 0,
+    "kept_kv_slots_used": 0,
+    "n_kept_tokens": 0,
+    "n_kept_hit_tokens": 0,
+}
+
+
+class KeptPlaces(Protocol):
+    """What is known of KV that is kept beside the slots (`jaxlamina.engine.keeping.Keeping`)."""
+
+    def find(self, request: Request, n_cached: int) -> Sequence[int] | np.ndarray: ...
+
+    def stats(self) -> dict[str, int]: ...
 
 
 class Room:
@@ -37,6 +52,8 @@ class Room:
         self.slots, self.prefix_cache, self.host = slots, prefix_cache, host
         self.min_prefix_tokens, self.prefill_chunk = min_prefix_tokens, prefill_chunk
         self._always_in_chunks = always_in_chunks
+        self.kept: KeptPlaces | None = None
+        self._to_bring: list[Move] = []
 
     @property
     def n_used(self) -> int:
@@ -77,7 +94,7 @@ class Room:
         """Slots that requests hold, those that several do, slots that only the prefix cache holds, and what
         went to the host and back."""
         host, n_used = self.host, self.n_used
-        return {
+        return (self.kept.stats() if self.kept is not None else _NOTHING_KEPT) | {
             "kv_slots": self.slots.capacity,
             "kv_slots_used": n_used,
             "kv_slots_shared": self.n_shared,
@@ -122,17 +139,27 @@ class Room:
         [request] = unit
         tokens = request.all_token_ids()
         cached = self.match(request, tokens)
-        n_new = len(tokens) - len(cached)
-        if (most_new is not None and n_new > most_new) or not self.make(n_new + margin):
+        has_room = self.make(len(tokens) - len(cached) + margin)
+        kept = () if self.kept is None or not has_room else self.kept.find(request, len(cached))
+        n_new = len(tokens) - len(cached) - len(kept)
+        if not has_room or (most_new is not None and n_new > most_new):
             self.slots.free(cached)
             return False
         chunk = self.chunk_of(request)
-        if self._always_in_chunks or (chunk is not None and n_new > chunk):
-            self._give(request, tokens, cached, None)
+        in_chunks = self._always_in_chunks or (chunk is not None and n_new > chunk)
+        self._give(request, tokens, cached, None if in_chunks else self.prefix_cache)
+        if len(kept):
+            to = request.slots.view()[len(cached) : len(cached) + len(kept)].copy()
+            self._to_bring.append(Move(to, np.asarray(kept), to))
+            request.n_cached += len(kept)
+        if in_chunks:
             request.n_computed = request.n_cached
-        else:
-            self._give(request, tokens, cached, self.prefix_cache)
         return True
+
+    def take_brought(self) -> tuple[Move, ...]:
+        """Copies from the places that newcomers' KV is kept at to their slots, for the coming step."""
+        brought, self._to_bring = tuple(self._to_bring), []
+        return brought
 
     def match(self, request: Request, tokens: Sequence[int]) -> np.ndarray:
         """Slots of the cached prefix, the last token left out: it must be computed, for what comes after

@@ -29,7 +29,8 @@ class ScheduledStep:
     ``preempted`` lost their slots. A prefill may start from KV that one before it computes; ``spans`` has for
     each from which position to which it goes, and one that does not reach the last token gives none yet.
     ``moves_again``: KV that came back to the device and that others on the host still wait for; it must go to
-    the same host slots again where taking it from the host empties them.
+    the same host slots again where taking it from the host empties them. ``brought``: from places where KV is
+    kept by content.
     """
 
     prefills: tuple[Request, ...]
@@ -39,6 +40,7 @@ class ScheduledStep:
     moves_in: tuple[Move, ...] = ()
     moves_again: tuple[Move, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
+    brought: tuple[Move, ...] = ()
 
     @property
     def requests(self) -> tuple[Request, ...]:

@@ -46,7 +46,7 @@ from jaxlamina.engine.request import Request, RequestState
 from jaxlamina.engine.room import Room, n_distinct, on_host
 from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.errors import UserError
-from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each
+from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each, extend_each
 
 
 class Scheduler:
@@ -106,7 +106,9 @@ class Scheduler:
         )
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.held: list[Request] | None = None  # who has come while newcomers are kept out
         self._n_added = 0
+        self._longest_output = 0  # that anybody has asked for
         self._turns = Turns()
 
     @property
@@ -123,18 +125,33 @@ class Scheduler:
         self.room.check_holds(request, padded=self.padded)
         request.arrival, request.turn = self._n_added, self._turns.take(request.caller)
         self._n_added += 1
-        self._queue([request])
+        self._longest_output = max(self._longest_output, request.max_tokens)
+        if self.held is None:
+            self._queue([request])
+        else:
+            request.rank = self.policy.rank(request)
+            self.held.append(request)
+
+    def keep_out(self) -> None:
+        """Newcomers wait until `let_in`, whoever else runs or waits."""
+        self.held = [] if self.held is None else self.held
+
+    def let_in(self) -> None:
+        held, self.held = self.held or [], None
+        for request in held:
+            self._queue([request])
 
     def schedule(self) -> ScheduledStep:
         """Takes the slots of the coming step and says who runs. After a preemption nobody is admitted, but
         the request for which it was: the tokens of the preempted may be in flight."""
-        for request in [r for r in self.running if r.n_in_flight and r.n_generated == r.max_tokens]:
+        in_flight = [r for r in self.running if r.n_in_flight]
+        for request in [r for r in in_flight if r.n_in_flight + len(r.output_token_ids) == r.max_tokens]:
             self._end(request, keep=True)
         preempted, moves_out = self._preempt_for_room()
         may_admit = not preempted
         if may_admit:
             preempted, moves_out = self._displace()
-        decodes = [request for request in self.running if request.n_computed is None]
+        decodes = self.decoding()
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
         prefills: list[Request] = []
         moves_in: list[Move] = []
@@ -156,6 +173,7 @@ class Scheduler:
             tuple(moves_in),
             tuple(filter(None, map(self.room.still_wanted, moves_in))),
             tuple(map(self._next_chunk, prefills)),
+            self.room.take_brought(),
         )
 
     def _next_chunk(self, request: Request) -> tuple[int, int]:
@@ -168,6 +186,31 @@ class Scheduler:
         if request.n_computed is None and self.prefix_cache is not None:
             self.prefix_cache.insert(request.all_token_ids(), request.slots.view())
         return start, stop
+
+    def n_steps_alike(self) -> int:
+        """How many further steps are sure to decode all running requests and do nothing else, unless somebody
+        comes or ends: a lower bound."""
+        if not self.running or self._begun():
+            return 0
+        n_until_end = min([r.max_tokens - r.n_in_flight - len(r.output_token_ids) for r in self.running])
+        n_steps = min(n_until_end, self.slots.n_free // len(self.running))
+        if n_steps <= 0 or not self.waiting:
+            return n_steps
+        unit = self._next_unit()
+        if self.policy.preemptive or self.prefix_cache is not None or unit[0].host_slots is not None:
+            return 0
+        if not self._has_rows(unit):
+            return n_steps
+        # A step takes a slot of each row, and from what is left free for their growth one for each row and
+        # for the newcomer at most. So what the newcomer lacks becomes less by one slot a step at most.
+        lacks = sum(request.n_tokens for request in unit) + self._margin(unit) - self.slots.n_free
+        return min(n_steps, max(0, lacks))
+
+    def skip(self, n_steps: int) -> None:
+        """Takes the slots of so many steps, at most `n_steps_alike`, as `schedule` would one by one."""
+        n_rows = len(self.running)
+        slots = self.slots.allocate(n_steps * n_rows).reshape(n_steps, n_rows)
+        extend_each([request.slots for request in self.running], slots)
 
     def branch(self, members: Sequence[Request], parents: Sequence[int]) -> list[Request]:
         """As many sequences as ``parents``, the j-th going on from ``members[parents[j]]`` and sharing its
@@ -212,10 +255,22 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
         elif request.state is RequestState.WAITING:
-            self.waiting.remove(request)
+            waits = self.held if self.held and request in self.held else self.waiting
+            waits.remove(request)
         self.headroom.ended(request)
         self.room.release(request, keep=keep)
         request.state = RequestState.FINISHED
+
+    def forget_kv(self) -> None:
+        """All KV is computed again from tokens: that of prefixes, and that of requests, which wait for their
+        turn as after a preemption. No token may be in flight."""
+        for request in self.waiting:
+            self.room.release(request, keep=False)
+        for request in self.running[::-1]:
+            assert not request.n_in_flight, "a step is launched"
+            self._wait_again(request, keep=False)
+            self._queue([request])
+        self.forget_cached()
 
     def forget_cached(self) -> None:
         """Empties the prefix cache."""
@@ -241,7 +296,7 @@ class Scheduler:
         preempted: list[Request] = []
         moves: list[Move] = []
         # A prompt that is being computed has all of its slots.
-        while not self.room.evict_for(sum(request.n_computed is None for request in self.running)):
+        while not self.room.evict_for(len(self.decoding())):
             unit = self._last()
             preempted += reversed(unit)
             moves += self._give_way(unit)
@@ -250,6 +305,8 @@ class Scheduler:
     def _displace(self) -> tuple[list[Request], list[Move]]:
         """Has running requests give way until the first that waits fits, or none is left that it may
         displace."""
+        if not self.policy.preemptive:
+            return [], []
         preempted: list[Request] = []
         moves: list[Move] = []
         while self.running and self._displaces((last := self._last())[0]) and not self._would_fit():
@@ -276,12 +333,15 @@ class Scheduler:
     def _give_way(self, unit: Sequence[Request]) -> list[Move]:
         moves = self.room.move_out(unit)
         for request in reversed(unit):
-            self.running.remove(request)
-            self.room.release(request, keep=True)
-            request.state = RequestState.WAITING
-            request.n_preemptions += 1
+            self._wait_again(request, keep=True)
         self._queue(unit)
         return moves
+
+    def _wait_again(self, request: Request, *, keep: bool) -> None:
+        self.running.remove(request)
+        self.room.release(request, keep=keep)
+        request.state = RequestState.WAITING
+        request.n_preemptions += 1
 
     def _last(self) -> list[Request]:
         """The running request that gives way first, with those it runs in lockstep with."""
@@ -326,6 +386,10 @@ class Scheduler:
                 break
         return prefills, resumed, moves
 
+    def decoding(self) -> list[Request]:
+        """Running requests whose prompts are computed."""
+        return [request for request in self.running if request.n_computed is None]
+
     def _begun(self) -> list[Request]:
         """Running requests whose prompts are being computed."""
         return [request for request in self.running if request.n_computed is not None]
@@ -345,7 +409,7 @@ class Scheduler:
 
     def _n_rows(self, unit: Sequence[Request]) -> int:
         """Sequences that run once ``unit`` does and newcomers have branched."""
-        return sum(request.width for request in (*self.running, *unit))
+        return sum([request.width for request in (*self.running, *unit)])
 
     def _has_rows(self, unit: Sequence[Request]) -> bool:
         """Whether so many sequences may run, and padded ones have room for their longest."""
@@ -363,10 +427,14 @@ class Scheduler:
             return 0
         if self.padded:  # they have had their room from the beginning
             return self._n_rows(unit)
+        n_new = len(unit) * unit[0].n_tokens
+        if self.slots.n_free - n_new > self.max_num_seqs * (self._longest_output + 1):
+            return 0  # there is room for all that could be wanted: how much that is, need not be known
         rows = []
+        preemptive = self.policy.preemptive
         for request in (*self.running, *unit):
             new = request.state is RequestState.WAITING
-            n = 1 if not new and self._displaces(request) else self.headroom.of(request)
+            n = 1 if preemptive and not new and self._displaces(request) else self.headroom.of(request)
             # What was there before it may be others'.
             rows.append((n, request.n_tokens if new else len(request.slots) - request.n_cached))
             rows += [(n, 0)] * (request.width - 1)
@@ -378,7 +446,7 @@ class Scheduler:
         unit = self._next_unit()
         if not self._has_rows(unit):
             return False
-        n = self._margin(unit) + sum(request.n_computed is None for request in self.running)
+        n = self._margin(unit) + len(self.decoding())
         if unit[0].host_slots is not None:
             return self.room.make(n + len(on_host(unit)) + len(unit))
         rows = [request.all_token_ids() for request in unit]

@@ -23,11 +23,12 @@ Platform = Literal["cpu", "cuda", "tpu"]
 # Commands that rank 0 can run with the other ranks behind it.
 COMMANDS = ("generate", "serve", "bench")
 
-# In the environment of a job's ranks: a word that no other process has, from whoever starts them.
+# In the environment of a job's ranks: a secret that no other process has, from whoever starts them.
 JOB = "JAXLAMINA_JOB"
 
-# How a rank reaches rank 0 may differ from host to host; all else must be the same.
-_OWN = ("control",)
+# How a rank reaches rank 0, and where it finds the secret, may differ from host to host; all else must be the
+# same.
+_OWN = ("control", "job_secret_file")
 
 
 def _seconds(default: float, help: str) -> Any:
@@ -119,6 +120,13 @@ class Cluster(ModelOptions):
         "more than model "
         "workers; `fixed`: a batch stays on its model worker; `auto`: rotational where the numbers allow it.",
     )
+    kv_replicas: int = option(
+        0,
+        "1: what each attention worker keeps of its KV by content (`kept_kv_folder`) is also kept on another "
+        "rank's host, where there is one, and comes from there when its own host is lost.",
+        least=0,
+        most=1,
+    )
     peer_memory: bool = option(
         True,
         "With `xla`: GPUs of one host write messages into each other's memory where they can (Hopper and "
@@ -131,6 +139,12 @@ class Cluster(ModelOptions):
     control: str = _address("127.0.0.1:29400", "control", "Where rank 0 listens for control messages.")
     coordinator: str = _address(
         "127.0.0.1:29401", "coordinator", "Where rank 0 serves `jax.distributed`, with `xla`."
+    )
+    job_secret_file: str | None = option(
+        None,
+        "A file, readable by its user alone, with a secret of 16 bytes or more by which all ranks "
+        "of a job know each other; its path may differ from host to host. Left out: what `JAXLAMINA_JOB` in "
+        "the environment says, as `jaxlamina launch` sets it for each job.",
     )
     start_deadline_s: float = _seconds(
         120.0, "Until all ranks have come; a rank that has not is named, and the job ends."
@@ -156,6 +170,11 @@ class Cluster(ModelOptions):
 
     def _check_combination(self) -> None:
         self._check_pipelining()
+        if self.kv_replicas and self.kept_kv_slots == 0:
+            raise UserError(
+                f"kv_replicas={self.kv_replicas} copies KV that is kept, and kept_kv_slots=0 keeps none: "
+                "leave one of them out"
+            )
         if self.transport == "xla":
             if self.model_platform != self.attention_platform:
                 raise UserError(
@@ -329,7 +348,7 @@ class Cluster(ModelOptions):
         return self.attention_platform if self.role(rank).pool == "attention" else self.model_platform
 
     def as_config(self) -> dict[str, str | int | float | bool | None]:
-        """What must be the same on every rank, as flat data: every field but how rank 0 is reached."""
+        """What must be the same on every rank, as flat data: every field but those of `_OWN`."""
         values = dataclasses.asdict(self) | {"dop": ",".join(map(str, self.dop))}
         return {name: value for name, value in values.items() if name not in _OWN}
 

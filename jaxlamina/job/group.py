@@ -24,10 +24,11 @@ import jax
 from jaxlamina import __version__
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import FAILED
-from jaxlamina.job.cluster import JOB, Cluster
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control.channel import ControlServer
 from jaxlamina.job.control.messages import Message
 from jaxlamina.job.control.watchdog import Watchdog
+from jaxlamina.job.secret import secret_of
 from jaxlamina.process.gpus import visible_gpus
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Transport, open_transport
@@ -110,7 +111,6 @@ class Group:
         self.workers = tuple(cluster.pools.attention_ranks)
         self.replicas = tuple(range(1, cluster.n_model))  # model ranks but this one
         self.prefill_ranks = tuple(cluster.pools.prefill_ranks)
-        self.epoch = 0
         self.n_steps = 0
         self.owed: str | None = None  # a step that the others were told of, until this rank has begun it
         self._closed = False
@@ -124,7 +124,7 @@ class Group:
             heartbeat_s=cluster.heartbeat_s,
             on_fault=self._failing.because_of,
             on_refused=lambda line: print(f"note: refused: {line}", file=sys.stderr, flush=True),
-            job=os.environ.get(JOB, ""),
+            secret=secret_of(cluster, os.environ),
         )
         self._failing.tell = lambda line: self.control.close(fault=line, wait_s=1)
         self._failing.last_words = lambda line: self.last_words(line)
@@ -138,10 +138,28 @@ class Group:
         return jax.local_devices(backend="cpu")[0] if self.cluster.shares_weights else self.device
 
     @property
+    def link_name(self) -> str:
+        """By what messages between model and attention workers go: "memory", "nccl", "gloo" or "mpi"."""
+        if self.transport.by_memory:
+            return "memory"
+        if self.cluster.transport == "mpi":
+            return "mpi"
+        return "gloo" if self.device.platform == "cpu" else "nccl"
+
+    @property
     def description(self) -> str:
         """DOP, and how messages travel."""
         how = self.cluster.transport + (" by memory" if self.transport.by_memory else "")
         return f"DOP {self.cluster.pools}, {how}"
+
+    @property
+    def epoch(self) -> int:
+        """How many models there have been: of every message from now on."""
+        return self.control.epoch
+
+    def next_model(self) -> None:
+        """What ranks answer for the model before this one is refused."""
+        self.control.epoch += 1
 
     def gather(self) -> None:
         """Waits for all ranks. ``UserError`` that says which did not come, or came with another

@@ -57,6 +57,7 @@ class SlotAllocator:
         self._top = 0
         self._stamps = np.zeros(capacity, np.int64)  # [S] the deal that each slot was last part of
         self._n_deals = 0
+        self._n_owned = 0  # the sum of the reference counts
         self._place = np.empty(capacity, np.intp)  # [S] scratch of `_once`
         self._owners_view = self._owners.view()
         self._owners_view.flags.writeable = False
@@ -100,6 +101,7 @@ class SlotAllocator:
             raise OutOfSlots(f"{n} slots asked for, {self.n_free} of {self.capacity} free")
         taken = self._stack[top : top + n]
         self._top = top + n
+        self._n_owned += n
         self._n_deals += 1
         self._owners[taken] = 1
         self._stamps[taken] = self._n_deals
@@ -111,6 +113,7 @@ class SlotAllocator:
         if slots.size and self._owners[slots].min() < 1:
             self._refuse(slots, times=False)
         np.add.at(self._owners, slots, _ONE)
+        self._n_owned += len(slots)
 
     def free(self, slots: Slots) -> None:
         """One owner fewer for each of these slots; ``ValueError`` and no change if one has too few.
@@ -126,11 +129,14 @@ class SlotAllocator:
         if fewest < 0:
             np.add.at(self._owners, slots, _ONE)
             self._refuse(slots, times=True)
-        if (left == 1).any():
-            self.n_unshared += 1
-        if fewest > 0:
-            return
-        released = self._once(slots[left == 0])
+        none_shared = self._n_owned == self._top  # so far: all of these had one owner, and are listed once
+        self._n_owned -= len(slots)
+        if not none_shared:
+            if (left == 1).any():
+                self.n_unshared += 1
+            if fewest > 0:
+                return
+        released = slots if none_shared else self._once(slots[left == 0])
         if self._freed is not None:
             self._freed.append(released)
         self._stack[self._top - len(released) : self._top] = released
@@ -143,8 +149,8 @@ class SlotAllocator:
     def take_freed(self) -> Int[np.ndarray, " n"]:
         """Slots that have lost their last owner since this was last called, and have none now."""
         assert self._freed is not None, "note_freed comes first"
-        freed, self._freed = np.unique(np.concatenate([np.empty(0, np.intp), *self._freed])), []
-        return freed[self._owners[freed] == 0]
+        freed, self._freed = np.concatenate([np.empty(0, np.intp), *self._freed]), []
+        return self._once(freed[self._owners[freed] == 0])
 
     def check_integrity(self, owners: Mapping[Hashable, Slots] | None = None) -> None:
         """Raises ``RuntimeError`` naming the first faulty slot.

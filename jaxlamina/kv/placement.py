@@ -106,6 +106,15 @@ def checked_partition(
 NOWHERE = -1  # in place of a worker
 
 
+class Held(NamedTuple):
+    """What a worker keeps: tokens whose KV it has, with those that were freed since the latest step (None:
+    every token that is kept, of some KV heads), and how many there is room for."""
+
+    pool: Literal["model", "attention"]
+    n_used: int | None
+    n_slots: int
+
+
 class Placement:
     """Where each of S logical slots is: a worker and a slot of its pool.
 
@@ -156,7 +165,7 @@ class Placement:
             wanted = slots[wish == w]
             here = wanted[: self._n_free[w]]
             self._take(w, here)
-            left = left[~np.isin(left, here)] if len(here) else left
+            left = left[self.worker[left] == NOWHERE] if len(here) else left
         while len(left):
             w = int(np.argmax(self._n_free))
             here = left[: self._n_free[w]]

@@ -13,12 +13,14 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int, Int32, UInt8, UInt64
 
 from jaxlamina.errors import UserError
+from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted
 from jaxlamina.kv.placement import (
     NO_SLOT,
     NOWHERE,
+    Held,
     PlacedIndices,
     Placement,
     RowsPlan,
@@ -52,6 +54,24 @@ class KVWorker(Protocol):
     def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Any]) -> None:
         """Stores what another worker's `take_rows` gave."""
 
+    def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
+        """Begins to keep KV in host memory, or goes on with what is there as ``name``: what its places are
+        known by, 0 for those with nothing."""
+
+    def keep(
+        self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
+    ) -> None:
+        """Keeps the KV of slots at places, to be known by marks."""
+
+    def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        """Copies what is kept at places into slots."""
+
+    def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
+        """What is kept at places: all of a token's KV in a row."""
+
+    def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
+        """Stores what another worker's `kept_rows` gave."""
+
 
 class LayersApart:
     """A `KVWorker` of several that have the same slots, each of some layers in a row: stages of a
@@ -84,6 +104,37 @@ class LayersApart:
         for worker, n in zip(self._workers, self._n_layers, strict=True):
             worker.put_rows(slots, rows[at : at + n * of_a_layer])
             at += n * of_a_layer
+
+    def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
+        return _marks_of_all(
+            [worker.open_kept(f"{name}-stage{i}", wanted) for i, worker in enumerate(self._workers)]
+        )
+
+    def keep(
+        self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
+    ) -> None:
+        for worker in self._workers:
+            worker.keep(slots, places, marks)
+
+    def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        for worker in self._workers:
+            worker.bring(places, slots)
+
+    def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
+        return np.concatenate([worker.kept_rows(places) for worker in self._workers], axis=1)
+
+    def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
+        of_a_layer, at = rows.shape[1] // sum(self._n_layers), 0
+        for worker, n in zip(self._workers, self._n_layers, strict=True):
+            worker.put_bytes(slots, rows[:, at : at + n * of_a_layer])
+            at += n * of_a_layer
+
+
+def _marks_of_all(each: Sequence[UInt64[np.ndarray, " places"]]) -> UInt64[np.ndarray, " places"]:
+    """Of workers that each keep a part of a token's KV: what all of them have."""
+    n = min(map(len, each))
+    first, *others = (marks[:n] for marks in each)
+    return np.where(np.all([first == marks for marks in others], axis=0), first, 0) if others else first
 
 
 class SegmentSlots(NamedTuple):
@@ -182,6 +233,7 @@ class PoolBook:
         self._capacities = [n_slots] * len(workers) if layout.by_heads else list(capacities)
         by_tokens = layout.partition == "tokens"
         self.wishes = wishes or Wishes(len(layout.workers), token_block if by_tokens else None)
+        self._kept_bounds = np.zeros(1, np.intp)  # of each keeper's places
         self._host_worker = np.full(n_host_slots, -1, np.int32)
         is_apart = self.placement is not None and by_tokens and layout.attends_locally and not windows
         self._apart = RowsApart(self.placement) if is_apart and self.placement is not None else None
@@ -371,6 +423,15 @@ class PoolBook:
             self._forget(_stored(batch))
             place_stored(self.placement, self.wishes, batch.slot_table, batch.lengths)
 
+    def held(self) -> list[Held]:
+        """Of the attention workers, and last of what model ranks keep, if they keep any."""
+        n_attention = len(self._layout.workers)
+        used = [None] * len(self._capacities) if self.placement is None else self.placement.n_used.tolist()
+        return [
+            Held("attention" if i < n_attention else "model", n, capacity)
+            for i, (n, capacity) in enumerate(zip(used, self._capacities, strict=True))
+        ]
+
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         """Slot ``src[i]``'s KV also into ``dst[i]``: beside its original where there is room, else on another
         worker."""
@@ -427,6 +488,71 @@ class PoolBook:
                 self._carry(w, host_slots[goes], u, local[goes], host=True)
         self._host_worker[host_slots] = -1
 
+    def open_kept(self, wanted: KeptWanted) -> KeptFound:
+        """By heads all workers are one keeper; else each is one, and goes on where there are others beside
+        it now."""
+        wanted = wanted.of_layout(
+            str(self._layout) if self.placement is None else WHOLE + str(self._layout.stages)
+        )
+        names = [f"worker{w}" for w in range(len(self._workers))]
+        if self._layout.attends_locally:
+            names[-1] = "own"
+        marks = []
+        for name, worker, n in zip(names, self._workers, self._capacities, strict=True):
+            of_worker = wanted
+            if self.placement is not None and wanted.n_places is not None:
+                of_worker = wanted._replace(n_places=min(wanted.n_places, n))
+            marks.append(worker.open_kept(name, of_worker))
+        if self.placement is None:
+            names, marks = ["all"], [_marks_of_all(marks)]
+        found = KeptFound(tuple(names), tuple(map(len, marks)), wanted.identity, np.concatenate(marks))
+        self._kept_bounds = np.cumsum([0, *found.capacities])
+        return found
+
+    def keepers_of(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Where the KV of ``slots`` can be kept."""
+        return np.zeros(len(slots), np.intp) if self.placement is None else self._placed(slots)
+
+    def keep(
+        self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
+    ) -> None:
+        if self.placement is None:
+            for worker in self._workers:
+                worker.keep(slots, places, marks)
+            return
+        keepers = self._keepers_at(places)
+        for w in np.unique(keepers):
+            mine = keepers == w
+            local = self.placement.local[slots[mine]]
+            self._workers[w].keep(local, places[mine] - self._kept_bounds[w], marks[mine])
+
+    def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        """Tokens come back to the worker that keeps them where there is room."""
+        if self.placement is None:
+            for worker in self._workers:
+                worker.bring(places, slots)
+            return
+        from_ = self._keepers_at(places)
+        self._forget(slots)
+        self.placement.place(slots, from_)
+        to, local, own = (
+            self.placement.worker[slots],
+            self.placement.local[slots],
+            places - self._kept_bounds[from_],
+        )
+        for w, u in _pairs(from_, to):
+            goes = (from_ == w) & (to == u)
+            if w == u:
+                self._workers[w].bring(own[goes], local[goes])
+            else:
+                for piece in _carried(int(goes.sum())):
+                    rows = self._workers[w].kept_rows(own[goes][piece])
+                    self._workers[u].put_bytes(local[goes][piece], rows)
+
+    def _keepers_at(self, places: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        found: np.ndarray = np.searchsorted(self._kept_bounds, places, "right") - 1
+        return found
+
     def rehearse_moves(self, n: int) -> None:
         """On each worker n of its own slots, or all, to the host and back, whatever is there."""
         self._check_host(np.arange(n))
@@ -448,8 +574,7 @@ class PoolBook:
 
     def _carry(self, w: int, from_: np.ndarray, u: int, to: np.ndarray, *, host: bool) -> None:
         """Tokens from one worker to another by way of this process: rare, so a slow line will do."""
-        for first in range(0, len(from_), _MOST_CARRIED):
-            piece = slice(first, first + _MOST_CARRIED)
+        for piece in _carried(len(from_)):
             self._workers[u].put_rows(to[piece], self._workers[w].take_rows(from_[piece], host=host))
 
     def _placed(self, slots: np.ndarray) -> np.ndarray:
@@ -467,6 +592,10 @@ class PoolBook:
 
 
 _MOST_CARRIED = 256  # slots at a time
+
+
+def _carried(n: int) -> list[slice]:
+    return [slice(first, first + _MOST_CARRIED) for first in range(0, n, _MOST_CARRIED)]
 
 
 def _stored(batch: DecodeBatch | PrefillBatch) -> Int[np.ndarray, " n"]:

@@ -14,6 +14,8 @@ from numpy.typing import DTypeLike
 
 from jaxlamina.kv.allocator import Slots, as_slots
 
+_NOTHING = np.empty(0, np.int32)
+
 
 class SlotList:
     """Slots ``[n]`` int32 in a buffer that doubles when it is full.
@@ -25,9 +27,10 @@ class SlotList:
     __slots__ = ("_buffer", "_n")
 
     def __init__(self, slots: Slots = ()) -> None:
-        self._buffer = np.empty(16, np.int32)
+        self._buffer = _NOTHING
         self._n = 0
-        self.extend(slots)
+        if not (isinstance(slots, tuple) and not slots):
+            self.extend(slots)
 
     def append(self, slot: int) -> None:
         n = self._n
@@ -83,7 +86,7 @@ class SlotList:
         return f"SlotList({self.view().tolist()})"
 
     def _grow(self, needed: int) -> None:
-        buffer = np.empty(max(needed, 2 * len(self._buffer)), np.int32)
+        buffer = np.empty(max(needed, 2 * len(self._buffer), 16), np.int32)
         buffer[: self._n] = self.view()
         self._buffer = buffer
 
@@ -97,3 +100,15 @@ def append_each(lists: Sequence[SlotList], slots: Int[np.ndarray, " n"]) -> None
             row._grow(n + 1)
         row._buffer[n] = slot
         row._n = n + 1
+
+
+def extend_each(lists: Sequence[SlotList], slots: Int[np.ndarray, "steps n"]) -> None:
+    """As `append_each` of each row of ``slots``, one after another. ``ValueError`` unless there is a column
+    for each list."""
+    n_more = len(slots)
+    for row, column in zip(lists, slots.T, strict=True):
+        end = row._n + n_more
+        if end > len(row._buffer):
+            row._grow(end)
+        row._buffer[row._n : end] = column
+        row._n = end

@@ -8,7 +8,7 @@ one too, because a silently ignored field is a wrong model. Knows nothing of arr
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxlamina.errors import UserError
@@ -121,6 +121,11 @@ class ModelConfig:
             assert self.rope.original_max_position_embeddings is not None
             return min(self.max_position_embeddings, self.rope.original_max_position_embeddings)
         return self.max_position_embeddings
+
+    def with_layers(self, n_layers: int) -> ModelConfig:
+        """The same model with another number of layers; sliding windows follow the model's own pattern."""
+        windows = tuple(self.windows[i % len(self.windows)] for i in range(n_layers))
+        return replace(self, num_hidden_layers=n_layers, windows=windows)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:

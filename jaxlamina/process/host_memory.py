@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+SHARED_MEMORY = Path("/dev/shm")
 _MEMINFO, _CGROUPS, _SELF = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self")
 
 
@@ -21,6 +23,11 @@ def host_free_bytes(proc: Path = _MEMINFO, cgroup: Path = _CGROUPS, own: Path = 
     if not free:  # no Linux: all there is, half of it taken for used
         free.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     return max(0, min(free))
+
+
+def memory_folder() -> Path:
+    """Where files are in memory, or at least temporary."""
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _available(proc: Path) -> Iterator[int]:

@@ -9,7 +9,7 @@ copies the pools. Knows no weight, no token and no request.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,16 @@ from jaxtyping import Float32
 
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.stored import Asked, StoredKV, slots_like
-from jaxlamina.ranks.wires import Format, HeadsOf, message_of, pack_partial, sizes_of
+from jaxlamina.ranks.wires import (
+    Format,
+    HeadsOf,
+    Links,
+    answer_of,
+    links_of_worker,
+    pack_partial,
+    put_together,
+    sizes_of,
+)
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
@@ -59,6 +68,11 @@ class AttentionProgram:
         each of the step's segments (`StepShape.segments`)."""
         return _AttentionStep(self, k_pools, v_pools, inputs).run()
 
+    def links(self, payload: Payload, replica: int) -> Links:
+        """With which model ranks this worker exchanges which of its heads."""
+        heads = self.heads[payload.layer]
+        return links_of_worker(self.layout, self.t.rank, replica, heads)
+
     def adds_own(self, segment: StepShape) -> bool:
         """Whether new tokens are added here to what is attended, and not on the model rank."""
         return segment.kind == "decode" and self.layout.by_heads
@@ -87,7 +101,7 @@ class _AttentionStep:
         self.q_messages: dict[_Operator, jax.Array] = {}
         self.before: dict[_Operator, jax.Array | None] = {}  # the last exchange before the first of them
         # Each with what it must wait for, if that is not what it was made of: a tie is a kernel of its own.
-        self.answers: dict[_Operator, tuple[jax.Array, jax.Array]] = {}
+        self.answers: dict[_Operator, tuple[list[jax.Array], jax.Array]] = {}
         self.last: jax.Array | None = None
 
     def run(self) -> tuple[list[Pool], list[Pool], jax.Array]:
@@ -100,38 +114,51 @@ class _AttentionStep:
                 new = self.new.pop((task.batch, task.layer, task.part))
                 self.kv.append(task, self.p.plan.batches[task.batch], new)
             elif isinstance(task, Receive):
-                like = self._like(task.payload)
-                self._received(task.payload, self.t.recv_part(like, task.peer, self.n_workers, self.last))
+                likes, messages = self._likes(task.payload, task.peer), list[jax.Array]()
+                for rank, like in likes:
+                    after = messages[-1] if messages else self.last
+                    messages.append(self.t.recv_part(like, rank, self.n_workers, after))
+                self._received(task.payload, task.peer, messages)
             elif isinstance(task, Send):
-                answer, after = self._answer(task.payload)
-                self.last = self.t.send_part(answer, task.peer, self.n_workers, after)
+                for rank, answer, after in self._answers(task.payload, task.peer):
+                    self.last = self.t.send_part(answer, rank, self.n_workers, after)
             else:
                 assert isinstance(task, Swap)
-                answer, after = self._answer(task.send)
-                like = self._like(task.receive)
-                swapped = self.t.swap_part(answer, like, task.peer, self.n_workers, after)
-                self._received(task.receive, swapped)
+                before, messages = self.last, []
+                answers = self._answers(task.send, task.peer)
+                likes = self._likes(task.receive, task.peer)
+                for (rank, answer, after), (_, like) in zip(answers, likes, strict=True):
+                    self.last = self.t.swap_part(answer, like, rank, self.n_workers, after)
+                    messages.append(self.last)
+                self.last = before
+                self._received(task.receive, task.peer, messages)
         done = jnp.zeros(1) if self.last is None else zero_after(self.last).reshape(1)
         return self.kv.k, self.kv.v, done
 
-    def _like(self, payload: Payload) -> jax.ShapeDtypeStruct:
-        return self.p.formats[payload.batch].message_like(payload.what, self.p.heads[payload.layer])
+    def _likes(self, payload: Payload, replica: int) -> list[tuple[int, jax.ShapeDtypeStruct]]:
+        message_like = self.p.formats[payload.batch].message_like
+        return [(rank, message_like(payload.what, heads)) for rank, heads in self.p.links(payload, replica)]
 
-    def _received(self, payload: Payload, message: jax.Array) -> None:
+    def _received(self, payload: Payload, replica: int, messages: Sequence[jax.Array]) -> None:
+        """All of a replica's ranks' messages: this worker's heads."""
         what, *of = payload
         operator: _Operator = tuple(of)  # type: ignore[assignment]
         self.before.setdefault(operator, self.last)
-        self.last = self.messages[operator] = message
-        arrays = self.p.formats[payload.batch].unpacked(message, what, self.p.heads[payload.layer])
+        self.last = self.messages[operator] = message = messages[-1]
+        unpacked, links = self.p.formats[payload.batch].unpacked, self.p.links(payload, replica)
+        of_links = [unpacked(x, what, heads) for x, (_, heads) in zip(messages, links, strict=True)]
+        arrays = put_together(of_links, "kv" in what)
         if "q" in what:
             self.q_messages[operator] = message
             self.q[operator] = arrays[:-1] if "kv" in what else arrays
         if "kv" in what:
             self.new[operator] = arrays[-1]
 
-    def _answer(self, payload: Payload) -> tuple[jax.Array, jax.Array | None]:
-        answer, made_of = self.answers.pop((payload.batch, payload.layer, payload.part))
-        return answer, None if made_of is self.last else self.last
+    def _answers(self, payload: Payload, replica: int) -> Iterator[tuple[int, jax.Array, jax.Array | None]]:
+        """For each of a replica's ranks, which it is for, its answer and what this must wait for."""
+        answers, made_of = self.answers.pop((payload.batch, payload.layer, payload.part))
+        for rank, heads in self.p.links(payload, replica):
+            yield rank, answer_of(answers, heads), None if made_of is self.last else self.last
 
     def _attend(self, task: Attend, then_append: bool) -> None:
         """Stored tokens are attended as soon as q is there, and only then are k and v stored."""
@@ -152,7 +179,7 @@ class _AttentionStep:
         )
         adds_own = any(of_segment.adds_own for of_segment in asked)
         packed = [pack_partial(*answer) if isinstance(answer, tuple) else answer for answer in answers]
-        self.answers[of] = message_of(packed), (self.messages if adds_own else self.q_messages)[of]
+        self.answers[of] = packed, (self.messages if adds_own else self.q_messages)[of]
 
 
 def step_inputs_of(

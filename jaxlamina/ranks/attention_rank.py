@@ -81,7 +81,7 @@ class AttentionRank(ServedRank):
             m.Allocate: self._on_allocate,
             m.RunStep: self._on_step,
         }
-        self._handlers |= moving_handlers(client, self._pools)
+        self._handlers |= moving_handlers(client, self._pools, self._copies)
 
     # --- memory ---
     def _on_setup(self, setup: m.Setup) -> None:
@@ -89,7 +89,8 @@ class AttentionRank(ServedRank):
         self._forget_programs()
         self._kv, self._tables = None, SlotTables()
         self._epoch += 1
-        layout = layout_of(self._cluster, setup.partition, setup.stages, setup.local_share)
+        how = setup.partition, setup.stages, setup.local_share, setup.heads_over
+        layout = layout_of(self._cluster, *how)
         self._setup, self._layers = setup, _Layers.of(setup, layout)
         if not layout.has_pool:
             self._client.send(m.SlotsFound(0, 0))
@@ -146,5 +147,5 @@ class AttentionRank(ServedRank):
         inputs = self._transport.bind(self._tables.slots_from(step))
         program, _ = self._programs[step.shape]
         *pools, done = self._recorder.run(program, *kv.bound(), inputs)
-        kv.keep(*pools)
+        kv.take_back(*pools)
         self._launched(ticket, done)

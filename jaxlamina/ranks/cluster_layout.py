@@ -28,16 +28,20 @@ def partition_of(cluster: Cluster, n_kv_heads: Sequence[int]) -> str:
 
 
 def layout_of(
-    cluster: Cluster, partition: str, stages: tuple[int, ...] = (), local_share: LocalShare | None = None
+    cluster: Cluster,
+    partition: str,
+    stages: tuple[int, ...] = (),
+    local_share: LocalShare | None = None,
+    heads_over: int = 1,
 ) -> Layout:
     """``partition``: the cluster's, as it was chosen for the model where the cluster says "auto". So is
     ``local_share``, the share of the KV that model ranks keep: by requests and by tokens only whether it is
-    0, 1 or between is in the layout."""
+    0, 1 or between is in the layout. ``heads_over``: as `Layout` has it."""
     workers = tuple(cluster.pools.attention_ranks)
     share = cluster.local_share if local_share is None else local_share
     if isinstance(share, str) or (0 < share < 1 and partition != "heads"):
         share = 0.5
-    return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages, share)
+    return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages, share, heads_over)
 
 
 def local_share_of(cluster: Cluster, partition: str, n_kv_heads: Sequence[int]) -> LocalShare:

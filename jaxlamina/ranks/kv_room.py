@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.channel import ControlClient
+from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.ranks.kv_copies import RankCopies
 from jaxlamina.ranks.rank_kv import RankKV
 from jaxlamina.steps.layout import Layout
 from jaxlamina.workers.capacity import (
@@ -61,14 +63,29 @@ def slots_found(
     return m.SlotsFound(n_slots, n_host_slots, platform.node(), device.platform)
 
 
-def moving_handlers(client: ControlClient, kv: Callable[[], RankKV]) -> dict[type, Callable[[Any], None]]:
+def moving_handlers(
+    client: ControlClient, kv: Callable[[], RankKV], copies: RankCopies
+) -> dict[type, Callable[[Any], None]]:
     """What a rank does at rank 0's messages about its KV's slots."""
 
     def take(message: m.TakeRows) -> None:
         rows = kv().take_rows(_slots(message.slots), host=message.host)
         client.send(m.Rows(tuple(map(m.Array.of, rows))))
 
+    def open_kept(message: m.OpenKept) -> None:
+        wanted = KeptWanted(message.folder, message.identity, message.n_places, message.n_sharing)
+        found = copies.open_kept(kv().plain, message.name, wanted, message.copy_at)
+        client.send(m.KeptMarks(m.Array.of(found)))
+
+    def take_kept(message: m.TakeKept) -> None:
+        client.send(m.Rows((m.Array.of(kv().kept_rows(_slots(message.places))),)))
+
     return {
+        m.OpenKept: open_kept,
+        m.Keep: lambda x: kv().keep(_slots(x.slots), _slots(x.places), x.marks.numpy()),
+        m.Bring: lambda x: kv().bring(_slots(x.places), _slots(x.slots)),
+        m.TakeKept: take_kept,
+        m.PutBytes: lambda x: kv().put_bytes(_slots(x.slots), x.rows.numpy()),
         m.CopySlots: lambda x: kv().copy_slots(_slots(x.src), _slots(x.dst)),
         m.MoveOut: lambda x: kv().move_out(_slots(x.slots), _slots(x.host_slots)),
         m.MoveIn: lambda x: kv().move_in(_slots(x.host_slots), _slots(x.slots)),

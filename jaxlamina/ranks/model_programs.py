@@ -21,9 +21,9 @@ from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.ranks.cluster_layout import Tie, scope
 from jaxlamina.ranks.contexts import context_at, likes_of, not_had, recv_arrays, row_axis, send_arrays
-from jaxlamina.ranks.shards import ShardEnd
+from jaxlamina.ranks.shards import EXCHANGES, ShardEnd, Shards
 from jaxlamina.ranks.stored import Asked, StoredKV, Unended, slots_like
-from jaxlamina.ranks.wires import HeadsOf, Wire, heads_on_worker, local_spec
+from jaxlamina.ranks.wires import Links, Wire, links_of_rank, local_spec
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch, plan_of
 from jaxlamina.steps.shape import StepShape
@@ -44,6 +44,7 @@ from jaxlamina.workers.spec import AttentionSpec
 from pallas_kernels import Pool, compat
 from pallas_kernels.order import tied, zero_after
 from splitter import SplitModel
+from splitter.block import Read
 
 
 class ModelProgram:
@@ -59,9 +60,14 @@ class ModelProgram:
         shape: StepShape,
         rank: int = FRONT,
         ends: SplitModel | None = None,
+        shards: Shards | None = None,
     ) -> None:
+        """``shards``: the ranks that share out the replica's weights, of which ``model`` is this one's shard,
+        if several do."""
         self.t, self.layout, self.model, self.specs, self.shape = transport, layout, model, specs, shape
-        self.rank, self.ends = rank, ends
+        self.rank, self.ends, self.shards = rank, ends, shards
+        # Others do the same, for the sake of what they exchange.
+        self.wants_logits = rank == FRONT and (shards is None or shards.index == 0)
         self.plan = plan_of(layout, shape, model.n)
         self._local_layers = layout.local_layers(rank, model.n)
 
@@ -103,9 +109,12 @@ class ModelProgram:
         n_words = self.model.traced.jaxpr.outvars[0].aval.shape[-1]
         return jax.ShapeDtypeStruct((*self.shape.logits_of, n_words), jnp.float32)
 
-    def heads(self, i: int) -> HeadsOf:
-        """Layer i's heads on one attention worker."""
-        return heads_on_worker(self.layout, self.specs[i], self.model.sites[i].q.shape[2])
+    def links(self, i: int) -> Links:
+        """With which attention workers this rank exchanges which of layer i's heads."""
+        site = self.model.sites[i]
+        index = self.shards.index if self.shards is not None and self.layout.heads_over > 1 else 0
+        n_each = site.q.shape[2] // site.k.shape[2]
+        return links_of_rank(self.layout, self.rank, self.rank + index, self.specs[i], n_each)
 
 
 _Operator = tuple[int, int]  # a batch's attention operator: (batch, layer)
@@ -127,7 +136,7 @@ class _ModelStep:
     ) -> None:
         self.p, self.t, self.model = program, program.t, program.model
         self.weights, self.inputs, self.kv = weights, inputs, kv
-        self.workers, self.tasks = program.layout.workers, program.plan.model[program.rank]
+        self.tasks = program.plan.model[program.rank]
         batches = program.plan.batches
         self.wires = [Wire(program.layout, batch, _of_batch(at, batch)) for batch in batches]
         # Each batch's contexts so far, by the model's variables; inputs every rank has.
@@ -146,6 +155,7 @@ class _ModelStep:
         self.outs: dict[_Operator, Any] = {}
         self.logits: dict[tuple[int, ...], jax.Array] = {}
         self.tie: Tie = None
+        self.rules = {} if program.shards is None else dict.fromkeys(EXCHANGES, self._among_shards)
         # What attention outputs, and messages, are made of: the last exchange among it.
         self.out_of: dict[_Operator, Tie] = {}
         self.made_of: dict[Any, Tie] = {}
@@ -163,7 +173,7 @@ class _ModelStep:
     def run(self) -> jax.Array:
         for task in self.tasks:
             self.run_task[type(task)](task)
-        if self.p.rank != FRONT:
+        if not self.p.wants_logits:
             return jnp.zeros(1) if self.tie is None else zero_after(self.tie).reshape(1)
         found = [self.logits[key] for key in sorted(self.logits)]  # a staggered batch has every n-th row
         logits = found[0] if len(found) == 1 else jnp.stack(found, axis=1).reshape(self.p.shape.batch, -1)
@@ -180,12 +190,15 @@ class _ModelStep:
                     -1
                 )  # not where a model has attentions side by side
                 self.made_of[of] = self.out_of.get((j, i - 1)) if needs_out else None
+                before, out = self.tie, self._out(j, i - 1)
                 self.q[of], self.rest[of] = part.q_part(
-                    self.weights[i], self._context(j, i), self._out(j, i - 1)
+                    self.weights[i], self._context(j, i), out, rules=self.rules
                 )
+                if self.tie is not before:  # what is exchanged among shards in here, q is made of
+                    self.made_of[of] = self.tie
             if task.piece != "q":
                 after_q = [self.made_of[of]] if task.piece == "kv" else []
-                k, v, context = part.kv_part(self.weights[i], self.rest.pop(of), *after_q)
+                k, v, context = part.kv_part(self.weights[i], self.rest.pop(of), *after_q, rules=self.rules)
                 self.new[of] = k, v
                 self.known[j].update(zip(self.model.slices[i + 1].context_vars, context, strict=True))
 
@@ -198,7 +211,7 @@ class _ModelStep:
         batch = self._whole(task.batch)
         if not batch.local:
             return
-        queries, self.own_new[of] = wire.local(q, k, v, self.p.heads(task.layer))
+        queries, self.own_new[of] = wire.local(q, k, v, self.p.links(task.layer))
         asked_of = [
             s for s in zip(batch.segments, self.kv.slots(batch), strict=True) if s[0].kind != "prefill"
         ]
@@ -228,7 +241,7 @@ class _ModelStep:
             return self.outs.get(of)
         qkv = self.q.get(of), *self.new.get(of, (None, None))  # on the rank that adds their own attention
         known = self.answers.get(of, []), qkv, self.own.get(of, []), self.local.get(of, [])
-        self.outs[of] = self.wires[j].out(*known, self.p.heads(layer), self.p.specs[layer])
+        self.outs[of] = self.wires[j].out(*known, self.p.links(layer), self.p.specs[layer])
         return self.outs[of]
 
     def _end(self, task: Logits) -> None:
@@ -246,14 +259,20 @@ class _ModelStep:
                 n_rows = self.p.shape.batch
                 wanted = jnp.concatenate([jnp.arange(n_rows), n_rows + self.inputs[2]])
                 context, out = context_at(wanted, context, final), out[wanted]
-            logits = final.final(self.weights[n], context, out)
+            before, made_of = self.tie, self.out_of.get((task.batches[-1], n - 1))
+            logits = final.final(self.weights[n], context, out, rules=self.rules)
         self.logits[task.batches] = logits if self.p.shape.of_all else logits[:, -1]
-        self.made_of[task.batches] = self.out_of.get((task.batches[-1], n - 1))
+        self.made_of[task.batches] = made_of if self.tie is before else self.tie
 
     def _context(self, j: int, i: int) -> tuple[Any, ...]:
         return tuple(self.known[j][v] for v in self.model.slices[i].context_vars)
 
     # --- exchanges ---
+    def _among_shards(self, eqn: compat.JaxprEqn, read: Read) -> list[jax.Array]:
+        assert self.p.shards is not None
+        value, self.tie = self.p.shards.run(eqn, read(eqn.invars[0]), self.tie)
+        return [value]
+
     def _send(self, task: Send) -> None:
         payload = task.payload
         if payload.what == "logits":
@@ -261,7 +280,8 @@ class _ModelStep:
             logits = self.logits.pop(of).astype(jnp.float32)
             self.tie = self.p.to_ranks.send(logits, task.peer, after=self._after(of))
             return
-        self.tie = self.t.send_each(self._messages(payload), self.workers, after=self._after_all(payload))
+        messages, workers = self._messages(payload), self._workers(payload)
+        self.tie = self.t.send_each(messages, workers, after=self._after_all(payload))
         self._sent(payload)
 
     def _receive(self, task: Receive) -> None:
@@ -270,20 +290,30 @@ class _ModelStep:
             received = self.p.to_ranks.recv(self.p.logits_like, task.peer, after=self.tie)
             self.logits[payload.batch,] = self.made_of[payload.batch,] = self.tie = received
             return
-        self._received(payload, self.t.recv_each(self._answer_like(payload), self.workers, after=self.tie))
+        likes, workers, answers = self._answers_like(payload), self._workers(payload), list[jax.Array]()
+        for like, some in _alike(likes):
+            answers += self.t.recv_each(like, workers[some], after=answers[-1] if answers else self.tie)
+        self._received(payload, answers)
 
     def _swap(self, task: Swap) -> None:
-        messages, like = self._messages(task.send), self._answer_like(task.receive)
-        answers = self.t.swap_each(messages, like, self.workers, after=self._after_all(task.send))
+        messages, likes = self._messages(task.send), self._answers_like(task.receive)
+        workers, answers = self._workers(task.send), list[jax.Array]()
+        for like, some in _alike(likes):
+            after = answers[-1] if answers else self._after_all(task.send)
+            answers += self.t.swap_each(messages[some], like, workers[some], after=after)
         self._received(task.receive, answers)
+
+    def _workers(self, payload: Payload) -> list[int]:
+        return [worker for worker, _ in self.p.links(payload.layer)]
 
     def _messages(self, payload: Payload) -> list[jax.Array]:
         what, j, layer, part = payload
         k, v = (None, None) if what == "q" else self.new[j, layer]
-        return self.wires[j].messages(what, self.q[j, layer], k, v, part, self.p.heads(layer))
+        return self.wires[j].messages(what, self.q[j, layer], k, v, part, self.p.links(layer))
 
-    def _answer_like(self, payload: Payload) -> jax.ShapeDtypeStruct:
-        return self.wires[payload.batch].format.message_like("out", self.p.heads(payload.layer))
+    def _answers_like(self, payload: Payload) -> list[jax.ShapeDtypeStruct]:
+        message_like = self.wires[payload.batch].format.message_like
+        return [message_like("out", heads) for _, heads in self.p.links(payload.layer)]
 
     def _received(self, payload: Payload, answers: list[jax.Array]) -> None:
         of = payload.batch, payload.layer
@@ -322,7 +352,7 @@ class _ModelStep:
             self.tie = send_arrays(self.p.to_ranks, arrays, task.target, after)
             return
         carried = {"out": [site.out], "qkv": [site.q, site.k, site.v], "nothing": []}[task.carries]
-        local = self.wires[j].local_answers_like(site.q, self.p.heads(i - 1)) if task.local else []
+        local = self.wires[j].local_answers_like(site.q, self.p.links(i - 1)) if task.local else []
         likes = likes_of(wanted) + jax.tree.leaves(local) + carried
         arrays, self.tie = recv_arrays(self.p.to_ranks, likes, task.source, self.tie)
         self.known[j].update(zip(wanted, arrays, strict=False))
@@ -335,6 +365,13 @@ class _ModelStep:
         elif task.carries == "qkv":
             self.q[of], k, v = arrays[-3:]
             self.new[of] = k, v
+
+
+def _alike(likes: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[jax.ShapeDtypeStruct, slice]]:
+    """Messages that are one exchange: all, if they are alike, else each by itself."""
+    if len(set(likes)) == 1:
+        return [(likes[0], slice(None))]
+    return [(like, slice(i, i + 1)) for i, like in enumerate(likes)]
 
 
 def _of_batch(at: Sequence[PlacedIndices], batch: PlannedBatch) -> list[PlacedIndices]:

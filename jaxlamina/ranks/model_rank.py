@@ -22,18 +22,25 @@ from jaxlamina.job.control.channel import ControlClient
 from jaxlamina.job.group import Watch
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models.causal_lm import of_origin
+from jaxlamina.ranks.apart import WHOLE
 from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.kv_room import moving_handlers, scales_of
-from jaxlamina.ranks.model_side import ModelSide, receive_parameters, shards_of, traces
+from jaxlamina.ranks.model_side import (
+    ModelSide,
+    parameters_receiver,
+    receive_parameters,
+    shards_of,
+    shared_out_of,
+)
 from jaxlamina.ranks.rank_kv import RankKV
 from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
-from jaxlamina.ranks.shards import shard_axes, shard_like
+from jaxlamina.ranks.shards import shard_like, shard_model
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.capacity import check_weights
 from jaxlamina.workers.model_worker import ModelWorker
-from jaxlamina.workers.spec import AttentionSpec
+from jaxlamina.workers.spec import specs_of
 from jaxlamina.workers.workspace import tree_bytes
 
 _INPUTS = ("tokens", "positions", "logits_at")
@@ -52,12 +59,14 @@ class ModelRank(ServedRank):
         self._side: ModelSide | None = None
         self._handlers |= {
             m.SetupModel: self._on_setup,
+            m.NewWeights: self._on_new_weights,
             m.Setup: self._on_setup_kv,
             m.Allocate: self._on_allocate,
             m.RunStep: self._on_step,
         }
-        self._handlers |= moving_handlers(client, self._kv)
+        self._handlers |= moving_handlers(client, self._kv, self._copies)
         self._setup: m.Setup | None = None
+        self._receives: Program  # the weights
         self._tables = SlotTables()
 
     def _on_setup(self, setup: m.SetupModel) -> None:
@@ -66,17 +75,29 @@ class ModelRank(ServedRank):
         self._epoch += 1
         source = of_origin(setup.origin)
         function, like = source.fn, dict(source.like(jnp.dtype(setup.dtype)))
-        n, shards = self._cluster.tensor_parallel, () if self._prefill_rank else shards_of(self._cluster)
-        own = shard_like(like, shard_axes(traces(function, like), like, n), n) if shards else like
-        own = {name: own[name] for name in setup.params}
+        shards = () if self._prefill_rank else shards_of(self._cluster)
+        shared = shared_out_of(self._cluster, function, like) if shards else WHOLE
+        of_shard = shard_like(like, shared)
+        own = {name: of_shard[name] for name in setup.params}
         check_weights(tree_bytes(own), setup.dtype, self._transport.device)
-        params = receive_parameters(self._transport, own, 0)
+        self._receives = parameters_receiver(self._transport, own, 0)
+        params = receive_parameters(self._transport, self._receives, own)
         jax.block_until_ready(params)
-        model = ModelWorker(function, params, self._transport.device, like)
-        specs = tuple(AttentionSpec.of(site, setup.kv_dtype) for site in model.split(1).sites)
+        own_model = shard_model(function, like, shared, self._rank)
+        model = ModelWorker(own_model, params, self._transport.device, of_shard)
+        specs = specs_of(model.split(1).sites, setup.kv_dtype, shared.heads_over)
         replica = 0 if shards else self._rank
-        layout = layout_of(self._cluster, setup.partition, setup.stages, setup.local_share)
+        how = setup.partition, setup.stages, setup.local_share, setup.heads_over
+        layout = layout_of(self._cluster, *how)
         self._side = ModelSide(self._transport, model, layout, specs, replica, shards, source)
+        self._client.send(m.ModelReady())
+
+    def _on_new_weights(self, _: m.NewWeights) -> None:
+        assert self._side is not None
+        params = receive_parameters(self._transport, self._receives, self._side.model.params)
+        jax.block_until_ready(params)
+        with self._tracing:
+            self._side.put_weights(params)
         self._client.send(m.ModelReady())
 
     # --- the share of the KV that is kept here ---

@@ -6,7 +6,8 @@ rank but by what the transport sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,27 +20,31 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.kv.pool_book import SegmentSlots
 from jaxlamina.models.causal_lm import CausalLM
+from jaxlamina.ranks.apart import WHOLE, SharedOut, shared_out
 from jaxlamina.ranks.attention_programs import attention_workspace_bytes
 from jaxlamina.ranks.attention_speed import seconds_per_token
 from jaxlamina.ranks.kv_room import slots_found
 from jaxlamina.ranks.model_programs import ModelProgram, indices_of, inputs_of, local_slots_of
 from jaxlamina.ranks.rank_kv import RankKV, own_scales
-from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, ShardEnd, needing, with_shards
+from jaxlamina.ranks.shards import FollowerEnd, LeaderEnd, ShardEnd, Shards
 from jaxlamina.ranks.wires import local_spec
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
-from jaxlamina.steps.tasks import Logits
+from jaxlamina.steps.tasks import FRONT, Logits, RunSlice, Task
 from jaxlamina.transports import Program, TracedEnd, Transport
 from jaxlamina.transports.local import CompiledPieces, LocalTransport, Together
-from jaxlamina.workers.model_worker import Like, ModelFn, ModelWorker, trace_step
+from jaxlamina.workers.model_worker import Like, ModelFn, ModelWorker, Params, trace_step
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from jaxlamina.workers.streamed import Filled, with_streamed_products
 from jaxlamina.workers.workspace import LargestStep
-from pallas_kernels.order import zero_after
+from pallas_kernels.order import tied, zero_after
 from splitter import SplitModel, Traced
 
 _POOLS = (3, 4)  # of `ModelProgram.step`'s arguments
+
+OwnWeights = Callable[[], Any]
+"""What finds a program's weights, as it takes them, among those that there are now."""
 
 
 class ModelSide:
@@ -56,33 +61,54 @@ class ModelSide:
         source: CausalLM | None = None,
     ) -> None:
         """``replica``: which one this is, or which stage of a pipeline; ``shards``: the ranks that share out
-        this replica's weights, if several do; ``source``: what ``model`` is the function of; where it has
-        a name, its programs are kept on disk."""
+        this replica's weights, if several do, and ``model`` is this one's shard; ``specs``: of all heads;
+        ``source``: what ``model`` is the function of; where it has a name, its programs are kept on disk."""
         self.transport, self.model = transport, model
         self.layout, self.specs = layout, specs
         self.replica, self.shards = replica, tuple(shards)
         self.kv: RankKV | None = None  # what this rank keeps of the KV, once there is room for it
         self._weights: dict[int, Any] = {}  # by id, as programs take them
+        self._taken: dict[OwnWeights, Any] = {}  # what they have found
+        self._binding = threading.Lock()  # other threads trace programs, too
         self._model_name = None if source is None else source.name
         self._made_of = _likes(model.like), _likes(model.params)
 
-    def compile_later(self, shape: StepShape, behind: bool = False) -> Callable[[], tuple[Program, Any]]:
+    def compile_later(
+        self, shape: StepShape, behind: bool = False
+    ) -> Callable[[], tuple[Program, OwnWeights]]:
         """Traces the program of a bucket on this rank; the call that comes back gives it, to be called with
-        the weights and what else `ModelProgram.step` takes, and the weights."""
+        the weights and what else `ModelProgram.step` takes, and what `weights` are asked for by."""
         split = self.model.split(shape.model_rows, shape.tokens, of_all=shape.of_all)
         ends = self._ends(shape)
         own = self.layout.slices_on(self.replica, split.n + 1)
-        weights = tuple(self._bound(split, i) if i in own else () for i in range(split.n + 1))
-        traced = ModelProgram(self._end(), self.layout, split, self.specs, shape, self.replica, ends)
+        with self._binding:
+            weights = self._bound(split, own)
+        shards = Shards(self.transport, self.shards) if self.shards else None
+        known = self.layout, split, self.specs, shape, self.replica, ends, shards
+        traced = ModelProgram(self._end(), *known)
         args = self._likes(_lifted(weights), shape)
         step = _with_lifted(traced.step, weights)
-        if self.shards:
-            step = self._of_shards(step, split)
+        if fed := self.fed_in(shape):
+            step = _with_tokens_of_front(step, self.transport, fed)
         step = with_streamed_products(step, self.transport.device, partial(_filled, shape))
         keep = self._keep(shape, behind, [split.sources(i) for i in own])
         how: dict[str, Any] = {"behind": behind, "keep": keep, "donate_argnums": _POOLS}
-        compiles, given = self.transport.compile_later(step, *args, **how), args[0]
-        return lambda: (compiles(), given)
+        compiles = self.transport.compile_later(step, *args, **how)
+        return lambda: (compiles(), lambda: _lifted(self._bound(split, own)))
+
+    def weights(self, own: OwnWeights) -> Any:
+        """A program's weights, as it takes them."""
+        with self._binding:
+            if own not in self._taken:
+                self._taken[own] = own()
+            return self._taken[own]
+
+    def put_weights(self, params: Params) -> None:
+        """Programs take these from now on (`ModelWorker.put`): their arguments, so none is compiled anew."""
+        with self._binding:
+            self._taken.clear()
+            self._weights.clear()
+            self.model.put(params)
 
     # --- what this rank keeps of the KV ---
     @property
@@ -134,30 +160,33 @@ class ModelSide:
     def run(
         self,
         call: Callable[..., Any],
-        weights: Any,
+        own: OwnWeights,
         inputs: Any,
         at: Sequence[PlacedIndices],
         slots: Sequence[SegmentSlots],
     ) -> Any:
         """Calls a program, and keeps what it makes of this rank's KV. Its logits, as it gives them."""
-        given = self.transport.bind((inputs, at))
+        given, weights = self.transport.bind((inputs, at)), self.weights(own)
         if self.kv is None or not slots:
             logits, _, _ = call(weights, *given, [], [], ())
             return logits
         logits, k, v = call(weights, *given, *self.kv.bound(), self.transport.bind(tuple(slots)))
-        self.kv.keep(k, v)
+        self.kv.take_back(k, v)
         return logits
 
-    def kept(self, shape: StepShape, behind: bool = False) -> tuple[Program, Any] | None:
+    def kept(self, shape: StepShape, behind: bool = False) -> tuple[Program, OwnWeights] | None:
         """What `compile_later`'s call gives, from an earlier process; in any thread."""
         name = self._name(shape, behind)
         found = None if name is None else self.transport.kept(name)
         if found is None:
             return None
         program, sources = found
+        return program, partial(self._from, sources)
+
+    def _from(self, sources: Sequence[tuple[Any, ...]]) -> tuple[tuple[jax.Array, ...], ...]:
         weights = [tuple(self._source(x) for x in of_slice) for of_slice in sources]
         own = self.layout.slices_on(self.replica, len(self.specs) + 1)
-        return program, tuple(weights[i - own.start] if i in own else () for i in range(len(self.specs) + 1))
+        return tuple(weights[i - own.start] if i in own else () for i in range(len(self.specs) + 1))
 
     def _source(self, source: Any) -> jax.Array:
         """One of a slice's parameters, as `SplitModel.sources` says, as programs take it."""
@@ -190,37 +219,38 @@ class ModelSide:
         together = any(isinstance(task, Logits) and len(task.batches) > 1 for task in tasks)
         return self.model.split(shape.batch) if together else None
 
+    def fed_in(self, shape: StepShape) -> tuple[int, ...]:
+        """Model ranks that get the tokens of a step's rows from rank 0 within their programs, since they read
+        them: the host need not know them when it launches the step."""
+        if shape.kind != "decode" or shape.rank:
+            return ()
+        if self.shards:
+            return self.shards[1:]
+        split = self.model.split(shape.model_rows, shape.tokens, of_all=shape.of_all)
+        tokens = split.traced.jaxpr.invars[split.traced.n_params]
+        readers = {i for i, one in enumerate(split.slices) if tokens in one.context_vars}
+        return tuple(
+            rank
+            for rank, tasks in plan_of(self.layout, shape, split.n).model.items()
+            if rank != FRONT and any(_slice_of(task, split.n) in readers for task in tasks)
+        )
+
     def _end(self) -> TracedEnd | ShardEnd:
-        if not self.shards:
+        if not self.shards or self.layout.heads_over > 1:
             return self.transport
         leader, *followers = self.shards
         if self.transport.rank == leader:
             return LeaderEnd(self.transport, followers)
         return FollowerEnd(self.transport, leader)
 
-    def _of_shards(self, step: Callable[..., Any], split: SplitModel) -> Callable[..., Any]:
-        """The step on this rank's share of the weights; on others than the leader it gives no logits."""
-        slices = (split.slice_params(i, dict(self.model.like)) for i in range(split.n + 1))
-        whole = tuple(
-            tuple(jax.ShapeDtypeStruct(x.shape or (1,), x.dtype) for x in of_slice) for of_slice in slices
+    def _bound(self, split: SplitModel, own: Container[int]) -> Weights:
+        """Each slice's weights, of those in ``own``; buckets share those that are parameters as they are, and
+        not views of stacked ones."""
+        params = {**self.model.like, **self.model.params}
+        return tuple(
+            tuple(map(self._lift, split.slice_params(i, params))) if i in own else ()
+            for i in range(split.n + 1)
         )
-        run = with_shards(step, whole, self.transport, self.shards)
-        if self.transport.rank == self.shards[0]:
-            return run
-
-        def follow(*args: Any) -> Any:
-            logits, *pools = run(*args)
-            return needing([logits]).reshape(1), *pools
-
-        return follow
-
-    def _bound(self, split: SplitModel, i: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Slice i's weights; buckets share those that are parameters as they are, and not views of stacked
-        ones."""
-        found = []
-        for x in split.slice_params(i, {**self.model.like, **self.model.params}):
-            found.append(self._lift(x))
-        return tuple(found)
 
     def _lift(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         key = id(x)
@@ -266,6 +296,34 @@ def _with_lifted(step: Callable[..., Any], weights: Weights) -> Callable[..., An
     return run
 
 
+def _slice_of(task: Task, n: int) -> int | None:
+    """The slice that a task runs."""
+    return n if isinstance(task, Logits) else task.index if isinstance(task, RunSlice) else None
+
+
+def _with_tokens_of_front(
+    step: Callable[..., Any], transport: Transport, to: Sequence[int]
+) -> Callable[..., Any]:
+    """``step`` on tokens that rank 0 has been given, on ranks ``to`` as well. What it exchanges follows from
+    these."""
+
+    def run(weights: Any, inputs: Any, *others: Any) -> Any:
+        tokens, *rest = inputs
+        # Whole pieces of 16 bytes, which go by memory where others do.
+        like = jax.ShapeDtypeStruct((-(-tokens.size // 4), 4), jnp.int32)
+        if transport.rank == FRONT:
+            message = jnp.pad(tokens.reshape(-1), (0, 4 * like.shape[0] - tokens.size)).reshape(like.shape)
+            tie: jax.Array | None = None
+            for rank in to:
+                tie = transport.send(message, rank, tie)
+            tokens = tied(tokens, tie)
+        else:
+            tokens = transport.recv(like, FRONT).reshape(-1)[: tokens.size].reshape(tokens.shape)
+        return step(weights, (tokens, *rest), *others)
+
+    return run
+
+
 def model_workspace_bytes(
     model: ModelWorker, specs: Sequence[AttentionSpec], device: jax.Device, largest: LargestStep
 ) -> int:
@@ -277,9 +335,9 @@ def model_workspace_bytes(
     return max(Together([program], CompiledPieces()).workspace_bytes() for program in programs)
 
 
-def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int) -> Shaped[jax.Array, " 1"]:
-    """``params``, of this rank's device, to rank ``to``, who runs `receive_parameters`. An array that is
-    there when all is sent."""
+def sender(transport: Transport, like: Mapping[str, Like], to: int) -> Program:
+    """A program that takes parameters like these, on this rank's device, and sends them to rank ``to``, who
+    runs `parameters_receiver`'s. It gives an array ``[1]`` that is there when all is sent."""
 
     def program(params: dict[str, jax.Array]) -> jax.Array:
         tie: jax.Array | None = None
@@ -288,19 +346,29 @@ def send_parameters(transport: Transport, params: dict[str, jax.Array], to: int)
         assert tie is not None
         return tie.reshape(1)
 
-    given = transport.bind(params)
-    done: jax.Array = transport.unbind(transport.compile(program, given)(given))
+    return transport.compile(program, dict(like))
+
+
+def send_parameters(
+    transport: Transport, program: Program, params: Mapping[str, jax.Array]
+) -> Shaped[jax.Array, " 1"]:
+    """``params``, of this rank's device, by `sender`'s program. An array that is there when all is sent."""
+    done: jax.Array = transport.unbind(program(transport.bind(dict(params))))
     return done
 
 
-def receive_parameters(
-    transport: Transport, like: dict[str, jax.ShapeDtypeStruct], source: int
-) -> dict[str, jax.Array]:
-    """What ``source`` sends by `send_parameters`."""
+def parameters_receiver(
+    transport: Transport, like: Mapping[str, jax.ShapeDtypeStruct], source: int
+) -> Program:
+    """A program for `receive_parameters` of parameters like these, which ``source`` sends."""
     names = sorted(like)
-    program = receiver(transport, [like[name] for name in names], [source] * len(names))
+    return receiver(transport, [like[name] for name in names], [source] * len(names))
+
+
+def receive_parameters(transport: Transport, program: Program, names: Iterable[str]) -> dict[str, jax.Array]:
+    """What another rank sends by `send_parameters`, taken in by `parameters_receiver`'s program."""
     start = transport.bind(jax.device_put(jnp.zeros(1, jnp.int32), transport.device))
-    return dict(zip(names, transport.unbind(program(start)), strict=True))
+    return dict(zip(sorted(names), transport.unbind(program(start)), strict=True))
 
 
 def receiver(transport: Transport, likes: Sequence[jax.ShapeDtypeStruct], sources: Sequence[int]) -> Program:
@@ -320,6 +388,12 @@ def receiver(transport: Transport, likes: Sequence[jax.ShapeDtypeStruct], source
 def shards_of(cluster: Cluster) -> tuple[int, ...]:
     """The model ranks that share out the weights; none if each has them all."""
     return tuple(cluster.pools.model_ranks) if cluster.tensor_parallel > 1 else ()
+
+
+def shared_out_of(cluster: Cluster, model: ModelFn, like: Mapping[str, Like]) -> SharedOut:
+    """How the cluster's model ranks share a model's weights out."""
+    n = cluster.tensor_parallel
+    return shared_out(traces(model, like), like, n) if n > 1 else WHOLE
 
 
 def traces(model: ModelFn, like: Mapping[str, Like]) -> list[Traced]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt8, UInt64
 
+from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.transports import Transport
 from jaxlamina.workers.kv_pools import KVPools
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
@@ -44,13 +45,13 @@ class RankKV:
         return self._pools.n_slots
 
     def bound(self) -> tuple[Any, Any]:
-        """Keys and values as a program takes them; it gives `keep` what it makes of them."""
+        """Keys and values as a program takes them; it gives `take_back` what it makes of them."""
         if not self._is_bound:
             self._pools.k, self._pools.v = self._transport.bind((self._pools.k, self._pools.v))
             self._is_bound = True
         return self._pools.k, self._pools.v
 
-    def keep(self, k: Any, v: Any) -> None:
+    def take_back(self, k: Any, v: Any) -> None:
         self._pools.k, self._pools.v = k, v
 
     @property
@@ -78,6 +79,23 @@ class RankKV:
 
     def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Any]) -> None:
         self.plain.put_rows(slots, rows)
+
+    def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
+        return self.plain.open_kept(name, wanted)
+
+    def keep(
+        self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
+    ) -> None:
+        self.plain.keep(slots, places, marks)
+
+    def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        self.plain.bring(places, slots)
+
+    def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
+        return self._pools.kept_rows(places)
+
+    def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
+        self.plain.put_bytes(slots, rows)
 
 
 def of_worker(index: int, n_heads: int) -> slice:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt8, UInt64
 
 from jaxlamina.job.control import messages as m
-from jaxlamina.job.group import Group
+from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
+from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.kv.pool_book import SegmentSlots
 
 
 class RemoteWorker:
-    """A `jaxlamina.kv.pool_book.KVWorker` in another process."""
+    """A `jaxlamina.kv.pool_book.KVWorker` in another process. ``copy_at``: where what it keeps from
+    `open_kept` on is to have a copy."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank = group, rank
+        self.copy_at: str | None = None
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         self._send(m.CopySlots(_ints(src), _ints(dst)))
@@ -36,6 +39,26 @@ class RemoteWorker:
 
     def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[np.ndarray]) -> None:
         self._send(m.PutRows(_ints(slots), tuple(map(m.Array.of, rows))))
+
+    def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
+        self._send(m.OpenKept(name, *wanted, self.copy_at))
+        return self._group.receive(self._rank, m.KeptMarks, PREPARE_DEADLINE_S).marks.numpy()
+
+    def keep(
+        self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
+    ) -> None:
+        self._send(m.Keep(_ints(slots), _ints(places), m.Array.of(marks)))
+
+    def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        self._send(m.Bring(_ints(places), _ints(slots)))
+
+    def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
+        self._send(m.TakeKept(_ints(places)))
+        [rows] = self._group.receive(self._rank, m.Rows).rows
+        return rows.numpy()
+
+    def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
+        self._send(m.PutBytes(_ints(slots), m.Array.of(rows)))
 
     def _send(self, message: m.Message) -> None:
         self._group.send(self._rank, message)

@@ -7,16 +7,20 @@ Knows which part a rank has; what is done in it is `model_rank`'s and `attention
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import FAILED
-from jaxlamina.job.cluster import JOB, Cluster
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control.channel import ControlClient, hello_of
 from jaxlamina.job.group import Failing, Watch, first_line, leave, start_jax, versions
+from jaxlamina.job.secret import secret_of
 from jaxlamina.process import jax_cache
 from jaxlamina.ranks.attention_rank import AttentionRank
-from jaxlamina.ranks.model_rank import ModelRank
 from jaxlamina.transports import open_transport
+
+if TYPE_CHECKING:
+    from jaxlamina.ranks.model_rank import ModelRank
 
 
 def serve(cluster: Cluster, rank: int) -> int:
@@ -25,12 +29,14 @@ def serve(cluster: Cluster, rank: int) -> int:
     failing = Failing(cluster, rank)
     client: ControlClient | None = None
     try:
+        role = _role(cluster, rank)
         jax_cache.keep_programs()
         device_of = start_jax(cluster, rank)
-        hello = hello_of(rank, cluster.as_config(), versions(), os.environ.get(JOB, ""))
+        hello = hello_of(rank, cluster.as_config(), versions())
         client = ControlClient(
             cluster.control,
             hello,
+            secret=secret_of(cluster, os.environ),
             deadline_s=cluster.start_deadline_s,
             heartbeat_s=cluster.heartbeat_s,
             on_fault=failing.because_of,
@@ -40,7 +46,6 @@ def serve(cluster: Cluster, rank: int) -> int:
         device = device_of()
         transport = open_transport(cluster.transport, rank, cluster.n_ranks, device, cluster.peer_memory)
         watch = Watch(cluster.step_deadline_s, failing.of_own, transport.where)
-        role = AttentionRank if cluster.role(rank).pool == "attention" else ModelRank
         role(cluster, rank, transport, client, watch).run()
         failing.over = True
         client.close()
@@ -51,3 +56,12 @@ def serve(cluster: Cluster, rank: int) -> int:
     except Exception as error:  # noqa: BLE001 (whatever it is, the others must know)
         failing.of_own(first_line(error))
     return FAILED
+
+
+def _role(cluster: Cluster, rank: int) -> type[AttentionRank | ModelRank]:
+    if cluster.role(rank).pool == "attention":
+        return AttentionRank
+    # Brings Flax, without which attention ranks start sooner.
+    from jaxlamina.ranks.model_rank import ModelRank
+
+    return ModelRank

@@ -24,6 +24,7 @@ from jaxlamina.process import garbage
 from jaxlamina.process.compile_ahead import Ahead, beside_steps
 from jaxlamina.profiling.collect import Recorder
 from jaxlamina.profiling.under_load import Window
+from jaxlamina.ranks.kv_copies import RankCopies
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
 
@@ -42,6 +43,7 @@ class ServedRank(ABC):
         self._transport, self._client, self._watch = transport, client, watch
         self._epoch = 0  # how many models there have been
         self._last: Any = None  # what the last step leaves when it is done
+        self._copies = RankCopies(cluster, rank, client.host)
         self._recorder = Recorder(transport)
         self._window: Window | None = None
         self._why_no_window = ""
@@ -56,6 +58,7 @@ class ServedRank(ABC):
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.PrepareLater: self._on_prepare_later,
             m.Prepare: self._on_prepare,
+            m.HoldCopies: self._on_hold_copies,
             m.Record: self._on_record,
             m.Observe: self._on_observe,
         }
@@ -130,6 +133,9 @@ class ServedRank(ABC):
         self._behind.clear()
         self._beside_steps.close()
         self._programs, self._last = {}, None
+
+    def _on_hold_copies(self, message: m.HoldCopies) -> None:
+        self._client.send(m.CopiesAt(self._copies.hold(message.folder, message.n_sharing)))
 
     def _on_record(self, message: m.Record) -> None:
         try:

@@ -1,18 +1,21 @@
 """Tensor parallelism among model ranks: each holds a share of every large weight, and all compute every
 slice.
 
-A product with a weight ``[N, K]`` gives columns that do not need each other, so a rank with N / a of the rows
-computes its columns and the ranks exchange them: nothing of the model has to be known, and every value after
-a product is whole on every rank. Weights of which something else is read, such as an embedding that is looked
-up, stay whole everywhere. The first of the ranks, the leader, talks to the attention workers and passes their
-answers on.
+`shard_model` makes a shard of the model of the whole one: a function like it, of this rank's stretches of the
+weights, in which each value that lies apart (`jaxlamina.ranks.apart`) is this rank's stretch of it, and
+exchanges with the other shards are operators. It is cut and run as any model is, and its attentions have this
+shard's heads alone. A value that is needed whole comes of all shards' columns; of a product that is shared
+out along K each has a part of the sum; of an embedding each looks up what is among its rows. What comes last,
+the logits, the first shard alone needs. Weights of which something else is read stay whole everywhere.
 
-Knows jaxprs and ranks; no slice and no layer.
+Where heads cannot be shared out, each shard has all attentions whole, and the first of them, the leader,
+talks to the attention workers and passes their answers on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import combinations
 from typing import Any
 
@@ -20,119 +23,155 @@ import jax
 import jax.numpy as jnp
 
 from jaxlamina.errors import UserError
+from jaxlamina.ranks.apart import (
+    HEADS_AXIS,
+    SharedOut,
+    apart_in,
+    column_axis,
+    free_axis,
+    is_one,
+    looks_up_rows,
+    of_a_stretch,
+    operand_of,
+    shape_of,
+)
 from jaxlamina.transports import Sent, Transport
+from jaxlamina.workers.model_worker import Like, ModelFn, trace_step
 from pallas_kernels import compat
 from pallas_kernels.order import tied, zero_after
-from splitter import Traced
-from splitter.block import Read, Rule, as_it_is, run_by_rules, together, variables
+from splitter.block import Block, Read, Rule, as_it_is, together
+from splitter.operator import attention_p
 
-_Axes = dict[str, int]
-
-
-def shard_axes(traced: Iterable[Traced], params: Iterable[str], n_shards: int) -> _Axes:
-    """By parameter's name, of a flat dict, along which dimension it can be shared out: of every traced
-    function, those that only products read, all along the same free dimension, which ``n_shards`` must
-    divide."""
-    names = sorted(params)  # as a dict is flattened
-    every = [_axes_of(t, names, n_shards) for t in traced]
-    common = {name for found in every for name in found}
-    return {
-        name: every[0][name]
-        for name in common
-        if all(found.get(name) == every[0].get(name) for found in every)
-    }
+_sum_p = compat.Primitive("sum_of_shards")
+_sum_p.def_abstract_eval(lambda part: part)
+_gather_p = compat.Primitive("columns_of_shards")
 
 
-def _axes_of(traced: Traced, params: Sequence[str], n_shards: int) -> _Axes:
-    names = dict(zip(traced.jaxpr.invars[: traced.n_params], params, strict=True))
-    axes: dict[str, set[int | None]] = {}
-    for eqn in traced.jaxpr.eqns:
-        for operand, v in enumerate(eqn.invars):
-            if not isinstance(v, compat.Literal) and v in names:
-                axes.setdefault(names[v], set()).add(_free_axis(eqn, operand, n_shards))
-    outputs = {names[v] for v in variables(traced.jaxpr.outvars) if v in names}
-    found = {name: next(iter(of)) for name, of in axes.items() if len(of) == 1 and name not in outputs}
-    return {name: axis for name, axis in found.items() if axis is not None}
+@_gather_p.def_abstract_eval
+def _gathered_like(own: Any, *, axis: int, n: int, to_first: bool) -> Any:
+    del to_first
+    return compat.ShapedArray((*own.shape[:axis], n * own.shape[axis], *own.shape[axis + 1 :]), own.dtype)
 
 
-def _free_axis(eqn: compat.JaxprEqn, operand: int, n_shards: int) -> int | None:
-    """The one dimension of a matrix that a product keeps, if ``eqn`` is such a product of it."""
-    if eqn.primitive.name != "dot_general":
-        return None
-    contracted, batch = eqn.params["dimension_numbers"]
-    shape = eqn.invars[operand].aval.shape  # type: ignore[attr-defined]
-    if len(shape) != 2 or any(batch) or len(contracted[operand]) != 1:
-        return None
-    axis = 1 - int(contracted[operand][0])
-    return axis if shape[axis] % n_shards == 0 else None
-
-
-def shard_of(params: dict[str, jax.Array], axes: _Axes, n_shards: int, index: int) -> dict[str, jax.Array]:
-    """What the shard of this index holds: its stretch of each parameter in ``axes``, the others whole."""
+def shard_of(params: dict[str, jax.Array], shared: SharedOut, index: int) -> dict[str, jax.Array]:
+    """What the shard of this index holds: its stretch of each parameter that is shared out, others whole."""
 
     def own(name: str, x: jax.Array) -> jax.Array:
-        if name not in axes:
+        if name not in shared.axes:
             return x
-        size = x.shape[axes[name]] // n_shards
-        return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=axes[name])
+        size = x.shape[shared.axes[name]] // shared.n
+        return jax.lax.slice_in_dim(x, index * size, (index + 1) * size, axis=shared.axes[name])
 
     return {name: own(name, x) for name, x in params.items()}
 
 
-def shard_like(like: dict[str, Any], axes: _Axes, n_shards: int) -> dict[str, jax.ShapeDtypeStruct]:
+def shard_like(like: Mapping[str, Any], shared: SharedOut) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of any shard's parameters."""
 
     def own(name: str, x: Any) -> jax.ShapeDtypeStruct:
         shape = list(x.shape)
-        if name in axes:
-            shape[axes[name]] //= n_shards
+        if name in shared.axes:
+            shape[shared.axes[name]] //= shared.n
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     return {name: own(name, x) for name, x in like.items()}
 
 
-def with_shards(
-    step: Callable[..., Any], whole: Any, transport: Transport, ranks: Sequence[int]
-) -> Callable[..., Any]:
-    """``step(weights, …)``, written for weights like ``whole``, for this rank's share of them.
+def shard_model(model: ModelFn, like: Mapping[str, Like], shared: SharedOut, index: int) -> ModelFn:
+    """The shard of this index of ``model``, whose parameters are like ``like``; it takes its own
+    (`shard_of`). ``UserError``, when it is traced, if that reads a weight that is shared out in another way
+    than by products and lookups of rows."""
+    if shared.n == 1:
+        return model
 
-    Products with weights that are shared out are taken of this rank's columns and exchanged among ``ranks``,
-    those of the same rows together. ``UserError`` if the step reads such a weight in another way.
-    """
-    likes = jax.tree.leaves(whole)
+    def shard(params: Mapping[str, jax.Array], tokens: Any, positions: Any, logits_at: Any) -> jax.Array:
+        of_all = logits_at is None and tokens.shape[1] > 1
+        traced = trace_step(model, like, *tokens.shape, of_all=of_all)
+        inputs = [tokens, positions, *([] if logits_at is None else [logits_at])]
+        weights = traced.jaxpr.invars[: traced.n_params]
+        axes = {
+            v: shared.axes[name] for v, name in zip(weights, sorted(like), strict=True) if name in shared.axes
+        }
+        rule = _Shard(traced.jaxpr, axes, shared, index).rule
+        args = [*traced.consts, *(params[name] for name in sorted(like)), *inputs]
+        outs = Block.of(traced.jaxpr)(args, otherwise=rule)
+        logits: jax.Array = jax.tree.unflatten(traced.out_tree, outs)
+        return logits
 
-    def run(weights: Any, *others: Any) -> Any:
-        leaves = jax.tree.leaves(weights)
-
-        def rules(jaxpr: Any) -> dict[str, Rule]:
-            own = zip(jaxpr.invars[: len(likes)], leaves, likes, strict=True)
-            shared = {v for v, x, like in own if x.shape != like.shape}
-            return {"dot_general": _products(jaxpr, shared, transport, tuple(ranks))}
-
-        return run_by_rules(step, (whole, *others), (weights, *others), rules)
-
-    return run
+    return shard
 
 
-def _products(jaxpr: Any, shared: set[Any], transport: Transport, ranks: tuple[int, ...]) -> Rule:
-    """The rule of products with weights that are shared out: those of the same rows give one message to each
-    other rank."""
-    groups: dict[Any, list[compat.JaxprEqn]] = {}
-    for eqn in jaxpr.eqns:
-        if (operand := _weight(eqn, shared, len(ranks))) is not None:
-            key = (eqn.invars[1 - operand], operand, eqn.outvars[0].aval.dtype)
-            groups.setdefault(key, []).append(eqn)
-    last: jax.Array | None = None
+class _Shard:
+    """How one shard runs a model's equations. ``axes``: of weights, as the jaxpr has them, along which
+    dimension they are shared out. Columns of the same rows are one exchange."""
 
-    def exchanged(group: Sequence[compat.JaxprEqn], read: Read) -> list[jax.Array]:
-        nonlocal last
+    def __init__(self, jaxpr: Any, axes: Mapping[Any, int], shared: SharedOut, index: int) -> None:
+        self._n, self._index, self._by_heads, self._axes = shared.n, index, shared.by_heads, axes
+        columns: set[Any] = set()
+        sums: set[Any] = set()
+        for eqn in jaxpr.eqns:
+            for operand, v in enumerate(eqn.invars):
+                if is_one(v, axes):
+                    axis = free_axis(eqn, operand)
+                    if axis is None:
+                        raise UserError(
+                            f"a weight that is shared out is read by {eqn.primitive.name} too: take fewer "
+                            f"shards"
+                        )
+                    (columns if axis == axes[v] else sums).add(v)
+        self._columns, self._sums = columns, sums
+        self._apart = apart_in(jaxpr, columns, sums, shared.n, shared.by_heads).axis
+        groups: dict[Any, list[compat.JaxprEqn]] = {}
+        last = None  # of what is exchanged, its outvar
+        for eqn in jaxpr.eqns:
+            mine = [n for n, v in enumerate(eqn.invars) if is_one(v, columns)]
+            if mine and eqn.primitive.name == "dot_general" and eqn.outvars[0] not in self._apart:
+                key = (eqn.invars[1 - mine[0]], mine[0], eqn.outvars[0].aval.dtype)
+                groups.setdefault(key, []).append(eqn)
+            if eqn.primitive is attention_p or any(is_one(v, axes) for v in eqn.invars):
+                last = eqn.outvars[0]
+        self._together = together(groups.values(), self._whole)
+        # Nothing of what follows is shared out. A product that is exchanged together with earlier ones is not
+        # what comes last.
+        self._last = next((g[0] for g in groups.values() if [e.outvars[0] for e in g] == [last]), None)
+
+    @property
+    def rule(self) -> Rule:
+        return self._run
+
+    def _run(self, eqn: compat.JaxprEqn, read: Read) -> Sequence[Any]:
+        if self._by_heads and eqn.primitive is attention_p:
+            return [self._attention(eqn, read)]
+        if any(is_one(v, self._sums) for v in eqn.invars):
+            return [self._summed(eqn, read)]
+        if looks_up_rows(eqn) and is_one(eqn.invars[0], self._axes):
+            return [self._looked_up(eqn, read)]
+        is_apart = eqn.outvars[0] in self._apart
+        if any(is_one(v, self._columns) for v in eqn.invars):
+            return as_it_is(eqn, read) if is_apart else self._together(eqn, read)
+        if not is_apart:
+            return as_it_is(eqn, read)
+        axis = self._apart[eqn.outvars[0]]
+        n_dims = len(shape_of(eqn.outvars[0]))
+        own = [
+            # What has other dimensions is the same for every stretch.
+            read(v) if is_one(v, self._apart) or len(shape_of(v)) != n_dims else self._own(read(v), axis)
+            for v in eqn.invars
+        ]
+        return compat.bind_eqn(eqn, own, of_a_stretch(eqn, axis, self._n))
+
+    def _attention(self, eqn: compat.JaxprEqn, read: Read) -> jax.Array:
+        """Of this shard's heads."""
+        qkv = [read(v) if is_one(v, self._apart) else self._own(read(v), HEADS_AXIS) for v in eqn.invars]
+        [out] = compat.bind_eqn(eqn, qkv)
+        return out if eqn.outvars[0] in self._apart else self._gathered(out, HEADS_AXIS)
+
+    def _whole(self, group: Sequence[compat.JaxprEqn], read: Read) -> list[jax.Array]:
+        """Every shard's columns."""
         own = [as_it_is(eqn, read)[0] for eqn in group]
-        # A product keeps its left operand's dimension first.
-        axis = 0 if _weight(group[0], shared, len(ranks)) == 0 else own[0].ndim - 1
-        # All of a step's exchanges between shards are in one order by data: k and v, whose messages are
-        # alike, could come to be taken for each other.
-        parts, last = _gathered(jnp.concatenate(own, axis=axis), transport, ranks, last)
-        found, start = [], 0
+        axis = column_axis(group[0], self._columns)
+        every = self._gathered(jnp.concatenate(own, axis=axis), axis, to_first=group[0] is self._last)
+        parts, found, start = jnp.split(every, self._n, axis=axis), [], 0
         for x in own:
             end = start + x.shape[axis]
             pieces = [jax.lax.slice_in_dim(p, start, end, axis=axis) for p in parts]
@@ -140,38 +179,91 @@ def _products(jaxpr: Any, shared: set[Any], transport: Transport, ranks: tuple[i
             start = end
         return found
 
-    return together(groups.values(), exchanged)
+    def _summed(self, eqn: compat.JaxprEqn, read: Read) -> jax.Array:
+        """A product of which each shard has a part of the sum."""
+        operand, weight = operand_of(eqn, self._sums)
+        contracted, _ = eqn.params["dimension_numbers"]
+        given = eqn.invars[1 - operand]
+        operands = [read(weight)] * 2
+        own = (
+            read(given) if is_one(given, self._apart) else self._own(read(given), contracted[1 - operand][0])
+        )
+        operands[1 - operand] = own
+        return _sum_p.bind(compat.bind_eqn(eqn, operands)[0])  # type: ignore[no-any-return]
+
+    def _looked_up(self, eqn: compat.JaxprEqn, read: Read) -> jax.Array:
+        """Of rows that others have zeros, and the sum of all."""
+        table, rows = (read(v) for v in eqn.invars)
+        n_all = shape_of(eqn.invars[0])[0]
+        own = jnp.clip(rows, 0, n_all - 1) - self._index * (n_all // self._n)
+        [found] = compat.bind_eqn(eqn, [table, jnp.clip(own, 0, len(table) - 1)])
+        is_here = (own >= 0) & (own < len(table))
+        return _sum_p.bind(jnp.where(is_here, found, jnp.zeros_like(found)))  # type: ignore[no-any-return]
+
+    def _gathered(self, own: jax.Array, axis: int, to_first: bool = False) -> jax.Array:
+        return _gather_p.bind(own, axis=axis, n=self._n, to_first=to_first)  # type: ignore[no-any-return]
+
+    def _own(self, value: Any, axis: int) -> Any:
+        """This shard's stretch of it; all of what is the same for every one."""
+        if jnp.ndim(value) == 0 or value.shape[axis] == 1:
+            return value
+        size = value.shape[axis] // self._n
+        return jax.lax.slice_in_dim(value, self._index * size, (self._index + 1) * size, axis=axis)
 
 
-def _weight(eqn: compat.JaxprEqn, shared: set[Any], n_shards: int) -> int | None:
-    """Which operand is a weight that is shared out."""
-    mine = [n for n, a in enumerate(eqn.invars) if not isinstance(a, compat.Literal) and a in shared]
-    if not mine:
-        return None
-    if len(mine) > 1 or _free_axis(eqn, mine[0], n_shards) is None:
-        raise UserError(f"a weight that is shared out is read by {eqn.primitive.name} too: take fewer shards")
-    return mine[0]
+class Shards:
+    """A replica's ranks that share its weights out, as this rank's programs exchange among them."""
+
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+        self._transport, self.ranks = transport, tuple(ranks)
+
+    @property
+    def index(self) -> int:
+        """Which of them this is."""
+        return self.ranks.index(self._transport.rank)
+
+    def run(
+        self, eqn: compat.JaxprEqn, x: jax.Array, after: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """What an exchange gives that a shard's model has for an operator (`EXCHANGES`), and what is there
+        when it is over; ``x``: this rank's operand."""
+        if eqn.primitive is _sum_p:
+            parts, last = self._every(x, after)
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            # In the ranks' order, so that it is the same on all.
+            return reduce(jnp.add, [part.astype(wide) for part in parts]).astype(x.dtype), last
+        axis, like = eqn.params["axis"], jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if not eqn.params["to_first"]:
+            parts, last = self._every(x, after)
+        elif self.index:
+            tie = self._transport.send(x, self.ranks[0], after)
+            return jnp.zeros(shape_of(eqn.outvars[0]), x.dtype), tie
+        else:
+            found = self._transport.recv_each(like, self.ranks[1:], after)
+            parts, last = [x, *found], found[-1]
+        return jnp.concatenate(parts, axis=axis), last
+
+    def _every(self, x: jax.Array, last: jax.Array | None) -> tuple[list[jax.Array], jax.Array | None]:
+        """Every rank's array, in the ranks' order, and what came last: each pair swaps theirs, pairs in one
+        order on all."""
+        rank, like = self._transport.rank, jax.ShapeDtypeStruct(x.shape, x.dtype)
+        found = {rank: x}
+        for a, b in combinations(self.ranks, 2):
+            if rank == a:
+                [last] = self._transport.swap_each([x], like, [b], after=last)
+                found[b] = last
+            elif rank == b:
+                last = self._transport.swap_part(x, like, a, 1, after=last)
+                found[a] = last
+        return [found[r] for r in self.ranks], last
+
+
+EXCHANGES = (_sum_p.name, _gather_p.name)
 
 
 def needing(xs: Sequence[jax.Array]) -> jax.Array:
     """A float32 0 that is there when every element of ``xs`` is."""
     return sum((zero_after(x.sum()) for x in xs), jnp.zeros((), jnp.float32))
-
-
-def _gathered(
-    x: jax.Array, transport: Transport, ranks: tuple[int, ...], last: jax.Array | None
-) -> tuple[list[jax.Array], jax.Array | None]:
-    """Every rank's array, in the ranks' order, and what came last: each pair swaps theirs, pairs in one order
-    on all."""
-    like, found = jax.ShapeDtypeStruct(x.shape, x.dtype), {transport.rank: x}
-    for a, b in combinations(ranks, 2):
-        if transport.rank == a:
-            [last] = transport.swap_each([x], like, [b], after=last)
-            found[b] = last
-        elif transport.rank == b:
-            last = transport.swap_part(x, like, a, 1, after=last)
-            found[a] = last
-    return [found[rank] for rank in ranks], last
 
 
 class LeaderEnd:

@@ -48,12 +48,23 @@ class Sizes(NamedTuple):
 
 
 class HeadsOf(NamedTuple):
-    """One layer's heads on one worker."""
+    """One layer's heads on one worker, or those of them that a model rank exchanges with it."""
 
     n: int  # query heads
     k: int  # KV heads
     h: int  # head dim
     dtype: np.dtype
+    first: int = 0  # of the KV heads that an end of the exchange has, which of them is the first of these
+
+    @property
+    def queries(self) -> slice:
+        """Of the query heads that the end has, these."""
+        start = self.first * self.n // max(1, self.k)
+        return slice(start, start + self.n)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.first, self.first + self.k)
 
     def q_like(self, sizes: Sizes) -> Float[jax.ShapeDtypeStruct, "R T N H"]:
         return jax.ShapeDtypeStruct((sizes.rows, sizes.tokens, self.n, self.h), self.dtype)
@@ -123,6 +134,33 @@ def heads_on_worker(layout: Layout, spec: AttentionSpec, n_query_heads: int) -> 
     return HeadsOf(k * (n_query_heads // spec.n_kv_heads), k, spec.head_dim, spec.dtype)
 
 
+Links = Sequence[tuple[int, HeadsOf]]
+"""With whom an end exchanges a layer's heads, and which; at a model rank by workers, at a worker by ranks."""
+
+
+def links_of_rank(layout: Layout, replica: int, rank: int, spec: AttentionSpec, n_each: int) -> Links:
+    """A model rank's, or prefill worker's; ``spec``: of all the layer's heads, ``n_each`` queries' to a KV
+    head."""
+    shared = layout.by_heads and layout.attends_locally
+    pooled = spec.n_kv_heads - (layout.local_heads(spec.n_kv_heads) if shared else 0)
+    own = [link for link in layout.links(replica, pooled) if link.rank == rank]
+    first = own[0].heads.start
+    return [(link.worker, _linked(link.heads, first, spec, n_each)) for link in own]
+
+
+def links_of_worker(layout: Layout, worker: int, replica: int, heads: HeadsOf) -> Links:
+    """An attention worker's with a replica's ranks, or a prefill worker; ``heads``: those that it has."""
+    all_heads = heads.k * (len(layout.workers) if layout.by_heads else 1)
+    own = [link for link in layout.links(replica, all_heads) if link.worker == worker]
+    first, n_each = own[0].heads.start, heads.n // max(1, heads.k)
+    return [(link.rank, _linked(link.heads, first, heads, n_each)) for link in own]
+
+
+def _linked(heads: range, first: int, of: AttentionSpec | HeadsOf, n_each: int) -> HeadsOf:
+    h = of.head_dim if isinstance(of, AttentionSpec) else of.h
+    return HeadsOf(n_each * len(heads), len(heads), h, of.dtype, heads.start - first)
+
+
 def local_spec(layout: Layout, spec: AttentionSpec) -> AttentionSpec:
     """Of the KV that a model rank keeps."""
     return replace(spec, n_kv_heads=layout.local_heads(spec.n_kv_heads))
@@ -163,27 +201,43 @@ def message_of(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else pack(*arrays)
 
 
+def put_together(of_ranks: Sequence[Sequence[Array]], stores: bool) -> list[Array]:
+    """At a worker: what each rank's message holds, of that rank's heads, as what one of all their heads would
+    hold; ``stores``: whether the last array is keys and values."""
+    if len(of_ranks) == 1:
+        return list(of_ranks[0])
+    found = [_concatenated(xs, 2) for xs in zip(*of_ranks, strict=True)] if not stores else []
+    if stores:
+        *queries, new = zip(*of_ranks, strict=True)
+        keys, values = zip(*(jnp.split(kv, 2, axis=1) for kv in new), strict=True)
+        found = [*(_concatenated(xs, 2) for xs in queries), _concatenated([*keys, *values], 1)]
+    return found
+
+
+def answer_of(answers: Sequence[Array], heads: HeadsOf) -> Array:
+    """A worker's message to the rank that asked about these of its heads; ``answers``: of all, each
+    segment's."""
+    return message_of([x[:, :, heads.queries] for x in answers])
+
+
 class HeadsCut:
     """Every worker has all tokens, of its share of the heads; a model rank the heads that are left."""
 
-    def __init__(self, n_workers: int) -> None:
-        self.n_workers = n_workers
+    def q_parts(self, q: Float[Array, "B T N H"], links: Links) -> list[Float[Array, "B T n H"]]:
+        return [q[:, :, heads.queries] for _, heads in links]
 
-    def q_parts(self, q: Float[Array, "B T N H"], heads: HeadsOf) -> list[Float[Array, "B T n H"]]:
-        return [q[:, :, w * heads.n : (w + 1) * heads.n] for w in range(self.n_workers)]
-
-    def local_q(self, q: Float[Array, "B T N H"], heads: HeadsOf) -> Float[Array, "B T n H"]:
-        return q[:, :, self.n_workers * heads.n :]
+    def local_q(self, q: Float[Array, "B T N H"], links: Links) -> Float[Array, "B T n H"]:
+        return q[:, :, sum(heads.n for _, heads in links) :]
 
     def kv_parts(
-        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: HeadsOf
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], links: Links
     ) -> list[Float[Array, "M KV H"]]:
-        return [_keys_and_values(k, v, slice(w * heads.k, (w + 1) * heads.k)) for w in range(self.n_workers)]
+        return [_keys_and_values(k, v, heads.keys) for _, heads in links]
 
     def local_kv(
-        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: HeadsOf
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], links: Links
     ) -> Float[Array, "M KV H"]:
-        return _keys_and_values(k, v, slice(self.n_workers * heads.k, None))
+        return _keys_and_values(k, v, slice(sum(heads.k for _, heads in links), None))
 
     def whole_out(self, outs: Sequence[Float[Array, "B 1 _ H"]]) -> Float[Array, "B 1 N H"]:
         """Attention output from the workers' heads each, and a model rank's."""
@@ -195,8 +249,8 @@ class HeadsCut:
 
 
 class PlacedCut:
-    """Every token is on one worker or on a model rank, with all heads; a new token's attention over itself is
-    the model rank's."""
+    """Every token is on one worker or on a model rank, with all heads, so that each worker gets all that the
+    model rank has; a new token's attention over itself is the model rank's."""
 
     def __init__(self, indices: PlacedIndices, segment: StepShape) -> None:
         """Where a worker has all of the segment's rows, or new tokens, they are in its order."""
@@ -204,20 +258,20 @@ class PlacedCut:
         self._all_rows = segment.rows == segment.batch
         self._all_new = segment.new == segment.batch * segment.tokens
 
-    def q_parts(self, q: Float[Array, "B T N H"], heads: HeadsOf) -> list[Float[Array, "R T N H"]]:
+    def q_parts(self, q: Float[Array, "B T N H"], links: Links) -> list[Float[Array, "R T N H"]]:
         return [q if self._all_rows else q[rows] for rows in self.at.rows]
 
-    def local_q(self, q: Float[Array, "B T N H"], heads: HeadsOf) -> Float[Array, "B T N H"]:
+    def local_q(self, q: Float[Array, "B T N H"], links: Links) -> Float[Array, "B T N H"]:
         return q
 
     def kv_parts(
-        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: HeadsOf
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], links: Links
     ) -> list[Float[Array, "M KV H"]]:
         kv = _keys_and_values(k, v, slice(None))
         return [kv if self._all_new else kv[new] for new in self.at.new]
 
     def local_kv(
-        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], heads: HeadsOf
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], links: Links
     ) -> Float[Array, "M KV H"]:
         return _keys_and_values(k, v, slice(None))
 
@@ -253,7 +307,7 @@ class Wire:
         """``at``: of each segment, unless workers share out heads."""
         self.format, self.batch = Format(layout, batch), batch
         self._n_rows = batch.segments[0].batch
-        by_heads = [HeadsCut(len(layout.workers)) for _ in batch.segments]
+        by_heads = [HeadsCut() for _ in batch.segments]
         placed = [PlacedCut(*one) for one in zip(at, batch.segments, strict=False)]
         self._cuts: Sequence[HeadsCut | PlacedCut] = placed or by_heads
         self._asks = [layout.asks(segment) for segment in batch.segments]
@@ -266,9 +320,9 @@ class Wire:
         k: Float[Array, "B T K H"] | None,
         v: Float[Array, "B T K H"] | None,
         part: int,
-        heads: HeadsOf,
+        links: Links,
     ) -> list[Array]:
-        """For each worker, which has ``heads``. k and v may be missing for q alone."""
+        """For each worker of ``links``. k and v may be missing for q alone."""
         n = self.batch.n_parts
         if n > 1:  # q does not go alone then
             assert k is not None and v is not None
@@ -276,11 +330,11 @@ class Wire:
         arrays: list[Sequence[Array]] = []
         if what != "kv":
             cuts = zip(self._asks, self._cuts, self._segments(q), strict=True)
-            arrays += [cut.q_parts(x, heads) for asks, cut, x in cuts if asks]
+            arrays += [cut.q_parts(x, links) for asks, cut, x in cuts if asks]
         if what != "q":
             assert k is not None and v is not None
             each = zip(self._stores, self._cuts, self._segments(k), self._segments(v), strict=True)
-            of_segments = [cut.kv_parts(of_k, of_v, heads) for stores, cut, of_k, of_v in each if stores]
+            of_segments = [cut.kv_parts(of_k, of_v, links) for stores, cut, of_k, of_v in each if stores]
             arrays.append([_concatenated(parts, 0) for parts in zip(*of_segments, strict=True)])
         return [message_of(of_worker) for of_worker in zip(*arrays, strict=True)]
 
@@ -305,40 +359,40 @@ class Wire:
         q: Float[Array, "B T N H"],
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
-        heads: HeadsOf,
+        links: Links,
     ) -> tuple[list[tuple[Float[Array, "_ _ _ _"], bool]], Float[Array, "M KV H"]]:
         """What the model rank itself is asked: of each segment that may have stored tokens its queries, and
         whether the answer is to be whole, the new token's own attention in it; and the keys and values of all
-        new tokens. ``heads``: of a worker."""
+        new tokens. ``links``: with workers, who have the other heads, or all."""
         each = zip(self.batch.segments, self._cuts, self._asks, self._segments(q), strict=True)
         queries = [
-            (cut.local_q(x, heads), segment.kind == "decode" and (isinstance(cut, HeadsCut) or not asks))
+            (cut.local_q(x, links), segment.kind == "decode" and (isinstance(cut, HeadsCut) or not asks))
             for segment, cut, asks, x in each
             if segment.kind != "prefill"
         ]
         pairs = zip(self._cuts, self._segments(k), self._segments(v), strict=True)
-        return queries, _concatenated([cut.local_kv(of_k, of_v, heads) for cut, of_k, of_v in pairs], 0)
+        return queries, _concatenated([cut.local_kv(of_k, of_v, links) for cut, of_k, of_v in pairs], 0)
 
-    def local_answers_like(self, q: jax.ShapeDtypeStruct, heads: HeadsOf) -> list[Any]:
+    def local_answers_like(self, q: jax.ShapeDtypeStruct, links: Links) -> list[Any]:
         """What a model rank answers for rows alone of which attention workers have a part, for another one to
         put together."""
         [cut] = self._cuts
-        own = jax.eval_shape(partial(cut.local_q, heads=heads), q)
+        own = jax.eval_shape(partial(cut.local_q, links=links), q)
         if isinstance(cut, HeadsCut):
             return [own]
         return [tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (own.shape, own.shape[:-1]))]
 
     def out(
         self, answers: Sequence[Sequence[Array]], qkv: tuple[Any, Any, Any], own: Sequence[Any],
-        local: Sequence[Any], heads: HeadsOf, spec: AttentionSpec,
+        local: Sequence[Any], links: Links, spec: AttentionSpec,
     ) -> Float[Array, "B T N H"]:  # fmt: skip
         """Attention output. ``answers``: of each part, each worker's; ``own``: as `own` gives it; ``local``:
         what the model rank answered to `local`, nothing where it keeps no KV."""
         if len(answers) < 2:
-            return self._out(answers[0] if answers else [], qkv, own, local, heads, spec)
+            return self._out(answers[0] if answers else [], qkv, own, local, links, spec)
         rows = [jnp.split(of_segment, len(answers)) for of_segment in local]  # by heads, and rows alone
         parts = [
-            self._out(of_part, qkv, own, [of_segment[p] for of_segment in rows], heads, spec)
+            self._out(of_part, qkv, own, [of_segment[p] for of_segment in rows], links, spec)
             for p, of_part in enumerate(answers)
         ]
         return _concatenated(parts, 0)
@@ -349,10 +403,12 @@ class Wire:
         qkv: Any,
         own: Sequence[Any],
         local: Sequence[Any],
-        heads: HeadsOf,
+        links: Links,
         spec: AttentionSpec,
     ) -> Array:
-        by_segment = zip(*(self.format.unpacked(answer, "out", heads) for answer in answers), strict=True)
+        of_links = zip(answers, links, strict=True) if answers else ()
+        unpacked = (self.format.unpacked(answer, "out", heads) for answer, (_, heads) in of_links)
+        by_segment = zip(*unpacked, strict=True)
         of_local, outs = iter(local), []
         for i, (segment, cut) in enumerate(zip(self.batch.segments, self._cuts, strict=True)):
             if segment.kind == "prefill":

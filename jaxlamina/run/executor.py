@@ -4,13 +4,15 @@ is run."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.placement import Held
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.buckets import Cut
 from jaxlamina.steps.step import PromptPart, Step
@@ -23,8 +25,6 @@ class Capabilities:
     - ``bucket_cut``: how finely sizes are cut for it.
     - ``n_prefill_workers``: workers that compute prompts beside the rows of a step. With some, all prompts
       are theirs.
-    - ``needs_host_tokens``: a step's tokens must be known on the host, so none is launched ahead of the one
-      before it.
     - ``places_tokens``: a step's programs depend on where its tokens lie, and `Executor.release` keeps
       workers balanced.
     - ``compiles_behind``: programs can be compiled while others run.
@@ -34,7 +34,6 @@ class Capabilities:
 
     bucket_cut: Cut = "fine"
     n_prefill_workers: int = 0
-    needs_host_tokens: bool = False
     places_tokens: bool = False
     compiles_behind: bool = False
     why_not_mixed: str | None = None
@@ -78,6 +77,11 @@ class Executor(ABC):
     def run(self, step: Step) -> StepLogits:
         """Launches a step. The tokens of its rows may be an array on the device. ``ValueError`` for batches
         that cannot be."""
+
+    def put_weights(self, params: Mapping[str, jax.Array]) -> None:
+        """Steps from now on are computed with these parameters, of the same names, shapes and dtypes as those
+        that the model was made with. Between two steps; KV stays as it is."""
+        raise NotImplementedError
 
     def decode(self, batch: DecodeBatch) -> jax.Array:
         """A step of rows alone: logits ``[B, V]``."""
@@ -128,6 +132,22 @@ class Executor(ABC):
         """Brings the host's ``host_slots`` back into ``slots``, and empties them."""
         raise NotImplementedError
 
+    def open_kept(self, wanted: KeptWanted) -> KeptFound:
+        """Begins to keep KV in host memory, or goes on with what an earlier process kept."""
+        raise NotImplementedError
+
+    def keepers_of(self, slots: np.ndarray) -> np.ndarray:
+        """Which of `KeptFound`'s keepers the KV of each of ``slots`` can be kept by."""
+        raise NotImplementedError
+
+    def keep(self, slots: np.ndarray, places: np.ndarray, marks: np.ndarray) -> None:
+        """Copies the KV of ``slots`` to ``places`` of its keepers, to be known there by ``marks``."""
+        raise NotImplementedError
+
+    def bring(self, places: np.ndarray, slots: np.ndarray) -> None:
+        """Copies what is kept at ``places`` into ``slots``; it stays kept."""
+        raise NotImplementedError
+
     def release(self, slots: np.ndarray) -> None:  # noqa: B027 (most have nothing to do)
         """``slots`` are nobody's now. Need not be called; it keeps several workers balanced that share out
         tokens."""
@@ -135,6 +155,10 @@ class Executor(ABC):
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:  # noqa: B027 (the same)
         """Takes it that a batch's earlier tokens, in slots that are all distinct, have been stored: for steps
         whose results nobody looks at."""
+
+    def held(self) -> list[Held]:
+        """What each worker keeps of the KV: attention workers, then model workers. Here one has all."""
+        return [Held("model", None, self.n_slots)]
 
     def staggering(self) -> dict[str, Any] | None:
         """How steps of rows are staggered; None where they never are."""
@@ -163,6 +187,9 @@ class WrappedExecutor(Executor):
     def run(self, step: Step) -> StepLogits:
         return self.inner.run(step)
 
+    def put_weights(self, params: Mapping[str, jax.Array]) -> None:
+        self.inner.put_weights(params)
+
     def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
         return self.inner.compile_later(step, behind=behind)
 
@@ -184,11 +211,26 @@ class WrappedExecutor(Executor):
     def move_in(self, host_slots: np.ndarray, slots: np.ndarray) -> None:
         self.inner.move_in(host_slots, slots)
 
+    def open_kept(self, wanted: KeptWanted) -> KeptFound:
+        return self.inner.open_kept(wanted)
+
+    def keepers_of(self, slots: np.ndarray) -> np.ndarray:
+        return self.inner.keepers_of(slots)
+
+    def keep(self, slots: np.ndarray, places: np.ndarray, marks: np.ndarray) -> None:
+        self.inner.keep(slots, places, marks)
+
+    def bring(self, places: np.ndarray, slots: np.ndarray) -> None:
+        self.inner.bring(places, slots)
+
     def release(self, slots: np.ndarray) -> None:
         self.inner.release(slots)
 
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         self.inner.assume_stored(batch)
+
+    def held(self) -> list[Held]:
+        return self.inner.held()
 
     def staggering(self) -> dict[str, Any] | None:
         return self.inner.staggering()

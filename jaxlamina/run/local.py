@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlamina.errors import UserError
-from jaxlamina.kv.placement import checked_partition
+from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.placement import Held, checked_partition
 from jaxlamina.kv.pool_book import KVWorker, PoolBook
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
@@ -170,9 +172,10 @@ class LocalExecutor(Executor):
             (kv.k, kv.v, jax.device_put(slots, kv.device))
             for kv, slots in zip(asked, part.rows.slots, strict=False)
         ]
-        (logits, *of_model), *pools = together.run((weights, *given, *own), *stored)
+        bound = self._side.weights(weights)
+        (logits, *of_model), *pools = together.run((bound, *given, *own), *stored)
         if self._side.kv is not None:
-            self._side.kv.keep(*of_model)
+            self._side.kv.take_back(*of_model)
         for kv, (k, v, _) in zip(asked, pools, strict=True):
             kv.k, kv.v = k, v
         if step.decodes is None:
@@ -186,6 +189,9 @@ class LocalExecutor(Executor):
             return rows_part(self.book, step.decodes, q_first=self.q_first)
         [prompt] = step.prompts
         return prompts_part(self.book, prompt.batch, q_first=self.q_first, scored=prompt.scored)
+
+    def put_weights(self, params: Params) -> None:
+        self._side.put_weights(params)
 
     def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
         """All pieces of the step. None where they depend on where tokens lie."""
@@ -223,6 +229,9 @@ class LocalExecutor(Executor):
         step = AttentionProgram(*known).step
         return end.compile_later(step, *self._pools_like[w], inputs, donate_argnums=(0, 1))()
 
+    def held(self) -> list[Held]:
+        return self.book.held()
+
     def copy_slots(self, src: Slots, dst: Slots) -> None:
         self.book.copy_slots(as_slots(src), as_slots(dst))
 
@@ -234,6 +243,18 @@ class LocalExecutor(Executor):
 
     def rehearse_moves(self, n: int) -> None:
         self.book.rehearse_moves(n)
+
+    def open_kept(self, wanted: KeptWanted) -> KeptFound:
+        return self.book.open_kept(wanted._replace(n_sharing=len(self.layout.workers)))
+
+    def keepers_of(self, slots: Slots) -> np.ndarray:
+        return self.book.keepers_of(as_slots(slots))
+
+    def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
+        self.book.keep(as_slots(slots), as_slots(places), marks)
+
+    def bring(self, places: Slots, slots: Slots) -> None:
+        self.book.bring(as_slots(places), as_slots(slots))
 
     def release(self, slots: Slots) -> None:
         self.book.release(as_slots(slots))

@@ -20,6 +20,7 @@ from jaxlamina.kv.placement import LocalShare, chosen_partition, why_chosen
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.options import DEFAULT_SEQS, LLMOptions, WorkerOptions, definitions
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.run.sharded import ShardedExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.workers.calibration import Calibration
 from jaxlamina.workers.capacity import (
@@ -41,13 +42,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ModelPlace:
     """Where a model is run: devices of this process, the attention workers' all one or one each, or a job's
-    ranks."""
+    ranks. ``sharing``: devices that share out a model which is not split."""
 
     model_device: jax.Device
     attention_devices: Sequence[jax.Device]
     n_workers: int
     partition: str
     group: Group | None = None
+    sharing: Sequence[jax.Device] = ()
 
     @classmethod
     def of(
@@ -62,6 +64,8 @@ class ModelPlace:
         if not options.split and (n != 1 or options.local_attention):
             name = "attention_workers" if n != 1 else "local_attention"
             raise UserError(f"{name}={getattr(options, name)} needs the model split: leave out split=False")
+        if options.tensor_parallel > 1 and group is None:
+            return cls._sharing_out(options, devices)
         if group is None:
             model_device, *attention_devices = _devices(devices, options.split, n)
             known = n, kv_heads, options.local_attention
@@ -75,6 +79,23 @@ class ModelPlace:
         _say_why(group.cluster.partition, chosen, n, kv_heads, group.cluster.local_share)
         return cls(group.device, [group.device], n, chosen, group)
 
+    @classmethod
+    def _sharing_out(cls, options: LLMOptions, devices: Sequence[jax.Device] | None) -> ModelPlace:
+        n, there = options.tensor_parallel, list(jax.local_devices() if devices is None else devices)
+        if options.split:
+            raise UserError(
+                f"tensor_parallel={n} in one process is for a model that is not split: give split=False, or "
+                "start ranks, whose cluster file says it"
+            )
+        if len(there) < n:
+            raise UserError(f"tensor_parallel={n} needs as many devices, and there are {len(there)}: {there}")
+        return cls(there[0], there[:1], 1, "heads", sharing=there[:n])
+
+    @property
+    def compute_pool(self) -> str:
+        """The model's device, or those that share it out, as people are told."""
+        return ", ".join(map(str, self.sharing or [self.model_device]))
+
     @property
     def attention_pool(self) -> str:
         """The memory pool, as people are told."""
@@ -86,6 +107,8 @@ class ModelPlace:
     @property
     def load_device(self) -> jax.Device:
         """Where weights are read to."""
+        if self.sharing:  # none of them is to have all
+            return jax.local_devices(backend="cpu")[0]
         return self.model_device if self.group is None else self.group.load_device
 
     @property
@@ -132,7 +155,8 @@ class ExecutorMaker:
             check_host_slots(options.host_kv_slots, specs)
         if place.group is None and options.kv_slots is not None:  # and again by the executor, beside weights
             on = spread_over(place.n_workers, place.attention_devices[0], place.model_device)
-            resolve_slots(options.kv_slots, specs, place.attention_devices if place.has_device_each else on)
+            each = place.attention_devices if place.has_device_each else on
+            resolve_slots(options.kv_slots, specs, place.sharing or each)
         if weights:
             n_bytes = tree_bytes(self.model.like(self.dtype))
             check_weights(n_bytes, self.dtype, place.load_device)
@@ -158,6 +182,8 @@ class ExecutorMaker:
             kv |= {"kv_slots": options.kv_slots, "most_slots": most, "least_slots": least}
             return kind(fn, params, group=place.group, source=self.model, **kv)
         n_slots = options.kv_slots or partial(slots_that_fit, most=most, least=least)
+        if place.sharing:
+            return ShardedExecutor(fn, params, devices=place.sharing, n_slots=n_slots, **kv)
         if not options.split:
             return UnsplitExecutor(fn, params, device=place.model_device, n_slots=n_slots, **kv)
         return LocalExecutor(

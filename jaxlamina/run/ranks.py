@@ -24,16 +24,20 @@ import numpy as np
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
+from jaxlamina.job.control.sockets import parse_address
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
-from jaxlamina.kv.placement import AUTO, checked_partition
+from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.placement import AUTO, Held, checked_partition
 from jaxlamina.kv.pool_book import KVWorker, LayersApart, PoolBook
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.cluster_layout import layout_of, local_share_of, partition_of, wishes_of
+from jaxlamina.ranks.kv_copies import RankCopies, copies_at
 from jaxlamina.ranks.model_rank import told_replica
-from jaxlamina.ranks.model_side import ModelSide, receiver, shards_of
+from jaxlamina.ranks.model_side import ModelSide, OwnWeights, receiver, shards_of
 from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
+from jaxlamina.ranks.shards import shard_like, shard_model
 from jaxlamina.run.balance import LINKS, Balance, Speeds
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
@@ -51,7 +55,7 @@ from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import is_accelerator
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
-from jaxlamina.workers.spec import AttentionSpec, bucket_cut, windows_of
+from jaxlamina.workers.spec import bucket_cut, specs_of, windows_of
 from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
@@ -65,7 +69,7 @@ class Own(NamedTuple):
     one that takes in their logits, if they are."""
 
     program: Program | None
-    weights: Any
+    weights: OwnWeights | None
     receive: Program | None
 
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -125,12 +129,17 @@ class RanksExecutor(Executor):
         known_heads = () if source is None else source.kv_heads
         partition = partition_of(cluster, known_heads)
         share = local_share_of(cluster, partition, known_heads)
-        own, stages = share_out(group, model, params, source, kv_dtype, partition, share)
-        self.layout = layout_of(cluster, partition, stages, share)
-        self.model = ModelWorker(model, own, group.device, like)
+        own, self._shares = share_out(group, model, params, source, kv_dtype, partition, share)
+        shared = self._shares.shared
+        heads_over = shared.heads_over
+        self.layout = layout_of(cluster, partition, self._shares.stages.ranks, share, heads_over)
+        own_model = shard_model(model, like, shared, 0)
+        self.model = ModelWorker(own_model, own, group.device, shard_like(like, shared))
         one_row = self.model.split(1)
         self.report: SplitReport = one_row.report()
-        self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
+        if shared.why_not:
+            _log.info("the first model worker alone talks to attention workers: %s", shared.why_not)
+        self.specs = specs_of(one_row.sites, kv_dtype, heads_over)
         kv_heads = [spec.n_kv_heads for spec in self.specs]
         checked_partition(partition, len(group.workers), kv_heads, share)
         # The other pool's devices are not known here, but that they are of the same platform.
@@ -146,7 +155,7 @@ class RanksExecutor(Executor):
         with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
             scales = channel_scales(*known, n_positions=largest.context)
         wanted = SlotsWanted(kv_slots, most_slots, least_slots, n_host_slots)
-        heads = [site.q.shape[2] for site in one_row.sites]
+        heads = [heads_over * site.q.shape[2] for site in one_row.sites]
         setup = setup_of(self.specs, heads, self.layout, cluster.token_block, wanted, largest, scales)
         shards = shards_of(cluster)
         self._side = ModelSide(group.transport, self.model, self.layout, self.specs, 0, shards, source)
@@ -180,6 +189,7 @@ class RanksExecutor(Executor):
             wishes_of(self.layout, cluster.token_block, share, following),
             room.each,
         )
+        self._copies = RankCopies(group.cluster, 0, parse_address(group.control.address)[0])
         self._programs: dict[StepShape, Own] = {}
         self._tracing = (
             threading.Lock()
@@ -211,11 +221,12 @@ class RanksExecutor(Executor):
 
     def _kv_workers(self, stages: Sequence[int]) -> list[KVWorker]:
         """The attention workers, and last what model ranks keep: this one, and the other ``stages``."""
-        found: list[KVWorker] = [RemoteWorker(self.group, rank) for rank in self.group.workers]
+        workers = self.group.workers if self.layout.has_pool else ()
+        self._remote = {rank: RemoteWorker(self.group, rank) for rank in (*workers, *stages)}
+        found: list[KVWorker] = [self._remote[rank] for rank in workers]
         if self._side.kv is not None:
-            each: list[KVWorker] = [self._side.kv, *(RemoteWorker(self.group, rank) for rank in stages)]
+            each: list[KVWorker] = [self._side.kv, *(self._remote[rank] for rank in stages)]
             n_layers = [len(self.layout.local_layers(rank, len(self.specs))) for rank in (0, *stages)]
-            found = found if self.layout.has_pool else []
             found.append(each[0] if len(each) == 1 else LayersApart(each, n_layers))
         return found
 
@@ -225,13 +236,12 @@ class RanksExecutor(Executor):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Other model ranks are told a step's tokens in its control message. Programs cannot be compiled
-        behind where they depend on where tokens lie in more than a few ways, or on prefill workers."""
+        """Programs cannot be compiled behind where they depend on where tokens lie in more than a few ways,
+        or on prefill workers."""
         places_tokens = self.pool.placement is not None
         return Capabilities(
             bucket_cut=self._bucket_cut,
             n_prefill_workers=self.prefill_workers,
-            needs_host_tokens=bool(self.group.replicas),
             places_tokens=places_tokens,
             compiles_behind=not self.prefill_workers and (not places_tokens or self.pool.has_few_shapes),
             why_not_mixed=why_not(self.layout, self._mixed_like),
@@ -247,6 +257,12 @@ class RanksExecutor(Executor):
             return self._run_beside(step)
         together = step.alongside is not None and not self.capabilities.why_not_mixed
         return StepLogits.joined([self._run_part(part) for part in ([step] if together else step.apart)])
+
+    def put_weights(self, params: Params) -> None:
+        self._check_current()
+        self._shares.send(params, lambda rank: m.NewWeights())
+        with self._tracing:
+            self._side.put_weights(self._shares.of(params, 0))
 
     def _run_part(self, step: Step) -> StepLogits:
         if step.decodes is None:
@@ -307,6 +323,9 @@ class RanksExecutor(Executor):
             return True
         kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
         return kv_bytes > tree_bytes(self.model.params) / 2
+
+    def held(self) -> list[Held]:
+        return self.pool.held()
 
     def staggering(self) -> dict[str, Any]:
         """How decode steps are staggered: ``n_batches``, and where that is "auto" of each bucket the number
@@ -416,6 +435,28 @@ class RanksExecutor(Executor):
         self._check_current()
         self.pool.move_in(as_slots(host_slots), as_slots(slots))
 
+    def open_kept(self, wanted: KeptWanted) -> KeptFound:
+        self._check_current()
+        replicas = self.group.cluster.kv_replicas
+        wanted = wanted._replace(n_sharing=self.group.cluster.n_ranks * (1 + replicas))
+        at: dict[int, str] = {}
+        if replicas and wanted.folder is not None:  # else KV does not outlive this process
+            at = copies_at(self.group, self._copies, tuple(self._remote), wanted.folder, wanted.n_sharing)
+        for rank, worker in self._remote.items():
+            worker.copy_at = at.get(rank)
+        return self.pool.open_kept(wanted)
+
+    def keepers_of(self, slots: Slots) -> np.ndarray:
+        return self.pool.keepers_of(as_slots(slots))
+
+    def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
+        self._check_current()
+        self.pool.keep(as_slots(slots), as_slots(places), marks)
+
+    def bring(self, places: Slots, slots: Slots) -> None:
+        self._check_current()
+        self.pool.bring(as_slots(places), as_slots(slots))
+
     def release(self, slots: Slots) -> None:
         self.pool.release(as_slots(slots))
 
@@ -524,8 +565,7 @@ class RanksExecutor(Executor):
             self.group.send(rank, m.RunStep(self.group.n_steps, self._epoch, shape, *told))
         for part in parts:
             local, others = part.rows.local, self.group.model_ranks_in(part.shape)
-            # Nobody else is to be told: the newest tokens stay on the device, and nothing waits for them.
-            inputs = told_replica(part.inputs, part.rows.at, len(local)) if others else ()
+            inputs = told_replica(self._known(part), part.rows.at, len(local)) if others else ()
             for rank in others:
                 tables = self._tables.get(rank) if local else None
                 arrays, changes = ((), ()) if tables is None else tables.as_message(local)
@@ -537,9 +577,18 @@ class RanksExecutor(Executor):
         self.group.watch.until(ticket, logits[-1], on_done)
         return logits
 
+    def _known(self, part: Part) -> tuple[np.ndarray, ...]:
+        """A part's inputs as far as the host knows them: the newest tokens may be on the device alone, and
+        who reads them gets them from there (`ModelSide.fed_in`)."""
+        if part.shape.kind != "decode" or part.shape.rank:
+            return part.inputs
+        tokens, *rest = part.inputs
+        return (np.zeros(tokens.shape, np.int32), *rest)
+
     def _run(self, own: Own, head: Part) -> list[jax.Array]:
         transport, found = self.group.transport, []
         if own.program is not None:
+            assert own.weights is not None
             given = head.inputs, head.rows.at, head.rows.local
             found.append(transport.unbind(self._side.run(own.program, own.weights, *given)))
         if own.receive is not None:

@@ -18,10 +18,11 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.ranks.cluster_layout import layout_of
-from jaxlamina.ranks.model_side import send_parameters, traces
-from jaxlamina.ranks.shards import shard_axes, shard_of
+from jaxlamina.ranks.model_side import send_parameters, sender, shared_out_of, traces
+from jaxlamina.ranks.shards import shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.steps.layout import Layout
+from jaxlamina.transports import Program
 from jaxlamina.workers.model_worker import ModelFn, Params
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from jaxlamina.workers.workspace import LargestStep
@@ -37,6 +38,45 @@ class SlotsWanted(NamedTuple):
     host: int | None
 
 
+class WeightShares:
+    """What each model rank and prefill worker holds of the weights, and how they get it from this rank."""
+
+    def __init__(self, group: Group, model: ModelFn, params: Params) -> None:
+        cluster, n = group.cluster, group.cluster.n_model
+        self._group = group
+        self.others = (*group.replicas, *group.prefill_ranks)
+        like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+        self.shared = shared_out_of(cluster, model, like)
+        self.stages = Stages((), (frozenset(params),) * n)
+        if cluster.pipeline_parallel > 1:
+            self.stages = stages_of(traces(model, like), like, n)
+        self._programs: dict[int, Program] = {}
+
+    def of(self, params: Params, rank: int) -> dict[str, jax.Array]:
+        if rank in self._group.prefill_ranks:
+            return dict(params)
+        mine = {name: params[name] for name in self.stages.params[rank]}
+        return shard_of(mine, self.shared, rank)
+
+    def send(self, params: Params, message_to: Callable[[int], m.Message]) -> None:
+        """Tells each of the others, who then take their weights in, and waits for them."""
+        if not self.others:
+            return
+        group = self._group
+        ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
+        for rank in self.others:
+            group.send(rank, message_to(rank))
+        for rank in self.others:  # one after another: this device may have no room for all at once
+            own = jax.device_put(self.of(params, rank), group.device)
+            if rank not in self._programs:
+                self._programs[rank] = sender(group.transport, own, rank)
+            done = send_parameters(group.transport, self._programs[rank], own)
+            done.block_until_ready()
+        group.watch.until(ticket, done)
+        for rank in self.others:
+            group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
+
+
 def share_out(
     group: Group,
     model: ModelFn,
@@ -45,44 +85,29 @@ def share_out(
     kv_dtype: str,
     partition: str,
     share: float | Literal["auto"],
-) -> tuple[dict[str, jax.Array], tuple[int, ...]]:
-    """Sends the other model ranks and prefill workers their weights: all, or what each is to hold. Gives this
-    rank's, and each slice's rank if they are stages of a pipeline."""
-    cluster, n = group.cluster, group.cluster.n_model
-    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
-    axes = shard_axes(traces(model, like), like, n) if cluster.tensor_parallel > 1 else {}
-    stages = Stages((), (frozenset(params),) * n)
-    if cluster.pipeline_parallel > 1:
-        stages = stages_of(traces(model, like), like, n)
-
-    def weights_of(rank: int) -> dict[str, jax.Array]:
-        return shard_of({name: params[name] for name in stages.params[rank]}, axes, n, rank)
-
-    others = (*group.replicas, *group.prefill_ranks)
-    if not others:
-        return weights_of(0), stages.ranks
-    if source is None or source.origin is None:
+) -> tuple[dict[str, jax.Array], WeightShares]:
+    """Sends the other model ranks and prefill workers the model and their weights: all, or what each is to
+    hold. Gives this rank's, and how all are shared out."""
+    shares = WeightShares(group, model, params)
+    if shares.others and (source is None or source.origin is None):
         raise UserError(
             "several model workers need a model that each can make by itself: name the function that makes "
             "it, as model=package.module:build"
         )
-    ticket = group.watch.begin("sending weights to the other model workers", PREPARE_DEADLINE_S)
     dtype = str(next(x.dtype for x in params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
-    for rank in others:
+
+    def setup_for(rank: int) -> m.SetupModel:
+        assert source is not None and source.origin is not None
         is_prefill = rank in group.prefill_ranks
-        names = tuple(sorted(params if is_prefill else stages.params[rank]))
-        ranks = () if is_prefill else stages.ranks
-        local_share = layout_of(cluster, partition, ranks, share).local_share
-        told = m.SetupModel(dict(source.origin), dtype, kv_dtype, names, partition, ranks, local_share)
-        group.send(rank, told)
-    for rank in others:  # one after another: this device may have no room for all at once
-        own = dict(params) if rank in group.prefill_ranks else weights_of(rank)
-        done = send_parameters(group.transport, jax.device_put(own, group.device), rank)
-        done.block_until_ready()
-    group.watch.until(ticket, done)
-    for rank in others:
-        group.receive(rank, m.ModelReady, PREPARE_DEADLINE_S)
-    return weights_of(0), stages.ranks
+        names = tuple(sorted(params if is_prefill else shares.stages.params[rank]))
+        ranks = () if is_prefill else shares.stages.ranks
+        local_share = layout_of(group.cluster, partition, ranks, share).local_share
+        heads_over = shares.shared.heads_over
+        how = partition, ranks, local_share, heads_over
+        return m.SetupModel(dict(source.origin), dtype, kv_dtype, names, *how)
+
+    shares.send(params, setup_for)
+    return shares.of(params, 0), shares
 
 
 def setup_of(
@@ -107,6 +132,7 @@ def setup_of(
         n_host_slots=wanted.host,
         stages=layout.stages,
         local_share=layout.local_share,
+        heads_over=layout.heads_over,
         channel_scales=None if scales is None else tuple(tuple(map(_array, layer)) for layer in scales),
     )
 
@@ -136,7 +162,7 @@ def allocate(
     where it is to keep KV. What they held for a model before this one is gone. ``UserError`` where that is
     less than is wanted. ``measure``: also how long attention takes, unless both pools share one host's
     cores."""
-    group.epoch += 1
+    group.next_model()
     others = stages_with_kv(group, layout, len(setup.layers))
     for rank in (*group.workers, *others):
         group.send(rank, setup)

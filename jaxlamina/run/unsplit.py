@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.contexts import context_at
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
@@ -25,7 +27,7 @@ from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params, trace_step
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 from jaxlamina.workers.streamed import Filled, with_streamed_products
-from jaxlamina.workers.workspace import LargestStep, ints, pool_shapes, program_bytes, shapes
+from jaxlamina.workers.workspace import LargestStep, ints, placed, pool_shapes, program_bytes
 from pallas_kernels import (
     Pool,
     append,
@@ -58,19 +60,15 @@ class UnsplitExecutor(Executor):
     ) -> None:
         self.programs = Programs()
         self._device = device
-        self.params = jax.device_put(dict(params), device)
-        self._model, self._worker = model, ModelWorker(model, self.params, device)
+        self._model, self._worker = model, self._made_worker(model, params)
         one_row = self._worker.split(1)
         self.report: SplitReport = one_row.report()
         self.specs = tuple(AttentionSpec.of(site, kv_dtype) for site in one_row.sites)
 
-        def jitted(step: Callable[..., Any], *filled: Callable[..., Filled | None]) -> Any:
-            return jax.jit(with_streamed_products(step, device, *filled), donate_argnums=(1, 2))
-
-        self._decode = jitted(self._traced_decode)
-        self._mixed = jitted(self._traced_mixed, _filled_beside_rows)
-        self._prefill = jitted(self._traced_prefill, _filled)
-        self._prefill_all = jitted(partial(self._traced_prefill, of_all=True), _filled)
+        self._decode = self._jitted(self._traced_decode)
+        self._mixed = self._jitted(self._traced_mixed, _filled_beside_rows)
+        self._prefill = self._jitted(self._traced_prefill, _filled)
+        self._prefill_all = self._jitted(partial(self._traced_prefill, of_all=True), _filled)
         self._compiled: dict[tuple[Any, ...], Any] = {}  # before their steps, by sizes
 
         def needs_bytes(_: jax.Device) -> int:
@@ -78,17 +76,57 @@ class UnsplitExecutor(Executor):
                 return 0
             return self.workspace_bytes(largest)
 
-        self.n_slots = resolve_slots(n_slots, self.specs, [device], needs_bytes)
-        self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, [device], self.n_slots)
+        self.n_slots = resolve_slots(n_slots, self.specs, self._devices, needs_bytes)
+        self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, self._devices, self.n_slots)
         known = model, self.params, self.specs, calibration
         scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
         self.kv = KVPools(
-            self.specs, self.n_slots, device, channel_scales=scales, n_host_slots=self.n_host_slots
+            self.specs,
+            self.n_slots,
+            device,
+            channel_scales=scales,
+            n_host_slots=self.n_host_slots,
+            sharding=self._pool_sharding,
         )
+
+    # What differs where several devices share out the work (`jaxlamina.run.sharded`).
+
+    @property
+    def _devices(self) -> Sequence[jax.Device]:
+        return [self._device]
+
+    @property
+    def _pool_sharding(self) -> jax.sharding.Sharding | None:
+        return None
+
+    def _made_worker(self, model: ModelFn, params: Params) -> ModelWorker:
+        return ModelWorker(model, params, self._device)
+
+    def _jitted(self, step: Callable[..., Any], *filled: Callable[..., Filled | None]) -> Any:
+        return jax.jit(with_streamed_products(step, self._device, *filled), donate_argnums=(1, 2))
+
+    def _given(self, tokens: Any) -> jax.Array:
+        """Tokens where programs take them: one program, from wherever."""
+        return jax.device_put(tokens, self._device)
+
+    def _decode_kernel(self, spec: AttentionSpec) -> Callable[..., Any]:
+        """`decode_attention` for layers of one kind."""
+        return partial(decode_attention, **spec.scoring)
+
+    def _prompt_kernel(self, spec: AttentionSpec) -> Callable[..., Any]:
+        """The same of prompts."""
+        return partial(_prompt_attention, spec)
 
     @property
     def device(self) -> jax.Device:
         return self._device
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        return self._worker.params
+
+    def put_weights(self, params: Params) -> None:
+        self._worker.put(params)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -124,8 +162,7 @@ class UnsplitExecutor(Executor):
         known = self.params, self.kv.k, self.kv.v
         if step.decodes is None:
             return *known, *step.prompts[0].batch
-        tokens = jax.device_put(step.decodes.tokens, self.device)  # one program, from wherever
-        batch = step.decodes._replace(tokens=tokens)
+        batch = step.decodes._replace(tokens=self._given(step.decodes.tokens))
         if step.alongside is None:
             return *known, *batch
         return *known, *with_chunk(batch, step.alongside), batch, step.alongside
@@ -139,11 +176,26 @@ class UnsplitExecutor(Executor):
     def move_in(self, host_slots: Slots, slots: Slots) -> None:
         self.kv.move_in(as_slots(host_slots), as_slots(slots))
 
+    def open_kept(self, wanted: KeptWanted) -> KeptFound:
+        wanted = wanted.of_layout(WHOLE + "()")
+        marks = self.kv.open_kept("worker0", wanted)
+        return KeptFound(("worker0",), (len(marks),), wanted.identity, marks)
+
+    def keepers_of(self, slots: Slots) -> np.ndarray:
+        return np.zeros(len(slots), np.intp)
+
+    def keep(self, slots: Slots, places: Slots, marks: np.ndarray) -> None:
+        self.kv.keep(as_slots(slots), as_slots(places), marks)
+
+    def bring(self, places: Slots, slots: Slots) -> None:
+        self.kv.bring(as_slots(places), as_slots(slots))
+
     def workspace_bytes(self, largest: LargestStep) -> int:
         """What the largest step takes beside weights and KV, found by compiling it."""
         b, c, t = largest.batch, largest.context, largest.prompt
-        pools = [pool_shapes(spec) for spec in self.specs]
-        known = shapes(self.params), pools, pools
+        pools = [placed(pool_shapes(spec), self._pool_sharding) for spec in self.specs]
+        weights = {name: placed(x, x.sharding) for name, x in self.params.items()}
+        known = weights, pools, pools
         decode = ints(b, 1), ints(b, 1), ints(b, c), ints(b), ints(b)
         prefill = ints(1, t), ints(1, t), ints(1), ints(1, t), ints(1, 0), ints(1)
         return max(
@@ -262,10 +314,6 @@ class UnsplitExecutor(Executor):
 
         return attend
 
-    def _decode_kernel(self, spec: AttentionSpec) -> Callable[..., Any]:
-        """`decode_attention` for layers of one kind."""
-        return partial(decode_attention, **spec.scoring)
-
     def _prefill_attend(
         self,
         k_pools: list[Pool],
@@ -275,7 +323,7 @@ class UnsplitExecutor(Executor):
         lengths: jax.Array,
     ) -> Attend:
         """The same of prompts, or of what follows stored tokens."""
-        attends = {spec: jax.jit(partial(_prompt_attention, spec)) for spec in dict.fromkeys(self.specs)}
+        attends = {spec: jax.jit(self._prompt_kernel(spec)) for spec in dict.fromkeys(self.specs)}
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             layer = attends[self.specs[i]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -16,17 +16,19 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Form, Query, Request, Response, UploadFile
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import FileResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
 
 import jaxlamina
-from jaxlamina.engine.engine import Engine
+from jaxlamina.engine.engine import Engine, PauseMode
+from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.async_engine import AsyncEngine, Unavailable
 from jaxlamina.server.batches import Batches
 from jaxlamina.server.bodies import BodyRoute, read
+from jaxlamina.server.dashboard.routes import add_dashboard
+from jaxlamina.server.dashboard.state import DashboardState
 from jaxlamina.server.errors import (
     ApiError,
     JsonResponse,
@@ -40,8 +42,8 @@ from jaxlamina.server.errors import (
 )
 from jaxlamina.server.files import Files, page
 from jaxlamina.server.followed import FollowedAnswer
-from jaxlamina.server.gate import Gate
-from jaxlamina.server.metrics import Metrics, snapshot
+from jaxlamina.server.gate import Gate, check_may_operate
+from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pieces import HEADER, PATH, STEP_SECONDS, Follow
 from jaxlamina.server.protocol import (
     BatchRequest,
@@ -54,16 +56,18 @@ from jaxlamina.server.protocol import (
     ErrorAnswer,
     TokenizeRequest,
     TokenizeResponse,
+    WeightsRequest,
 )
 from jaxlamina.server.responses import ResponsesRequest
 from jaxlamina.server.service import Body, EventStream, Service
 from jaxlamina.server.settings import Settings
-from jaxlamina.server.waiting import unless_gone
+from jaxlamina.server.waiting import EndingStream, unless_gone
 from jaxlamina.server.workshop import in_thread
 
 T = TypeVar("T")
 Asked = TypeVar("Asked")
 _METRICS_DEADLINE_S = 5.0
+_PAUSE_S = 600.0
 _ERRORS = {"4XX": "The request cannot be answered.", "5XX": "The server cannot answer now."}
 _CLIENT_GONE = 499  # nobody reads it; the access log shows it
 Page = Annotated[int, Query(ge=1, le=10_000)]
@@ -72,7 +76,7 @@ Page = Annotated[int, Query(ge=1, le=10_000)]
 @dataclass
 class Parts:
     """What routes answer with. ``progress``: programs compiled, of those that are there before the first
-    request. ``info``: for ``/server_info``."""
+    request. ``info``: for ``/server_info``. ``dashboard``: where there is one."""
 
     settings: Settings
     engine: AsyncEngine
@@ -82,6 +86,8 @@ class Parts:
     batches: Batches
     progress: Callable[[], tuple[int, int]]
     info: dict[str, Any]
+    dashboard: DashboardState | None
+    update_weights: Callable[[WeightsRequest], Awaitable[dict[str, Any]]]
 
 
 def make_app(parts: Parts, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -91,11 +97,13 @@ def make_app(parts: Parts, lifespan: Callable[[FastAPI], AbstractAsyncContextMan
     }
     app = FastAPI(title="JaxLamina", version=jaxlamina.__version__, lifespan=lifespan, responses=errors)
     app.router.route_class = BodyRoute
+    keys = ApiKeys(parts.settings.api_key, parts.settings.api_key_file)
     app.add_middleware(
         Gate,
-        api_key=parts.settings.api_key,
+        keys=keys,
         max_body_bytes=parts.settings.max_body_bytes,
         why_not=lambda: _why_not(parts.engine),
+        supervisor=parts.settings.supervisor,
     )
     _add_error_handlers(app)
     _add_completions(app, parts)
@@ -103,6 +111,9 @@ def make_app(parts: Parts, lifespan: Callable[[FastAPI], AbstractAsyncContextMan
     _add_files(app, parts)
     _add_batches(app, parts)
     _add_status(app, parts)
+    _add_changes(app, parts, keys)
+    if parts.dashboard is not None:
+        add_dashboard(app, parts.dashboard, keys, by_socket=parts.settings.uds is not None)
     return app
 
 
@@ -152,18 +163,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 # --- completions ---
 
 
-class _EventResponse(StreamingResponse):
-    """Ends its request also where the client went away before the first event was asked for."""
-
-    def __init__(self, events: EventStream | FollowedAnswer, kind: str = "text/event-stream") -> None:
-        super().__init__(events.__aiter__(), media_type=kind, headers={"Cache-Control": "no-cache"})
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._events.close()
+def _events(events: EventStream | FollowedAnswer, kind: str = "text/event-stream") -> Response:
+    return EndingStream(events, events.close, media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
 async def _made(make: Callable[[Asked], T], body: Asked) -> T:
@@ -177,7 +178,7 @@ async def _made(make: Callable[[Asked], T], body: Asked) -> T:
 def _add_completions(app: FastAPI, parts: Parts) -> None:
     async def answer(request: Request, body: Body) -> Response:
         if body.stream:
-            return _EventResponse(await unless_gone(request, parts.service.stream(body)))
+            return _events(await unless_gone(request, parts.service.stream(body)))
         found = await unless_gone(request, parts.service.whole(body))
         return await in_thread(JsonResponse, found)
 
@@ -213,7 +214,7 @@ def _add_completions(app: FastAPI, parts: Parts) -> None:
             raise HTTPException(404)
         body: Body = await in_thread(read, raw, kind)
         lines = await unless_gone(request, parts.service.followed(body, follow))
-        return _EventResponse(lines, "application/x-ndjson")
+        return _events(lines, "application/x-ndjson")
 
     if parts.settings.supervisor is not None:
         app.add_route(f"{PATH}/{{path:path}}", followed, methods=["POST"], include_in_schema=False)
@@ -319,9 +320,11 @@ def _add_status(app: FastAPI, parts: Parts) -> None:
         """200 once requests are taken; 503, with the reason, before that, while shutting down and after a
         failure."""
         reason = _why_not(parts.engine)
+        found: dict[str, Any]
         if reason is None:
-            return JsonResponse({"status": "ready"}, headers={STEP_SECONDS: f"{parts.engine.step_s:.3f}"})
-        found: dict[str, Any] = {"status": parts.engine.state, "reason": reason}
+            found = {"status": "ready"} | ({"paused": True} if parts.engine.is_paused else {})
+            return JsonResponse(found, headers={STEP_SECONDS: f"{parts.engine.step_s:.3f}"})
+        found = {"status": parts.engine.state, "reason": reason}
         if parts.engine.state == "starting":
             found["compiled"], found["of"] = parts.progress()
         return JsonResponse(found, 503)
@@ -350,7 +353,7 @@ def _add_status(app: FastAPI, parts: Parts) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         try:
-            numbers = await parts.engine.ask(snapshot, _METRICS_DEADLINE_S)
+            numbers = await parts.engine.ask(parts.metrics.snapshot, _METRICS_DEADLINE_S)
         except (TimeoutError, Unavailable):  # in a long step, or over: the numbers from before
             numbers = None
         return Response(parts.metrics.text(numbers), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -358,3 +361,38 @@ def _add_status(app: FastAPI, parts: Parts) -> None:
     @app.get("/version")
     async def version() -> Response:
         return JsonResponse({"version": jaxlamina.__version__})
+
+
+def _add_changes(app: FastAPI, parts: Parts, keys: ApiKeys) -> None:
+    """What operators and trainers ask for; the names are vLLM's."""
+
+    def check(request: Request) -> None:
+        check_may_operate(request, keys, by_socket=parts.settings.uds is not None)
+
+    async def done(change: Awaitable[None]) -> Response:
+        try:
+            await change
+        except TimeoutError:
+            raise unavailable("not all requests have stopped in time; newcomers wait") from None
+        except Unavailable as error:
+            raise unavailable(str(error)) from None
+        return JsonResponse({"status": "paused" if parts.engine.is_paused else "running"})
+
+    @app.post("/pause")
+    async def pause(request: Request, mode: PauseMode = "keep", clear_cache: bool = False) -> Response:
+        check(request)
+        return await done(parts.engine.pause(mode, clear_cache=clear_cache, deadline_s=_PAUSE_S))
+
+    @app.post("/resume")
+    async def resume(request: Request) -> Response:
+        check(request)
+        return await done(parts.engine.resume(_METRICS_DEADLINE_S))
+
+    @app.get("/is_paused")
+    async def is_paused() -> Response:
+        return JsonResponse({"is_paused": parts.engine.is_paused})
+
+    @app.post("/update_weights")
+    async def update_weights(request: Request, body: WeightsRequest) -> Response:
+        check(request)
+        return JsonResponse(await parts.update_weights(body))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from jaxlamina.engine.engine import Engine, TokenEvent
+from jaxlamina.engine.engine import Engine, PauseMode, TokenEvent
 from jaxlamina.engine.live_request import LiveRequest
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.errors import UserError
@@ -28,7 +28,9 @@ from jaxlamina.server.workshop import Busy, Workshop, in_thread
 T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _COMPILING_AT_ONCE = 2  # grammars
+_LOOK_S = 0.02  # whether requests have ended that a pause waits for
 NOTHING_WRITTEN: Mapping[int, Sequence[int]] = {}
+NONE_CACHED: Mapping[int, int] = {}
 State = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 
@@ -43,6 +45,10 @@ class Unavailable(Exception):
 
 class TooMany(Exception):
     """As many requests as are allowed at once are there."""
+
+
+class Ended(Exception):
+    """This request was ended by who operates the server."""
 
 
 class Observer(Protocol):
@@ -67,7 +73,7 @@ class Answers:
 
     def __init__(self, engine: AsyncEngine, prompts: Sequence[Prompt], counted: bool) -> None:
         self.counted = counted
-        self.n_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.n_prompt_tokens = tuple(len(prompt.token_ids) for prompt in prompts)
         self._engine = engine
         self._left = len(prompts)
         self._queue: asyncio.Queue[tuple[int, TokenEvent] | Exception] = asyncio.Queue()
@@ -127,6 +133,7 @@ class _Add:
     answers: Answers
     jobs: Sequence[LiveRequest]
     written: Sequence[Sequence[int]]
+    n_cached: Mapping[int, int]
     priority: int
     caller: int
     reply: _Reply[None]
@@ -141,6 +148,7 @@ class _Abort:
 class _Ask:
     read: Callable[[Engine], Any]
     reply: _Reply[Any]
+    may_fail: bool = True
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,10 @@ class AsyncEngine:
         since = self._step_since
         return 0.0 if since is None else time.perf_counter() - since
 
+    @property
+    def is_paused(self) -> bool:
+        return self._engine.is_paused
+
     def check_ready(self) -> None:
         """Raises `Unavailable` unless a request would be taken now."""
         if self.state != "ready":
@@ -244,14 +256,15 @@ class AsyncEngine:
         counted: bool = True,
         seed: int | None = None,
         written: Mapping[int, Sequence[int]] = NOTHING_WRITTEN,
+        n_cached: Mapping[int, int] = NONE_CACHED,
     ) -> Answers:
         """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
         others.
 
         ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. ``seed``: of
-        requests whose parameters have none, None: any. ``written``: as of `Engine.add_job`, by prompt; left
-        out of those that begin anew. Raises `UserError` for what cannot be served (then none of them is),
-        `Unavailable`, `TooMany`; anything else is a fault of ours.
+        requests whose parameters have none, None: any. ``written``, ``n_cached``: as of `Engine.add_job`, by
+        prompt; the former is left out of those that begin anew. Raises `UserError` for what cannot be served
+        (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of ours.
         """
         self.check_ready()
         if counted and self.n_open >= self.max_concurrent:
@@ -266,7 +279,9 @@ class AsyncEngine:
             again = [written.get(which, ()) if job.may_go_on else () for which, job in enumerate(jobs)]
             if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
                 raise Unavailable(self._why_not())
-            await self._post(_Add(answers, jobs, again, priority, next(self._callers), reply), reply)
+            await self._post(
+                _Add(answers, jobs, again, n_cached, priority, next(self._callers), reply), reply
+            )
         except BaseException:
             answers.close()
             raise
@@ -298,13 +313,30 @@ class AsyncEngine:
             for prompt, own in zip(prompts, seeds, strict=True)
         ]
 
-    async def ask(self, read: Callable[[Engine], T], deadline_s: float) -> T:
-        """What ``read`` finds, called between two steps. `TimeoutError` past the deadline, `Unavailable`."""
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, deadline_s: float) -> None:
+        """As `Engine.pause`; returns once no step will run: with "wait", when those that were there are
+        finished. Requests that come are accepted, and wait. `TimeoutError` past the deadline, the pause
+        holds then; `Unavailable`."""
+        waits = mode == "wait"
+        async with asyncio.timeout(deadline_s):
+            await self.ask(lambda engine: self._pause(engine, mode, clear_cache and not waits), deadline_s)
+            while waits and not await self.ask(lambda engine: engine.rests, deadline_s):
+                await asyncio.sleep(_LOOK_S)
+            if waits and clear_cache:
+                await self.ask(Engine.reset_prefix_cache, deadline_s)
+
+    async def resume(self, deadline_s: float) -> None:
+        """`TimeoutError`, `Unavailable`."""
+        await self.ask(Engine.resume, deadline_s)
+
+    async def ask(self, read: Callable[[Engine], T], deadline_s: float, *, may_fail: bool = True) -> T:
+        """What ``read`` finds, called between two steps. `TimeoutError` past the deadline, `Unavailable`.
+        What else it raises is the caller's, and unless it ``may_fail`` the engine's end."""
         if self.state in ("stopped", "failed"):
             raise Unavailable(self._why_not())
         reply: _Reply[T] = _Reply(self._loop)
         async with asyncio.timeout(deadline_s):
-            return await self._post(_Ask(read, reply), reply)
+            return await self._post(_Ask(read, reply, may_fail), reply)
 
     def between_steps(self, call: Callable[[], None]) -> None:
         """Has the engine's thread do so before its next step, from any thread. What it raises ends the
@@ -388,7 +420,7 @@ class AsyncEngine:
             self._prepare(self._stopping.is_set)
             _call(self._loop, self._ready)
             while self._take_in():
-                if not self._engine.idle:
+                if not self._engine.rests:
                     self._before_step()
                     self._step_since = time.perf_counter()
                     events = self._engine.step()
@@ -404,7 +436,7 @@ class AsyncEngine:
         """Does what has been asked for; waits where there is nothing else to do. False: it is over."""
         while not self._stopping.is_set():
             try:
-                message = self._inbox.get(block=self._engine.idle)
+                message = self._inbox.get(block=self._engine.rests)
             except queue.Empty:
                 return True
             if isinstance(message, _Add):
@@ -414,8 +446,10 @@ class AsyncEngine:
             elif isinstance(message, _Ask):
                 try:
                     message.reply.set(message.read(self._engine))
-                except Exception as error:  # noqa: BLE001 (who asks is told)
+                except Exception as error:  # who asks is told
                     message.reply.fail(error)
+                    if not message.may_fail:
+                        raise
             elif isinstance(message, _Call):
                 message.call()
         return False
@@ -425,13 +459,24 @@ class AsyncEngine:
         try:
             for index, job in enumerate(message.jobs):
                 how: Any = {"priority": message.priority, "caller": message.caller}
-                self._engine.add_job(job, written=message.written[index], **how)
+                before: Any = {"written": message.written[index], "n_cached": message.n_cached.get(index)}
+                self._engine.add_job(job, **before, **how)
                 self._running[job.request_id] = _Running(message.answers, index, now)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             self._abort(message.answers)
             message.reply.fail(error)
         else:
             message.reply.set(None)
+
+    def _pause(self, engine: Engine, mode: PauseMode, clear_cache: bool) -> None:
+        given = []
+        for request_id in engine.pause(mode, clear_cache=clear_cache):
+            if (running := self._running.pop(request_id, None)) is not None:
+                error = Ended("this request was ended by a pause of the server: send it again")
+                event = TokenEvent(request_id, 0, "", None, error=error)
+                given.append((running.answers, running.index, event))
+                self._observer.aborted()
+        _call(self._loop, self._deliver, given)
 
     def _abort(self, answers: Answers) -> None:
         for request_id in [id_ for id_, running in self._running.items() if running.answers is answers]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 import uuid
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,8 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """A server at ``url`` ("http://host:8000", with or without "/v1"), or at the Unix socket ``uds``.
+    """A server at ``url`` ("http://host:8000", with or without "/v1"), or at the Unix socket ``uds``. Of
+    "https" the certificate must be trusted: by the system, or by the file that SSL_CERT_FILE names.
 
     ``silence_s``: how long it may say nothing before it is given up.
     """
@@ -107,6 +109,11 @@ class Client:
             if answer.status >= 400:
                 raise ServerError(answer.status, _message(answer.read()))
             yield answer
+        except ssl.SSLCertVerificationError as error:
+            raise UserError(
+                f"{self.where} shows a certificate that is not trusted ({error.verify_message}): name it, or "
+                "the one that signed it, in the environment as SSL_CERT_FILE"
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             raise UserError(f"cannot talk to {self.where}: {error or type(error).__name__}") from None
         finally:

@@ -23,7 +23,7 @@ _Protocol: Any = AutoHTTPProtocol
 
 def protocol(most: int, timeout_s: float) -> type[asyncio.Protocol]:
     """For `uvicorn.Config`: at most ``most`` connections, or as many as the process may have files;
-    ``timeout_s`` as `Settings.client_timeout_s`."""
+    ``timeout_s`` as `Settings.client_timeout`."""
     bound = min(most, _file_limit(most + _OTHER_FILES) - _OTHER_FILES)
     limits = {"most": max(1, bound), "timeout_s": timeout_s}
     return type("Connection", (_Connection,), limits)

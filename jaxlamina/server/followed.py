@@ -44,7 +44,8 @@ class FollowedAnswer:
                 if event.output is not None:
                     outputs[which] = event.output
                 text = await text_of(form, which, event) if self._is_stream else ""
-                yield Piece(text, of=(which, event.index), token=event.token_id).line()
+                of = which, event.index
+                yield Piece(text, of=of, token=event.token_id, n_found=event.n_found).line()
             if self._is_stream:
                 end = Piece(self._text(form.closing()) + form.last, status=200)
             else:

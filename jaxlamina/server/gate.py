@@ -8,28 +8,50 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxlamina.server.api_keys import ApiKeys
+from jaxlamina.server.dashboard import RECORD, STATE, WATCH
 from jaxlamina.server.errors import ApiError, response, unavailable
 from jaxlamina.server.files import MAX_FILE_BYTES
-from jaxlamina.server.pieces import PATH
+from jaxlamina.server.pieces import HEADER, PATH
 
 _UPLOADS = "/v1/files"
-_KEYED = ("/server_info", "/reset_prefix_cache")
+OPERATED = ("/pause", "/resume", "/update_weights")
+"""What changes a server for everybody: without a key, from its own host alone."""
+_KEYED = ("/server_info", "/reset_prefix_cache", "/is_paused", STATE, RECORD, WATCH, *OPERATED)
+_THIS_HOST = ("127.0.0.1", "::1")
 _FORM_BYTES = 64 * 1024  # of an upload, beside the file
+
+
+def check_may_operate(request: Request, keys: ApiKeys, *, by_socket: bool = False) -> None:
+    """`ApiError` for who changes a server from elsewhere, where no key says who may. ``by_socket``: who
+    reaches it is of this host, or a supervisor that has asked."""
+    is_near = by_socket or (request.client is not None and request.client.host in _THIS_HOST)
+    if not keys.are_needed and not is_near:
+        reason = "changes are taken from this host alone, or with an API key: serve with --api-key"
+        raise ApiError(403, reason, type="permission_error")
 
 
 class Gate:
     """``why_not()``: why the server takes no request now, or None. What is outside of ``/v1`` needs no key,
-    but what tells of the server's options or throws away what it has stored."""
+    but what tells of the server's options or throws away what it has stored. ``supervisor``: what one proves
+    itself by, who needs no key."""
 
     def __init__(
-        self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, why_not: Callable[[], str | None]
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        max_body_bytes: int,
+        why_not: Callable[[], str | None],
+        supervisor: str | None = None,
     ) -> None:
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
+        self._keys = keys
+        self._supervisor = None if supervisor is None else supervisor.encode()
         self._max_body_bytes = max_body_bytes
         self._why_not = why_not
 
@@ -46,11 +68,8 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if scope["path"].startswith(("/v1/", f"{PATH}/", *_KEYED)):
-            if self._key is not None:
-                scheme, _, given = headers.get("authorization", "").partition(" ")
-                right = hmac.compare_digest(given.encode("latin-1"), self._key)
-                if not right or scheme.lower() != "bearer":
-                    return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            if self._keys.are_needed and not self._may(headers):
+                return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
             # What needs the engine.
             if scope["method"] == "POST" and (reason := self._why_not()) is not None:
                 return unavailable(reason)
@@ -58,6 +77,14 @@ class Gate:
         if length.isdecimal() and int(length) > self._limit(scope):
             return _too_large(self._limit(scope))
         return None
+
+    def _may(self, headers: Headers) -> bool:
+        """What comes by the supervisor has passed its gate."""
+        given = headers.get(HEADER, "").encode("latin-1")
+        if self._supervisor is not None and hmac.compare_digest(given, self._supervisor):
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return self._keys.has(key.encode("latin-1")) and scheme.lower() == "bearer"
 
     def _limit(self, scope: Scope) -> int:
         return MAX_FILE_BYTES + _FORM_BYTES if scope["path"] == _UPLOADS else self._max_body_bytes

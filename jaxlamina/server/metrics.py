@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from jaxlamina.engine.engine import Engine
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.server.pool_times import PoolTimes
+from jaxlamina.server.predicted import StepPredictor
 
 _SHORT_S = (
     0.001,
@@ -52,6 +53,7 @@ _GAUGES = (
     ("vllm:num_requests_running", "Sequences in the running batch.", "n_running"),
     ("vllm:num_requests_waiting", "Requests that wait to be admitted.", "n_waiting"),
     ("vllm:kv_cache_usage_perc", "Share of KV slots that requests hold, 0 to 1.", "kv_usage"),
+    ("jaxlamina:paused", "1 while the engine is paused.", "paused"),
     ("jaxlamina:kv_slots", "KV slots there are, one token each.", "kv_slots"),
     ("jaxlamina:kv_slots_used", "KV slots that requests hold.", "kv_slots_used"),
     ("jaxlamina:kv_slots_shared", "KV slots that several sequences hold.", "kv_slots_shared"),
@@ -73,6 +75,8 @@ _GAUGES = (
     ),
     ("jaxlamina:host_kv_slots", "KV slots in host memory there are.", "host_kv_slots"),
     ("jaxlamina:host_kv_slots_used", "KV slots in host memory in use.", "host_kv_slots_used"),
+    ("jaxlamina:kept_kv_slots", "Tokens whose KV can be kept by content.", "kept_kv_slots"),
+    ("jaxlamina:kept_kv_slots_used", "Tokens whose KV is kept by content.", "kept_kv_slots_used"),
 )
 _COUNTERS = (
     ("vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", "n_prompt_tokens"),
@@ -80,8 +84,35 @@ _COUNTERS = (
     ("vllm:num_preemptions", "Requests that had to give their KV slots back.", "n_preemptions"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "n_prompt_tokens"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "n_prefix_hit_tokens"),
+    ("jaxlamina:kept_kv_tokens", "Tokens whose KV was copied to where it is kept.", "n_kept_tokens"),
+    ("jaxlamina:kept_kv_hits", "Tokens whose KV came from there.", "n_kept_hit_tokens"),
+    ("jaxlamina:weight_updates", "Times that the weights were replaced.", "n_weight_updates"),
     ("jaxlamina:engine_steps", "Steps of the engine.", "n_steps"),
 )
+
+
+# The same, of what is not always known.
+_PREDICTED = (
+    (
+        "jaxlamina:predicted_step_seconds",
+        "What a decode step of the rows that run now takes by the planner's cost model.",
+        "predicted_step_s",
+    ),
+    (
+        "jaxlamina:measured_over_predicted_step",
+        "Of the decode steps since the time before that this was asked for, their mean over that.",
+        "measured_over_predicted",
+    ),
+)
+
+
+# What is asked for by `Metrics.latencies`.
+_LATENCIES = {
+    "vllm:time_to_first_token_seconds_sum": "first_s",
+    "vllm:time_to_first_token_seconds_count": "n_first",
+    "vllm:inter_token_latency_seconds_sum": "next_s",
+    "vllm:inter_token_latency_seconds_count": "n_next",
+}
 
 
 def snapshot(engine: Engine) -> dict[str, float]:
@@ -91,17 +122,20 @@ def snapshot(engine: Engine) -> dict[str, float]:
     found["n_batches"] = engine.executor.latest_n_batches
     local = engine.executor.local_attention() or {}
     found["local_share"], found["wanted_share"] = local.get("share") or 0.0, local.get("wanted") or 0.0
-    found["n_waiting"] = len(engine.scheduler.waiting)
+    found["n_waiting"] = len(engine.scheduler.waiting) + len(engine.scheduler.held or ())
+    found["paused"], found["n_weight_updates"] = engine.is_paused, engine.n_weight_updates
     found["kv_usage"] = found["kv_slots_used"] / found["kv_slots"]
     return found
 
 
 class Metrics:
     """An `Observer`. ``model_name`` is the label of everything; ``pools``: what they did in a step, where
-    that is recorded."""
+    that is recorded; ``predictor``: what steps take by the planner, where it has a say."""
 
-    def __init__(self, model_name: str, pools: PoolTimes | None = None) -> None:
-        self._pools = pools
+    def __init__(
+        self, model_name: str, pools: PoolTimes | None = None, predictor: StepPredictor | None = None
+    ) -> None:
+        self._pools, self._predictor = pools, predictor
         self._registry = CollectorRegistry()
         for of_python in (ProcessCollector, PlatformCollector, GCCollector):
             of_python(registry=self._registry)
@@ -158,6 +192,12 @@ class Metrics:
     def aborted(self) -> None:
         self._ended.labels(**self._labels, finished_reason="abort").inc()
 
+    def latencies(self) -> dict[str, float]:
+        """Sums and counts so far: ``first_s`` and ``n_first`` of times to a first token, ``next_s`` and
+        ``n_next`` between two tokens of a sequence."""
+        families = self._registry.restricted_registry(_LATENCIES).collect()
+        return {_LATENCIES[sample.name]: sample.value for family in families for sample in family.samples}
+
     def collect(self) -> Iterator[Metric]:
         """The engine's numbers, for the registry."""
         for kind, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
@@ -165,8 +205,17 @@ class Metrics:
                 family = kind(name, what, labels=[*self._labels])
                 family.add_metric([*self._labels.values()], self._numbers.get(key, 0.0))
                 yield family
+        for name, what, key in _PREDICTED:
+            if key in self._numbers:
+                gauge = GaugeMetricFamily(name, what, labels=[*self._labels])
+                gauge.add_metric([*self._labels.values()], self._numbers[key])
+                yield gauge
         if self._pools is not None:
             yield from self._of_pools(self._pools)
+
+    def snapshot(self, engine: Engine) -> dict[str, float]:
+        """`snapshot`, and what is predicted. For the thread that owns the engine."""
+        return snapshot(engine) | (self._predictor.numbers(engine) if self._predictor is not None else {})
 
     def _of_pools(self, pools: PoolTimes) -> Iterator[Metric]:
         own = [*self._labels.values()]

@@ -15,25 +15,32 @@ SECRET = "JAXLAMINA_SUPERVISOR"
 """The environment's variable with what a supervisor proves itself by, in `HEADER`. Without it nobody is
 served so."""
 HEADER = "x-jaxlamina-supervisor"
+STANDBY = "JAXLAMINA_STANDBY"
+"""The environment's variable of a server that waits for another's end (`jaxlamina.server.standing_by`)."""
+STANDS_BY, TAKES_OVER = ".stands-by", ".takes-over"
+"""What files are called, after their socket's name: made by a server that can take over, and by the
+supervisor when it is to."""
 STEP_SECONDS = "x-step-seconds"
 """Of an answer of `/health`: for how long the engine has been in its step."""
 
 
 class Follow(msgspec.Struct, frozen=True):
     """What makes an answer the same in another process: ``key``, of which its ids are made, ``created`` (Unix
-    time), ``seed``, for what has none, and the tokens ``written`` so far of (prompt, tokens)."""
+    time), ``seed``, for what has none, and of prompts by number the tokens ``written`` so far, and how many
+    of their own had their KV there at first (``n_cached``)."""
 
     key: str
     created: int
     seed: int
     written: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    n_cached: tuple[tuple[int, int], ...] = ()
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """Whether an answer is a stream, and how many tokens its prompts have."""
+    """Whether an answer is a stream, and how many tokens each of its prompts has."""
 
     is_stream: bool
-    n_prompt_tokens: int
+    n_prompt_tokens: tuple[int, ...]
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -41,7 +48,8 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
     - ``opening``: of the first, which comes once the request is accepted.
     - ``token`` of sequence ``of`` = (prompt, continuation), and with it ``text``, the events of a stream as
-      they go out.
+      they go out. ``n_found``: with a prompt's first new token, of the tokens before it those whose KV was
+      there.
     - ``status``: 200 with the stream's last ``text`` or the whole ``answer``, JSON; or an error's, likewise.
     - ``gone``: the server fails or ends; the request is nobody's fault.
     """
@@ -50,6 +58,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     opening: Opening | None = None
     of: tuple[int, int] | None = None
     token: int | None = None
+    n_found: int | None = None
     status: int = 0
     answer: str = ""
     gone: str | None = None

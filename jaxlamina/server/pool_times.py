@@ -31,17 +31,35 @@ class PoolTimes:
         self.seconds: dict[tuple[str, str], float] = {}
         self.bubble_shares: dict[str, float] = {}
         self.n_recorded = 0
-        self._executor, self._every_s, self._clock = executor, every_s, clock
+        self.latest_error = ""  # why the latest step could not be recorded
+        self.every_s = every_s
+        self.on_recorded: Callable[[Timeline], None] | None = None  # in the engine's thread
+        self._executor, self._clock = executor, clock
         self._due = clock() + every_s
 
     def before_step(self) -> None:
-        if self._executor.recorded is not None:
-            self._take(self._executor.recorded)
-            self._executor.recorded = None
-            self._due = self._clock() + self._every_s
-        elif self._clock() >= self._due:
+        if not self.take_in() and self._clock() >= self._due:
             self._due = math.inf
             self._executor.record_later(0, _N_STEPS, self._failed)
+
+    def take_in(self) -> bool:
+        """Takes a recording in, in the engine's thread; whether there was one."""
+        found, self._executor.recorded = self._executor.recorded, None
+        if found is None:
+            return False
+        self._take(found)
+        self._due = self._clock() + self.every_s
+        return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next decode step is recorded."""
+        return self._due == math.inf
+
+    def record_next(self) -> None:
+        """Has the next decode step recorded, in the engine's thread."""
+        if not self.is_due:
+            self._due = self._clock()
 
     def _take(self, found: Timeline) -> None:
         seconds: dict[tuple[str, str], float] = {}
@@ -52,8 +70,11 @@ class PoolTimes:
             seconds |= {(pool, kind): ms[kind] / 1e3 for kind in (pool, "exchange", "other", "bubble")}
             shares[pool] = found.shares(ranks)["bubble"]
         self.seconds, self.bubble_shares = seconds, shares
-        self.n_recorded += 1
+        self.n_recorded, self.latest_error = self.n_recorded + 1, ""
+        if self.on_recorded is not None:
+            self.on_recorded(found)
 
     def _failed(self, error: Exception) -> None:
         _log.warning("a decode step could not be recorded for the pools' metrics: %s", error)
-        self._due = self._clock() + self._every_s
+        self.latest_error = str(error)
+        self._due = self._clock() + self.every_s

@@ -339,6 +339,14 @@ class ErrorAnswer(_Model):
     error: ErrorDetails
 
 
+class WeightsRequest(_Model):
+    """``model`` and ``revision`` as of the command line."""
+
+    model: str
+    revision: str | None = None
+    keep_kv: bool = False
+
+
 class BatchRequest(_Model):
     input_file_id: str
     endpoint: str

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,13 +31,17 @@ from jaxlamina.server.app import Parts, make_app
 from jaxlamina.server.async_engine import AsyncEngine
 from jaxlamina.server.batches import Batches
 from jaxlamina.server.connections import protocol
+from jaxlamina.server.dashboard.state import DashboardState
 from jaxlamina.server.files import Files, Folder
 from jaxlamina.server.listening import DrainingServer
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pool_times import PoolTimes
+from jaxlamina.server.predicted import StepPredictor
 from jaxlamina.server.prompts import Prompts
+from jaxlamina.server.replacing import Replacing
 from jaxlamina.server.service import Service
 from jaxlamina.server.settings import COMPILING_END_S, CONNECTIONS_END_S, LAST_WORDS_S, THREAD_END_S, Settings
+from jaxlamina.server.tls import tls_context
 from jaxlamina.steps.buckets import StepSizes
 
 if TYPE_CHECKING:
@@ -47,6 +51,20 @@ _READY_S = 60.0  # of one that compiles nothing before
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger("uvicorn.error")
+
+
+class ToCompile(NamedTuple):
+    """What is compiled before the first request, and that and what follows behind."""
+
+    first: list[StepSizes]
+    all: list[StepSizes]
+
+    @classmethod
+    def of(cls, llm: LLM, settings: Settings) -> ToCompile:
+        todo = _todo(llm, settings) if settings.warm_up else []
+        first = todo if settings.wait_for_all else first_of(todo, n_compiling())
+        behind = llm.engine.capabilities.compiles_behind
+        return cls(first, list(dict.fromkeys((*first, *todo))) if behind else first)
 
 
 class _LogProgress:
@@ -66,19 +84,20 @@ class _LogProgress:
 
 class App:
     """One server of one model. ``on_progress(n_done, n_all)``: programs compiled of those that are there
-    before the first request, from the engine's thread."""
+    before the first request, from the engine's thread. ``is_warm``: they have been compiled."""
 
     def __init__(
-        self, llm: LLM, settings: Settings, on_progress: Progress, on_ready: Callable[[], None]
+        self,
+        llm: LLM,
+        settings: Settings,
+        on_progress: Progress,
+        on_ready: Callable[[], None],
+        is_warm: bool = False,
     ) -> None:
         self.settings = settings
         self._on_progress, self._on_ready = on_progress, on_ready
-        self._todo = _todo(llm, settings) if settings.warm_up else []
-        self._first = self._todo if settings.wait_for_all else first_of(self._todo, n_compiling())
-        if llm.engine.capabilities.compiles_behind:
-            self._todo = list(dict.fromkeys((*self._first, *self._todo)))
-        else:
-            self._todo = self._first
+        self._first, self._todo = ToCompile.of(llm, settings)
+        self._is_warm = is_warm
         self._behind: Behind | None = None
         self._is_alone = False  # until attention workers' programs are there, too
         self._log_progress = _LogProgress()
@@ -90,7 +109,9 @@ class App:
         if settings.profile_after:
             window = OneWindow(llm.engine, settings.profile_after, settings.profile_s, say_under_load)
             llm.engine.before_step = window.before_step
-        metrics = Metrics(settings.served_model_names[0], pools)
+        name = settings.served_model_names[0]
+        predictor = StepPredictor.of(llm, settings.calibration)
+        self.metrics = metrics = Metrics(name, pools, predictor)
         self.engine = AsyncEngine(
             llm.engine,
             metrics,
@@ -99,6 +120,12 @@ class App:
             before_step=(lambda: None) if pools is None else pools.before_step,
             grammar_timeout_s=settings.grammar_timeout,
         )
+        dashboard = None
+        if settings.dashboard:
+            predict = None if predictor is None else predictor.step_ms
+            dashboard = DashboardState(self.engine, metrics, name, self._progress, pools, predict)
+            if pools is not None:
+                pools.on_recorded = dashboard.add
         self._stack = contextlib.ExitStack()
         folder = settings.files_dir or Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxlamina-"))
@@ -130,9 +157,14 @@ class App:
             self._batches,
             self._progress,
             _info(llm, settings),
+            dashboard,
+            Replacing(llm, self.engine),
         )
+        # A Unix socket stays plain: nobody is on its way.
+        tls = None if settings.uds else tls_context(settings.ssl_certfile, settings.ssl_keyfile)
+        self.app = make_app(parts, self._lifespan)
         config = uvicorn.Config(
-            make_app(parts, self._lifespan),
+            self.app,
             uds=settings.uds,
             log_level=settings.uvicorn_log_level,
             access_log=settings.supervisor is None,  # which has its own
@@ -140,7 +172,7 @@ class App:
             timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
-        self._server = DrainingServer(config, self.end)
+        self._server = DrainingServer(config, self.end, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._ended_in_time = True
@@ -235,7 +267,11 @@ class App:
         self._on_progress(0, len(self._first))
         if self.settings.warm_up and not self.settings.wait_for_all:
             self._is_alone = self._engine.executor.stay_alone(True)
-        warm_up(self._engine, self._first, self._compiled, stopped, all_of_drawing=self.settings.wait_for_all)
+        if self._is_warm:
+            self._compiled(len(self._first))
+        else:
+            all_of_drawing = self.settings.wait_for_all
+            warm_up(self._engine, self._first, self._compiled, stopped, all_of_drawing=all_of_drawing)
         garbage.settle()
 
     def _compiled(self, n: int) -> None:

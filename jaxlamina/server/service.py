@@ -12,7 +12,7 @@ from typing import Any
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import BATCH_PRIORITY
 from jaxlamina.sampling.params import SamplingParams
-from jaxlamina.server.async_engine import Answers, AsyncEngine, Prompt, TooMany, Unavailable
+from jaxlamina.server.async_engine import Answers, AsyncEngine, Ended, Prompt, TooMany, Unavailable
 from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.completions import CompletionForm
 from jaxlamina.server.errors import ApiError, of_failure, refused, unavailable
@@ -98,7 +98,8 @@ class Service:
             how: dict[str, Any] = {"priority": priority, "counted": counted}
             if follow is not None:
                 form.identify(follow.key, follow.created)
-                how |= {"seed": follow.seed, "written": dict(follow.written)}
+                before = {"written": dict(follow.written), "n_cached": dict(follow.n_cached)}
+                how |= {"seed": follow.seed, **before}
             return form, await self.engine.submit(prompts, params, **how)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             raise _of(error) from None
@@ -147,6 +148,8 @@ class Service:
 def _of(error: Exception) -> ApiError:
     if isinstance(error, Unavailable):
         return unavailable(str(error))
+    if isinstance(error, Ended):
+        return ApiError(503, str(error), type="service_unavailable", code="aborted")
     if isinstance(error, TooMany):
         return ApiError(429, str(error), type="rate_limit_error", code="rate_limit_exceeded")
     return of_failure(error)

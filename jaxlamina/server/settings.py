@@ -36,6 +36,18 @@ class Settings(Options):
     uds: str | None = None
     api_key: str | None = None
     supervisor: str | None = None
+    api_key_file: Path | None = option(
+        None,
+        "A file with the keys of which requests to /v1 must bring one, a line each; it is read again when it "
+        "changes.",
+    )
+    ssl_certfile: Path | None = option(
+        None,
+        "A certificate in PEM form, with those that it is signed by: the port takes HTTPS, and nothing else.",
+    )
+    ssl_keyfile: Path | None = option(
+        None, "Its key, where --ssl-certfile does not have it; without a passphrase."
+    )
     trust_request_chat_template: bool = option(
         False,
         "Run the chat templates that requests bring: programs of theirs.",
@@ -62,6 +74,12 @@ class Settings(Options):
         "none.",
         least=0,
     )
+    calibration: Path | None = option(
+        None,
+        "What `bench calibrate` wrote of this machine: by it decode steps are predicted in /metrics and at "
+        "/dashboard. Default: what the planner knows of this GPU.",
+        metavar="FILE",
+    )
     profile_after: float = option(
         0.0,
         "Seconds after the first step at which it is recorded once what each rank's device does; told in "
@@ -69,6 +87,11 @@ class Settings(Options):
         least=0,
     )
     profile_s: float = option(3.0, "Seconds that are recorded then.", least=0.1)
+    dashboard: bool = option(
+        False,
+        "A live page at /dashboard: throughput, requests, KV slots, and each pool's work in recorded steps.",
+        flag="--dashboard",
+    )
     max_concurrent_requests: int = option(
         1024, "Requests answered at once; one more gets status 429.", least=1
     )

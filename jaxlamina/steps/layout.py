@@ -4,8 +4,18 @@ Pure: ranks and sizes."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxlamina.steps.shape import StepShape
+
+
+class HeadsLink(NamedTuple):
+    """What goes between a model rank and an attention worker: of a layer's KV heads, and the query heads that
+    share them, these."""
+
+    rank: int
+    worker: int
+    heads: range
 
 
 @dataclass(frozen=True)
@@ -15,6 +25,9 @@ class Layout:
     ``local_share``: of the KV, what model ranks keep and attend to themselves: 0 none (Lamina), 1 all (the
     unsplit model). By heads it says how many of each layer's KV heads those are; by requests and by tokens
     only whether there may be any: which tokens, `jaxlamina.kv.pool_book` decides.
+
+    ``heads_over``: the model ranks that each have an equal share of every layer's heads, 0 … n - 1, where
+    they share out the one replica that there is: `links` says which of them talks to whom.
     """
 
     workers: tuple[int, ...]  # their ranks
@@ -23,6 +36,7 @@ class Layout:
     mode: str = "fixed"  # of staggered batches: which replica runs a slice
     stages: tuple[int, ...] = ()  # of a pipeline: the model rank that runs each slice
     local_share: float = 0.0
+    heads_over: int = 1
 
     @property
     def attends_locally(self) -> bool:
@@ -47,6 +61,29 @@ class Layout:
         found = local_heads(n_kv_heads, len(self.workers), self.local_share)
         assert found is not None, "checked_partition has seen to it"
         return found
+
+    def links(self, replica: int, n_kv_heads: int) -> tuple[HeadsLink, ...]:
+        """Who of a replica's ranks, or which prefill worker, exchanges which of a layer's heads with whom.
+
+        n_kv_heads: as attention workers have together; each has all of them, unless they share them out. In
+        the order in which all do it: by ranks, then by workers.
+
+        >>> Layout((2, 3), "heads", heads_over=2).links(0, 4)
+        (HeadsLink(rank=0, worker=2, heads=range(0, 2)), HeadsLink(rank=1, worker=3, heads=range(2, 4)))
+        >>> [link[1:] for link in Layout((2, 3, 4), "heads", heads_over=2).links(0, 6) if link.rank == 1]
+        [(3, range(3, 4)), (4, range(4, 6))]
+        """
+        ranks = range(self.heads_over) if replica < self.heads_over else (replica,)
+        n_parts = len(self.workers) if self.by_heads else 1
+        found = []
+        for i, rank in enumerate(ranks):
+            for j, worker in enumerate(self.workers):
+                of_rank = _part(n_kv_heads, i, len(ranks))
+                of_worker = _part(n_kv_heads, j % n_parts, n_parts)
+                both = range(max(of_rank.start, of_worker.start), min(of_rank.stop, of_worker.stop))
+                if both or not n_kv_heads:
+                    found.append(HeadsLink(rank, worker, both))
+        return tuple(found)
 
     def asks(self, segment: StepShape) -> bool:
         """Whether attention workers are asked about stored tokens."""
@@ -76,6 +113,10 @@ class Layout:
             return range(0)
         own = self.slices_on(rank, n_layers + 1)
         return range(own.start, min(own.stop, n_layers))
+
+
+def _part(n: int, index: int, of: int) -> range:
+    return range(index * n // of, (index + 1) * n // of)
 
 
 def local_heads(n_kv_heads: int, n_workers: int, share: float) -> int | None:

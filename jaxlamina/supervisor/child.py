@@ -13,7 +13,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,18 @@ from typing import NamedTuple
 
 import httpx
 
+from jaxlamina.exit_codes import FAILED
 from jaxlamina.process.parents import end_with_parent, take_orphans
-from jaxlamina.server.pieces import HEADER, SECRET, STEP_SECONDS
+from jaxlamina.server.pieces import (
+    HEADER,
+    SECRET,
+    STANDBY,
+    STANDS_BY,
+    STEP_SECONDS,
+    TAKES_OVER,
+)
+from jaxlamina.supervisor.retrying import MOST_FAILED_STARTS, Retrying
 
-MOST_FAILED_STARTS = 5
-"""In a row, after which a job is given up that was ready before."""
 _LOOK_S = 0.1
 _PROBE_S = 1.0  # between two looks at /health
 _STARTING_PROBE_S = 0.1
@@ -34,7 +41,9 @@ _log = logging.getLogger("uvicorn.error")
 
 
 class Cause(NamedTuple):
-    """Why a start of the job ended: a word (killed, exit, silent, step, start), and what was seen."""
+    """Why a start of the job ended: a word (killed, exit, failed, silent, step, start,
+    planned), and what was
+    seen."""
 
     kind: str
     text: str
@@ -44,13 +53,25 @@ class GivenUp(Exception):
     """There is no job, and none will be started."""
 
 
+class NotChanged(Exception):
+    """The job is what it was; why."""
+
+
 class Running:
-    """One start of the job. ``client`` reaches its server; ``n``: which start it is."""
+    """One start of the job. ``client`` reaches its server; ``n``: which start it is; ``command``: without the
+    socket; ``is_spare``: it waits for another's end."""
 
     def __init__(
-        self, n: int, process: subprocess.Popen[bytes], socket: Path, headers: Mapping[str, str]
+        self,
+        n: int,
+        command: tuple[str, ...],
+        process: subprocess.Popen[bytes],
+        socket: Path,
+        headers: Mapping[str, str],
     ) -> None:
-        self.n, self.process, self.socket = n, process, socket
+        self.n, self.command, self.process, self.socket = n, command, process, socket
+        self.began = time.monotonic()
+        self.is_spare = False
         # A step may take long; what ends a job that is silent is its probe.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self.client = httpx.AsyncClient(
@@ -60,14 +81,41 @@ class Running:
             timeout=httpx.Timeout(None, connect=5.0),
         )
 
+    @property
+    def stands_by(self) -> bool:
+        """Whether it could take over at once."""
+        return Path(f"{self.socket}{STANDS_BY}").exists()
+
+    def take_over(self) -> None:
+        """It is its turn."""
+        self.is_spare, self.began = False, time.monotonic()
+        Path(f"{self.socket}{TAKES_OVER}").touch()
+
+    async def forget(self) -> None:
+        """It is over."""
+        await self.client.aclose()
+        for of_it in ("", STANDS_BY, TAKES_OVER):
+            Path(f"{self.socket}{of_it}").unlink(missing_ok=True)
+
+
+class _Health(NamedTuple):
+    """Whether a server takes requests, for how long it has been in a step, and why its engine has failed, if
+    it has."""
+
+    takes_requests: bool
+    in_step_s: float = 0.0
+    failure: str = ""
+
 
 class SupervisedJob:
     """``command`` with a socket's path after it serves there.
 
     A start that is not ready when it ends is a failed one: the first ends the job, with ``code``; later ones
-    are tried again, after a pause. A server that was ready is ended when it answers nothing for
-    ``stuck_after_s``, or is in one step for ``step_s``; and one that is not ready after ``start_s``.
-    ``causes``: why each start but the last has ended.
+    are tried again, after a pause, for ``recovery_s`` and five times at least. A server that was ready is
+    ended when it answers nothing for ``stuck_after_s``, or is in one step for ``step_s``; and one that is not
+    ready after ``start_s``. With ``n_spare`` another one is started beside it, which takes over. ``end_s``:
+    what is left of a start that has ended may take so long to end by itself. ``causes``: why each start but
+    the last has ended.
     """
 
     def __init__(
@@ -75,22 +123,29 @@ class SupervisedJob:
         command: Sequence[str],
         folder: Path,
         *,
-        api_key: str | None,
         stuck_after_s: float,
         step_s: float,
         start_s: float,
+        recovery_s: float,
+        n_spare: int = 0,
+        end_s: float = 0.0,
     ) -> None:
+        self._n_spare = n_spare
+        self._spare: Running | None = None
+        self._is_changing = False
+        self._planned = ""  # why the one that runs is ended, where somebody asked for it
+        self._before: tuple[str, ...] | None = None  # the command until then, while the new one is not ready
         self._command, self._folder = tuple(command), folder
         self._stuck_after_s, self._step_s, self._start_s = stuck_after_s, step_s, start_s
+        self._retrying, self._end_s = Retrying(recovery_s), end_s
         self._secret = secrets.token_hex(16)
         self._headers = {HEADER: self._secret}
-        if api_key is not None:
-            self._headers["authorization"] = f"Bearer {api_key}"
         self._running: Running | None = None
         self._is_ready = False
         self._is_ending = False
         self._changed = asyncio.Condition()
         self.was_ready = False
+        self.is_paused = False  # and is to be after a start, too
         self.given_up = ""  # why there will be no job any more
         self.code = 0
         self.n_starts = 0
@@ -104,6 +159,12 @@ class SupervisedJob:
         if self._is_ending:
             return "draining"
         return "ready" if self._is_ready else "recovering" if self.was_ready else "starting"
+
+    @property
+    def spare_state(self) -> str:
+        if self._spare is None:
+            return "none"
+        return "standing by" if self._spare.stands_by else "starting"
 
     async def ready(self, deadline_s: float, *, after: int = 0) -> Running:
         """The job that takes requests, waited for; of a start later than number ``after``. `GivenUp`,
@@ -121,32 +182,123 @@ class SupervisedJob:
     async def run(self) -> None:
         """Until `end`, or until it is given up."""
         take_orphans()  # and end them
-        n_failed = 0
+        keeping = asyncio.create_task(self._keep_spare())
+        try:
+            await self._run()
+        finally:
+            keeping.cancel()
+            if self._spare is not None:
+                await self._end(self._spare)
+
+    async def _run(self) -> None:
+        code = 0
         while not self.ends():
-            began = time.monotonic()
-            running = self._start()
-            cause = await self._watch(running, began)
-            was_ready = self._is_ready
+            running = self._next()
+            cause = await self._watch(running)
+            code = running.process.returncode
+            was_ready, ended_at = self._is_ready, time.monotonic()
             await self._set_ready(False)
-            await running.client.aclose()
-            await _end_orphans()
-            running.socket.unlink(missing_ok=True)
+            await self._end(running)
             if self.ends():
                 break
-            n_failed = 0 if was_ready else n_failed + 1
-            if not self.was_ready or n_failed >= MOST_FAILED_STARTS:
+            if self._planned:
+                cause, self._planned = Cause("planned", self._planned), ""
+            undone = None if was_ready else self._before
+            if undone is not None:
+                self._command, self._before = undone, None
+            pause_s = self._retrying.ended(ended_at, was_ready=was_ready, is_first=undone is not None)
+            if pause_s is None:
+                n_failed = self._retrying.n_failed
                 tries = f", {n_failed} times in a row before it was ready" if self.was_ready else ""
-                await self._give_up(f"the job ended: {cause.text}{tries}", running.process.returncode or 0)
+                why = f"the job ended: {cause.text}{tries}"
+                if self.was_ready or cause.kind != "exit":  # else its own line says more
+                    _log.error("%s; it is given up", why)
+                await self._give_up(why, code or FAILED)
                 return
             self.causes.append(cause)
-            pause_s = 0.0 if was_ready else 2.0 ** (n_failed - 1)
-            _log.error(
+            _log.log(
+                logging.INFO if cause.kind == "planned" else logging.ERROR,
                 "the job ended: %s; it is started again%s",
                 cause.text,
                 f" in {pause_s:g} s" if pause_s else "",
             )
+            code = 0
             await asyncio.sleep(pause_s)
-        await self._give_up("the server has shut down", 0)
+        await self._give_up("the server has shut down", code)
+
+    async def change(self, command: Sequence[str], why: str, *, stop_first: bool, deadline_s: float) -> None:
+        """Another start in place of the one that runs, of ``command``: made ready beside it, or with
+        ``stop_first`` after its end, where there is no room for both. `NotChanged`; `GivenUp`, `TimeoutError`
+        where the end has come before."""
+        if self._is_changing:
+            raise NotChanged("the job is being changed already")
+        if self.state != "ready":
+            raise NotChanged(f"the job is {self.state}: try again once it is ready")
+        new, self._is_changing = tuple(command), True
+        try:
+            assert self._running is not None
+            n = self._running.n
+            await self._end_spare()
+            if not stop_first:
+                await self._make_ready(new, deadline_s)
+            self._before, self._command, self._planned = self._command, new, why
+            self._running.process.kill()
+            await self.ready(deadline_s, after=n)
+            if self._command != new:
+                raise NotChanged("the new job was not ready when it ended; the one before it runs again")
+        finally:
+            await self._has_changed()
+
+    async def update(
+        self, ask: Callable[[Running], Awaitable[Sequence[str] | None]], deadline_s: float
+    ) -> None:
+        """``ask`` changes the job that runs, and says by which command it starts so; None: it has not
+        changed. Later starts are of that command, and a spare of the one before is ended. ``deadline_s``: for
+        a job that takes requests. `NotChanged`, `GivenUp`, `TimeoutError`, and what ``ask`` raises."""
+        if self._is_changing:
+            raise NotChanged("the job is being changed already")
+        self._is_changing = True
+        try:
+            running = await self.ready(deadline_s)
+            new = await ask(running)
+            if new is None:
+                return
+            if self._running is not running:
+                raise NotChanged("the job ended right after its change, and was started again without it")
+            self._command = tuple(new)
+            await self._end_spare()
+        finally:
+            await self._has_changed()
+
+    async def _end_spare(self) -> None:
+        """Of one that is of the command until now."""
+        old, self._spare = self._spare, None
+        if old is not None:
+            old.is_spare = False
+            await self._end(old)
+
+    async def _has_changed(self) -> None:
+        async with self._changed:
+            self._is_changing = False
+            self._changed.notify_all()
+
+    async def _make_ready(self, command: tuple[str, ...], deadline_s: float) -> None:
+        """A spare of ``command``, which stands by."""
+        new = self._spare = self._start(is_spare=True, command=command)
+        until = time.monotonic() + deadline_s
+        while not new.stands_by:
+            await asyncio.sleep(_LOOK_S)
+            code = new.process.poll()
+            if code is None and time.monotonic() < until and self._spare is new:
+                continue
+            if self._spare is new:
+                self._spare = None
+                await self._end(new)
+                what = f"ended with code {code}" if code is not None else f"was not ready in {deadline_s:g} s"
+                raise NotChanged(f"the new job {what}; the one before it runs on")
+            if self._running is not new:
+                await self._end(new)
+            raise NotChanged("the job ended meanwhile, and was started again")
 
     def ends(self) -> bool:
         """Whether it was asked to."""
@@ -163,22 +315,68 @@ class SupervisedJob:
         if self._running is not None:
             self._running.process.kill()
 
-    def _start(self) -> Running:
+    def _next(self) -> Running:
+        """The spare, however far it is, or a new start. What is being made ready for a change is none yet."""
+        spare, self._spare = self._spare, None
+        if spare is None or spare.process.poll() is not None or spare.command != self._command:
+            self._running = self._start()
+        else:
+            spare.take_over()
+            self._running = spare
+        return self._running
+
+    async def _end(self, running: Running) -> None:
+        if running.process.poll() is None:
+            running.process.kill()
+        await running.forget()
+        others = [x for x in (self._running, self._spare) if x is not None and x is not running]
+        await _end_orphans([x.process.pid for x in others], self._end_s)
+
+    async def _keep_spare(self) -> None:
+        """Starts one whenever the job is ready and there is none."""
+        n_failed = 0
+        while self._n_spare and n_failed < MOST_FAILED_STARTS:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: self._is_ready and not self._is_ending and not self._is_changing
+                )
+            self._spare = spare = self._start(is_spare=True)
+            stood_by = False
+            while spare.is_spare and spare.process.poll() is None:
+                await asyncio.sleep(_LOOK_S)
+                if not stood_by and spare.stands_by:
+                    stood_by, n_failed = True, 0
+                    took_s = time.monotonic() - spare.began
+                    _log.info("a spare stands by, %.1f s after it was started", took_s)
+                elif not stood_by and time.monotonic() - spare.began > self._start_s:
+                    spare.process.kill()
+            if spare.is_spare:  # it has ended by itself
+                self._spare = None
+                n_failed += 1
+                _log.error("the spare has ended: exit code %s", spare.process.returncode)
+                await self._end(spare)
+                await asyncio.sleep(2.0 ** (n_failed - 1))
+        if self._n_spare:
+            _log.error("no more spares are started: %d have ended before they stood by", n_failed)
+
+    def _start(self, *, is_spare: bool = False, command: tuple[str, ...] | None = None) -> Running:
         self.n_starts += 1
+        command = command or self._command
         socket = self._folder / f"{self.n_starts}.sock"
         process = subprocess.Popen(
-            [*self._command, str(socket)],
+            [*command, str(socket)],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {SECRET: self._secret},
+            env=os.environ | {SECRET: self._secret} | ({STANDBY: "1"} if is_spare else {}),
             start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
             preexec_fn=partial(end_with_parent, signal.SIGKILL),  # noqa: PLW1509 (from the main thread)
         )
-        self._running = Running(self.n_starts, process, socket, self._headers)
-        return self._running
+        running = Running(self.n_starts, command, process, socket, self._headers)
+        running.is_spare = is_spare
+        return running
 
-    async def _watch(self, running: Running, began: float) -> Cause:
+    async def _watch(self, running: Running) -> Cause:
         """Until the process is over; why it is."""
-        heard = probed = began
+        began = heard = probed = running.began
         killed_because: Cause | None = None
         while (code := running.process.poll()) is None:
             await asyncio.sleep(_LOOK_S)
@@ -189,15 +387,17 @@ class SupervisedJob:
             health = await self._health(running)
             if health is not None:
                 heard = time.monotonic()
-            is_healthy, in_step_s = health or (False, 0.0)
-            if is_healthy and not self._is_ready:
+            is_healthy, in_step_s, failure = health or _Health(False)
+            if is_healthy and not self._is_ready and await self._paused_again(running):
                 self.last_start_s = time.monotonic() - began
                 if self.was_ready:
                     _log.info("the job is ready again, %.1f s after it was started", self.last_start_s)
-                self.was_ready = True
+                self.was_ready, self._before = True, None
                 await self._set_ready(True)
             silent_s = time.monotonic() - heard
-            if self._is_ready and silent_s > self._stuck_after_s:
+            if failure:
+                killed_because = Cause("failed", failure)
+            elif self._is_ready and silent_s > self._stuck_after_s:
                 killed_because = Cause("silent", f"it answered nothing for {silent_s:.0f} s")
             elif in_step_s > self._step_s:
                 killed_because = Cause("step", f"a step took longer than {self._step_s:g} s")
@@ -212,14 +412,29 @@ class SupervisedJob:
                 return Cause("killed", f"killed by {signal.Signals(-code).name}")
         return Cause("exit", f"exit code {code}")
 
-    async def _health(self, running: Running) -> tuple[bool, float] | None:
-        """Whether its server takes requests, and for how long it has been in a step; None: it does not
-        answer."""
+    async def _health(self, running: Running) -> _Health | None:
+        """None: its server does not answer."""
         try:
             answer = await running.client.get("/health", timeout=max(_PROBE_S, self._stuck_after_s / 4))
         except httpx.HTTPError:
             return None
-        return answer.status_code == 200, float(answer.headers.get(STEP_SECONDS, 0.0))
+        if answer.status_code == 200:
+            return _Health(True, float(answer.headers.get(STEP_SECONDS, 0.0)))
+        try:
+            said = answer.json()
+            return _Health(False, 0.0, str(said["reason"]) if said["status"] == "failed" else "")
+        except (ValueError, KeyError, TypeError):
+            return _Health(False)
+
+    async def _paused_again(self, running: Running) -> bool:
+        """Whether a new start is as paused as it is to be, before any request comes."""
+        if not self.is_paused:
+            return True
+        try:
+            answer = await running.client.post("/pause", timeout=_PROBE_S)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
 
     async def _set_ready(self, ready: bool) -> None:
         async with self._changed:
@@ -232,16 +447,19 @@ class SupervisedJob:
             self._changed.notify_all()
 
 
-async def _end_orphans() -> None:
-    """Processes that a dead job has left; a GPU and ports are free only when they are gone."""
-    until = time.monotonic() + _KILLED_S
-    while left := _children():
-        if time.monotonic() > until:
+async def _end_orphans(but: Sequence[int], end_s: float) -> None:
+    """Processes that a dead job has left; a GPU and ports are free only when they are gone. They are killed
+    after ``end_s``."""
+    kill_at = time.monotonic() + end_s
+    while left := [pid for pid in _children() if pid not in but]:
+        now = time.monotonic()
+        if now > kill_at + _KILLED_S:
             _log.error("processes of the job do not end: %s", left)
             return
         for pid in left:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+                if now >= kill_at:
+                    os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 (it does not block)
         await asyncio.sleep(0.02)

@@ -8,29 +8,34 @@ Plain Starlette: what is asked and answered is checked and made by the job. Know
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
+from jaxlamina.server.api_keys import ApiKeys
+from jaxlamina.server.dashboard import RECORD, STATE, WATCH
+from jaxlamina.server.dashboard.page import page_routes
 from jaxlamina.server.errors import ApiError, JsonResponse, of_status, response, unavailable
-from jaxlamina.server.gate import Gate
+from jaxlamina.server.gate import OPERATED, Gate, check_may_operate
 from jaxlamina.server.pieces import FOLLOWED, PATH
-from jaxlamina.server.waiting import unless_gone
+from jaxlamina.server.waiting import EndingStream, unless_gone
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
 from jaxlamina.supervisor.journal import Journal
+from jaxlamina.supervisor.operating import Operating
 from jaxlamina.supervisor.requests import FollowedRequest, FollowedRequests
 
 _PASS_ON_S = 5.0  # for a job that takes requests
+_DASHBOARD_S = 2.0  # longer than a job waits for the end of a step there
 _OF_ONE_HOP = {
     "connection",
     "keep-alive",
@@ -45,9 +50,20 @@ _STALLS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
 class Front:
-    """`app` serves it. ``api_key`` and ``max_body_bytes``: as of the server's settings."""
+    """`app` serves it. ``keys`` and ``max_body_bytes``: as of the server's settings. ``of_this_host``: nobody
+    else reaches it."""
 
-    def __init__(self, job: SupervisedJob, requests: FollowedRequests, journal: Journal) -> None:
+    def __init__(
+        self,
+        job: SupervisedJob,
+        requests: FollowedRequests,
+        journal: Journal,
+        operating: Operating,
+        keys: ApiKeys,
+        *,
+        of_this_host: bool,
+    ) -> None:
+        self._operating, self._keys, self._of_this_host = operating, keys, of_this_host
         self._job, self._requests, self._journal = job, requests, journal
         self._registry = CollectorRegistry()
         made: dict[str, Any] = {"registry": self._registry}
@@ -77,19 +93,23 @@ class Front:
         self,
         lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
         *,
-        api_key: str | None,
         max_body_bytes: int,
+        dashboard: bool,
     ) -> Starlette:
-        gate = Middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes, why_not=self._why_not)
+        gate = Middleware(Gate, keys=self._keys, max_body_bytes=max_body_bytes, why_not=self._why_not)
         every = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
         return Starlette(
             routes=[
                 *(Route(path, self._complete, methods=["POST"]) for path in FOLLOWED),
                 Route("/v1/requests/{key}", self._request),
                 Route("/v1/requests/{key}/stream", self._stream),
+                Route("/v1/fault_tolerance/status", self._status),
+                Route("/v1/fault_tolerance/apply", self._apply, methods=["POST"]),
+                *(Route(path, self._operate, methods=["POST"]) for path in OPERATED),
                 Route("/health", self._health),
                 Route("/ping", self._health, methods=["GET", "POST"]),
                 Route("/metrics", self._metrics),
+                *(self._of_dashboard() if dashboard else ()),
                 Route("/{path:path}", self._pass_on, methods=every),
             ],
             middleware=[gate],
@@ -115,7 +135,9 @@ class Front:
         try:
             await unless_gone(request, answer.begun())
             if answer.is_stream:
-                return _Events(self._sent(answer), answer, self._requests)
+                abandon = partial(self._requests.abandon, answer)
+                kind = "text/event-stream"
+                return EndingStream(self._sent(answer), abandon, media_type=kind, headers=_named(answer))
             await unless_gone(request, answer.over())
         except BaseException:
             self._requests.abandon(answer)
@@ -133,7 +155,7 @@ class Front:
         found: dict[str, Any] = {
             "id": answer.key, "object": "request", "status": answer.state, "created": entry.created,
             "path": entry.path, "n_events": len(answer.events),
-            "n_tokens": sum(map(len, answer.tokens.values())),
+            "n_tokens": answer.n_tokens,
         }  # fmt: skip
         if answer.status and not answer.is_stream:
             found["response"] = json.loads(answer.content)
@@ -168,10 +190,28 @@ class Front:
             )
         return answer
 
+    async def _status(self, _: Request) -> Response:
+        return JsonResponse(self._operating.status())
+
+    def _check_may_operate(self, request: Request) -> None:
+        check_may_operate(request, self._keys, by_socket=self._of_this_host)
+
+    async def _apply(self, request: Request) -> Response:
+        """Without a key, of this host alone: it makes everybody wait."""
+        self._check_may_operate(request)
+        return JsonResponse(await self._operating.apply(await request.body()))
+
+    async def _operate(self, request: Request) -> Response:
+        self._check_may_operate(request)
+        asked = request.url.path, request.url.query, await request.body()
+        status, content = await self._operating.pass_on(*asked)
+        return Response(content, status, media_type="application/json")
+
     async def _health(self, _: Request) -> Response:
         job = self._job
         if job.state == "ready":
-            return JsonResponse({"status": "ready", "recoveries": len(job.causes)})
+            paused = {"paused": True} if job.is_paused else {}
+            return JsonResponse({"status": "ready", "recoveries": len(job.causes)} | paused)
         reason = job.given_up or (job.causes[-1].text if job.causes else "")
         found = {"status": job.state, "reason": reason, "recoveries": len(job.causes)}
         return JsonResponse(found, 503)
@@ -183,6 +223,31 @@ class Front:
         except (TimeoutError, GivenUp, httpx.HTTPError):
             of_job = b""
         return Response(of_job + self._own_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _of_dashboard(self) -> list[Route]:
+        return [
+            *page_routes(),
+            Route(STATE, self._dashboard_state),
+            *(Route(path, self._pass_on_operating, methods=["POST"]) for path in (RECORD, WATCH)),
+        ]
+
+    async def _dashboard_state(self, request: Request) -> Response:
+        """The job's, where it answers, and ``supervisor``: how the job is (`Operating.status`)."""
+        try:
+            running = await self._job.ready(_DASHBOARD_S)
+            url = httpx.URL(STATE, query=request.url.query.encode())
+            of_job = await running.client.get(url, timeout=_DASHBOARD_S)
+            if of_job.status_code != 200:
+                return Response(of_job.content, of_job.status_code, media_type="application/json")
+            found: dict[str, Any] = json.loads(of_job.content)
+        except (TimeoutError, GivenUp, httpx.HTTPError, ValueError):
+            found = {"now": time.time()}
+        found["supervisor"] = self._operating.status()
+        return JsonResponse(found, headers={"Cache-Control": "no-store"})
+
+    async def _pass_on_operating(self, request: Request) -> Response:
+        self._check_may_operate(request)
+        return await self._pass_on(request)
 
     def _own_metrics(self) -> bytes:
         job, requests = self._job, self._requests
@@ -214,7 +279,8 @@ class Front:
             raise unavailable("the job is being started again: try again later") from None
         except GivenUp as error:
             raise unavailable(str(error)) from None
-        headers = [(k, v) for k, v in request.headers.items() if k not in _OF_ONE_HOP]
+        # As they came: not all are text.
+        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in _OF_ONE_HOP]
         has_body = request.method not in ("GET", "HEAD", "OPTIONS")
         url = httpx.URL("http://job" + request.url.path, query=request.url.query.encode())
         asked = running.client.build_request(
@@ -227,9 +293,7 @@ class Front:
         kept = {k: v for k, v in found.headers.items() if k not in _OF_ONE_HOP}
         if (length := found.headers.get("content-length")) is not None:
             kept["content-length"] = length
-        return StreamingResponse(
-            found.aiter_raw(), found.status_code, kept, background=BackgroundTask(found.aclose)
-        )
+        return EndingStream(found.aiter_raw(), found.aclose, status_code=found.status_code, headers=kept)
 
 
 def _named(answer: FollowedRequest) -> dict[str, str]:
@@ -239,19 +303,3 @@ def _named(answer: FollowedRequest) -> dict[str, str]:
 def _whole(answer: FollowedRequest) -> Response:
     headers = _named(answer) | {"content-type": "application/json"} | answer.headers
     return Response(answer.content, answer.status, headers)
-
-
-class _Events(StreamingResponse):
-    """A stream, whose request ends with its client."""
-
-    def __init__(
-        self, events: AsyncIterator[str], answer: FollowedRequest, requests: FollowedRequests
-    ) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=_named(answer))
-        self._answer, self._requests = answer, requests
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._requests.abandon(self._answer)

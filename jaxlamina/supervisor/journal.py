@@ -35,14 +35,18 @@ CREATE TABLE IF NOT EXISTS requests (
   created INTEGER NOT NULL, seed INTEGER NOT NULL, ended REAL);
 CREATE TABLE IF NOT EXISTS tokens (key TEXT NOT NULL, which INTEGER NOT NULL, ids BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS of_request ON tokens (key);
+CREATE TABLE IF NOT EXISTS cached (key TEXT NOT NULL, which INTEGER NOT NULL, n INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS cached_of_request ON cached (key);
 CREATE TABLE IF NOT EXISTS model (said TEXT NOT NULL);
 """
+_OF_REQUESTS = ("tokens", "cached")
 _log = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A request as it came, and what it ``wrote``: tokens of each of its prompts' first sequence."""
+    """A request as it came, and what it ``wrote``: tokens of each of its prompts' first sequence.
+    ``n_cached``: tokens of each prompt whose KV was there when it was first computed."""
 
     key: str
     path: str
@@ -50,6 +54,7 @@ class Entry:
     created: int
     seed: int
     wrote: dict[int, list[int]] = field(default_factory=dict)
+    n_cached: dict[int, int] = field(default_factory=dict)
     has_ended: bool = False
 
 
@@ -75,7 +80,8 @@ class Journal:
             database = self._opened(path)
             database.executescript(_TABLES)
             database.execute("DELETE FROM requests WHERE ended < ?", (time.time() - KEEP_S,))
-            database.execute("DELETE FROM tokens WHERE key NOT IN (SELECT key FROM requests)")
+            for table in _OF_REQUESTS:
+                database.execute(f"DELETE FROM {table} WHERE key NOT IN (SELECT key FROM requests)")
             database.commit()
         except (sqlite3.Error, OSError) as error:
             raise UserError(
@@ -129,6 +135,9 @@ class Journal:
 
         self._put(add)
 
+    def cached(self, key: str, which: int, n: int) -> None:
+        self._put(lambda database: database.execute("INSERT INTO cached VALUES (?, ?, ?)", (key, which, n)))
+
     def ended(self, key: str) -> None:
         at = time.time()
         self._put(lambda database: database.execute("UPDATE requests SET ended = ? WHERE key = ?", (at, key)))
@@ -137,7 +146,8 @@ class Journal:
         """Nobody will ask for it."""
 
         def delete(database: sqlite3.Connection) -> None:
-            database.execute("DELETE FROM tokens WHERE key = ?", (key,))
+            for table in _OF_REQUESTS:
+                database.execute(f"DELETE FROM {table} WHERE key = ?", (key,))
             database.execute("DELETE FROM requests WHERE key = ?", (key,))
 
         self._put(delete)
@@ -149,9 +159,12 @@ class Journal:
         wrote: defaultdict[str, dict[int, list[int]]] = defaultdict(dict)
         for key, which, ids in self._database.execute("SELECT key, which, ids FROM tokens ORDER BY rowid"):
             wrote[key].setdefault(which, []).extend(array("i", ids))
+        cached: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        for key, which, n in self._database.execute("SELECT key, which, n FROM cached"):
+            cached[key].setdefault(which, n)
         found = "SELECT key, path, body, created, seed, ended IS NOT NULL FROM requests ORDER BY rowid"
         return [
-            Entry(key, path, body, created, seed, wrote[key], bool(has_ended))
+            Entry(key, path, body, created, seed, wrote[key], cached[key], bool(has_ended))
             for key, path, body, created, seed, has_ended in self._database.execute(found)
         ]
 
@@ -203,11 +216,15 @@ class Journal:
             for write in writes:
                 write(self._database)
             self._database.commit()
-        except sqlite3.Error as error:
-            with suppress(sqlite3.Error):
+        except (sqlite3.Error, MemoryError) as error:  # SQLite's own "no memory" is Python's
+            with suppress(sqlite3.Error, MemoryError):
                 self._database.rollback()
             self.n_failures += 1
             if self.n_failures == 1:
-                _log.error("the journal %s takes nothing more: %s; requests go on without", self._path, error)
+                _log.error(
+                    "the journal %s takes nothing more: %s; requests go on without",
+                    self._path,
+                    error or type(error).__name__,
+                )
             return False
         return True

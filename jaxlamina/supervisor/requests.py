@@ -27,7 +27,8 @@ from jaxlamina.supervisor.child import GivenUp, Running, SupervisedJob
 from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
 
 MOST_TRIES = 4
-"""Times that the job may go away while it works at a request: then that is held to be why."""
+"""Times that the job may go away while it works at a request and has found it no token: then that is held to
+be why."""
 _MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
 _EVENT_BYTES = 64  # of a Python string, beside its letters
 _AGAIN_S = 0.2  # after a connection that broke alone
@@ -59,7 +60,8 @@ class FollowedRequest:
     tokens: defaultdict[_Of, list[int]] = field(default_factory=lambda: defaultdict(list))
     n_given: Counter[_Of] = field(default_factory=Counter)  # tokens whose text has gone out
     is_open: bool = False  # what comes before the first token has gone out
-    n_prompt_tokens: int = 0
+    n_cached: dict[int, int] = field(default_factory=dict)  # by prompt, when it was first computed
+    to_compute: dict[int, int] = field(default_factory=dict)  # tokens of prompts that go on, not begun yet
     ended_at: float = 0.0
     n_bytes: int = 0  # that it takes once it has ended
     last_token_at: float = 0.0
@@ -76,6 +78,11 @@ class FollowedRequest:
         if self.status:
             return "finished" if self.status == 200 else "failed"
         return "running" if self.is_open else "waiting"
+
+    @property
+    def n_tokens(self) -> int:
+        """That it has got."""
+        return sum(map(len, self.tokens.values()))
 
     def note(self) -> None:
         """Wakes whoever waits for more of it."""
@@ -182,6 +189,7 @@ class FollowedRequests:
         request = FollowedRequest(entry)
         for which, tokens in entry.wrote.items():
             request.tokens[which, 0] = list(tokens)
+        request.n_cached = dict(entry.n_cached)
         self._all[entry.key] = request
         request.task = asyncio.create_task(self._answer(request))
         self._forget_old()
@@ -198,19 +206,24 @@ class FollowedRequests:
             self._journal.forget(request.key)
 
     async def _answer(self, request: FollowedRequest) -> None:
-        n_tries = 0
+        n_tries, n_tokens = 0, request.n_tokens
         try:
             while not request.status:
                 running = await self._job.ready(self._recovery_s)
                 try:
                     await self._ask(running, request)
-                except (_Gone, httpx.HTTPError, OSError) as error:
+                except (_Gone, httpx.HTTPError, OSError, MemoryError) as error:
                     request.waits_since = request.waits_since or time.monotonic()
+                    if request.n_tokens > n_tokens:  # so it is not this one that the job dies of
+                        n_tries, n_tokens = 0, request.n_tokens
                     n_tries += not isinstance(error, _NotTaken | httpx.ConnectError)
                     if self._job.ends():
                         request.fail(unavailable("the server has shut down before this request was finished"))
                     elif n_tries >= MOST_TRIES:
-                        reason = f"the job went away {MOST_TRIES} times while it worked at this request"
+                        reason = (
+                            f"the job went away {MOST_TRIES} times while it worked at this request, and "
+                            f"found it no token"
+                        )
                         request.fail(ApiError(500, reason, type="internal_error", code="job_ended"))
                     else:
                         _log.info("request %s waits: %s", request.key, error or type(error).__name__)
@@ -230,7 +243,7 @@ class FollowedRequests:
         """Follows the answer to its end in one start of the job."""
         entry = request.entry
         written = tuple((which, tuple(ids)) for (which, index), ids in request.tokens.items() if not index)
-        follow = Follow(entry.key, entry.created, entry.seed, written)
+        follow = Follow(entry.key, entry.created, entry.seed, written, tuple(request.n_cached.items()))
         content = msgspec.json.encode(follow) + b"\n" + entry.body
         headers = {"content-type": "application/json"}
         async with running.client.stream(
@@ -265,13 +278,16 @@ class FollowedRequests:
 
     def _opened(self, request: FollowedRequest, piece: Piece) -> None:
         assert piece.opening is not None
-        request.is_stream, request.n_prompt_tokens = piece.opening.is_stream, piece.opening.n_prompt_tokens
+        request.is_stream = piece.opening.is_stream
         if not request.is_open:
+            self._give(request, piece.text)  # first, as in `_token`
             request.is_open = True
-            self._give(request, piece.text)
         if request.waits_since or request.tokens:
             self.n_resumed += 1
-            self.n_recomputed_tokens += request.n_prompt_tokens + sum(map(len, request.tokens.values()))
+            request.to_compute = {
+                which: n + len(request.tokens[which, 0])
+                for which, n in enumerate(piece.opening.n_prompt_tokens)
+            }
         request.note()
 
     def _token(self, request: FollowedRequest, piece: Piece, seen: Counter[_Of]) -> bool:
@@ -284,16 +300,24 @@ class FollowedRequests:
             reason = f"token {at} came out otherwise after a recovery, so the text cannot go on"
             request.fail(ApiError(500, reason, type="internal_error", code="not_repeated"))
             return False
+        if piece.n_found is not None:
+            self._began(request, of[0], piece.n_found)
         if at == len(tokens):
             tokens.append(piece.token)
             if not of[1]:
                 self._journal.wrote(request.key, of[0], piece.token)
             self._stood_still(request)
         if at >= request.n_given[of]:
+            self._give(request, piece.text)  # first: without memory for it, it is given when it is repeated
             request.n_given[of] += 1
-            self._give(request, piece.text)
             request.note()
         return True
+
+    def _began(self, request: FollowedRequest, which: int, n_found: int) -> None:
+        if which not in request.n_cached:
+            request.n_cached[which] = n_found
+            self._journal.cached(request.key, which, n_found)
+        self.n_recomputed_tokens += max(0, request.to_compute.pop(which, 0) - n_found)
 
     def _stood_still(self, request: FollowedRequest) -> None:
         now = time.monotonic()

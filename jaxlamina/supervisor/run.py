@@ -10,8 +10,9 @@ import asyncio
 import json
 import logging
 import socket
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -19,43 +20,85 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 
+from jaxlamina.exit_codes import FAILED
+from jaxlamina.process import kept_folders
+from jaxlamina.process.kept_folders import kept_folder
+from jaxlamina.process.owned_folder import owned_folder
+from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.connections import protocol
 from jaxlamina.server.listening import DrainingServer
 from jaxlamina.server.settings import CONNECTIONS_END_S, Settings
+from jaxlamina.server.tls import tls_context
+from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
 from jaxlamina.supervisor.front import Front
 from jaxlamina.supervisor.journal import Journal
+from jaxlamina.supervisor.operating import Operating
 from jaxlamina.supervisor.requests import FollowedRequests
 from jaxlamina.supervisor.settings import Supervision
 
 _JOURNAL = "journal.sqlite"
+_REMOVE_S = 20.0  # for ranks on all hosts to begin, and to remove a folder
+_STARTER_END_S = 5.0  # for what has started ranks on other hosts, to end those
 _log = logging.getLogger("uvicorn.error")
 
 
 def supervise(
-    command: Sequence[str],
+    command: JobCommand,
     settings: Settings,
     supervision: Supervision,
     listener: socket.socket,
     on_ready: Callable[[], None],
+    kv_folder: str | None,
 ) -> int:
     """Serves at ``listener`` until a signal, or until the job cannot be started; the exit code. ``command``
-    serves the same at the Unix socket that it is given as ``--uds``."""
+    serves the same at the Unix socket that it is given as ``--uds``. ``kv_folder``: where the job is told
+    already to keep KV."""
     path = None if supervision.journal is None else supervision.journal / _JOURNAL
     journal = Journal(path)
-    with tempfile.TemporaryDirectory(prefix="jaxlamina-") as folder:
-        files = () if settings.files_dir is not None else ("--files-dir", str(Path(folder, "files")))
-        words = (*command, "--no-supervise", *files, "--uds")
+    with (
+        owned_folder(Path(tempfile.gettempdir()), "jaxlamina-job") as folder,
+        kept_folder(supervision.journal) as of_kv,
+    ):
+        files = () if settings.files_dir is not None else ("--files-dir", str(folder / "files"))
+        kept = () if kv_folder is not None else ("--kept-kv-folder", str(of_kv))
+        names: tuple[str, ...] = ()  # requests call the model so, whichever weights it has
+        if not any(word.partition("=")[0] == "--served-model-name" for word in command.words):
+            names = tuple(f"--served-model-name={name}" for name in settings.served_model_names)
+        whole = command.and_more("--no-supervise", *names, *files, *kept, "--uds")
         try:
-            return _Supervisor(words, settings, supervision, journal, Path(folder), on_ready).run(listener)
+            supervisor = _Supervisor(whole, settings, supervision, journal, folder, on_ready)
+            code = supervisor.run(listener)
+            if command.has_starter and kept and supervisor.was_ready:
+                _remove_elsewhere(command, of_kv)
+            return code
         finally:
             journal.close()
+
+
+def _remove_elsewhere(command: JobCommand, kv_folder: Path) -> None:
+    """A job of the same ranks, which do nothing but remove what was kept on their hosts."""
+    words = command.on_each_host(kept_folders.__name__, f"kept_kv_folder={kv_folder}")
+    how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    why = f"it took more than {_REMOVE_S:g} s"
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(words, check=False, text=True, timeout=_REMOVE_S, **how)  # type: ignore[call-overload]
+        if not done.returncode:
+            return
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    _log.warning("%s may be left on other hosts, for the next server to clear away: %s", kv_folder, why)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what uvicorn says of its life here: the job's server says the same, and the last line is to be why
+    the job has ended."""
+    return record.levelno != logging.INFO or "uvicorn" not in Path(record.pathname).parts
 
 
 class _Supervisor:
     def __init__(
         self,
-        command: Sequence[str],
+        command: JobCommand,
         settings: Settings,
         supervision: Supervision,
         journal: Journal,
@@ -64,16 +107,23 @@ class _Supervisor:
     ) -> None:
         self._on_ready, self._start_s = on_ready, supervision.start_timeout
         self._job = SupervisedJob(
-            command,
+            command.words,
             folder,
-            api_key=settings.api_key,
             stuck_after_s=supervision.stuck_after,
             step_s=supervision.step_timeout,
             start_s=supervision.start_timeout,
+            recovery_s=supervision.recovery_timeout,
+            n_spare=supervision.spare,
+            end_s=_STARTER_END_S if command.has_starter else 0.0,
         )
         self._requests = FollowedRequests(self._job, journal, recovery_s=supervision.recovery_timeout)
-        front = Front(self._job, self._requests, journal)
-        app = front.app(self._lifespan, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+        keys = ApiKeys(settings.api_key, settings.api_key_file)
+        operating = Operating(self._job, command)
+        is_unix = settings.uds is not None
+        front = Front(self._job, self._requests, journal, operating, keys, of_this_host=is_unix)
+        limit = settings.max_body_bytes
+        app = front.app(self._lifespan, max_body_bytes=limit, dashboard=settings.dashboard)
+        tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile)
         config = uvicorn.Config(
             app,
             log_level=settings.uvicorn_log_level,
@@ -81,12 +131,23 @@ class _Supervisor:
             timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
-        self._server = DrainingServer(config, self._end)
+        _log.addFilter(_is_news)
+        self._server = DrainingServer(config, self._end, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether any start of the job was."""
+        return self._job.was_ready
 
     def run(self, listener: socket.socket) -> int:
         self._server.run([listener])
-        return self._job.code
+        code, number = self._job.code, self._server.last_signal
+        if (
+            number and not 0 <= code <= 128
+        ):  # it was ended by a signal, too, which need not have been this one
+            return 128 + number
+        return FAILED if code < 0 else code
 
     def _end(self) -> None:
         if self._loop is None:

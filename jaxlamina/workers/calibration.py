@@ -7,6 +7,7 @@ small batch goes through the model when it is loaded. Knows a model function and
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,11 @@ class Calibration:
             raise UserError(
                 f"calibration tokens {self.tokens.shape} must be [rows, tokens], two or more tokens a row"
             )
+
+    def digest(self) -> str:
+        """What tells it from others."""
+        tokens = b"" if self.tokens is None else np.ascontiguousarray(self.tokens, np.int64).tobytes()
+        return hashlib.blake2b(f"{self.headroom} ".encode() + tokens, digest_size=8).hexdigest()
 
 
 def calibration_rows(

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Int32, Int64, Shaped
+from jax import lax
+from jaxtyping import Int, Int32, Int64, Shaped, UInt8, UInt64
 
 from jaxlamina.errors import UserError
+from jaxlamina.kv.kept import KeptWanted
+from jaxlamina.workers.capacity import is_accelerator
+from jaxlamina.workers.kept_kv import KeptKV
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
 
@@ -40,14 +46,22 @@ class KVPools:
         *,
         channel_scales: Sequence[ChannelScales] | None = None,
         n_host_slots: int = 0,
+        sharding: jax.sharding.Sharding | None = None,
     ) -> None:
+        """``sharding``: of each pool, where several devices share them out."""
         self.n_slots = n_slots
         self.device = device
-        self.k, self.v = _empty(specs, n_slots, device, channel_scales)
-        self.host = HostStore(n_host_slots, device)
+        self.k, self.v = _empty(specs, n_slots, device, channel_scales, sharding)
+        self.host = HostStore(n_host_slots, device, sharding)
+        self._of_kept: KeptKV | None = None
         self._copy = jax.jit(_copied, donate_argnums=0)
         self._put = jax.jit(_with_rows, donate_argnums=0)
         self._take = jax.jit(_rows_at)
+        self._take_packed = jax.jit(_packed_at)
+        self._put_packed = jax.jit(_with_packed, donate_argnums=0)
+        # A copy for each of all layers' arrays takes an accelerator's host longer than their bytes. On a CPU
+        # they are where they are wanted, and XLA would pack them slowly.
+        self._packs = is_accelerator(device)
 
     def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
         """Slot ``src[i]``'s KV of all layers also into ``dst[i]``; no slot may be in both."""
@@ -102,6 +116,87 @@ class KVPools:
         grouped: Rows = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
         self.put(to, grouped)
 
+    def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
+        """Begins to keep KV in host memory, or goes on with what an earlier process kept as ``name``: the
+        marks of its places. What moves it is compiled."""
+        row_bytes = self.row_bytes
+        path = None if wanted.folder is None else Path(wanted.folder, f"{name}.kv")
+        most = self.n_slots if wanted.n_places is None else wanted.n_places
+        if self._of_kept is not None:
+            self._of_kept.close()
+        else:
+            for size in move_sizes(_MOST):
+                self._parts_at(np.zeros(size, np.int64))
+                self.put_bytes(np.full(size, self.n_slots), np.zeros((size, row_bytes), np.uint8))
+        self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing)
+        return self._of_kept.marks
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token's KV, in all layers."""
+        return sum(x.nbytes // len(x) for x in self._arrays())
+
+    @property
+    def kept(self) -> KeptKV:
+        assert self._of_kept is not None, "open_kept comes first"
+        return self._of_kept
+
+    def keep(
+        self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
+    ) -> None:
+        """Copies the KV of ``slots`` to ``places``, while others run; the caller may use the slots for others
+        from then on."""
+        for piece in pieces(len(slots)):
+            parts = self._parts_at(slots[piece])
+            for part in parts:
+                part.copy_to_host_async()
+            self.kept.later(partial(_put, self.kept, places[piece], marks[piece], parts))
+
+    def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
+        """Copies what is kept at ``places`` into ``slots``; it stays kept."""
+        for piece in pieces(len(slots)):
+            self.put_bytes(slots[piece], self.kept.rows_at(places[piece]))
+
+    def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
+        """What is kept at ``places``."""
+        return self.kept.rows_at(places)
+
+    def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
+        """Stores what another worker's `kept_rows` gave (at most a piece of `pieces`)."""
+        if not self._packs:
+            parts, at = [], 0
+            for x in self._arrays():
+                bits = np.ascontiguousarray(rows[:, at : at + x.nbytes // len(x)])
+                parts.append(bits.view(x.dtype).reshape(len(slots), *x.shape[1:]))
+                at += bits.shape[1]
+            self.put_rows(slots, parts)
+            return
+        to = padded(slots, self.n_slots)
+        packed = rows.view(_packed_dtype(self._arrays()))
+        if len(packed) < len(to):
+            packed = np.pad(packed, [(0, len(to) - len(packed)), (0, 0)])
+        self.k, self.v = self._put_packed((self.k, self.v), packed, to)
+
+    def _parts_at(self, slots: Int[np.ndarray, " n"]) -> list[jax.Array]:
+        """All layers' KV of ``slots`` (at most a piece of `pieces`), padded, in what is copied at once."""
+        if self._packs:
+            return [self._take_packed((self.k, self.v), padded(slots, 0))]
+        return [jnp.asarray(x) for of_pool in self.take(slots) for x in of_pool]
+
+    def _arrays(self) -> list[jax.Array]:
+        """What a token's KV is in, in the order of its parts."""
+        pools = jax.tree.leaves((self.k, self.v), is_leaf=_is_pool)
+        return [x for pool in pools for x in _kept(pool)]
+
+
+def _put(
+    kept: KeptKV,
+    places: Int[np.ndarray, " n"],
+    marks: UInt64[np.ndarray, " n"],
+    parts: Sequence[jax.Array],
+) -> None:
+    kept.put(places, marks, [np.asarray(part)[: len(places)] for part in parts])
+
 
 class HostStore:
     """KV of tokens in host memory, by host slot: pinned where the platform has that, else numpy.
@@ -110,13 +205,17 @@ class HostStore:
     that have gone leave a gap; blocks with gaps are put together again once the gaps are as much as the rest.
     """
 
-    def __init__(self, n_slots: int, device: jax.Device) -> None:
+    def __init__(
+        self, n_slots: int, device: jax.Device, sharding: jax.sharding.Sharding | None = None
+    ) -> None:
+        """``sharding``: of pools that several devices share out."""
         self.n_slots = n_slots
         at = partial(jax.sharding.SingleDeviceSharding, device)
         kinds = {memory.kind for memory in device.addressable_memories()}
-        self._pinned = at(memory_kind="pinned_host") if "pinned_host" in kinds else None
+        can_pin = "pinned_host" in kinds and sharding is None
+        self._pinned = at(memory_kind="pinned_host") if can_pin else None
         # Named in full: `device_put` to a plain device does not see that pinned memory is elsewhere.
-        self._device = at(memory_kind=device.default_memory().kind)
+        self._device = sharding or at(memory_kind=device.default_memory().kind)
         self._block_of = np.full(n_slots, -1, np.int64)
         self._row_of = np.zeros(n_slots, np.int64)
         self._blocks: dict[int, Rows] = {}
@@ -225,28 +324,27 @@ def _width(n: int) -> int:
     return max(_LEAST, 1 << (n - 1).bit_length())
 
 
-# One program an array: outside of one it takes a CPU nearly twice as long (3 GB: 2.3 s and 1.3 s).
-_made = jax.jit(make_pool, static_argnums=(0, 1, 2, 3))
-
-
 def _empty(
     specs: Sequence[AttentionSpec],
     n_slots: int,
     device: jax.Device,
     channel_scales: Sequence[ChannelScales] | None,
+    sharding: jax.sharding.Sharding | None,
 ) -> Pools:
     scales = channel_scales or [ChannelScales(None, None)] * len(specs)
+    # One program an array: outside of one it takes a CPU nearly twice as long (3 GB: 2.3 s and 1.3 s).
+    made_by = jax.jit(make_pool, static_argnums=(0, 1, 2, 3), out_shardings=sharding)
 
     def pool(spec: AttentionSpec, scales: jax.Array | None, zeros: jax.Array | None) -> Pool:
         sizes = n_slots, spec.n_kv_heads, spec.head_dim
-        return _made(*sizes, spec.kv_dtype, channel_scales=scales, channel_zeros=zeros)
+        return made_by(*sizes, spec.kv_dtype, channel_scales=scales, channel_zeros=zeros)
 
     with jax.default_device(device):
         made = [
             (pool(spec, of.k, of.k_zeros), pool(spec, of.v, of.v_zeros))
             for spec, of in zip(specs, scales, strict=True)
         ]
-    k, v = zip(*jax.device_put(made, device), strict=True)
+    k, v = zip(*(made if sharding else jax.device_put(made, device)), strict=True)
     return list(k), list(v)
 
 
@@ -275,10 +373,49 @@ def _rows_at(pools: Pools, slots: Int32[jax.Array, " n"]) -> Rows:
 def _with_rows(pools: Pools, rows: Rows, slots: Int32[jax.Array, " M"]) -> Pools:
     flat, tree = jax.tree.flatten(pools, is_leaf=_is_pool)
     new = [
-        _with(pool, tuple(x.at[slots].set(r, mode="drop") for x, r in zip(_kept(pool), of_pool, strict=True)))
+        _with(pool, tuple(_stored(x, r, slots) for x, r in zip(_kept(pool), of_pool, strict=True)))
         for pool, of_pool in zip(flat, rows, strict=True)
     ]
     return jax.tree.unflatten(tree, new)
+
+
+def _stored(x: jax.Array, rows: jax.Array | np.ndarray, slots: Int32[jax.Array, " M"]) -> jax.Array:
+    """``rows`` at ``slots``. Two-byte floats go as their bits: else XLA on a CPU makes float32 of all of the
+    pool, and back (40 ms for 0.03)."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return x.at[slots].set(rows, mode="drop")
+    bits = lax.bitcast_convert_type(x, jnp.uint16)
+    bits = bits.at[slots].set(lax.bitcast_convert_type(rows, jnp.uint16), mode="drop")
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+def _packed_dtype(arrays: Sequence[jax.Array]) -> np.dtype:
+    """The arrays' own, or bytes where they have several."""
+    own = {np.dtype(x.dtype) for x in arrays}
+    return own.pop() if len(own) == 1 else np.dtype(np.uint8)
+
+
+def _packed_at(pools: Pools, slots: Int32[jax.Array, " n"]) -> Shaped[jax.Array, "n row"]:
+    """All of a token's KV as one row."""
+    rows = [jnp.asarray(x) for of_pool in _rows_at(pools, slots) for x in of_pool]
+    if _packed_dtype(rows) == np.uint8:
+        rows = [lax.bitcast_convert_type(x, jnp.uint8) for x in rows]
+    return jnp.concatenate([x.reshape(len(slots), -1) for x in rows], axis=1)
+
+
+def _with_packed(pools: Pools, packed: Shaped[jax.Array, "n row"], slots: Int32[jax.Array, " n"]) -> Pools:
+    found: Rows = []
+    at = 0
+    for pool in jax.tree.leaves(pools, is_leaf=_is_pool):
+        of_pool = []
+        for x in _kept(pool):
+            size = () if x.dtype.itemsize == packed.dtype.itemsize else (x.dtype.itemsize,)
+            shape = len(slots), *x.shape[1:], *size
+            n = int(np.prod(shape[1:]))
+            of_pool.append(lax.bitcast_convert_type(packed[:, at : at + n].reshape(shape), x.dtype))
+            at += n
+        found.append(tuple(of_pool))
+    return _with_rows(pools, found, slots)
 
 
 def _copied(pools: Pools, src: Int32[jax.Array, " n"], dst: Int32[jax.Array, " n"]) -> Pools:

@@ -22,7 +22,7 @@ Like = Array | jax.ShapeDtypeStruct
 
 
 class ModelWorker:
-    """Weights on one device, and the model that reads them."""
+    """Weights on one device, or where ``place`` says for each, and the model that reads them."""
 
     def __init__(
         self,
@@ -30,14 +30,22 @@ class ModelWorker:
         params: Params,
         device: jax.Device,
         like: Mapping[str, Like] | None = None,
+        place: Callable[[str, Like], jax.sharding.Sharding] | None = None,
     ) -> None:
         """``like``: the parameters' shapes as the model has them, where ``params`` are this rank's shares of
         them."""
         self.device = device
-        self.params = jax.device_put(dict(params), device)
+        self._place = place or (lambda name, x: jax.sharding.SingleDeviceSharding(device))
+        self.params = jax.device_put(dict(params), {name: self._place(name, x) for name, x in params.items()})
         self.like: Mapping[str, Like] = self.params if like is None else dict(like)
         self._model = model
         self._splits: dict[tuple[int, int, bool], SplitModel] = {}
+
+    def put(self, params: Params) -> None:
+        """Other weights, of the same names, shapes and dtypes. One takes the place of another, so that no
+        device needs room for all of both."""
+        for name, x in params.items():
+            self.params[name] = jax.device_put(x, self._place(name, x))
 
     def split(self, batch: int, n_tokens: int = 1, *, of_all: bool = False) -> SplitModel:
         """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits, or

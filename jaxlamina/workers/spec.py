@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -89,6 +89,13 @@ class AttentionSpec:
     def scoring(self) -> dict[str, Any]:
         """The keyword arguments that the attention functions of ``pallas_kernels`` take."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+
+
+def specs_of(sites: Iterable[AttentionSite], kv: str, heads_over: int = 1) -> tuple[AttentionSpec, ...]:
+    """Of a model's attention operators; of all heads, where these have one of ``heads_over`` equal shares of
+    them. ``UserError`` as `AttentionSpec.of`."""
+    own = (AttentionSpec.of(site, kv) for site in sites)
+    return tuple(replace(spec, n_kv_heads=heads_over * spec.n_kv_heads) for spec in own)
 
 
 def windows_of(specs: Sequence[AttentionSpec]) -> list[int]:

@@ -45,6 +45,13 @@ def shapes(x: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), x)
 
 
+def placed(x: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    """The same, of arrays that lie as ``sharding`` says; None: on one device."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=sharding), x
+    )
+
+
 def tree_bytes(x: Any) -> int:
     """Bytes of a tree of arrays or shapes."""
     return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(x))

@@ -103,7 +103,7 @@ class Transformer(nn.Module):
 def build(seed: int = 0) -> tuple[Callable[..., jax.Array], Any]:
     """Returns (fn, params); fn does not read its positions."""
     model = Transformer()
-    params = model.init(jax.random.PRNGKey(seed), jnp.zeros((1, 2), jnp.int32))
+    params = jax.jit(model.init)(jax.random.PRNGKey(seed), jnp.zeros((1, 2), jnp.int32))
 
     def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         del positions

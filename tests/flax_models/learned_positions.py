@@ -104,7 +104,7 @@ class GPT(nn.Module):
 def build(seed: int = 0) -> tuple[Callable[..., jax.Array], Any]:
     """Returns (fn, params); fn does not read its positions."""
     model = GPT(GPTConfig())
-    params = model.init(jax.random.PRNGKey(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = jax.jit(model.init)(jax.random.PRNGKey(seed), jnp.zeros((1, 1), jnp.int32))["params"]
 
     def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         del positions

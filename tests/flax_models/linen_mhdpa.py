@@ -88,4 +88,4 @@ def build(seed: int = 0) -> tuple[Callable[..., jax.Array], Any]:
     """Returns (fn, params)."""
     module = TransformerLM(TransformerConfig())
     zeros = jnp.zeros((1, 1), jnp.int32)
-    return module.apply, module.init({"params": jax.random.key(seed)}, zeros, zeros)
+    return module.apply, jax.jit(module.init)({"params": jax.random.key(seed)}, zeros, zeros)

@@ -89,5 +89,5 @@ def build(seed: int = 0) -> tuple[Callable[..., jax.Array], Any]:
     """Returns (fn, params)."""
     model = Decoder()
     sample = jnp.zeros((1, 4), jnp.int32)
-    variables = model.init(jax.random.key(seed), sample, sample)
+    variables = jax.jit(model.init)(jax.random.key(seed), sample, sample)
     return model.apply, variables

@@ -99,7 +99,9 @@ def build(seed: int = 0) -> tuple[Callable[..., jax.Array], Any]:
     """Returns (fn, params)."""
     module = JForCausalLM()
     ids = jnp.ones((2, 3), dtype="i4")
-    params = module.init(jax.random.PRNGKey(seed), ids, jnp.broadcast_to(jnp.arange(3), (2, 3)))["params"]
+    params = jax.jit(module.init)(jax.random.PRNGKey(seed), ids, jnp.broadcast_to(jnp.arange(3), (2, 3)))[
+        "params"
+    ]
 
     def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         return module.apply({"params": params}, tokens, positions)

@@ -91,7 +91,7 @@ def build(seed: int = 0) -> tuple[Callable[..., jax.Array], Any]:
     """Returns (fn, params); params are in bfloat16."""
     model = CausalLM()
     ids = jnp.zeros((1, 1), jnp.int32)
-    params = model.init(jax.random.key(seed), ids, ids)["params"]
+    params = jax.jit(model.init)(jax.random.key(seed), ids, ids)["params"]
 
     def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         return model.apply({"params": params}, tokens, positions)

@@ -80,7 +80,7 @@ class Decoder(nn.Module):
 def build(seed: int = 0) -> tuple[Callable[..., jax.Array], Any]:
     """Returns (fn, params); fn does not read its positions."""
     model = Decoder()
-    params = model.init(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))
+    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))
 
     def fn(params: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         del positions

@@ -1,16 +1,15 @@
 """Whether a process that says Hello may be a rank of the group; if not, the line that says why.
 
-Plain functions of plain data; knows nothing of sockets or of who else is there.
+Plain functions of plain data; knows nothing of sockets, of seals or of who else is there.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from jaxlamina.job.cluster import JOB
 from jaxlamina.job.control.messages import PROTOCOL, AnyHello, Hello, MessageError, decode
+from jaxlamina.job.secret import SAME_SECRET
 
 Config = Mapping[str, str | int | float | bool | None]
 
@@ -22,23 +21,21 @@ class Refusal(NamedTuple):
     known: str
 
 
-def is_of_job(claimed: AnyHello, job: str) -> bool:
-    """Whether only a process of the same job can have said this. Not where the job has no word of its own."""
-    return bool(job) and _same(claimed.job, job)
-
-
-def why_no_rank(claimed: AnyHello, n_ranks: int, job: str, describe: Callable[[int], str]) -> Refusal | None:
-    """What is wrong with the protocol, the job or the rank that a Hello of any protocol claims, or None."""
-    if not _same(claimed.job, job):
-        line = (
-            f"a process that was started as rank {claimed.rank} is of another job than {describe(0)}: start "
-            f"all ranks by one launcher, or with one {JOB} in their environment"
-        )
-        return Refusal(line, line)
+def why_no_rank(
+    claimed: AnyHello, n_ranks: int, is_proven: bool, describe: Callable[[int], str]
+) -> Refusal | None:
+    """What is wrong with the protocol, the job or the rank that a Hello of any protocol claims, or None.
+    ``is_proven``: whoever says it knows the job's secret."""
     if claimed.protocol != PROTOCOL:
         line = (
             f"rank {claimed.rank} speaks control protocol {claimed.protocol}, {describe(0)} speaks "
             f"{PROTOCOL}: install the same version of jaxlamina on all hosts"
+        )
+        return Refusal(line, line)
+    if not is_proven:
+        line = (
+            f"a process that was started as rank {claimed.rank} is of another job than {describe(0)}, or has "
+            f"another secret: {SAME_SECRET}"
         )
         return Refusal(line, line)
     if not 1 <= claimed.rank < n_ranks:
@@ -80,10 +77,6 @@ def first_difference(
                 f"{who} {what}: {key} is {there} there and {value} on {here}; {end}",
             )
     return None
-
-
-def _same(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
 
 
 def _differences(theirs: Mapping, ours: Mapping) -> list[tuple[str, str, str]]:

@@ -1,6 +1,7 @@
 """The other ranks' end of the control channel: finds rank 0, says who it is, hears and tells bad news.
 
-Knows nothing of what the messages ask for, and nothing of devices.
+Each proves to the other that it knows the job's secret (`seals`), before anything else is said. Knows nothing
+of what the messages ask for, and nothing of devices.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.control.admission import Config
 from jaxlamina.job.control.connection import Connection, ConnectionEnded
 from jaxlamina.job.control.faults import LAST_WORDS_S, ControlError, Telling
-from jaxlamina.job.control.frames import FrameReader
+from jaxlamina.job.control.handshake import introduce
 from jaxlamina.job.control.messages import (
     PROTOCOL,
     Bye,
@@ -36,11 +37,12 @@ class ControlClient:
 
     - ``address``: rank 0's, "host:port"; tried until ``deadline_s`` has passed, and then as long again for
       the others.
-    - ``hello``: who this is (``hello_of`` makes one).
+    - ``hello``: who this is (``hello_of`` makes one); ``secret``: the job's, b"" where it has none.
     - ``on_fault(rank, line)``: called once at most, from a thread of the channel, with the first bad news.
 
-    ``UserError`` where rank 0 is not reached, refuses this rank (it says why), or the group does not come
-    about. ``epoch``: the group's, from rank 0.
+    ``UserError`` where rank 0 is not reached, does not know the secret, refuses this rank (it says why), or
+    the group does not come about. ``epoch``: the group's, from rank 0. ``host``: the address of this host by
+    which rank 0 was reached.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ControlClient:
         address: str,
         hello: Hello,
         *,
+        secret: bytes = b"",
         deadline_s: float,
         heartbeat_s: float = 5.0,
         on_fault: Callable[[int, str], None],
@@ -62,16 +65,20 @@ class ControlClient:
         self._telling = Telling()
         self._is_welcome = False
         self._is_leaving = False
+        sock = connect(address, deadline_s, describe(0))
+        self.host: str = sock.getsockname()[0]
+        reader, seals = introduce(sock, hello, secret, deadline_s + _RANK_0_FIRST_S, self._rank0)
         self._connection = Connection(
-            connect(address, deadline_s, describe(0)),
-            FrameReader(),
+            sock,
+            reader,
+            seals,
             heartbeat_s=heartbeat_s,
             on_message=self._take,
             on_end=self._ended,
         )
         threading.Thread(target=self._connection.run, name="control-reader", daemon=True).start()
         try:
-            self.epoch = self._join(hello, deadline_s)
+            self.epoch = self._join(deadline_s)
         except ControlError as error:
             self.close()
             raise UserError(error.line) from error
@@ -125,8 +132,7 @@ class ControlClient:
         self._connection.shut()
         self._connection.wait_ended(LAST_WORDS_S)
 
-    def _join(self, hello: Hello, deadline_s: float) -> int:
-        self.send(hello)
+    def _join(self, deadline_s: float) -> int:
         wait_s = deadline_s + _RANK_0_FIRST_S
         try:
             first = self.receive(wait_s)
@@ -171,6 +177,6 @@ class ControlClient:
             raise ControlError(*self._fault)
 
 
-def hello_of(rank: int, config: Config, versions: Mapping[str, str], job: str = "") -> Hello:
+def hello_of(rank: int, config: Config, versions: Mapping[str, str]) -> Hello:
     """This process's Hello as ``rank``."""
-    return Hello(PROTOCOL, rank, os.getpid(), socket.gethostname(), dict(config), dict(versions), job)
+    return Hello(PROTOCOL, rank, os.getpid(), socket.gethostname(), dict(config), dict(versions))

@@ -1,7 +1,7 @@
 """One peer over one TCP connection: a thread that reads, a thread that keeps it alive, sends from any thread.
 
-Whatever ends a connection (closed, broken, silent, or bytes that are no message) is told once, as text. Knows
-nothing of ranks or of what a message means, but for Ping and Pong.
+Whatever ends a connection (closed, broken, silent, or bytes that are no message of this peer's) is told once,
+as text. Knows nothing of ranks or of what a message means, but for Ping and Pong.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from jaxlamina.job.control.frames import FrameError, FrameReader, frame
+from jaxlamina.job.control.frames import FrameError, FrameReader
 from jaxlamina.job.control.messages import Message, MessageError, Ping, Pong, decode, encode
+from jaxlamina.job.control.seals import Seals
 
 SILENT_AFTER = 3
 """A peer of which nothing was heard for so many heartbeats has gone: its host, its network or its process."""
@@ -29,14 +30,15 @@ class Connection:
     """``run`` in a thread of its own; it returns when the connection has ended, after ``on_end(why)``.
 
     ``on_message`` gets every message but Ping and Pong, in the thread of ``run``. ``why`` goes on from "it":
-    "closed its control connection". The peer answers our Pings and we answer its, so the two need not agree
-    on ``heartbeat_s`` (seconds between our Pings).
+    "closed its control connection". Both ends know each other by ``seals`` already. The peer answers our
+    Pings and we answer its, so the two need not agree on ``heartbeat_s`` (seconds between our Pings).
     """
 
     def __init__(
         self,
         sock: socket.socket,
         reader: FrameReader,
+        seals: Seals,
         *,
         heartbeat_s: float,
         on_message: Callable[[Message], None],
@@ -44,6 +46,7 @@ class Connection:
     ) -> None:
         self._socket = sock
         self._reader = reader
+        self._seals = seals
         self._heartbeat_s = heartbeat_s
         self._silence_s = SILENT_AFTER * heartbeat_s
         self._on_message = on_message
@@ -55,6 +58,11 @@ class Connection:
         self._thread: threading.Thread | None = None
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def epoch(self) -> int:
+        """Of the last message that came."""
+        return self._seals.unsealing.epoch
 
     def run(self) -> None:
         self._thread = threading.current_thread()
@@ -77,16 +85,17 @@ class Connection:
         It waits as long as the peer goes on reading; with ``wait_s`` no longer than that, and then the
         connection is given up if part of the message has left.
         """
-        self.send_frame(frame(encode(message)), wait_s)
+        self.send_body(encode(message), wait_s)
 
-    def send_frame(self, pieces: Sequence[bytes], wait_s: float | None = None) -> None:
-        """As ``send``, of a message that is framed already."""
+    def send_body(self, body: bytes, wait_s: float | None = None) -> None:
+        """As ``send``, of a message that is encoded already."""
         until = None if wait_s is None else time.monotonic() + wait_s
         if not self._sending.acquire(timeout=-1 if wait_s is None else wait_s):
             raise ConnectionEnded(f"it took nothing for {wait_s:g} s")
         try:
-            for i, piece in enumerate(pieces):
+            for i, piece in enumerate(self._seals.sealing.frame(body)):
                 self._send_all(memoryview(piece), until, has_begun=i > 0)
+            self._seals.sealing.sent()
         finally:
             self._sending.release()
 
@@ -155,8 +164,8 @@ class Connection:
         heard = time.monotonic()
         while True:
             try:
-                for body in self._reader.bodies():
-                    self._take(decode(body))
+                for frame in self._reader.frames():
+                    self._take(decode(self._seals.unsealing.body(frame)))
             except (FrameError, MessageError) as error:
                 return f"sent what cannot be read ({error})"
             asked = time.monotonic()

@@ -1,8 +1,8 @@
 """Who connects to rank 0, until it is known who that is: one thread for all, however many they are.
 
-Anyone who reaches the port can connect. Whoever does has some seconds and 64 KiB for a Hello; of more than
-`MOST_GUESTS` at once the one that has said nothing for longest goes. Knows Hello; whether it is a rank's is
-for others.
+Anyone who reaches the port can connect. Whoever does gets a Challenge, and has some seconds and 64 KiB for a
+Hello; of more than `MOST_GUESTS` at once the one that has said nothing for longest goes. Knows Challenge and
+Hello; whether a Hello is a rank's is for others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxlamina.job.control.faults import LAST_WORDS_S
-from jaxlamina.job.control.frames import FrameError, FrameReader, frame
-from jaxlamina.job.control.messages import AnyHello, MessageError, Refused, decode_any_hello, encode
+from jaxlamina.job.control.frames import Frame, FrameError, FrameReader, frame
+from jaxlamina.job.control.messages import (
+    PROTOCOL,
+    AnyHello,
+    Challenge,
+    MessageError,
+    decode_any_hello,
+    encode,
+)
+from jaxlamina.job.control.seals import new_nonce
 from jaxlamina.job.control.sockets import address_text
 
 MOST_GUESTS = 64
@@ -27,31 +35,35 @@ _HELLO_S = 10.0
 _ACCEPT_AGAIN_S = 0.1
 _CHUNK_BYTES = 1 << 16
 
-OnHello = Callable[[socket.socket, str, FrameReader, AnyHello, bytes | bytearray], str | None]
-
 
 @dataclass
-class _Guest:
+class Guest:
+    """``nonce``: of its Challenge; ``until``: it has time to say something."""
+
     sock: socket.socket
     address: str
     until: float
     reader: FrameReader
+    nonce: bytes
     is_leaving: bool = False  # it has been told why it cannot stay
 
 
 class Door:
     """Hears all that connect to ``listener``, until `close`, in a thread of its own.
 
-    - ``on_hello(sock, address, reader, claimed, body)``: takes the socket over and returns None, or returns
-      why not, which the other side is told.
+    - ``on_hello(guest, claimed, frame)``: takes the socket over and returns None, or returns the frame by
+      which the other side is told why not. ``frame`` has the Hello, whose seal nobody has looked at.
     - ``on_stranger(text)``: somebody connected and said nothing that could be answered.
     """
 
     def __init__(
-        self, listener: socket.socket, on_hello: OnHello, on_stranger: Callable[[str], None]
+        self,
+        listener: socket.socket,
+        on_hello: Callable[[Guest, AnyHello, Frame], bytes | None],
+        on_stranger: Callable[[str], None],
     ) -> None:
         self._listener, self._on_hello, self._on_stranger = listener, on_hello, on_stranger
-        self._guests: dict[socket.socket, _Guest] = {}  # the oldest first
+        self._guests: dict[socket.socket, Guest] = {}  # the oldest first
         self._is_closing = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
@@ -75,7 +87,7 @@ class Door:
                 next_s = min((guest.until for guest in self._guests.values()), default=None)
                 wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
                 for key, _ in self._selector.select(wait_s):
-                    if isinstance(key.data, _Guest):
+                    if isinstance(key.data, Guest):
                         if key.data.sock in self._guests:  # it may have made room for another meanwhile
                             self._hear(key.data)
                     else:
@@ -97,9 +109,14 @@ class Door:
         if len(self._guests) >= MOST_GUESTS:
             self._drop(next(iter(self._guests.values())), f"{MOST_GUESTS} others came after it")
         sock.setblocking(False)
-        guest = _Guest(sock, address_text(peer), time.monotonic() + _HELLO_S, FrameReader(HELLO_BYTES))
+        until, reader = time.monotonic() + _HELLO_S, FrameReader(HELLO_BYTES)
+        guest = Guest(sock, address_text(peer), until, reader, new_nonce())
         self._guests[sock] = guest
         self._selector.register(sock, selectors.EVENT_READ, guest)
+        try:
+            sock.send(b"".join(frame(encode(Challenge(PROTOCOL, guest.nonce)))))
+        except OSError as error:
+            self._drop(guest, str(error))  # it has gone on its own
         return True
 
     def _close(self) -> None:
@@ -113,7 +130,7 @@ class Door:
         for guest in self._guests.values():
             guest.until = min(guest.until, until)
 
-    def _hear(self, guest: _Guest) -> None:
+    def _hear(self, guest: Guest) -> None:
         try:
             data = guest.sock.recv(_CHUNK_BYTES)
             if guest.is_leaving:
@@ -124,10 +141,10 @@ class Door:
                 self._drop(guest, "it closed the connection before it had said who it is")
                 return
             guest.reader.feed(data)
-            body = next(guest.reader.bodies(), None)
-            if body is None:
+            hello = next(guest.reader.frames(), None)
+            if hello is None:
                 return
-            claimed = decode_any_hello(body)
+            claimed = decode_any_hello(hello.body)
         except BlockingIOError:
             return
         except (OSError, FrameError, MessageError) as error:
@@ -135,18 +152,18 @@ class Door:
             return
         self._forget(guest)
         try:
-            why_not = self._on_hello(guest.sock, guest.address, guest.reader, claimed, body)
+            why_not = self._on_hello(guest, claimed, hello)
         except OSError:
             guest.sock.close()  # it has gone meanwhile
             return
         if why_not is not None:
             self._tell(guest, why_not)
 
-    def _tell(self, guest: _Guest, reason: str) -> None:
+    def _tell(self, guest: Guest, refused: bytes) -> None:
         """A guest is told to go, and has time to read that: closed with something unread, TCP would take it
         back."""
         try:
-            guest.sock.send(b"".join(frame(encode(Refused(reason)))))
+            guest.sock.send(refused)
             guest.sock.shutdown(socket.SHUT_WR)
         except OSError:
             guest.sock.close()  # it has gone on its own
@@ -155,12 +172,12 @@ class Door:
         self._guests[guest.sock] = guest
         self._selector.register(guest.sock, selectors.EVENT_READ, guest)
 
-    def _drop(self, guest: _Guest, why: str | None = None) -> None:
+    def _drop(self, guest: Guest, why: str | None = None) -> None:
         self._forget(guest)
         guest.sock.close()
         if why is not None and not guest.is_leaving:
             self._on_stranger(f"{guest.address} ({why})")
 
-    def _forget(self, guest: _Guest) -> None:
+    def _forget(self, guest: Guest) -> None:
         del self._guests[guest.sock]
         self._selector.unregister(guest.sock)

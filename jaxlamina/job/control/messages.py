@@ -16,9 +16,9 @@ import numpy as np
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
-PROTOCOL = 6
-"""Raised whenever a message changes. Ranks of different protocols can still read each other's Hello and
-Refused."""
+PROTOCOL = 9
+"""Raised whenever a message changes. Ranks of different protocols from 8 on can still read each other's
+Challenge, Hello and Refused."""
 
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
@@ -89,9 +89,16 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 # Starting
 
 
+class Challenge(_Message, frozen=True):
+    """Rank 0's first words to whoever connects, without a seal. ``nonce``: as of `seals`."""
+
+    protocol: int
+    nonce: bytes
+
+
 class Hello(_Message, frozen=True):
-    """A rank's first words. ``config``: what it was started with; ``versions``: of the libraries that must
-    agree; ``job``: the word of its job, "" where it has none."""
+    """A rank's answer, sealed. ``config``: what it was started with; ``versions``: of the libraries that must
+    agree; ``nonce``: as of `seals`."""
 
     protocol: int
     rank: int
@@ -99,17 +106,22 @@ class Hello(_Message, frozen=True):
     host: str
     config: dict[str, str | int | float | bool | None]
     versions: dict[str, str]
-    job: str = ""
+    nonce: bytes = b""
+
+
+class Admitted(_Message, frozen=True):
+    """To a rank whose Hello is right: its seal proves rank 0. Welcome follows when the others are there."""
 
 
 class Welcome(_Message, frozen=True):
-    """All ranks are there; ``epoch`` counts how often the group has been formed."""
+    """All ranks are there; ``epoch``: the job's, as seals have it, of now."""
 
     epoch: int
 
 
 class Refused(_Message, frozen=True):
-    """Instead of Welcome: this rank cannot take part, or the group did not come about."""
+    """Instead of Admitted or Welcome: this rank cannot take part, or the group did not come about. Without a
+    seal where the Hello had no true one."""
 
     reason: str
 
@@ -121,8 +133,8 @@ class Setup(_Message, frozen=True):
     least ``least_slots``, leaving room for a step of ``largest`` (batch, context, prompt). ``n_host_slots``:
     as many as the user asked for, or None for as many as pay. ``stages``: the model rank that runs each
     slice, where model ranks are stages of a pipeline. ``local_share``: of the KV, what model ranks keep
-    (`jaxlamina.steps.layout.Layout`), who get this message, too, if they do. ``channel_scales``: each layer's
-    `ChannelScales` for KV that is scaled by channel."""
+    (`jaxlamina.steps.layout.Layout`), who get this message, too, if they do. ``heads_over``: as there.
+    ``channel_scales``: each layer's `ChannelScales` for KV that is scaled by channel."""
 
     layers: tuple[Layer, ...]
     partition: str
@@ -134,13 +146,14 @@ class Setup(_Message, frozen=True):
     n_host_slots: int | None
     stages: tuple[int, ...]
     local_share: float
+    heads_over: int
     channel_scales: tuple[tuple[Array | None, ...], ...] | None = None
 
 
 class SetupModel(_Message, frozen=True):
     """To a model rank other than rank 0, whose weights rank 0 then sends by the transport: the model
     (``origin``, as of `jaxlamina.models.causal_lm.CausalLM`), the dtype of weights, and how
-    KV is kept; which parameters it gets; ``partition`` and ``stages``, as of Setup. It answers ModelReady."""
+    KV is kept; which parameters it gets; what the layout is, as of Setup. It answers ModelReady."""
 
     origin: dict[str, Any]
     dtype: str
@@ -149,6 +162,12 @@ class SetupModel(_Message, frozen=True):
     partition: str
     stages: tuple[int, ...]
     local_share: float
+    heads_over: int
+
+
+class NewWeights(_Message, frozen=True):
+    """To the same ranks, between two steps: rank 0 sends the weights anew, others of the same shapes. They
+    answer ModelReady."""
 
 
 class ModelReady(_Message, frozen=True):
@@ -269,6 +288,87 @@ class Rows(_Message, frozen=True):
     rows: tuple[Array, ...]
 
 
+class OpenKept(_Message, frozen=True):
+    """As `jaxlamina.kv.kept.KeptWanted` and the name of what this rank keeps; answer with KeptMarks.
+    ``copy_at``: where another rank holds a copy of it, as CopiesAt has it."""
+
+    name: str
+    folder: str | None
+    identity: str
+    n_places: int | None
+    n_sharing: int
+    copy_at: str | None = None
+
+
+class KeptMarks(_Message, frozen=True):
+    """Of each place uint64."""
+
+    marks: Array
+
+
+class HoldCopies(_Message, frozen=True):
+    """Listen for ranks that keep a copy of their KV here, in ``folder``, of whose memory ``n_sharing`` files
+    have an equal part each; answer with CopiesAt."""
+
+    folder: str
+    n_sharing: int
+
+
+class CopiesAt(_Message, frozen=True):
+    """``address``: "host:port"; ":port" on rank 0's host, of which each rank knows an address."""
+
+    address: str
+
+
+class OpenCopy(_Message, frozen=True):
+    """From the rank whose KV it is to the one that holds a copy, as all up to Rows: the copy ``name`` of KV
+    of ``identity``, ``row_bytes`` a token. ``n_places`` None: what is there; else a copy of so many places,
+    made anew if there is none. Answer with KeptMarks, of no place where there is no copy."""
+
+    name: str
+    identity: str
+    row_bytes: int
+    n_places: int | None
+
+
+class PutCopy(_Message, frozen=True):
+    """``rows`` uint8 ``[n, row_bytes]`` at ``places`` int64 ``[n]``, to be known by ``marks`` uint64
+    ``[n]``. No answer."""
+
+    places: Array
+    marks: Array
+    rows: Array
+
+
+class Keep(_Message, frozen=True):
+    """Copy the KV of ``slots`` to ``places``, both int32 ``[n]``, to be known there by ``marks`` uint64
+    ``[n]``."""
+
+    slots: Array
+    places: Array
+    marks: Array
+
+
+class Bring(_Message, frozen=True):
+    """Copy what is kept at ``places`` into ``slots``, both int32 ``[n]``."""
+
+    places: Array
+    slots: Array
+
+
+class TakeKept(_Message, frozen=True):
+    """Answer with what is kept at ``places`` int32 ``[n]``, as Rows of one array."""
+
+    places: Array
+
+
+class PutBytes(_Message, frozen=True):
+    """Write ``rows``, as they came for TakeKept, to ``slots`` int32 ``[n]``."""
+
+    slots: Array
+    rows: Array
+
+
 class PutRows(_Message, frozen=True):
     """Write ``rows``, as they came in Rows, to ``slots`` int32 ``[n]``."""
 
@@ -358,11 +458,14 @@ class Bye(_Message, frozen=True):
 
 
 Message = (
-    Hello
+    Challenge
+    | Hello
+    | Admitted
     | Welcome
     | Refused
     | Setup
     | SetupModel
+    | NewWeights
     | ModelReady
     | SlotsFound
     | Allocate
@@ -377,6 +480,16 @@ Message = (
     | ForgetHost
     | TakeRows
     | Rows
+    | OpenKept
+    | KeptMarks
+    | HoldCopies
+    | CopiesAt
+    | OpenCopy
+    | PutCopy
+    | Keep
+    | Bring
+    | TakeKept
+    | PutBytes
     | PutRows
     | Record
     | Recorded
@@ -415,7 +528,7 @@ class AnyHello(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
 
     protocol: int
     rank: int
-    job: str = ""
+    nonce: bytes = b""
 
 
 def decode_any_hello(body: bytes | bytearray) -> AnyHello:

@@ -10,23 +10,18 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from jaxlamina.errors import UserError
-from jaxlamina.job.control.admission import (
-    Config,
-    Refusal,
-    first_difference,
-    is_of_job,
-    read_hello,
-    why_no_rank,
-)
+from jaxlamina.job.control.admission import Config, Refusal, first_difference, read_hello, why_no_rank
 from jaxlamina.job.control.connection import Connection, ConnectionEnded
-from jaxlamina.job.control.door import Door
+from jaxlamina.job.control.door import Door, Guest
 from jaxlamina.job.control.faults import LAST_WORDS_S, ControlError, Telling
-from jaxlamina.job.control.frames import LARGEST_BYTES, FrameReader, frame
+from jaxlamina.job.control.frames import LARGEST_BYTES, Frame, frame
 from jaxlamina.job.control.messages import (
+    Admitted,
     AnyHello,
     Bye,
     Fault,
@@ -37,6 +32,7 @@ from jaxlamina.job.control.messages import (
     Welcome,
     encode,
 )
+from jaxlamina.job.control.seals import Seals
 from jaxlamina.job.control.sockets import address_text, listen
 
 _STRANGERS_SHOWN = 3
@@ -44,11 +40,12 @@ _STRANGERS_SHOWN = 3
 
 @dataclass
 class _Member:
-    """An attention rank as rank 0 sees it. None in the inbox: look again whether the group goes on."""
+    """An attention rank as rank 0 sees it. In the inbox are messages with their epochs; a message None: look
+    again whether the group goes on."""
 
     hello: Hello
     connection: Connection
-    inbox: queue.SimpleQueue[Message | None] = field(default_factory=queue.SimpleQueue)
+    inbox: queue.SimpleQueue[tuple[Message | None, int]] = field(default_factory=queue.SimpleQueue)
 
     @property
     def place(self) -> str:
@@ -61,9 +58,10 @@ class ControlServer:
 
     - ``address``: "host:port", of this host. Port 0 takes any that is free; ``self.address`` then has it.
     - ``config``, ``versions``: what every rank must have been started with.
-    - ``job``: the word of this job. A rank with the same word that cannot take part ends the job before it
-      has begun. Anyone else who comes with a Hello that does not fit is turned away alone, and so are all
-      where there is no word ("").
+    - ``secret``: of this job. A rank that knows it and cannot take part ends the job before it has begun.
+      Anyone else who comes with a Hello that does not fit is turned away alone, and so are all where there is
+      no secret (b"").
+    - ``epoch``: goes with every message from here on. An answer of an earlier one is refused.
     - ``on_refused(line)``: somebody was turned away alone; called a few times at most, from a thread of the
       channel.
     - ``describe(rank)``: as in "rank 2 (attention worker 1)".
@@ -84,7 +82,7 @@ class ControlServer:
         heartbeat_s: float = 5.0,
         on_fault: Callable[[int, str], None],
         on_refused: Callable[[str], None] = lambda line: None,
-        job: str = "",
+        secret: bytes = b"",
         epoch: int = 0,
     ) -> None:
         self.n_ranks = n_ranks
@@ -94,7 +92,7 @@ class ControlServer:
         self._describe = describe
         self._heartbeat_s = heartbeat_s
         self._on_fault, self._on_refused = on_fault, on_refused
-        self._job = job
+        self._secret = secret
         self._changed = threading.Condition()
         self._members: dict[int, _Member] = {}
         self._is_formed = False
@@ -133,38 +131,48 @@ class ControlServer:
         except ControlError as error:
             raise UserError(error.line) from error
 
+    @property
+    def hosts(self) -> list[str]:
+        """The name of each rank's host, once all are there."""
+        others = [self._members[rank].hello.host for rank in range(1, self.n_ranks)]
+        return [socket.gethostname(), *others]
+
     def send(self, rank: int, message: Message) -> None:
         """Waits only while the rank is slow to read. `ControlError` if the group cannot go on."""
-        self._send(rank, frame(encode(message)))
+        self._send(rank, encode(message))
 
     def broadcast(self, message: Message) -> None:
         """``send`` to every rank, put into bytes once."""
-        pieces = frame(encode(message))
+        body = encode(message)
         for rank in sorted(self._members):
-            self._send(rank, pieces)
+            self._send(rank, body)
 
     def receive(self, rank: int, kind: type[M], deadline_s: float) -> M:
         """The next message of ``rank``, which must be a ``kind``.
 
-        `ControlError` if it is another, if none came within ``deadline_s``, or as soon as any rank has failed
-        or gone. Messages of a rank are for one thread to receive.
+        `ControlError` if it is another or of an earlier epoch, if none came within ``deadline_s``, or as soon
+        as any rank has failed or gone. Messages of a rank are for one thread to receive.
         """
         until = time.monotonic() + deadline_s
         member = self._members[rank]
         while True:
             self._raise_fault()
             try:
-                message = member.inbox.get(timeout=max(0.0, until - time.monotonic()))
+                message, epoch = member.inbox.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 line = (
                     f"{self._describe(rank)} sent no {kind.__name__} within {deadline_s:g} s ({member.place})"
                 )
                 raise ControlError(rank, line) from None
+            if message is None:
+                continue
+            name = type(message).__name__
+            if epoch < self.epoch:
+                late = f"{name} of epoch {epoch}, and the job is in epoch {self.epoch}"
+                raise ControlError(rank, f"{self._describe(rank)} sent {late}")
             if isinstance(message, kind):
                 return message
-            if message is not None:
-                name = type(message).__name__
-                raise ControlError(rank, f"{self._describe(rank)} sent {name} instead of {kind.__name__}")
+            raise ControlError(rank, f"{self._describe(rank)} sent {name} instead of {kind.__name__}")
 
     def close(self, fault: str | None = None, wait_s: float = 5.0) -> None:
         """Sends everyone home, and waits at most ``wait_s`` for them to go.
@@ -190,11 +198,11 @@ class ControlServer:
             member.connection.wait_ended(max(0.0, until - time.monotonic()))
             member.connection.shut()
 
-    def _send(self, rank: int, pieces: Sequence[bytes]) -> None:
+    def _send(self, rank: int, body: bytes) -> None:
         self._raise_fault()
         member = self._members[rank]
         try:
-            member.connection.send_frame(pieces)
+            member.connection.send_body(body)
         except ConnectionEnded as error:
             member.connection.shut()
             member.connection.wait_ended(LAST_WORDS_S)  # the reader may know more: a Fault, say
@@ -211,29 +219,28 @@ class ControlServer:
 
     # Before the group is formed
 
-    def _hear(
-        self,
-        sock: socket.socket,
-        address: str,
-        reader: FrameReader,
-        claimed: AnyHello,
-        body: bytes | bytearray,
-    ) -> str | None:
-        """Takes a rank in; or why not, for whoever it is."""
+    def _hear(self, guest: Guest, claimed: AnyHello, frame: Frame) -> bytes | None:
+        """Takes a rank in; or why not, as a frame for whoever it is."""
+        seals = self._proven(guest, claimed, frame)
         with self._changed:
-            verdict = self._why_refuse(claimed, body)
+            verdict = self._why_refuse(claimed, frame.body, seals is not None)
             if isinstance(verdict, Hello):
-                reader.largest_bytes = LARGEST_BYTES
-                self._admit(sock, reader, verdict)
+                assert seals is not None
+                self._admit(guest, seals, verdict)
                 return None
-            if self._is_formed or self._is_closing or self._fault is not None:
-                return verdict.told
-            if is_of_job(claimed, self._job):
+            is_over = self._is_formed or self._is_closing or self._fault is not None
+            ends_all = not is_over and seals is not None and bool(self._secret)
+            if ends_all:
                 self._fault, self._told = (claimed.rank, verdict.known), verdict.told
                 self._wake()
-                return verdict.told
-        self._stranger(f"{address} ({verdict.known})", verdict.known)
-        return verdict.told
+        if not (is_over or ends_all):
+            self._stranger(f"{guest.address} ({verdict.known})", verdict.known)
+        return refused(verdict.told, seals)
+
+    def _proven(self, guest: Guest, claimed: AnyHello, frame: Frame) -> Seals | None:
+        """What the connection is sealed by from now on; None if a Hello was not made by one who knows the
+        secret, for this connection."""
+        return Seals.proven(self._secret, guest.nonce, claimed.nonce, frame, lambda: self.epoch)
 
     def _stranger(self, text: str, line: str | None = None) -> None:
         """Anyone can connect (a port scan, a load balancer's probe, a rank of another job): that must not end
@@ -245,12 +252,12 @@ class ControlServer:
         if is_news and line is not None:
             self._on_refused(line)
 
-    def _why_refuse(self, claimed: AnyHello, body: bytes | bytearray) -> Refusal | Hello:
+    def _why_refuse(self, claimed: AnyHello, body: bytes | bytearray, is_proven: bool) -> Refusal | Hello:
         """Why this process cannot be that rank; or its Hello."""
         if self._fault is not None or self._is_closing:
             told = self._told or f"{self._describe(0)} is ending"
             return Refusal(told, told)
-        reason = why_no_rank(claimed, self.n_ranks, self._job, self._describe)
+        reason = why_no_rank(claimed, self.n_ranks, is_proven, self._describe)
         if reason is not None:
             return reason
         who = self._describe(claimed.rank)
@@ -265,15 +272,19 @@ class ControlServer:
             return Refusal(line, line)
         return first_difference(hello, self._config, self._versions, self._describe) or hello
 
-    def _admit(self, sock: socket.socket, reader: FrameReader, hello: Hello) -> None:
+    def _admit(self, guest: Guest, seals: Seals, hello: Hello) -> None:
+        guest.reader.largest_bytes = LARGEST_BYTES
         connection = Connection(
-            sock,
-            reader,
+            guest.sock,
+            guest.reader,
+            seals,
             heartbeat_s=self._heartbeat_s,
             on_message=lambda message: self._take(hello.rank, message),
             on_end=lambda why: self._ended(hello, why),
         )
         self._members[hello.rank] = _Member(hello, connection)
+        with suppress(ConnectionEnded):  # its reader says why
+            connection.send(Admitted(), LAST_WORDS_S)
         threading.Thread(target=connection.run, name="control-reader", daemon=True).start()
         self._changed.notify_all()
 
@@ -293,7 +304,8 @@ class ControlServer:
         if isinstance(message, Fault):
             self._bad_news(message.rank, message.line, rank)
         else:
-            self._members[rank].inbox.put(message)
+            member = self._members[rank]
+            member.inbox.put((message, member.connection.epoch))
 
     def _ended(self, hello: Hello, why: str) -> None:
         who = self._describe(hello.rank)
@@ -316,11 +328,17 @@ class ControlServer:
     def _wake(self) -> None:
         self._changed.notify_all()
         for member in self._members.values():
-            member.inbox.put(None)
+            member.inbox.put((None, self.epoch))
 
 
 def _place(hello: Hello) -> str:
     return f"process {hello.pid} on {hello.host}"
+
+
+def refused(reason: str, seals: Seals | None) -> bytes:
+    """Sealed for one who knows the secret."""
+    body = encode(Refused(reason))
+    return b"".join(frame(body) if seals is None else seals.sealing.frame(body))
 
 
 def _say(members: list[_Member], message: Message) -> None:

@@ -1,0 +1,227 @@
+"""The papers' comparison: a model over pools of so many devices, beside the same model unsplit on as many, at
+its best (Lamina 2025 §6.2, Figures 10 and 11).
+
+Each way is a job of its own, `jaxlamina bench throughput`, on the same requests. Knows how jobs are started
+and what they answer; nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxlamina.bench.rounds import record_of
+from jaxlamina.process.gpus import MEMORY_SHARE
+
+_GPU_SHARE = "0.92"  # of each GPU's memory: KV fills what weights leave
+_COLLECT_S = 15.0  # for a job to end that was told to
+_SHOWN = 300  # letters of why a job failed
+
+
+@dataclass(frozen=True)
+class ComparedJob:
+    """One process, or one job of ranks: the words after ``jaxlamina``, and its environment over ours."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ComparedWay:
+    """Jobs that run at once: copies that share out the requests, or a single one."""
+
+    name: str
+    jobs: tuple[ComparedJob, ...]
+
+
+@dataclass(frozen=True)
+class WayMeasured:
+    """Of all copies together: ``output_per_s`` their sum (each one's own median over rounds), ``batch`` and
+    ``most_at_once`` their sums. ``tbt_ms``: the copies' median and 99th percentile, the worst of them.
+    ``devices``: (what, shares of a recorded window: compute, exchange, idle), where one was recorded."""
+
+    way: str
+    output_per_s: float
+    batch: float
+    most_at_once: int
+    tbt_ms: tuple[float, float]
+    kv_slots: int
+    warm_up_s: float
+    devices: tuple[tuple[str, Mapping[str, float]], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return record_of(self)
+
+
+@dataclass
+class LaminaReport:
+    measured: list[WayMeasured] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def best_homogeneous(self) -> WayMeasured | None:
+        found = [m for m in self.measured if m.way.startswith("unsplit")]
+        return max(found, key=lambda m: m.output_per_s, default=None)
+
+    def ratio(self, measured: WayMeasured) -> float | None:
+        """Tokens a second over those of the best way without a split."""
+        best = self.best_homogeneous
+        return None if best is None else measured.output_per_s / best.output_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [m.to_dict() | {"ratio_to_unsplit": self.ratio(m)} for m in self.measured]
+        return {"results": rows, "left_out": self.left_out, "jobs": self.records}
+
+
+def ways(
+    n_devices: int, dops: Sequence[tuple[int, int]], shares: Sequence[str], *, on_gpus: bool
+) -> list[ComparedWay]:
+    """What can be compared on ``n_devices``: unsplit copies, unsplit by tensor parallelism over 2 and more,
+    and each DOP with each share of the attention on model workers. Two model workers and more share out the
+    weights. CPU processes all have the same processor."""
+    found = [ComparedWay(f"unsplit, {n_devices} copies", _copies(n_devices, 1, on_gpus))]
+    for n in range(2, n_devices + 1):
+        if n_devices % n == 0:
+            n_copies = n_devices // n
+            name = f"unsplit, tensor parallel over {n}"
+            name += f", {n_copies} copies" if n_copies > 1 else ""
+            found.append(ComparedWay(name, _copies(n_copies, n, on_gpus)))
+    platform = "cuda" if on_gpus else "cpu"
+    platforms = [f'{key}="{platform}"' for key in ("model_platform", "attention_platform")]
+    for a, b in dops:
+        for share in shares if a == 1 else ["0"]:
+            changes = [*platforms, *([f"tensor_parallel={a}"] if a > 1 else [])]
+            words = [word for change in changes for word in ("--set", change)]
+            launch = ("launch", "--dop", f"{a},{b}", "--transport", "xla", "--local-attention", share, *words)
+            environment = {} if not on_gpus else _only(range(a + b))
+            name = f"DOP ({a}, {b}), " + ("Lamina" if share == "0" else f"local attention {share}")
+            found.append(ComparedWay(name, (ComparedJob((*launch, "--"), environment),)))
+    return found
+
+
+def measure(
+    compared: Sequence[ComparedWay],
+    options: Sequence[str],
+    *,
+    way_s: float,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> LaminaReport:
+    """Each way in turn, of at most ``way_s`` seconds. ``options``: of `bench throughput`. What fails or is
+    late is left out, with its reason."""
+    report = LaminaReport()
+    for i, way in enumerate(compared):
+        on_progress(f"{i + 1} of {len(compared)}: {way.name}")
+        records = _run(way, options, way_s)
+        if isinstance(records, str):
+            report.left_out[way.name] = records
+            continue
+        report.records[way.name] = records
+        report.measured.append(combined(way.name, records))
+    return report
+
+
+def combined(way: str, records: Sequence[Mapping[str, Any]]) -> WayMeasured:
+    """What the jobs of a way come to."""
+    runs = [record["results"]["ours"] for record in records]
+
+    def medians(key: str) -> list[float]:
+        return [statistics.median(run[key] for run in of) for of in runs]
+
+    def slowest_ms(which: int) -> float:
+        return max(statistics.median(run["tbt_ms"][which] for run in of) for of in runs)
+
+    under_load = [record["under_load"] for record in records if record["under_load"]]
+    devices = [
+        (rank["rank"] if len(records) == 1 else f"copy {i}", _shares(rank))
+        for i, load in enumerate(under_load)
+        for rank in load["ranks"]
+    ]
+    return WayMeasured(
+        way,
+        sum(medians("output_per_s")),
+        sum(medians("batch")),
+        sum(max(run["most_at_once"] for run in of) for of in runs),
+        (slowest_ms(0), slowest_ms(1)),
+        sum(record["kv_slots"] for record in records),
+        max(record["warm_up_s"] for record in records),
+        tuple(devices),
+    )
+
+
+def _shares(rank: Mapping[str, Any]) -> dict[str, float]:
+    return {what: rank[what] for what in ("compute", "exchange", "idle")}
+
+
+def _copies(n: int, n_each: int, on_gpus: bool) -> tuple[ComparedJob, ...]:
+    """``n`` processes, of ``n_each`` devices each, with their shares of the requests."""
+    jobs = []
+    for i in range(n):
+        words = ["--no-split", "--part", f"{i}/{n}"]
+        words += ["--tensor-parallel", str(n_each)] if n_each > 1 else []
+        environment = _only(range(i * n_each, (i + 1) * n_each)) if on_gpus else _pretended(n_each)
+        jobs.append(ComparedJob(tuple(words), environment))
+    return tuple(jobs)
+
+
+def _only(gpus: Sequence[int] | range) -> dict[str, str]:
+    """Of the GPUs that this process may use, these."""
+    there = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = there.split(",") if there else [str(i) for i in range(max(gpus) + 1)]
+    return {MEMORY_SHARE: _GPU_SHARE, "CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in gpus)}
+
+
+def _pretended(n: int) -> dict[str, str]:
+    if n == 1:
+        return {}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n}"
+    return {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
+
+
+def _run(way: ComparedWay, options: Sequence[str], way_s: float) -> list[dict[str, Any]] | str:
+    """The jobs' records, or why there are none."""
+    until = time.monotonic() + way_s
+    started = [_start(job, options) for job in way.jobs]
+    try:
+        records = []
+        for process in started:
+            out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
+            if process.returncode:
+                lines = [line for line in err.splitlines() if line.strip()] or ["it said nothing"]
+                return f"{lines[-1]:.{_SHOWN}}"
+            records.append(json.loads(out.splitlines()[-1]))
+        return records
+    except subprocess.TimeoutExpired:
+        return f"not done within {way_s:g} s"
+    finally:
+        for process in started:
+            _end(process)
+
+
+def _start(job: ComparedJob, options: Sequence[str]) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "jaxlamina", *_command(job), *options, "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(words, env={**os.environ, **job.environment}, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def _command(job: ComparedJob) -> list[str]:
+    """`bench throughput` with the words of one process, or after those that launch ranks."""
+    bench = ["bench", "throughput"]
+    return [*job.words, *bench] if job.words[-1:] == ("--",) else [*bench, *job.words]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.communicate(timeout=_COLLECT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()

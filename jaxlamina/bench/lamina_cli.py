@@ -1,0 +1,126 @@
+"""`jaxlamina bench lamina`: its options, and how its results look."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from jaxlamina.bench.flags import AsJson, Config, DType, Layers, Rounds, Seed, option, shape_of
+from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell
+from jaxlamina.bench.serve_cli import DRAWN
+from jaxlamina.cli import model_options
+from jaxlamina.errors import UserError
+from jaxlamina.process.gpus import n_gpus
+
+if TYPE_CHECKING:
+    from jaxlamina.bench.lamina_bench import LaminaReport
+
+
+DEFAULT_AT_ONCE = 512  # of each job: memory is to be the limit
+
+
+def lamina_command(
+    config: Config = "llama-3-8b",
+    layers: Layers = None,
+    dtype: DType = "bfloat16",
+    gpus: Annotated[
+        int | None, option("Devices in all, for every way. Default: all GPUs; on a CPU 2 processes.", min=2)
+    ] = None,
+    dop: Annotated[
+        list[str] | None,
+        option("Model workers and attention workers, as 1,2; may be repeated. Default: 1 and all others."),
+    ] = None,
+    local_attention: Annotated[
+        str, option("Shares of the attention that stay on one model worker, separated by commas.")
+    ] = "0,auto",
+    dataset_name: Annotated[str, option(f"Lengths: {', '.join(DRAWN)}.")] = "azure-conversation",
+    num_prompts: Annotated[int, option("Requests, which all ways share out or have.", min=1)] = 256,
+    max_num_seqs: model_options.MaxNumSeqs = None,
+    max_model_len: Annotated[
+        int | None, option("Draw no longer requests. Default: the model's length.", min=2)
+    ] = None,
+    kv_slots: model_options.KvSlots = None,
+    with_prefill: Annotated[
+        bool, option("Compute prompts, too. Default: their KV is taken to be there.", "--with-prefill")
+    ] = False,
+    rounds: Rounds = 2,
+    profile_s: Annotated[
+        float, option("Record so many seconds of one more run: pools' bubbles. 0: none.", min=0)
+    ] = 0.0,
+    way_s: Annotated[float, option("Seconds for each way, with its start and its compiling.", min=1)] = 900.0,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """The papers' comparison (Lamina 2025, Figures 10 and 11): a model over two pools, beside the same model
+    unsplit on as many devices: copies, and tensor parallelism. Random weights, requests of a trace."""
+    shape_of(config, layers)
+    from jaxlamina.bench import lamina_bench, machine
+
+    on_gpus = n_gpus(os.environ) > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
+    n = gpus or (n_gpus(os.environ) if on_gpus else 2)
+    if on_gpus and n > n_gpus(os.environ):
+        raise UserError(f"--gpus {n}: there are {n_gpus(os.environ)}")
+    if n < 2:
+        raise UserError("a split takes two devices, and there is one")
+    dops = [_dop(text, n) for text in dop or [f"1,{n - 1}"]]
+    if dataset_name not in DRAWN:
+        raise UserError(f"--dataset-name {dataset_name!r} must be one of {', '.join(DRAWN)}")
+    shares = [share.strip() for share in local_attention.split(",")]
+    words = ["--config", config, "--dtype", dtype, "--dataset-name", dataset_name]
+    words += ["--num-prompts", str(num_prompts), "--rounds", str(rounds), "--seed", str(seed)]
+    words += ["--max-num-seqs", str(max_num_seqs or DEFAULT_AT_ONCE), "--profile-s", str(profile_s)]
+    for name, value in (("layers", layers), ("max-model-len", max_model_len), ("kv-slots", kv_slots)):
+        words += [] if value is None else [f"--{name}", str(value)]
+    words += [] if with_prefill else ["--kv-present"]
+    compared = lamina_bench.ways(n, dops, shares, on_gpus=on_gpus)
+    with progress() as on_progress:
+        found = lamina_bench.measure(compared, words, way_s=way_s, on_progress=on_progress)
+    record = {
+        "model": config,
+        "n_layers": layers,
+        "dtype": dtype,
+        "n_devices": n,
+        "on_gpus": on_gpus,
+        "dataset_name": dataset_name,
+        "num_prompts": num_prompts,
+        "with_prefill": with_prefill,
+        "seed": seed,
+    }
+    parts = _parts(found, f"{config}, {dtype}, {num_prompts} requests of {dataset_name}, {n} devices")
+    tell("lamina", record | found.to_dict(), machine.describe(), parts, as_json=as_json)
+
+
+def _dop(text: str, n_devices: int) -> tuple[int, int]:
+    a, b = model_options.parsed_dop(text)
+    if a + b > n_devices:
+        raise UserError(f"--dop {text} takes {a + b} devices, and there are {n_devices}")
+    return a, b
+
+
+def _parts(found: LaminaReport, title: str) -> Iterator[Part]:
+    columns: Columns = (
+        ("way", lambda m: m.way, "<"),
+        ("output tok/s", lambda m: m.output_per_s, ",.1f"),
+        ("/ best unsplit", found.ratio, ".3f"),
+        ("batch", lambda m: m.batch, ".1f"),
+        ("most", lambda m: m.most_at_once, ""),
+        ("KV slots", lambda m: m.kv_slots, ","),
+        ("TBT p50, ms", lambda m: m.tbt_ms[0], ".1f"),
+        ("p99", lambda m: m.tbt_ms[1], ".1f"),
+        ("compiled in, s", lambda m: m.warm_up_s, ".0f"),
+    )
+    yield table(found.measured, columns, title=title)
+    devices = [(m.way, *device) for m in found.measured for device in m.devices]
+    if devices:
+        of_devices: Columns = (
+            ("way", lambda row: row[0], "<"),
+            ("device", lambda row: row[1], "<"),
+            *((what, lambda row, what=what: row[2][what], ".1%") for what in ("compute", "exchange", "idle")),
+        )
+        yield table(devices, of_devices, section=lambda row: row[0])
+    yield dim(
+        "batch: sequences that got a token, mean over steps; most: that ran at once; copies: sums, and the "
+        "slowest one's times"
+    )
+    yield from left_out(found.left_out)

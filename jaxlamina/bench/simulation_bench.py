@@ -1,0 +1,246 @@
+"""The simulator beside the engine: a slice of a trace served by a model on this machine, and the same slice
+simulated with terms that were fitted to steps of other sizes.
+
+Knows `LLM`, clocks and the simulator; nothing of how results are shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxlamina.engine.engine import Engine
+from jaxlamina.errors import UserError
+from jaxlamina.llm import LLM, ModelSource
+from jaxlamina.models.config import ModelConfig
+from jaxlamina.planner import roofline
+from jaxlamina.planner.costs import Deployment, Terms
+from jaxlamina.planner.hardware import Hardware
+from jaxlamina.planner.traces import Trace
+from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
+
+# (requests, stored tokens of each) and prompts of the steps that terms are fitted to. Programs compute a part
+# of a prompt's padding, so these prompts are between the sizes that programs are compiled for.
+DECODES = ((1, 16), (2, 400), (4, 16), (8, 400), (8, 16), (1, 400))
+PROMPTS = (40, 200, 400)
+_STEPS = 12  # timed, of each
+_FLOAT32_BYTES = 4
+
+
+class ServedSlice(NamedTuple):
+    """Output tokens a second, median seconds to the first token and for each after it, and seconds in all."""
+
+    output_per_s: float
+    ttft_s: float
+    tpot_s: float
+    seconds: float
+
+    @classmethod
+    def of(cls, trace: Trace, first_s: np.ndarray, end_s: np.ndarray) -> ServedSlice:
+        several = trace.n_output > 1
+        tpot = (end_s - first_s)[several] / (trace.n_output[several] - 1)
+        ttft = first_s - trace.arrival_us / 1e6
+        seconds = float(end_s.max())
+        n_output = float(trace.n_output.sum())
+        return cls(n_output / seconds, float(np.median(ttft)), float(np.median(tpot)), seconds)
+
+
+class MeasuredStep(NamedTuple):
+    """A decode step of ``n_rows`` requests, or for 0 a prompt: tokens together, and its median seconds."""
+
+    n_rows: int
+    n_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SimulationReport:
+    """``rounds``: each live, and simulated with the terms that were fitted just before it."""
+
+    trace: Trace
+    rounds: Sequence[tuple[ServedSlice, ServedSlice]]
+    fit_error: float  # the median of the fitted steps' own
+    terms: Terms
+
+    def median(self, which: int) -> ServedSlice:
+        """Of live runs (0) or simulated ones (1)."""
+        rows = zip(*(pair[which] for pair in self.rounds), strict=True)
+        return ServedSlice(*(statistics.median(row) for row in rows))
+
+    def error(self, name: str) -> float:
+        """Simulated over live, less 1: of the medians."""
+        return float(getattr(self.median(1), name) / getattr(self.median(0), name) - 1)
+
+    def spread(self, name: str) -> float:
+        """Of live runs: largest over smallest, less 1."""
+        values = [getattr(live, name) for live, _ in self.rounds]
+        return max(values) / min(values) - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "n_requests": len(self.trace),
+            "live": self.median(0)._asdict(),
+            "simulated": self.median(1)._asdict(),
+            "errors": {name: self.error(name) for name in ServedSlice._fields},
+            "live_spread": {name: self.spread(name) for name in ServedSlice._fields},
+            "fit_error": self.fit_error,
+            "rounds": [[one._asdict() for one in pair] for pair in self.rounds],
+        }
+
+
+class _Clock:
+    """Seconds since it was made: of the wall, or of this process's CPU. Time in which there is nothing to do
+    is skipped."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read, self._skipped = read, -read()
+
+    def now(self) -> float:
+        return self._read() + self._skipped
+
+    def skip_to(self, seconds: float) -> None:
+        self._skipped += max(0.0, seconds - self.now())
+
+
+def slice_of(trace: Trace, n: int, shorter: float, rate: float) -> Trace:
+    """The first ``n`` requests, ``shorter`` times shorter, of which ``rate`` arrive a second on average."""
+    if not 1 < n <= len(trace):
+        raise UserError(f"--num-prompts {n} must be from 2 to the trace's {len(trace):,}")
+    prompts, outputs = ((x[:n] // shorter).astype(int).clip(2) for x in (trace.n_prompt, trace.n_output))
+    arrivals = trace.arrival_us[:n] - trace.arrival_us[0]
+    return Trace((arrivals * ((n - 1) / rate * 1e6 / arrivals[-1])).astype(int), prompts, outputs)
+
+
+def measure(
+    source: ModelSource,
+    config: ModelConfig,
+    trace: Trace,
+    *,
+    n_rounds: int,
+    max_num_seqs: int,
+    of_cpu: bool,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> SimulationReport:
+    """``of_cpu``: all times are this process's CPU seconds, as on a machine that others use."""
+    on_progress("loading")
+    llm = LLM(
+        source,
+        dtype="float32",
+        split=False,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=1024,
+        max_model_len=1024,
+        prefix_caching=False,
+        kv_slots=1024 * max_num_seqs,
+        use_tqdm_on_load=False,
+    )
+    engine, read = llm.engine, time.process_time if of_cpu else time.perf_counter
+    policy = ServingPolicy(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=1024,
+        kv_slots=1024 * max_num_seqs,
+        batch_sizes=engine.buckets.batch,
+    )
+    rounds, errors = [], []
+    for i in range(n_rounds + 1):  # by the first of them all is compiled
+        on_progress(f"round {i} of {n_rounds}: single steps" if i else "compiling")
+        steps = _steps(engine, read)
+        terms = fitted(config, steps)
+        setup = Deployment(config, terms, kv_bytes=_FLOAT32_BYTES, weight_bytes=_FLOAT32_BYTES)
+        if i:
+            on_progress(f"round {i} of {n_rounds}: {len(trace)} requests")
+        live = _live(engine, trace, read)
+        if i:
+            found: SimulatedRun = simulate(setup, trace, policy)
+            rounds.append((live, ServedSlice.of(trace, found.first_s, found.end_s)))
+            errors.append(statistics.median(abs(_predicted(config, terms, s) / s.seconds - 1) for s in steps))
+    return SimulationReport(trace, rounds, statistics.median(errors), terms)
+
+
+def _live(engine: Engine, trace: Trace, read: Callable[[], float]) -> ServedSlice:
+    n = len(trace)
+    first, end, ids = np.zeros(n), np.zeros(n), dict[str, int]()
+    arrivals, n_come, clock = trace.arrival_us / 1e6, 0, _Clock(read)
+    while n_come < n or not engine.idle:
+        if engine.idle:
+            clock.skip_to(arrivals[n_come])
+        while n_come < n and arrivals[n_come] <= clock.now():
+            prompt = [(7 * n_come + i) % 1000 + 10 for i in range(trace.n_prompt[n_come])]
+            ids[engine.add_request(prompt, _greedy(int(trace.n_output[n_come])))] = n_come
+            n_come += 1
+        events = engine.step()
+        now = clock.now()
+        for event in events:
+            which = ids[event.request_id]
+            first[which], end[which] = first[which] or now, now
+    return ServedSlice.of(trace, first, end)
+
+
+def _greedy(n: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+
+
+def _steps(engine: Engine, read: Callable[[], float]) -> list[MeasuredStep]:
+    """Each size of step, once there is nothing else to do."""
+    found = []
+    for n_rows, context in DECODES:
+        seconds = _timed(engine, read, n_rows, context)
+        found.append(MeasuredStep(n_rows, n_rows * (context + _STEPS // 2), seconds))
+    for n in PROMPTS:
+        several = []
+        for _ in range(3):
+            clock = _Clock(read)
+            engine.add_request([11 + i % 1000 for i in range(n)], _greedy(1))
+            while not engine.idle:
+                engine.step()
+            several.append(clock.now())
+        found.append(MeasuredStep(0, n, statistics.median(several)))
+    return found
+
+
+def _timed(engine: Engine, read: Callable[[], float], n_rows: int, context: int) -> float:
+    """The median of decode steps, without those in which prompts are computed."""
+    for i in range(n_rows):
+        engine.add_request([11 + (i + j) % 1000 for j in range(context)], _greedy(_STEPS + 4))
+    several = []
+    while not engine.idle:
+        before, clock = engine.stats.n_prefill_steps, _Clock(read)
+        engine.step()
+        if engine.stats.n_prefill_steps == before:
+            several.append(clock.now())
+    # Of the first the prompts' work may be left, and by the last none has been launched.
+    return statistics.median(several[1:-1])
+
+
+def fitted(config: ModelConfig, steps: Sequence[MeasuredStep]) -> Terms:
+    """Terms of a machine whose steps take so long at least, and longer by each row and each stored token: the
+    least squares of relative errors."""
+    rows = np.array([_work(config, step) for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    scale = rows.max(axis=0)
+    found, *_ = np.linalg.lstsq(rows / scale / seconds[:, None], np.ones(len(steps)), rcond=None)
+    fixed_s, of_flop, of_byte = np.maximum(found / scale, 1e-15)
+    source = {"memory_gib": "any, 2025", "bandwidth_gb_s": "not used, 2025", "tflops_bf16": "not used, 2025"}
+    machine = Hardware("this machine", 1024.0, 1.0, tflops_bf16=1.0, source=source)
+    return Terms(machine, 1e30, 1 / of_flop, 1 / of_byte, 0.0, 0.0, fixed_s)
+
+
+def _work(config: ModelConfig, step: MeasuredStep) -> tuple[float, float, float]:
+    """What is once a step; FLOP; bytes of stored KV."""
+    n_weights = roofline.n_step_params(config)
+    if not step.n_rows:
+        width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+        return 1.0, 2.0 * n_weights * step.n_tokens + 2.0 * step.n_tokens**2 * width, 0.0
+    kv_bytes = roofline.kv_bytes_per_token(config, _FLOAT32_BYTES)
+    return 1.0, 2.0 * n_weights * step.n_rows, kv_bytes * step.n_tokens
+
+
+def _predicted(config: ModelConfig, terms: Terms, step: MeasuredStep) -> float:
+    _, flop, n_bytes = _work(config, step)
+    return terms.step_fixed_s + flop / terms.product_flop_s + n_bytes / terms.attention_bytes_s

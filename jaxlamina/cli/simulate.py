@@ -1,0 +1,234 @@
+"""`jaxlamina simulate`: a trace on pools that need not be there, and how its results look.
+
+Knows options and tables; `jaxlamina.simulator` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxlamina.cli import model_options
+from jaxlamina.errors import UserError
+from jaxlamina.options import DEFAULT_SEQS, FIRST_COME
+
+if TYPE_CHECKING:
+    from jaxlamina.planner.costs import Deployment
+    from jaxlamina.planner.traces import Trace
+    from jaxlamina.simulator import Failure, SimulatedRun
+
+
+def simulate(
+    model: Annotated[
+        str, typer.Option(help="A name in configs/models, or a .toml or config.json file.")
+    ] = "llama-3-8b",
+    trace: Annotated[
+        str, typer.Option(help="azure-conversation, azure-code, kimi-conversation, or a .csv or .jsonl file.")
+    ] = "azure-conversation",
+    hours: Annotated[
+        float | None, typer.Option(help="So much of the trace, again and again if it is shorter.")
+    ] = None,
+    speedup: Annotated[float, typer.Option(help="The trace's arrivals come so much faster.")] = 1.0,
+    compute: Annotated[
+        str, typer.Option(help="The device of model workers: a name in configs/hardware or a .toml.")
+    ] = "h200",
+    memory: model_options.MemoryDevice = None,
+    dop: Annotated[
+        str, typer.Option(help="Model workers, attention workers: 1,2; 1,0 for an unsplit model.")
+    ] = "1,0",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Model workers that share weights out.")] = 1,
+    partition: Annotated[
+        str, typer.Option(help="How KV is shared out among attention workers: heads, requests or tokens.")
+    ] = "heads",
+    local_share: Annotated[
+        float, typer.Option("--local-share", help="Share of the KV that model workers keep, from 0 to 1.")
+    ] = 0.0,
+    batches: Annotated[int, typer.Option(min=1, max=32, help="Staggered batches of a step.")] = 1,
+    link_gb_s: model_options.LinkGbS = None,
+    link_us: model_options.LinkUs = None,
+    max_num_seqs: model_options.MaxNumSeqs = None,
+    max_num_batched_tokens: model_options.MaxNumBatchedTokens = 2048,
+    kv_slots: model_options.KvSlots = None,
+    kv_headroom: model_options.KvHeadroom = None,
+    async_scheduling: model_options.AsyncScheduling = True,
+    mixed_steps: model_options.MixedSteps = False,
+    scheduling_policy: model_options.SchedulingPolicy = None,
+    failure: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="S,POOL,S",
+            help="At so many seconds a worker of the model or attention pool dies, and all wait for so many "
+            "seconds, such as 3600,attention,40; may be repeated.",
+        ),
+    ] = None,
+    kept_kv: Annotated[
+        bool, typer.Option("--kept-kv/--no-kept-kv", help="KV outlives a failure in host memory.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Only JSON on stdout, no tables.")] = False,
+) -> None:
+    """Serve a trace of requests on pools that need not be there: the engine's scheduler with modelled times.
+    Reports throughput, latencies, the batch, and how much of the time pools wait."""
+    from rich.console import Console
+
+    from jaxlamina import simulator
+    from jaxlamina.console.progress import bar
+
+    setup = _setup(
+        model,
+        compute,
+        memory,
+        model_options.parsed_dop(dop, least_attention=0),
+        tensor_parallel,
+        partition,
+        local_share,
+        batches,
+        link_gb_s,
+        link_us,
+    )
+    load = _load(trace, hours, speedup)
+    policy = simulator.ServingPolicy(
+        scheduling_policy=scheduling_policy or FIRST_COME,
+        max_num_seqs=max_num_seqs or DEFAULT_SEQS,
+        max_num_batched_tokens=max_num_batched_tokens,
+        mixed_steps=mixed_steps,
+        async_scheduling=async_scheduling,
+        kv_headroom=kv_headroom,
+        kv_slots=kv_slots,
+        kept_kv=kept_kv,
+    )
+    failures = [_failure(text) for text in failure or []]
+    with bar(Console(stderr=True), "requests", line_every_s=10) as on_progress:
+        run = simulator.simulate(setup, load, policy, failures=failures, on_progress=on_progress)
+    if as_json:
+        asked = {"model": model, "trace": trace, "hours": hours, "speedup": speedup, "compute": compute}
+        print(json.dumps(asked | {"memory": memory, "dop": dop} | run.to_dict()))
+        return
+    _show(f"{model}, {trace}, {_pools(setup)}", run)
+
+
+def _setup(
+    model: str,
+    compute: str,
+    memory: str | None,
+    dop: tuple[int, int],
+    tensor_parallel: int,
+    partition: str,
+    local_share: float,
+    batches: int,
+    link_gb_s: float | None,
+    link_us: float | None,
+) -> Deployment:
+    from jaxlamina.kv.placement import PARTITIONS
+    from jaxlamina.models.config_files import model_config
+    from jaxlamina.planner import inputs
+    from jaxlamina.planner.costs import Deployment
+
+    if partition not in PARTITIONS:
+        raise UserError(f"{partition=} must be one of {', '.join(PARTITIONS)}")
+    if not 0 <= local_share <= 1:
+        raise UserError(f"{local_share=} must be from 0 to 1")
+    config, of_compute = model_config(model), inputs.device(compute)
+    n_model, n_attention = dop
+    of_shards = {"tensor_parallel": tensor_parallel, "model_link": of_compute.in_host}
+    if not n_attention:
+        if memory is not None or local_share or batches > 1:
+            raise UserError(
+                "--dop says no attention workers: leave out --memory, --local-share and --batches"
+            )
+        return Deployment(config, of_compute.terms, n_model=n_model, **of_shards)  # type: ignore[arg-type]
+    of_memory = inputs.device(memory or compute)
+    same_host = memory is None or of_memory.name == of_compute.name
+    linked = inputs.link_between(of_compute, of_memory, link_gb_s, link_us, same_host)
+    return Deployment(
+        config,
+        of_compute.terms,
+        of_memory.terms,
+        linked.link,
+        n_model=n_model,
+        n_attention=n_attention,
+        partition=partition,  # type: ignore[arg-type]
+        local_share=local_share,
+        n_batches=batches,
+        **of_shards,  # type: ignore[arg-type]
+    )
+
+
+def _failure(text: str) -> Failure:
+    from jaxlamina.simulator import Failure
+
+    words = text.split(",")
+    try:
+        at_s, pool, downtime_s = words
+        return Failure(float(at_s), pool.strip(), float(downtime_s))  # type: ignore[arg-type]
+    except ValueError:
+        raise UserError(f"--failure {text!r} must be seconds, pool, seconds, such as 3600,model,40") from None
+
+
+def _load(name: str, hours: float | None, speedup: float) -> Trace:
+    from jaxlamina.planner import traces
+
+    if not (speedup > 0 and math.isfinite(speedup)):
+        raise UserError(f"--speedup {speedup:g} must be above 0")
+    found = traces.named(name)
+    found = traces.Trace((found.arrival_us / speedup).astype(int), found.n_prompt, found.n_output)
+    return found if hours is None else traces.repeated(found, 3600 * hours)
+
+
+def _pools(setup: Deployment) -> str:
+    compute, memory = setup.compute.hardware.name, setup.memory
+    if memory is None:
+        return f"{setup.n_model} × {compute}, unsplit"
+    batches = f", {setup.n_batches} staggered batches" if setup.n_batches > 1 else ""
+    return f"{setup.n_model} × {compute} and {setup.n_attention} × {memory.hardware.name}{batches}"
+
+
+def _show(title: str, run: SimulatedRun) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from jaxlamina.console.tables import print_table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    for name, value in _rows(run):
+        table.add_row(name, value)
+    out: Any = Console()
+    print_table(out, table)
+    note = "simulated: the engine's scheduler, times of steps by the planner's costs, of terms "
+    out.print(f"{note}{_terms(run.setup)}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _terms(setup: Deployment) -> str:
+    every = [terms for terms in (setup.compute, setup.memory) if terms is not None]
+    said = (
+        f"{t.hardware.name}: {f'scaled from {t.scaled_from}' if t.scaled_from else 'measured'}" for t in every
+    )
+    return "; ".join(dict.fromkeys(said))
+
+
+def _rows(run: SimulatedRun) -> Iterator[tuple[str, str]]:
+    ttft, tpot = run.shares("ttft_s"), run.shares("tpot_s")
+    yield "requests", f"{len(run.end_s):,}"
+    yield "seconds", f"{run.seconds:,.1f}"
+    yield "requests/s", f"{run.requests_per_s:,.3f}"
+    yield "output tok/s", f"{run.output_per_s:,.1f}"
+    yield "TTFT p50, p99 (ms)", f"{1e3 * ttft['p50']:,.1f}, {1e3 * ttft['p99']:,.1f}"
+    yield "TPOT p50, p99 (ms)", f"{1e3 * tpot['p50']:,.2f}, {1e3 * tpot['p99']:,.2f}"
+    yield "batch, mean over steps", f"{run.mean_batch:,.1f}"
+    yield "decode steps", f"{run.n_decode_steps:,}"
+    yield "prompts and chunks", f"{run.n_prompt_steps:,}"
+    mean_slots = run.over_time.mean("slots", run.seconds)
+    yield "KV slots, mean used", f"{run.n_kv_slots:,}, {mean_slots / run.n_kv_slots:.1%}"
+    waiting = run.over_time.mean("waiting", run.seconds)
+    yield "waiting, mean, most", f"{waiting:,.2f}, {int(run.over_time.waiting.max(initial=0)):,}"
+    yield "preempted", f"{run.n_preemptions:,}"
+    for pool, share in run.bubbles.items():
+        yield f"bubbles, {pool} pool", f"{share:.1%}"
+    if run.down_s:
+        yield "down (s)", f"{run.down_s:,.1f}"

@@ -1,0 +1,86 @@
+"""KV that is kept beside the pools, by content: what running requests have computed is copied there, and a
+prompt goes on after what is there of it.
+
+So a prefix is found again when the pools have had no room for it, and after the end of the process where the
+store outlives it. Knows requests, and an executor that copies; nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxlamina.engine.request import Request
+from jaxlamina.kv import Move
+from jaxlamina.kv.kept import EVERY_STEPS, NO_DIGESTS, Digests, KeptPrefixes
+from jaxlamina.run.executor import Executor
+
+
+class Keeping:
+    """``find`` for a newcomer, ``bring`` what was found before the step that goes on after it, ``keep`` after
+    each step."""
+
+    def __init__(self, executor: Executor, prefixes: KeptPrefixes, *, min_tokens: int) -> None:
+        self._executor, self._min_tokens = executor, min_tokens
+        self.prefixes = prefixes
+        self._n_steps = 0
+
+    def find(self, request: Request, n_cached: int) -> np.ndarray:
+        """Places of its tokens after the first ``n_cached``; the last is left out: it must be computed."""
+        nothing = np.empty(0, np.int32)
+        if request.scores_prompt or not self.prefixes.n_used:
+            return nothing
+        digests = self._digests(request, request.n_known)
+        found = self.prefixes.find(digests.part(n_cached, request.n_known - 1))
+        return found if n_cached + len(found) >= self._min_tokens <= len(found) else nothing
+
+    def bring(self, moves: Sequence[Move]) -> None:
+        """``source``: places, ``target``: slots."""
+        if moves:
+            self._executor.bring(
+                *(np.concatenate(x) for x in zip(*((m.source, m.target) for m in moves), strict=True))
+            )
+
+    def keep(self, running: Sequence[Request]) -> None:
+        """What of them is in the pools and not kept yet."""
+        self._n_steps += 1
+        is_time = self._n_steps % EVERY_STEPS == 0
+        slots, places, marks = [], [], []
+        for request in running:
+            start, stop = request.n_kept, request.n_stored
+            is_new = request.n_computed is None and start < len(request.prompt_token_ids) - 1
+            if request.lockstep or stop <= start or not (is_time or is_new):
+                continue
+            of = request.slots.view()[start:stop]
+            digests = self._digests(request, stop).part(start, stop)
+            kept = self.prefixes.add(digests, self._executor.keepers_of(of))
+            request.n_kept = stop
+            slots.append(of[kept.which])
+            places.append(kept.places)
+            marks.append(kept.marks)
+        if sum(map(len, slots)):
+            self._executor.keep(*map(np.concatenate, (slots, places, marks)))
+
+    @staticmethod
+    def begin_anew(requests: Iterable[Request]) -> None:
+        """What was kept of ``requests`` is not where others find it any more."""
+        for request in requests:
+            request.digests, request.n_kept = NO_DIGESTS, 0
+
+    def stats(self) -> dict[str, int]:
+        prefixes = self.prefixes
+        return {
+            "kept_kv_slots": prefixes.n_places,
+            "kept_kv_slots_used": prefixes.n_used,
+            "n_kept_tokens": prefixes.n_kept_tokens,
+            "n_kept_hit_tokens": prefixes.n_found_tokens,
+        }
+
+    def _digests(self, request: Request, n: int) -> Digests:
+        """Of a request's first n tokens at least; they are made once."""
+        known = request.digests
+        if len(known) < n:
+            more = self.prefixes.digests(request.tokens_between(len(known), n), known.last)
+            request.digests = known.with_more(more)
+        return request.digests

@@ -1,0 +1,136 @@
+"""Traces of requests: when each one arrived, and its tokens. Three come with the package (`NAMES`); others
+are read from files.
+
+Knows no model, server or clock. What a load is made of a trace is `jaxlamina.bench.loads`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxlamina.errors import UserError
+
+NAMES = ("azure-conversation", "azure-code", "kimi-conversation")
+_MOST_TOKENS = 1 << 31
+_MOST_US = 1 << 62
+_MOST_REQUESTS = 50_000_000
+_CSV = "a trace is CSV with TIMESTAMP,ContextTokens,GeneratedTokens"
+_JSONL = "a line of a .jsonl trace has timestamp (ms), input_length and output_length (tokens)"
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Requests in the order in which they arrived; arrivals in microseconds after the first."""
+
+    arrival_us: Int[np.ndarray, " R"]
+    n_prompt: Int[np.ndarray, " R"]
+    n_output: Int[np.ndarray, " R"]
+
+    def __len__(self) -> int:
+        return len(self.arrival_us)
+
+
+def load(name: str) -> Trace:
+    """One of `NAMES`, whole. ``UserError`` for another name."""
+    if name not in NAMES:
+        raise UserError(f"no trace {name!r} comes with the package: take one of {', '.join(NAMES)}")
+    with (
+        resources.files("jaxlamina.planner").joinpath(f"data/{name}.npz").open("rb") as file,
+        np.load(file) as kept,
+    ):
+        gaps, prompts, outputs = (kept[key].astype(np.int64) for key in ("gap_us", "n_prompt", "n_output"))
+    return Trace(np.cumsum(gaps), prompts, outputs)
+
+
+def repeated(trace: Trace, seconds: float) -> Trace:
+    """``seconds`` of a trace: its first part, or itself again and again, each time one mean gap after the
+    last arrival of the time before."""
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UserError(f"{seconds:g} seconds of a trace must be above 0")
+    last_us = int(trace.arrival_us[-1])
+    period_us = last_us + max(1, last_us // max(1, len(trace) - 1))
+    n_times = math.ceil(1e6 * seconds / period_us)
+    if n_times * len(trace) > _MOST_REQUESTS:
+        raise UserError(f"{seconds:g} seconds of the trace are more than {_MOST_REQUESTS:,} requests")
+    arrivals = (trace.arrival_us + period_us * np.arange(n_times)[:, None]).reshape(-1)
+    n = int(np.searchsorted(arrivals, 1e6 * seconds))
+    prompts, outputs = (np.tile(tokens, n_times)[:n] for tokens in (trace.n_prompt, trace.n_output))
+    return Trace(arrivals[:n], prompts, outputs)
+
+
+def named(name: str) -> Trace:
+    """As `load`; a file's, where that is what its name ends like (`read`)."""
+    return read(name) if Path(name).suffix in (".csv", ".jsonl") else load(name)
+
+
+def save(trace: Trace, path: Path) -> None:
+    """In the form that `load` reads: compressed, an arrival as its distance from the one before."""
+    gaps = np.diff(trace.arrival_us, prepend=0).astype(np.uint64)
+    prompts, outputs = (tokens.astype(np.uint32) for tokens in (trace.n_prompt, trace.n_output))
+    np.savez_compressed(path, gap_us=gaps, n_prompt=prompts, n_output=outputs)
+
+
+def read(path: str | Path) -> Trace:
+    """A trace from a file, in order of time: CSV as of the Azure LLM inference traces, or ``.jsonl`` as of
+    the Mooncake (Kimi) traces.
+
+    Requests without a prompt or an output are left out. ``UserError`` that names the line that is wrong.
+    """
+    is_lines = Path(path).suffix == ".jsonl"
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(_of_lines(path, file) if is_lines else _of_csv(path, csv.DictReader(file)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot read the trace {path}: {error}") from None
+    rows = [row for row in rows if row[1] > 0 and row[2] > 0]
+    if not rows:
+        raise UserError(f"{path} has no request")
+    rows.sort(key=lambda row: row[0])
+    arrivals, prompts, outputs = np.array(rows, np.int64).T
+    return Trace(arrivals - arrivals[0], prompts, outputs)
+
+
+def _of_csv(path: str | Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, int, int]]:
+    """(microseconds since year 1, prompt, output) of each row."""
+    for number, row in enumerate(rows, start=2):
+        try:
+            # of seven digits of a second Python reads six
+            time = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            sizes = _sizes(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}, line {number}: {error!r}; {_CSV}") from None
+        yield (time - datetime.min) // timedelta(microseconds=1), *sizes
+
+
+def _of_lines(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, int, int]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            arrival_us = round(1000 * row["timestamp"])
+            sizes = _sizes(row["input_length"], row["output_length"])
+            if abs(arrival_us) > _MOST_US:
+                raise ValueError(f"timestamp {row['timestamp']:g} is out of range")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}: {error!r}; {_JSONL}") from None
+        yield arrival_us, *sizes
+
+
+def _sizes(n_prompt: int, n_output: int) -> tuple[int, int]:
+    """``ValueError`` unless all are whole numbers of a size that a request can have."""
+    sizes = n_prompt, n_output
+    if not all(isinstance(n, int) and abs(n) <= _MOST_TOKENS for n in sizes):
+        raise ValueError(f"{sizes} must be whole numbers up to {_MOST_TOKENS:,}")
+    return sizes

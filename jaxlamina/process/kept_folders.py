@@ -1,0 +1,65 @@
+"""Folders in memory for KV that outlives a job: one of a supervisor, on each host that has ranks.
+
+On its own host a supervisor owns its folder for as long as it lives. On others the ranks do, so there the
+folder is nobody's between two starts of the job. At its end a supervisor removes the folder, and has `main`
+run on the other hosts. What one leaves that was killed, or a host that could not be reached, is found by the
+next supervisor of the same journal, and is cleared away by any other: on its own host at once, on others by
+ranks once it is an hour old. Knows files; nothing of KV.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from jaxlamina.process.host_memory import memory_folder
+from jaxlamina.process.owned_folder import open_lock, owned_folder, remove_left
+
+if TYPE_CHECKING:
+    from jaxlamina.job.cluster import Cluster
+
+_KIND = "jaxlamina-kv"
+_LEFT_S = 3600.0  # since its lock was opened: by then a job that is down has been given up
+_held: dict[Path, TextIO] = {}  # locks, by folder
+
+
+@contextmanager
+def kept_folder(journal: Path | None) -> Iterator[Path]:
+    """The folder, owned; it is removed at the end of the ``with``. Of the same ``journal`` it is always the
+    same."""
+    name = None
+    if journal is not None:
+        name = hashlib.blake2b(os.fsencode(journal.resolve()), digest_size=8).hexdigest()
+    with owned_folder(memory_folder(), _KIND, name) as own:
+        yield own
+
+
+def hold(folder: Path) -> None:
+    """Has a rank's host keep a supervisor's ``folder`` for as long as this process lives; of any other folder
+    nothing. ``UserError`` for one that is not this user's."""
+    if not _is_ours(folder) or folder in _held:
+        return
+    _held[folder] = lock = open_lock(folder)
+    with suppress(BlockingIOError):  # the supervisor has it
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    remove_left(folder, _KIND, _LEFT_S)
+
+
+def main(cluster: Cluster, rank: int) -> int:
+    """Run as each rank of a job that does nothing else (`launch.local --module`): removes the folder of a
+    supervisor that has ended."""
+    del rank
+    folder = Path(cluster.kept_kv_folder or "")
+    if _is_ours(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _is_ours(folder: Path) -> bool:
+    return folder.name.startswith(f"{_KIND}-")

@@ -1,0 +1,9 @@
+"""What a served load would take: the engine's own scheduler, allocator and headroom under a modelled clock.
+
+Knows times of steps by the planner's costs; computes no token and imports no JAX.
+"""
+
+from jaxlamina.simulator.results import SimulatedRun
+from jaxlamina.simulator.simulation import Failure, ServingPolicy, simulate
+
+__all__ = ["Failure", "ServingPolicy", "SimulatedRun", "simulate"]

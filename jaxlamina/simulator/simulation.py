@@ -1,0 +1,415 @@
+"""Serves a trace under a modelled clock: a heap of events drives the engine's own `Scheduler`, with its
+slots, headroom and policy. Nothing is computed; a step takes as long as the planner's costs say.
+
+It takes turns with the scheduler as `jaxlamina.engine.engine` does: with ``async_scheduling`` a step is
+scheduled when the one before it begins, so a newcomer waits for the end of the running step and for one more.
+Tokens of a step are there at its end, and who wrote its last token leaves.
+
+Runs of steps that do nothing but decode the same requests are taken at once (`Scheduler.n_steps_alike`). The
+result is the same as step by step, to the femtosecond; ``one_by_one`` does the latter.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxlamina.engine.policies import load_policy
+from jaxlamina.engine.request import Request, RequestState
+from jaxlamina.engine.scheduled_step import PromptSpan, ScheduledStep
+from jaxlamina.engine.scheduler import Scheduler
+from jaxlamina.errors import UserError
+from jaxlamina.kv import SlotAllocator
+from jaxlamina.kv.kept import EVERY_STEPS
+from jaxlamina.options import DEFAULT_SEQS
+from jaxlamina.planner import costs
+from jaxlamina.planner.costs import Deployment, StepCost
+from jaxlamina.planner.traces import Trace
+from jaxlamina.process import garbage
+from jaxlamina.simulator.results import OverTime, SimulatedRun
+from jaxlamina.simulator.step_times import FS, FS_US, CostCell, ModelledTimes
+
+_ARRIVAL, _STEP, _FAILURE, _READY = range(4)  # at the same moment in this order
+_REPORT_EVERY = 1000  # ended requests
+
+
+class Failure(NamedTuple):
+    """At ``at_s`` a worker of ``pool`` dies. The runtime starts its whole job again, whoever died: nothing
+    runs for ``downtime_s``."""
+
+    at_s: float
+    pool: Literal["attention", "model"]
+    downtime_s: float
+
+
+@dataclass(frozen=True)
+class ServingPolicy:
+    """The engine's options that the scheduler knows (`jaxlamina.options.EngineOptions`).
+
+    ``kv_slots``: None for what the setup's memory holds. ``max_tokens``: what each request asks for, of which
+    it writes what the trace says; None: it asks for just this. ``kept_kv``: KV is also kept in host memory,
+    so that after a failure requests go on with all but their last few tokens (docs/reliability.md); the time
+    to copy it back is not counted. ``batch_sizes``: a step's requests cost as
+    many as the next of these, which programs are compiled for; none: as many as they are.
+    """
+
+    scheduling_policy: str = "fifo"
+    max_num_seqs: int = DEFAULT_SEQS
+    max_num_batched_tokens: int | None = 2048
+    mixed_steps: bool = False
+    async_scheduling: bool = True
+    kv_headroom: float | None = None
+    kv_slots: int | None = None
+    max_tokens: int | None = None
+    kept_kv: bool = True
+    batch_sizes: tuple[int, ...] = ()
+
+
+def simulate(
+    setup: Deployment,
+    trace: Trace,
+    policy: ServingPolicy | None = None,
+    *,
+    failures: Sequence[tuple[float, Literal["attention", "model"], float] | Failure] = (),
+    one_by_one: bool = False,
+    on_progress: Callable[[int, int], object] = lambda n_done, n_all: None,
+) -> SimulatedRun:
+    """All requests of ``trace``, until the last has ended. ``on_progress``: how many have ended, and all.
+
+    ``UserError`` for a request that the setup's KV slots could not hold, and for failures that cannot be.
+    """
+    policy = policy or ServingPolicy()
+    known = [_checked(Failure(*failure), setup) for failure in failures]
+    with garbage.young_only():
+        return _Simulation(setup, trace, policy, known, one_by_one, on_progress).run()
+
+
+def _checked(failure: Failure, setup: Deployment) -> Failure:
+    if failure.pool not in ("attention", "model"):
+        raise UserError(f"a failure's pool {failure.pool!r} must be attention or model")
+    if failure.pool == "attention" and not setup.is_split:
+        raise UserError("a setup without attention workers has no failure of one: say model")
+    for name in ("at_s", "downtime_s"):
+        if not 0 <= getattr(failure, name) < math.inf:
+            raise UserError(f"a failure's {name}={getattr(failure, name):g} must be finite and at least 0")
+    return failure
+
+
+class _Life:
+    """What is known of a request beside what the scheduler knows."""
+
+    __slots__ = ("index", "n_kept", "n_output", "request")
+
+    def __init__(self, index: int, n_output: int) -> None:
+        self.index, self.n_output, self.n_kept = index, n_output, 0
+        self.request: Request | None = None
+
+
+class _KeptKv:
+    """`jaxlamina.engine.room.KeptPlaces`: after a failure a request finds what was kept of it."""
+
+    def find(self, request: Request, n_cached: int) -> np.ndarray:
+        life: _Life = request.payload
+        return np.arange(n_cached, min(life.n_kept, request.n_known - 1))
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+
+@dataclass
+class _Launched:
+    """A step that is scheduled: who gets a token of it, and what it computes."""
+
+    rows: list[Request]
+    n_decodes: int
+    n_stored: int  # of the decodes, before it
+    prompts: list[PromptSpan]
+    alongside: bool  # the first prompt goes in the program of the decodes
+
+
+def _is_late(step: _Launched) -> bool:
+    """Whether all for whom a step was scheduled have ended since."""
+    return not step.prompts and all(request.payload.request is None for request in step.rows)
+
+
+@dataclass
+class _Simulation:
+    setup: Deployment
+    trace: Trace
+    policy: ServingPolicy
+    failures: Sequence[Failure]
+    one_by_one: bool
+    on_progress: Callable[[int, int], object]
+    events: list[tuple[int, int, int]] = field(default_factory=list)  # (fs, what, which or which start)
+
+    def __post_init__(self) -> None:
+        trace, n = self.trace, len(self.trace)
+        if not n:
+            raise UserError("the trace has no request")
+        if any(trace.arrival_us[1:] < trace.arrival_us[:-1]) or trace.arrival_us[0] < 0:
+            raise UserError("a trace's arrivals must be in order, from 0 on")
+        if min(trace.n_prompt.min(), trace.n_output.min()) < 1:
+            raise UserError("each request of a trace must have a prompt and an output")
+        self._arrivals, self._prompts, self._outputs = (
+            array("q", x.tolist()) for x in (trace.arrival_us, trace.n_prompt, trace.n_output)
+        )
+        self._first_s, self._end_s = array("d", bytes(8 * n)), array("d", bytes(8 * n))
+        self._n_ended, self._n_preemptions, self._n_prompt_steps = 0, 0, 0
+        self._prefill_fs = self._down_fs = 0
+        self._mixed: list[StepCost] = []
+        self._times = ModelledTimes(self.setup, self.policy.batch_sizes)
+        self._live: dict[int, _Life] = {}
+        self._come: list[int] = []  # and not taken in yet
+        self._n_starts = 0  # of the job: steps of an earlier start are lost
+        self._ready_at = 0
+        self._is_down = False
+        self._is_idle = True
+        self._current: _Launched | None = None
+        self._ahead: _Launched | None = None
+        self._over_time = array("d"), array("q"), array("q"), array("q")
+        self.n_slots = self._slots()
+        self._start()
+
+    def _slots(self) -> int:
+        """As many as fit, or as could ever be used if these are fewer."""
+        longest = max(
+            n + (self.policy.max_tokens or out) for n, out in zip(self._prompts, self._outputs, strict=True)
+        )
+        most = min(self.policy.max_num_seqs, len(self.trace)) * longest
+        n = min(costs.kv_slots(self.setup) if self.policy.kv_slots is None else self.policy.kv_slots, most)
+        if n < 1:
+            raise UserError("the setup has no memory for KV beside the weights: take more or larger devices")
+        return n
+
+    def _start(self) -> None:
+        """A new engine with the requests that have not ended, after the tokens that they have."""
+        self._scheduler = Scheduler(
+            SlotAllocator(self.n_slots),
+            max_num_seqs=self.policy.max_num_seqs,
+            prefill_chunk=self.policy.max_num_batched_tokens,
+            policy=load_policy(self.policy.scheduling_policy),
+            headroom=self.policy.kv_headroom,
+        )
+        if self.policy.kept_kv and self.failures:
+            self._scheduler.room.kept = _KeptKv()
+        for life in self._live.values():
+            self._add(life)
+
+    def _add(self, life: _Life) -> None:
+        index, before = life.index, life.request
+        prompt = (0,) * self._prompts[index]
+        max_tokens = max(self.policy.max_tokens or 0, life.n_output)
+        life.request = Request(str(index), prompt, max_tokens, life)
+        if before is not None:
+            life.request.output_token_ids = before.output_token_ids
+        self._scheduler.add(life.request)
+
+    # --- events ---
+
+    def run(self) -> SimulatedRun:
+        events = self.events
+        events.append((self._arrivals[0] * FS_US, _ARRIVAL, 0))
+        events += [(round(FS * f.at_s), _FAILURE, i) for i, f in enumerate(self.failures)]
+        heapq.heapify(events)
+        n = len(self.trace)
+        while self._n_ended < n:
+            now, what, which = heapq.heappop(events)
+            if what == _ARRIVAL:
+                self._come.append(which)
+                if which + 1 < n:
+                    heapq.heappush(events, (self._arrivals[which + 1] * FS_US, _ARRIVAL, which + 1))
+                if self._is_idle and not self._is_down:
+                    self._is_idle = False
+                    heapq.heappush(events, (now, _STEP, self._n_starts))
+            elif what == _STEP:
+                if which == self._n_starts:
+                    self._turn(now)
+            elif what == _FAILURE:
+                self._fail(now, self.failures[which])
+            elif now == self._ready_at and self._is_down:
+                self._is_down = False
+                self._start()
+                self._turn(now)
+        self.on_progress(n, n)
+        return self._found()
+
+    def _turn(self, now: int) -> None:
+        """A step is over, or the engine was idle: the next one begins."""
+        if self._current is not None:
+            self._accept(self._current, now)
+            self._current = None
+        is_changed = bool(self._come)
+        for index in self._come:
+            life = self._live[index] = _Life(index, self._outputs[index])
+            self._add(life)
+        self._come.clear()
+        step, self._ahead = self._ahead or self._launch(), None
+        if self.policy.max_tokens is not None and step is not None and _is_late(step):
+            step = self._launch()
+        self._note(now, step)
+        self._is_idle = step is None
+        if step is None:
+            return
+        if not (step.prompts or is_changed or self.one_by_one):
+            skipped_fs = self._skip(now, step)
+            if skipped_fs:
+                self._ahead = step
+                heapq.heappush(self.events, (now + skipped_fs, _STEP, self._n_starts))
+                return
+        if self.policy.async_scheduling:
+            self._ahead = self._launch()
+        self._current = step
+        heapq.heappush(self.events, (now + self._fs(step), _STEP, self._n_starts))
+
+    def _fail(self, now: int, failure: Failure) -> None:
+        ready_at = max(self._ready_at, now + round(FS * failure.downtime_s))
+        self._down_fs += ready_at - max(now, self._ready_at)
+        self._ready_at, self._is_down, self._is_idle = ready_at, True, False
+        self._n_starts += 1
+        for life in self._live.values():
+            request = life.request
+            assert request is not None
+            request.n_in_flight = 0
+            if request.state is RequestState.RUNNING:
+                n = len(request.prompt_token_ids)
+                n_written = max(0, request.n_stored - n)
+                life.n_kept = max(
+                    life.n_kept, min(request.n_stored, n) + n_written // EVERY_STEPS * EVERY_STEPS
+                )
+        self._current = self._ahead = None
+        heapq.heappush(self.events, (ready_at, _READY, 0))
+
+    # --- steps ---
+
+    def _launch(self) -> _Launched | None:
+        """As `Engine._launch` and what draws tokens."""
+        if self._scheduler.idle:
+            return None
+        step: ScheduledStep = self._scheduler.schedule()
+        self._n_preemptions += len(step.preempted)
+        if not step.prefills and not step.decodes:
+            return None
+        rows, prompts = list(step.decodes), []
+        n_stored = 0
+        for request in rows:
+            request.n_in_flight += 1
+            n_stored += len(request.slots) - 1
+        alongside = False
+        if step.prefills:
+            runs = step.runs(mixed=self.policy.mixed_steps)
+            alongside = bool(runs[0].decodes and runs[0].prompts)
+            prompts = [prompt for run in runs for prompt in run.prompts]
+            for request, (_, stop) in prompts:
+                if stop == request.n_tokens:
+                    rows.append(request)
+                    request.n_in_flight += 1
+        return _Launched(rows, len(step.decodes), n_stored, prompts, alongside)
+
+    def _fs(self, step: _Launched) -> int:
+        """How long a step takes; it is counted."""
+        fs, prompts = 0, step.prompts
+        if step.n_decodes and step.alongside:
+            _, (start, stop) = prompts[0]
+            cost = self._times.mixed(step.n_decodes, step.n_stored, stop - start)
+            self._mixed.append(cost)
+            fs, prompts = round(FS * cost.step_s), prompts[1:]
+        elif step.n_decodes:
+            cell = self._times.cell(step.n_decodes, step.n_stored)
+            cell.count(1, step.n_stored)
+            fs = cell.fs(step.n_stored)
+        self._n_prompt_steps += len(prompts)
+        for _, (start, stop) in prompts:
+            prompt_fs = self._times.prefill_fs(stop - start, start)
+            self._prefill_fs += prompt_fs
+            fs += prompt_fs
+        return fs
+
+    def _accept(self, step: _Launched, now: int) -> None:
+        """As `Postprocess.take_in`: everyone's token."""
+        for request in step.rows:
+            life: _Life = request.payload
+            if life.request is None:  # it had ended when this step was run for it
+                continue
+            request.n_in_flight -= 1
+            tokens = request.output_token_ids
+            tokens.append(0)
+            n = len(tokens)
+            if n == 1:
+                self._first_s[life.index] = now / FS
+            if n == life.n_output:
+                self._end_s[life.index] = now / FS
+                if request.state is not RequestState.FINISHED:
+                    self._scheduler.finish(request)
+                life.request = None
+                del self._live[life.index]
+                self._n_ended += 1
+                if self._n_ended % _REPORT_EVERY == 0:
+                    self.on_progress(self._n_ended, len(self.trace))
+
+    def _skip(self, now: int, step: _Launched) -> int:
+        """Runs ``step`` and as many after it as are like it, all at once, so that ``step`` is the one that
+        comes then; femtoseconds, 0 for none. Who comes meanwhile must not find another step begun."""
+        scheduler, n_rows = self._scheduler, step.n_decodes
+        if n_rows != len(scheduler.running):
+            return 0
+        n = scheduler.n_steps_alike()
+        if self.policy.max_tokens is not None:  # else it is what the scheduler knows
+            n = min(n, min(r.payload.n_output - len(r.output_token_ids) for r in step.rows) - 1)
+        if n <= 0:
+            return 0
+        cell: CostCell = self._times.cell(n_rows, step.n_stored)
+        n = min(n, cell.n_left(step.n_stored))
+        if self.events:
+            until, what, _ = self.events[0]
+            n_before = cell.n_within(until - now - 1, step.n_stored)
+            # With the next step scheduled as one begins, the step in which somebody comes is like the others.
+            n = min(n, n_before + (what == _ARRIVAL and self.policy.async_scheduling))
+        if n <= 0:
+            return 0
+        scheduler.skip(n)
+        for request in step.rows:
+            request.output_token_ids += [0] * n
+        cell.count(n, step.n_stored)
+        fs = cell.fs_of(n, step.n_stored)
+        step.n_stored += n * n_rows
+        return fs
+
+    # --- results ---
+
+    def _note(self, now: int, step: _Launched | None) -> None:
+        at, batch, slots, waiting = self._over_time
+        at.append(now / FS)
+        batch.append(0 if step is None else step.n_decodes)
+        slots.append(self._scheduler.slots.n_used)
+        waiting.append(len(self._scheduler.waiting))
+
+    def _found(self) -> SimulatedRun:
+        self._scheduler.check_integrity()
+        cells = self._times.cells
+        parts = [*(cell.busy() for cell in cells), *self._mixed]
+        trace = self.trace
+        return SimulatedRun(
+            setup=self.setup,
+            arrival_s=trace.arrival_us / 1e6,
+            first_s=np.asarray(self._first_s),
+            end_s=np.asarray(self._end_s),
+            n_prompt=trace.n_prompt,
+            n_output=trace.n_output,
+            n_preemptions=self._n_preemptions,
+            n_decode_steps=sum(cell.n_steps for cell in cells) + len(self._mixed),
+            n_prompt_steps=self._n_prompt_steps,
+            n_kv_slots=self.n_slots,
+            n_slots_left=self._scheduler.slots.n_used,
+            decoding=StepCost(*(sum(part) for part in zip(*parts, strict=True)))
+            if parts
+            else StepCost(0, 0, 0, 0),
+            prefill_s=self._prefill_fs / FS,
+            down_s=self._down_fs / FS,
+            over_time=OverTime(*(np.asarray(x) for x in self._over_time)),
+        )

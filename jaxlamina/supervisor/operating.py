@@ -1,0 +1,104 @@
+"""What operators ask of a supervised job: how it is, and changes of it.
+
+Knows the job, its server's paths and its command. The names of its questions are vLLM's and SGLang's
+(fault_tolerance: status, apply; pause, resume, update_weights).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+
+from jaxlamina.server.errors import ApiError, unavailable
+from jaxlamina.supervisor.changes import Change, JobCommand
+from jaxlamina.supervisor.child import GivenUp, NotChanged, Running, SupervisedJob
+
+_PASS_ON_S = 5.0  # for a job that takes requests
+_changes = msgspec.json.Decoder(Change)
+
+
+class Operating:
+    """``command``: the job's."""
+
+    def __init__(self, job: SupervisedJob, command: JobCommand) -> None:
+        self._job, self._command = job, command
+
+    def status(self) -> dict[str, Any]:
+        job, workers = self._job, self._command.workers
+        return {
+            "status": job.state,
+            "job": "one process" if workers is None else str(workers),
+            "workers": None if workers is None else vars(workers),
+            "starts": job.n_starts,
+            "spare": job.spare_state,
+            "recoveries": [{"cause": cause.kind, "reason": cause.text} for cause in job.causes[-20:]],
+            "last_start_seconds": job.last_start_s,
+        }
+
+    async def pass_on(self, path: str, query: str, body: bytes) -> tuple[int, bytes]:
+        """What the job says to one of `jaxlamina.server.gate.OPERATED`. What it changes, later starts of the
+        job have, too: a pause, and other weights. `ApiError` where nobody says."""
+        asked = f"{path}?{query}", body
+        try:
+            if path == "/update_weights":
+                return await self._update_weights(*asked)
+            running = await self._job.ready(_PASS_ON_S)
+            found = await _post(running, *asked)
+            said = await running.client.get("/is_paused", timeout=_PASS_ON_S)
+            self._job.is_paused = bool(said.json()["is_paused"])
+            return found
+        except NotChanged as error:
+            raise ApiError(409, str(error), code="not_changed") from None
+        except GivenUp as error:
+            raise unavailable(str(error)) from None
+        except TimeoutError:
+            raise unavailable("the job is being started again: try again later") from None
+        except (httpx.HTTPError, ValueError, KeyError):
+            raise unavailable("the job ended while it answered; whether it was done is not known") from None
+
+    async def _update_weights(self, url: str, body: bytes) -> tuple[int, bytes]:
+        found, new = (0, b""), self._command
+
+        async def ask(running: Running) -> tuple[str, ...] | None:
+            nonlocal found, new
+            found = await _post(running, url, body)
+            if found[0] != 200:
+                return None
+            said = msgspec.json.decode(found[1])
+            new = self._command.of_model(said["model"], said["revision"])
+            return new.words
+
+        await self._job.update(ask, _PASS_ON_S)
+        self._command = new
+        return found
+
+    async def apply(self, body: bytes) -> dict[str, Any]:
+        """A `Change`, as JSON; returns once the changed job answers. `ApiError` where it does not, and what
+        runs then."""
+        try:
+            change = _changes.decode(body)
+        except msgspec.MsgspecError as error:
+            raise ApiError(400, f"the body is no change: {error}") from None
+        if (why := change.why_not()) is not None:
+            raise ApiError(400, why)
+        try:
+            new = self._command.after(change)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        why = "restarted, as asked" if new.workers == self._command.workers else f"scaled to {new.workers}"
+        try:
+            await self._job.change(new.words, why, stop_first=change.stop_first, deadline_s=change.timeout)
+        except NotChanged as error:
+            raise ApiError(409, str(error), code="not_changed") from None
+        except (GivenUp, TimeoutError) as error:
+            reason = str(error) or f"the job was not ready within {change.timeout:g} s"
+            raise ApiError(503, reason, type="service_unavailable", code="not_changed") from None
+        self._command = new
+        return self.status()
+
+
+async def _post(running: Running, url: str, body: bytes) -> tuple[int, bytes]:
+    found = await running.client.post(url, content=body, headers={"content-type": "application/json"})
+    return found.status_code, found.content

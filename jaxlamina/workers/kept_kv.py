@@ -1,0 +1,290 @@
+"""KV of tokens by place, in host memory that may outlive this process: a file, mapped.
+
+A place's mark is written after its KV, and wiped before, so that a process which dies in between leaves no
+place that says what it does not hold. Knows rows and marks; no device, no token, and not what a mark means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from jaxtyping import Int, Shaped, UInt8, UInt64
+
+from jaxlamina.errors import UserError
+from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted, new_keys
+from jaxlamina.process.host_memory import host_free_bytes, memory_folder
+
+FRACTION = 0.25
+"""Of the memory that is free, for KV that is kept, where nobody says how much."""
+_HEAD_BYTES = 4096
+_VERSION = "jaxlamina kept KV 1"
+_RESERVED_BYTES, _AHEAD_BYTES = 2**26, 2**28
+_MOST_WAITING = 8  # copies that have been begun and not written; whoever begins more waits
+_log = logging.getLogger("uvicorn.error")
+
+
+class Copied(NamedTuple):
+    """Rows of kept KV, and by what each is known at its place."""
+
+    places: Int[np.ndarray, " n"]
+    marks: UInt64[np.ndarray, " n"]
+    rows: UInt8[np.ndarray, "n row_bytes"]
+
+
+class KeptKV:
+    """``row_bytes``: of a token's KV. ``identity``: whatever KV depends on, beside tokens. ``path``: None for
+    memory of this process's own; a file of the same rows and ``identity`` is gone on with, and has as many
+    places as it has. ``n_places``: of a new one, as far as there is memory for them, of which ``n_sharing``
+    files of this host have an equal part each; there may be none. ``changed`` is set whenever something was
+    put.
+    """
+
+    def __init__(
+        self, path: Path | None, row_bytes: int, identity: str, n_places: int, n_sharing: int
+    ) -> None:
+        self.row_bytes = row_bytes
+        head = _head(row_bytes, identity)
+        self._file = _open(path)
+        found = _places_of(self._file, head, self.row_bytes)
+        self.n_places = found if found is not None else self._make(head, n_places, n_sharing)
+        self._map()
+        self.changed = threading.Event()
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
+        self._failed: BaseException | None = None
+        self._n_reserved = self._n_wanted = 0  # bytes of the file
+        self._reserved = threading.Condition()
+        self._threads = [
+            threading.Thread(target=target, name="kept KV", daemon=True)
+            for target in (self._reserve, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def _n_bytes(self) -> int:
+        return _HEAD_BYTES + self.n_places * (8 + self.row_bytes)
+
+    def _make(self, head: bytes, most: int, n_sharing: int) -> int:
+        free = os.statvfs(self._file)
+        room = min(host_free_bytes(), free.f_bavail * free.f_frsize)
+        n = max(0, min(most, int(FRACTION * room / n_sharing) // (self.row_bytes + 8)))
+        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file, _HEAD_BYTES + n * (8 + self.row_bytes))
+        os.pwrite(self._file, n.to_bytes(8, "little") + head, 0)
+        return n
+
+    def _map(self) -> None:
+        whole = np.frombuffer(mmap.mmap(self._file, self._n_bytes), np.uint8)
+        at = _HEAD_BYTES + 8 * self.n_places
+        self.marks: UInt64[np.ndarray, " places"] = whole[_HEAD_BYTES:at].view(np.uint64)
+        self._data = whole[at:].reshape(self.n_places, self.row_bytes)
+
+    def _reserve(self) -> None:
+        """Takes the memory ahead of what is written, since that is slow: a write to a file in memory that
+        finds none would end the process."""
+        at = 0
+        try:
+            while at < self._n_bytes:
+                n = min(_RESERVED_BYTES, self._n_bytes - at)
+                os.posix_fallocate(self._file, at, n)
+                at += n
+                with self._reserved:
+                    self._n_reserved = at
+                    self._reserved.notify_all()
+                    self._reserved.wait_for(
+                        lambda: at < self._n_wanted + _AHEAD_BYTES or self._failed is not None  # noqa: B023
+                    )
+                    if self._failed is not None:
+                        return
+        except OSError as error:
+            self._fail(
+                UserError(f"no memory is left to keep KV in ({error.strerror}): give fewer kept_kv_slots")
+            )
+
+    def _has_room(self, last: int) -> None:
+        """Waits until the places up to ``last`` are reserved."""
+        wanted = _HEAD_BYTES + 8 * self.n_places + (last + 1) * self.row_bytes
+        with self._reserved:
+            self._n_wanted = max(wanted, self._n_wanted)
+            self._reserved.notify_all()
+            self._reserved.wait_for(lambda: self._n_reserved >= wanted or self._failed is not None)
+        self._check()
+
+    def put(
+        self,
+        places: Int[np.ndarray, " n"],
+        marks: UInt64[np.ndarray, " n"],
+        parts: Sequence[Shaped[np.ndarray, "n ..."]],
+    ) -> None:
+        """Keeps a token's KV in each of ``places``: of each of ``parts`` a row."""
+        if not len(places):
+            return
+        self._has_room(int(places.max()))
+        which, at = _in_a_row(places), 0
+        self.marks[which] = 0
+        for part in parts:
+            rows = np.ascontiguousarray(part).reshape(len(places), -1).view(np.uint8)
+            self._data[which, at : at + rows.shape[1]] = rows
+            at += rows.shape[1]
+        self.marks[which] = marks
+        self.changed.set()
+
+    def copied(self, places: Int[np.ndarray, " n"]) -> Copied:
+        """What is at those of ``places`` that hold something, and that nobody wrote to meanwhile; in any
+        thread."""
+        which = _in_a_row(places)
+        marks = self.marks[which].copy()
+        rows = self._data[which].copy()
+        # A writer wipes the mark first. A mark that comes again is the same KV's.
+        is_whole = (marks != 0) & (self.marks[which] == marks)
+        return Copied(*(x if is_whole.all() else x[is_whole] for x in (places, marks, rows)))
+
+    def rows_at(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
+        """All parts that `put` was given, one after the other, after all that `later` was; to be read before
+        more is put."""
+        self.flush()
+        found: np.ndarray = self._data[_in_a_row(places)]
+        return found
+
+    def later(self, write: Callable[[], None]) -> None:
+        """Has a thread call ``write``, which waits for a device and puts; in the order of the calls."""
+        self._check()
+        self._waiting.put(write)
+
+    def flush(self) -> None:
+        """Waits for what is being written. Raises what has made it fail."""
+        self._waiting.join()
+        self._check()
+
+    def close(self) -> None:
+        """Nothing is written any more; what is there stays."""
+        self._waiting.put(None)
+        self._threads[1].join()
+        self._fail(ValueError("what kept KV is closed"))
+        self._threads[0].join()
+        os.close(self._file)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._reserved:
+            self._failed = self._failed or error
+            self._reserved.notify_all()
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _write(self) -> None:
+        while (write := self._waiting.get()) is not None:
+            try:
+                if self._failed is None:
+                    write()
+            except BaseException as error:  # noqa: BLE001 (the next one that keeps or finds hears of it)
+                self._fail(error)
+            finally:
+                self._waiting.task_done()
+        self._waiting.task_done()
+
+
+def places_kept(path: Path, row_bytes: int, identity: str) -> int:
+    """How many places an earlier process's file has; 0 where there is none of the same rows and
+    ``identity``."""
+    if not path.exists():
+        return 0
+    file = _open(path)
+    try:
+        return _places_of(file, _head(row_bytes, identity), row_bytes) or 0
+    finally:
+        os.close(file)
+
+
+def _head(row_bytes: int, identity: str) -> bytes:
+    return _digest(identity, str(row_bytes))
+
+
+class _Index(msgspec.Struct):
+    """What an index begins with: whose it is, and each keeper's name and places, in the order of the
+    records."""
+
+    digest: bytes
+    keys: tuple[int, int]
+    keepers: list[tuple[str, int]]
+
+
+def kept_prefixes(wanted: KeptWanted, found: KeptFound) -> KeptPrefixes:
+    """What the keepers have, as it was written down where they keep it; what is not both there and written
+    down is nothing. Keepers may have come and gone since."""
+    path = None if wanted.folder is None else Path(wanted.folder, "index")
+    keepers = list(zip(found.names, found.capacities, strict=True))
+    file = _open(path)
+    with os.fdopen(file, "r+b", closefd=True):
+        before, old = _read_index(file, _digest(found.identity))
+        index = _Index(_digest(found.identity), new_keys() if before is None else before.keys, keepers)
+        if before != index:
+            records = np.concatenate([old.get(keeper, np.zeros(keeper[1], RECORD)) for keeper in keepers])
+            os.ftruncate(file, 0)
+            said = msgspec.msgpack.encode(index)
+            head = len(said).to_bytes(4, "little") + said
+            os.pwrite(file, head.ljust(_HEAD_BYTES, b"\0") + records.tobytes(), 0)
+        whole = np.frombuffer(mmap.mmap(file, 0), np.uint8)
+    records = whole[_HEAD_BYTES:].view(RECORD)
+    prefixes = KeptPrefixes(found.capacities, records, index.keys)
+    prefixes.confirm(found.marks)
+    return prefixes
+
+
+def _read_index(file: int, digest: bytes) -> tuple[_Index | None, dict[tuple[str, int], np.ndarray]]:
+    """An index of the same, and each of its keepers' records; nothing where there is none."""
+    head = os.pread(file, _HEAD_BYTES, 0)
+    try:
+        found = msgspec.msgpack.decode(head[4 : 4 + int.from_bytes(head[:4], "little")], type=_Index)
+    except msgspec.MsgspecError:
+        return None, {}
+    n = sum(n for _, n in found.keepers)
+    records = np.frombuffer(os.pread(file, n * RECORD.itemsize, _HEAD_BYTES), np.uint8)
+    if found.digest != digest or len(records) != n * RECORD.itemsize:
+        return None, {}
+    parts, at = {}, 0
+    for name, n in found.keepers:
+        parts[name, n] = records.view(RECORD)[at : at + n]
+        at += n
+    return found, parts
+
+
+def _digest(*parts: str) -> bytes:
+    return hashlib.blake2b("\n".join((_VERSION, *parts)).encode(), digest_size=32).digest()
+
+
+def _in_a_row(places: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"] | slice:
+    """Places that follow one another as a slice, which is a view of what they have."""
+    first, n = (int(places[0]), len(places)) if len(places) else (0, 0)
+    return slice(first, first + n) if (places == np.arange(first, first + n)).all() else places
+
+
+def _open(path: Path | None) -> int:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file, name = tempfile.mkstemp(prefix="jaxlamina-kept-", dir=memory_folder())
+    os.unlink(name)
+    return file
+
+
+def _places_of(file: int, head: bytes, row_bytes: int) -> int | None:
+    """How many places a file of an earlier process has, if it is of the same kind."""
+    first = os.pread(file, _HEAD_BYTES, 0)
+    if first[8:40] != head:
+        return None
+    n = int.from_bytes(first[:8], "little")
+    is_whole = os.fstat(file).st_size == _HEAD_BYTES + n * (8 + row_bytes)
+    return n if n and is_whole else None

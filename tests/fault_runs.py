@@ -1,0 +1,317 @@
+"""Runs a scenario of faults (`fault_scenarios`) with real processes and clients, and checks what must be true.
+
+Every answer is compared, event by event, with one that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import socket
+import sqlite3
+import subprocess
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from fault_scenarios import Event, Scenario
+from launch_hosts import Hosts
+from serving import ROOT
+from supervised import (
+    DEADLINE_S,
+    ON_CPUS,
+    REQUESTS,
+    Asked,
+    Supervised,
+    answers,
+    children,
+    find,
+    is_there,
+    policy_once,
+    restarts,
+    starter,
+    wait_until,
+    words_of,
+)
+
+from launch.processes import LAUNCHED
+
+# In every process of a job: SIGUSR1 has its main thread spin for ever.
+SPINS = """
+import signal
+
+
+def spin(*_):
+    while True:
+        pass
+
+
+signal.signal(signal.SIGUSR1, spin)
+"""
+SPINNING_POLICY = policy_once("Spinning", "spin", "while True: pass")
+# Long prompts, that have nothing in common by which KV could be found.
+PROMPTS = {
+    f"prompt {n}": (
+        "/v1/completions",
+        {"prompt": f"w{n} w2 w3 " * 150, "max_tokens": 5, "stream": True, "seed": n, "temperature": n % 2},
+    )
+    for n in range(10, 16)
+}
+SMALL_DISK = "size=32m"
+
+
+def why_no_small_disk() -> str | None:
+    return None if os.geteuid() == 0 else "a disk that can be filled is mounted by root alone"
+
+
+class Run:
+    """One run of ``scenario``; ``folder``: for its files."""
+
+    def __init__(self, scenario: Scenario, model: Path, folder: Path, cleanups: contextlib.ExitStack) -> None:
+        self.scenario, self.folder = scenario, folder
+        (folder / "sitecustomize.py").write_text(SPINS)
+        (folder / "spinning_policy.py").write_text(SPINNING_POLICY)
+        self.hosts = None
+        job = [*scenario.job, *(ON_CPUS if scenario.job else ())]
+        if scenario.hosts:
+            self.hosts = cleanups.enter_context(Hosts(folder))
+            job += ["--set", f"control={self.hosts.addresses[0]}:29400"]
+            job += ["--starter", starter(self.hosts, *scenario.hosts)]
+        if scenario.full_disk:
+            cleanups.enter_context(small_disk(folder / "journal"))
+        variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+        variables["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+        if scenario.compiles:
+            variables |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla"), "JAX_LOG_COMPILES": "1"}
+        self._start = [job, model, [w.format(folder=folder) for w in scenario.options], variables]
+        self._cleanups = cleanups
+        self.supervisors: list[Supervised] = []
+        self.asked: dict[str, Asked] = {}
+        self.changes: list[tuple[Asked, int | None]] = []
+        self._folders: set[Path] = set()  # of sockets and pipes, that processes had when a fault came
+        self._n_logged = 0  # lines of the log when prompts were asked for
+
+    @property
+    def server(self) -> Supervised:
+        return self.supervisors[-1]
+
+    def start(self) -> None:
+        server = Supervised.of(*self._start)
+        self._cleanups.callback(server.close)
+        self.supervisors.append(server)
+
+    def run(self) -> None:
+        self.start()
+        expected = {name: one.said for name, one in answers(self.server.port).items()}
+        assert all(expected.values())
+        self.ask(REQUESTS)
+        for event in self.scenario.events:
+            # Looked for before, as these moments may be short; of two jobs the one that runs is struck.
+            early = event.during in ("prompts", "compiling", "scaling") and not event.cut
+            pid = find(event.whom, self.server.process.pid) if early else 0
+            wait_until(lambda event=event: self.is_time_for(event))
+            if event.whom and not pid and not event.cut:
+                pid = find(event.whom, self.server.process.pid)
+            self.happen(event, pid)
+        self.check_answers(expected)
+        self.check_recoveries()
+        self.end()
+
+    def ask(self, requests: dict[str, tuple[str, dict]]) -> None:
+        self.asked |= {name: Asked(self.server.port, *request) for name, request in requests.items()}
+
+    # --- when ---
+
+    def is_time_for(self, event: Event) -> bool:
+        streams = [one for name, one in self.asked.items() if name in REQUESTS and one.body.get("stream")]
+        if event.is_for_streams and not all(one.events for one in streams):
+            return False
+        if len(self.asked["greedy"].events) < event.after_tokens:
+            return False
+        for n, said in (
+            (event.after_spares, "a spare stands by"),
+            (event.after_ready, "the job is ready again"),
+        ):
+            if sum(said in line for line in self.server.lines) < n:
+                return False
+        if event.after_recoveries:
+            if len(restarts(self.server)) < event.after_recoveries:
+                return False
+            return event.lift or bool(is_there(event.whom, self.server))
+        if event.lift and self.scenario.full_disk:
+            return self.counter("jaxlamina:journal_failures_total") >= 1
+        return not event.during or self.is_in(event.during, event.whom)
+
+    def is_in(self, moment: str, whom: str) -> bool:
+        """As the server says."""
+        if moment == "prompts":  # accepted, and not computed
+            prompts = [one for name, one in self.asked.items() if name in PROMPTS]
+            return any(one.key and not one.events for one in prompts)
+        if moment == "compiling":
+            log = self.server.lines[self._n_logged :]
+            begun, done = ("Compiling jit", "Finished XLA compilation")
+            return sum(begun in line for line in log) > sum(done in line for line in log)
+        status = self.server.get("/v1/fault_tolerance/status")
+        if moment == "scaling":
+            return status["spare"] == "starting"
+        return status["status"] == "recovering" and bool(is_there(whom, self.server))
+
+    # --- what ---
+
+    def happen(self, event: Event, pid: int) -> None:
+        server = self.server
+        if event.ask:
+            self._n_logged = len(server.lines)
+            self.ask(PROMPTS)
+        if event.pause:
+            server.post("/pause", None)
+        if event.apply:
+            change = Asked(server.port, "/v1/fault_tolerance/apply", event.apply)
+            self.changes.append((change, event.status))
+        if event.signal:
+            self._folders |= folders(server.process.pid)
+            os.kill(pid, getattr(signal, event.signal))
+            if (event.signal, event.whom) == ("SIGKILL", "supervisor"):
+                server.process.wait(20)
+        if event.spin_engine:
+            (self.folder / "spin").touch()
+        if event.no_memory:
+            limit_memory(pid, spare=event.whom == "supervisor")
+        if event.full_disk:
+            fill(self.folder / "journal")
+        if event.cut:
+            assert self.hosts is not None
+            self.hosts.cut()
+        time.sleep(event.for_s)
+        if event.lift and server.process.poll() is None:
+            self.lift()
+        elif event.start:
+            self.start()
+        if event.resume:  # while the job is started again it takes no such calls
+            wait_until(lambda: self.server.request("POST", "/resume")[0] == 200)
+
+    def lift(self) -> None:
+        if self.hosts is not None:
+            self.hosts.mend()
+        elif self.scenario.full_disk:
+            (self.folder / "journal" / "filler").unlink()
+        else:
+            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.prlimit(self.server.process.pid, resource.RLIMIT_AS, unlimited)
+
+    # --- what must be true ---
+
+    def check_answers(self, expected: dict[str, list[str]]) -> None:
+        for change, status in self.changes:
+            change.join(DEADLINE_S)
+            assert status in (None, change.status), change.events
+        another = len(self.supervisors) > 1
+        for name, one in self.asked.items():
+            one.join(DEADLINE_S)
+            assert not one.is_alive(), f"{name} has no end\n{self.story()}"
+            if another and one.broke and one.key:  # its supervisor was killed: it asks the next one
+                one.goes_on(self.server.port)
+        for name in sorted(PROMPTS.keys() & self.asked):
+            again = Asked(self.server.port, *PROMPTS[name])
+            again.join(DEADLINE_S)
+            expected[name] = again.said
+            assert again.ends, f"{again.status} {again.events}\n{self.story()}"
+        said = {name: one.said for name, one in self.asked.items()}
+        if another:  # who had no answer yet knows no key to ask for
+            said = {name: events for name, events in said.items() if self.asked[name].key}
+            assert len(said) >= 5
+        for name, events in said.items():
+            assert events == expected[name], f"{name}\n{self.story()}"
+
+    def check_recoveries(self) -> None:
+        server, check = self.server, self.scenario.check
+        # Answers may have ended just before a process did, which is seen a moment later.
+        wait_until(lambda: len(restarts(server)) >= check.recoveries, 30)
+        wait_until(lambda: server.request("GET", "/health")[0] == 200)
+        n = len(restarts(server))
+        assert check.recoveries <= n <= max(check.recoveries, check.recoveries_at_most), self.story()
+        if check.cause:
+            assert check.cause in restarts(server)[-1]
+        own = server.get("/metrics").decode()
+        counted = re.findall(r"^jaxlamina:recoveries_total\{.*\} (\S+)$", own, re.MULTILINE)
+        assert sum(map(float, counted)) == n
+        if check.recoveries:
+            least = 0 if check.streams_may_end else 1  # before the change
+            n_stalls = self.counter("jaxlamina:recovery_stall_seconds_count", own)
+            assert min(n_stalls, self.counter("jaxlamina:resumed_requests_total", own)) >= least
+        if check.recomputed_at_most is not None:
+            # Of a prompt its last token, and of an answer what came after the last round, and what was being
+            # written: without kept KV it is a thousand.
+            n = self.counter("jaxlamina:recomputed_tokens_total", own)
+            assert n <= check.recomputed_at_most
+
+    def story(self) -> str:
+        """What the supervisor and its job have said."""
+        of_jax = re.compile(r"(\[rank \d\] )?(Compiling|Finished|Persistent|Writing|Not writing)")
+        lines = [line for line in self.server.lines if not of_jax.match(line)]
+        return "\n".join(["", *lines, f"the supervisor's exit code: {self.server.process.poll()}"])
+
+    def counter(self, name: str, metrics: str | None = None) -> float:
+        metrics = self.server.get("/metrics").decode() if metrics is None else metrics
+        found = re.search(rf"^{name} (\S+)$", metrics, re.MULTILINE)
+        assert found, f"no {name}"
+        return float(found[1])
+
+    def end(self) -> None:
+        """All processes, ports and folders are gone, and the journal says of each request that it has ended."""
+        server = self.server
+        below = children(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish() == 0, self.story()
+        assert below
+        wait_until(lambda: not any(words_of(pid) for pid in below), 20)
+        if self.hosts is not None:
+            wait_until(lambda: not any("launch" in words_of(pid) for pid in self.hosts.pids(1)), 20)
+        left = [folder for folder in self._folders if folder.exists()]
+        assert not left, "folders of processes that were killed"
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", server.port)), "its port is still open"
+        if (path := self.folder / "journal" / "journal.sqlite").exists():
+            with contextlib.closing(sqlite3.connect(path)) as database:
+                ended = dict(database.execute("SELECT key, ended IS NOT NULL FROM requests"))
+            assert all(ended.values())
+            assert {one.key for one in self.asked.values() if one.key} <= set(ended)
+
+
+def folders(supervisor: int) -> set[Path]:
+    """In which a supervisor's job has its socket, and launchers their ranks' pipes."""
+    found = set()
+    for pid in children(supervisor):
+        words = words_of(pid)
+        found |= {Path(after).parent for word, after in pairwise(words) if word == "--uds"}
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            said = dict(word.partition("=")[::2] for word in variables)
+            found |= {Path(said[LAUNCHED])} if LAUNCHED in said else set()
+    return found
+
+
+def limit_memory(pid: int, *, spare: bool) -> None:
+    """From now on it gets none. ``spare``: but may take again what it gives back."""
+    size = int(re.search(r"VmSize:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) * 1024
+    most = size if spare else size - 2**30
+    resource.prlimit(pid, resource.RLIMIT_AS, (max(most, 0), resource.RLIM_INFINITY))
+
+
+@contextlib.contextmanager
+def small_disk(path: Path):
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", SMALL_DISK, "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))

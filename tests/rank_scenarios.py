@@ -1,0 +1,552 @@
+"""What rank 0 of `rank_job` runs: each scenario a model over the ranks beside the same model unsplit in its own
+process. A model is a name of `test_models`, or a name and what is changed of it, or a name of `plain_models`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import msgspec
+import numpy as np
+import plain_models
+from rank_job import held_bytes
+
+from jaxlamina import LLM, SamplingParams
+from jaxlamina.errors import UserError
+from jaxlamina.job.control import messages as m
+from jaxlamina.llm import InMemoryModel
+from jaxlamina.models import random_params
+from jaxlamina.models.causal_lm import built
+
+# Of mixed lengths; the third begins as the first does, so that it follows stored tokens.
+SHARED = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6, 12, 40, 41, 50, 51, 52, 53]
+PROMPTS = ([*SHARED, 54, 55], [7, 8], [*SHARED, 33, 34, 35, 36])
+
+
+def source(model: str | list[Any]) -> Any:
+    if model == "smollm2-135m-instruct":
+        return model
+    name, changes = (model, {}) if isinstance(model, str) else model
+    if name in plain_models.NAMES:
+        return built(f"plain_models:{name}")  # so that other model ranks can make it, too
+    from test_models import MODELS
+
+    from jaxlamina.models import ModelConfig
+
+    long_enough = {"max_position_embeddings": 128}
+    config = ModelConfig.from_hf(MODELS[name] | long_enough | changes)
+    return InMemoryModel(config, random_params(config, seed=3))
+
+
+def unsplit(
+    what: list[Any], tokens_of: Callable[[LLM], list[list[int]]], model: Any, limits: dict[str, Any]
+) -> list[list[int]]:
+    """The same model's tokens, unsplit in this process; or kept from another job of this run of the tests,
+    which needed the same."""
+    folder = os.environ.get("JAXLAMINA_TEST_REFERENCES")
+    name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    kept = Path(folder) / f"{name}.json" if folder else None
+    if kept is not None and kept.exists():
+        return json.loads(kept.read_bytes())
+    found = tokens_of(LLM(source(model), split=False, **limits))
+    if kept is not None:
+        begun = kept.with_suffix(f".{os.getpid()}")
+        begun.write_text(json.dumps(found))
+        begun.replace(kept)  # whole, or not there
+    return found
+
+
+def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **options: Any) -> dict[str, Any]:
+    """The same tokens as unsplit? The first prompt once before all together, so that two of them find a
+    prefix. ``fourth``: tokens of one prompt more."""
+    params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    limits = {"max_num_seqs": 4, "max_model_len": 96} | options
+    prompts = [*PROMPTS, *([[(7 * i) % 50 + 3 for i in range(fourth)]] if fourth else [])]
+
+    def tokens_of(llm: LLM) -> list[list[int]]:
+        alone = llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=1, ignore_eos=True))
+        together = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+        llm.engine.check_integrity()
+        return [list(o.outputs[0].token_ids) for o in (*alone, *together)]
+
+    over_ranks = LLM(source(model), group=group, **limits)
+    found = tokens_of(over_ranks)
+    stats = over_ranks.stats()
+    return {
+        "same": found == unsplit([model, prompts, n_tokens, limits], tokens_of, model, limits),
+        "n_tokens": [len(x) for x in found],
+        "n_prefix_hit_tokens": stats["n_prefix_hit_tokens"],
+        "programs": sorted(stats["compilations"]),
+        "staggering": stats["staggering"],
+        "local_attention": stats.get("local_attention"),
+        "n_moved_in_tokens": stats["n_moved_in_tokens"],
+        "n_preemptions": stats["n_preemptions"],
+        "ahead": over_ranks.engine.async_scheduling,
+        "n_kept": group.transport.n_kept,
+    }
+
+
+def updated(group: Any, model: Any) -> dict[str, Any]:
+    """Other weights over ranks: the tokens of both, compared with those of the same models unsplit."""
+    limits = {"max_num_seqs": 4, "max_model_len": 96}
+    a = source(model)
+    b = InMemoryModel(a.config, random_params(a.config, seed=4))
+    over_ranks = LLM(a, group=group, **limits)
+    asked = [{"prompt_token_ids": p} for p in PROMPTS]
+
+    def tokens_of(llm: LLM) -> list[list[int]]:
+        found = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+        return [list(o.token_ids) for o in found]
+
+    before, n = tokens_of(over_ranks), over_ranks.stats()["n_compilations"]
+    over_ranks.update_weights(dict(b.params))
+    after = tokens_of(over_ranks)
+    over_ranks.update_weights(a)
+    again = tokens_of(over_ranks)
+    of_a, of_b = (tokens_of(LLM(x, split=False, **limits)) for x in (a, b))
+    return {
+        "same_before": before == of_a,
+        "same_after": after == of_b,
+        "same_again": again == of_a,
+        "differ": of_a != of_b,
+        "n_compiled": over_ranks.stats()["n_compilations"] - n,
+    }
+
+
+def ahead(group: Any, model: str) -> dict[str, Any]:
+    """How long the host launched steps and how long it waited for results, where attention ranks are slow."""
+    llm = LLM(source(model), group=group, max_num_seqs=4, max_model_len=96)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    asked = [{"prompt_token_ids": p} for p in PROMPTS]
+    llm.generate(asked, params)
+    before = llm.stats()
+    llm.generate(asked, params)
+    after = llm.stats()
+    return {name: after[name] - before[name] for name in ("launch_s", "wait_s", "n_steps")}
+
+
+def as_written(group: Any, model: str, n_tokens: int = 64, **options: Any) -> dict[str, Any]:
+    """The tokens that a plain Flax model's own function says?"""
+    params = SamplingParams(max_tokens=n_tokens, temperature=0, ignore_eos=True)
+    llm = LLM(source(model), group=group, **({"max_num_seqs": 4, "max_model_len": 96} | options))
+    prompts = [{"prompt_token_ids": p} for p in plain_models.PROMPTS]
+    found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+    llm.engine.check_integrity()
+    expected = plain_models.greedy_of_the_function(model, n_tokens=n_tokens)
+    return {"model": model, "same": found == expected, "n_tokens": [len(x) for x in found]}
+
+
+def answer(group: Any, model: str, prompt: str) -> dict[str, Any]:
+    """What a model writes after a text."""
+    llm = LLM(source(model), group=group, max_num_seqs=1, max_model_len=64)
+    [out] = llm.generate(prompt, SamplingParams(max_tokens=8, temperature=0))
+    return {"text": out.text}
+
+
+def branches(group: Any, model: str, **options: Any) -> dict[str, Any]:
+    """Samples of one prompt with KV in common, and beams, whose KV is copied when they part."""
+    limits = {"max_num_seqs": 8, "max_model_len": 64} | options
+    drawn = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=5, ignore_eos=True)
+    beams = SamplingParams(max_tokens=8, temperature=0, use_beam_search=True, beam_width=3, n=2)
+
+    def tokens_of(llm: LLM) -> list[list[int]]:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[:2]], [drawn, beams])
+        return [list(c.token_ids) for o in outputs for c in o.outputs]
+
+    over_ranks = LLM(source(model), group=group, **limits)
+    found = tokens_of(over_ranks)
+    same = found == unsplit(["branches", model, limits], tokens_of, model, limits)
+    return {"same": same, "n": len(found), "n_preemptions": over_ranks.stats()["n_preemptions"]}
+
+
+def held(group: Any, model: Any) -> dict[str, Any]:
+    """What arrays this process holds of a model that was loaded for its executor alone."""
+    loaded = source(model)
+    loaded = InMemoryModel(loaded.config, {name: np.array(x) for name, x in loaded.params.items()})
+    llm = LLM(loaded, group=group, max_num_seqs=4, max_model_len=32)
+    llm.generate({"prompt_token_ids": PROMPTS[1]}, SamplingParams(max_tokens=4, ignore_eos=True))
+    return {"held_bytes": held_bytes()}
+
+
+def moves(group: Any, model: str) -> dict[str, Any]:
+    """KV that is copied among slots, and out to the host and back into other slots: the next logits are the
+    same."""
+    from functools import partial
+
+    from jaxlamina.models import apply
+    from jaxlamina.run.ranks import RanksExecutor
+    from jaxlamina.steps.buckets import Buckets
+    from jaxlamina.workers import DecodeBatch, PrefillBatch
+    from jaxlamina.workers.workspace import LargestStep
+
+    in_memory, n = (
+        source(model),
+        96,
+    )  # a worker has room for a row and its copy: parts on two are added up otherwise
+    executor = RanksExecutor(
+        partial(apply, in_memory.config), in_memory.params, group=group, kv_slots=n, most_slots=n,
+        least_slots=2, largest=LargestStep(2, 32, 16), n_host_slots=32, source=in_memory.model,
+    )  # fmt: skip
+    buckets = Buckets(batch=(2,), prompt=(16,), context=(16,))
+    rows = [list(range(13)), list(range(20, 22))]
+    for tokens, slots in zip((SHARED[:13], PROMPTS[1]), rows, strict=True):
+        executor.prefill(PrefillBatch.build([tokens], [slots], buckets, n))
+
+    def after(slots: list[list[int]]) -> np.ndarray:
+        batch = DecodeBatch.build([3, 4], [row + [40 + i] for i, row in enumerate(slots)], buckets, n)
+        return np.asarray(executor.decode(batch))
+
+    wanted = after(rows)
+    executor.copy_slots(rows[0], list(range(24, 37)))
+    copied = after([list(range(24, 37)), rows[1]])
+    executor.move_out(rows[0] + rows[1], list(range(3, 18)))
+    executor.release(rows[0] + rows[1])
+    executor.prefill(
+        PrefillBatch.build([PROMPTS[2][:11]], [list(range(11))], buckets, n)
+    )  # in their old places
+    back = [list(range(47, 41, -1)) + list(range(11, 18)), [18, 19]]
+    executor.move_in(list(range(3, 18)), back[0] + back[1])
+    moved = after(back)
+    exact = bool((copied == wanted).all() and (moved == wanted).all())
+    differences = {
+        name: float(np.abs(x - wanted).max()) for name, x in (("copied", copied), ("moved", moved))
+    }
+    return {"same": exact, "differences": differences}
+
+
+def with_chunk(
+    group: Any, model: str, partition: str, dtype: str = "float32", second: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A long prompt in three chunks, each alongside a decode step of two requests, then a decode step of all
+    three: beside decode steps and prefills by themselves, unsplit in this process. Batch and chunks are
+    padded, all but the second chunk, for whose step ``second`` are the executor's attributes."""
+    from functools import partial
+
+    import jax.numpy as jnp
+
+    from jaxlamina.models import apply
+    from jaxlamina.models.causal_lm import decoder
+    from jaxlamina.run.ranks import RanksExecutor
+    from jaxlamina.run.unsplit import UnsplitExecutor
+    from jaxlamina.workers.workspace import LargestStep
+
+    config, n = source(model).config, 64
+    params = random_params(config, seed=3, dtype=jnp.dtype(dtype))
+    fn = partial(apply, config)
+    over_ranks = RanksExecutor(
+        fn, params, group=group, kv_slots=n, most_slots=n, least_slots=2, largest=LargestStep(4, 32, 16), source=decoder(config),
+    )  # fmt: skip
+    alone = UnsplitExecutor(fn, params, n_slots=n, device=group.device)
+    # Slots of three requests, by position.
+    slots = np.random.default_rng(5).permutation(n)[:60].reshape(3, 20).tolist()
+    differences, tokens, used = chunked_beside_decodes(over_ranks, alone, slots, second or {})
+    found = {"difference": max(differences), "finite": bool(np.isfinite(differences).all()), "tokens": tokens}
+    if partition == "heads":  # a slot is the same on every worker
+        found["stray"] = stray(group, sorted(set(range(n)) - used))
+    shapes = [shape for shape in over_ranks._programs if shape.kind == "decode" and shape.n_batches == 1]
+    counts = {str(shape): len(over_ranks.exchanges(shape)) for shape in shapes if shape.q_first}
+    return found | {"programs": sorted(over_ranks.programs.counts), "n_exchanges": counts}
+
+
+def chunked_beside_decodes(
+    over_ranks: Any, alone: Any, slots: list[list[int]], second: dict[str, Any]
+) -> tuple[list[float], tuple[list[Any], list[Any]], set[int]]:
+    """Logits' differences relative to the largest, both executors' greedy tokens, and the slots in use."""
+    from jaxlamina.steps.buckets import Buckets
+    from jaxlamina.steps.step import PromptPart, Step
+    from jaxlamina.workers import DecodeBatch, PrefillBatch
+
+    n, buckets = alone.n_slots, Buckets(batch=(4,), prompt=(13,), context=(32,))
+    rows = [[*SHARED[:13]], [7, 8]]
+    for row, own in zip(rows, slots, strict=False):
+        batch = PrefillBatch.build([row], [own[: len(row)]], buckets, n)
+        first = [np.asarray(executor.prefill(batch), np.float32) for executor in (over_ranks, alone)]
+        row.append(int(first[1].argmax()))
+    long: list[int] = [(7 * i) % 50 + 3 for i in range(19)]
+    differences: list[float] = []
+    tokens: tuple[list[Any], list[Any]] = [], []
+
+    def compare(got: Any, want: Any, n_rows: int) -> list[int]:
+        got, want = (np.asarray(x, np.float32)[:n_rows] for x in (got, want))
+        differences.append(float(np.abs(got - want).max() / np.abs(want).max()))
+        for of, logits in zip(tokens, (got, want), strict=True):
+            of.append(logits.argmax(-1).tolist())
+        return want.argmax(-1).tolist()
+
+    def decode_batch(rows: list[list[int]]) -> Any:
+        own = [of_row[: len(row)] for row, of_row in zip(rows, slots, strict=False)]
+        return DecodeBatch.build([row[-1] for row in rows], own, buckets, n)
+
+    usual = {name: getattr(over_ranks, name) for name in second}
+    for start, stop in ((0, 3), (3, 16), (16, 19)):
+        batch = decode_batch(rows)
+        own = [long[start:stop]], [slots[2][start:stop]]
+        chunk = PrefillBatch.build(*own, buckets, n, [slots[2][:start]])
+        for name, value in (second if start == 3 else usual).items():
+            setattr(over_ranks, name, value)
+        of_rows, [of_chunk] = over_ranks.run(Step(batch, (PromptPart(chunk),)))
+        for row, token in zip(rows, compare(of_rows, alone.decode(batch), 2), strict=True):
+            row.append(token)
+        following = compare(of_chunk, alone.prefill(chunk), 1)
+    rows.append([*long, *following])
+    batch = decode_batch(rows)
+    compare(over_ranks.decode(batch), alone.decode(batch), 3)
+    return (
+        differences,
+        tokens,
+        {slot for row, own in zip(rows, slots, strict=True) for slot in own[: len(row)]},
+    )
+
+
+def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
+    """Every way of `bench step`, with its logits' largest difference from unsplit."""
+    import jax.numpy as jnp
+
+    from jaxlamina.bench import step_bench
+
+    found, _ = step_bench.measure(
+        source(model),
+        step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2]),
+        group=group,
+    )
+    prompts = {r.way: [r.n_prompt_tokens, r.ratio_to_decode, r.prompt_tokens_per_s] for r in found}
+    return {"difference": max(r.max_difference for r in found), "ways": prompts}
+
+
+def stray(group: Any, unused: list[int]) -> float:
+    """The largest of what attention workers have in slots that nothing was stored in."""
+    found = [0.0]
+    for rank in group.workers:
+        group.send(rank, m.TakeRows(m.Array.of(np.asarray(unused, np.int32))))
+        found += [float(np.abs(x.numpy().astype(np.float32)).max()) for x in group.receive(rank, m.Rows).rows]
+    return max(found)
+
+
+def warmed(
+    group: Any,
+    model: Any,
+    max_model_len: int = 64,
+    chunk: int = 16,
+    prompts: Sequence[list[int]] = PROMPTS,
+    alone: bool = False,
+) -> dict[str, Any]:
+    """Every program once before there is a request, and steps of padding alone; then requests, each twice:
+    the programs that they need more, and whether their tokens are those of the unsplit model. ``ahead``: of
+    ``n_todo``, how many of this rank's another thread had compiled before they were run. ``alone``: first the
+    programs that attention workers have no part in, then the others as a server compiles them behind."""
+    from jaxlamina.engine import warm_up
+
+    limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
+    llm = LLM(source(model), group=group, **limits)
+    sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
+    todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.capabilities.n_prefill_workers)
+    done: list[int] = []
+    ahead: list[str] = []  # threads that compiled a program before it was to be run
+    compile_later = llm.executor.compile_later
+
+    def noted(*parts: Any, **how: Any) -> Any:
+        compiles = compile_later(*parts, **how)
+
+        def run() -> None:
+            ahead.append(threading.current_thread().name)
+            compiles()
+
+        return compiles and run
+
+    assert llm.executor.stay_alone(alone) == alone
+    with patch.object(llm.executor, "compile_later", noted):
+        warm_up.warm_up(llm.engine, todo, done.append, lambda: False)
+    if alone:
+        first, behind = sorted(llm.stats()["compilations"]), list[int]()
+        thread = warm_up.Behind(llm.engine, [], behind.append, lambda call: call(), 1, todo)
+        thread.start()
+        assert thread.join(200) and len(behind) == len(todo) and not llm.executor._alone  # type: ignore[attr-defined]
+        assert not any("rows" in name for name in first), first
+    for shape in warm_up.shapes(llm.buckets, **sizes):
+        batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
+        run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
+        assert np.isfinite(run(batch)).all()
+    known, n_sampler = llm.stats()["compilations"], llm.engine.sampler.n_compiled
+    params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2, repetition_penalty=1.2, temperature=0)
+    found = []
+    for each in (llm, LLM(source(model), split=False, **limits)):
+        outputs = [
+            o for _ in range(2) for o in each.generate([{"prompt_token_ids": p} for p in prompts], params)
+        ]
+        found.append([o.token_ids for o in outputs])
+    now = llm.stats()["compilations"]
+    return {
+        "same": found[0] == found[1],
+        "n_done": len(done) - len(todo),
+        "ahead": len(ahead),
+        "n_todo": len(todo),
+        "all_by_others": all(name.startswith("compile") for name in ahead),
+        "more": sorted(name for name in now if now[name] != known.get(name)),
+        "more_of_sampler": llm.engine.sampler.n_compiled - n_sampler,
+        "programs": sorted(now),
+    }
+
+
+def scored(group: Any, model: str, **options: Any) -> dict[str, Any]:
+    """How likely prompts are, in chunks, one that nobody asks about first, against the unsplit model."""
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2, temperature=0)
+    prompts, asked = [[7] * 21, *PROMPTS], [replace(params, prompt_logprobs=None), *[params] * len(PROMPTS)]
+    limits = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 8} | options
+    found, tokens, programs = [], [], []
+    for where in ({"group": group}, {"split": False}):
+        llm = LLM(source(model), **where, **limits)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], asked)
+        tokens.append([o.token_ids for o in outputs])
+        entries = [entry for o in outputs for entry in (o.prompt_logprobs or ())[1:]]
+        found.append(np.asarray([next(iter(entry.values())).logprob for entry in entries if entry]))
+        programs.append(sorted(llm.stats()["compilations"]))
+    return {
+        "n": len(found[0]),
+        "difference": float(np.abs(found[0] - found[1]).max()),
+        "same": bool(np.allclose(*found, atol=1e-4)) and tokens[0] == tokens[1],
+        "programs": programs[0],
+    }
+
+
+def recorded(group: Any, model: str) -> dict[str, Any]:
+    """Decode steps that are recorded while tokens are written: one that another rank cannot read, one that
+    this one cannot begin, one of all."""
+    llm = LLM(source(model), group=group, recording=True, max_num_seqs=2, max_model_len=32)
+    executor: Any = llm.executor
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    errors: list[str] = []
+    tokens = []
+    for fails in ("there", "here", ""):
+        with tempfile.TemporaryDirectory() as folder:
+            if fails == "here":
+                jax.profiler.start_trace(folder)
+            executor.record_later(1, 2, lambda error: errors.append(str(error)))
+            [out] = llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
+            tokens.append(list(out.token_ids))
+            if fails == "here":
+                jax.profiler.stop_trace()
+        assert (executor.recorded is None) == bool(fails)
+    plain = LLM(source(model), split=False, max_num_seqs=2, max_model_len=32)
+    [out] = plain.generate({"prompt_token_ids": PROMPTS[1]}, params)
+    shares = executor.recorded.shares(group.workers)
+    under_load = observed(llm, params)
+    return {
+        "same": tokens == [list(out.token_ids)] * 3,
+        "errors": errors,
+        "attention": shares["attention"],
+        "under_load": under_load,
+    }
+
+
+def observed(llm: LLM, params: SamplingParams) -> dict[str, Any]:
+    """What all ranks' devices do while tokens are written, and that a second recording gives the same kind of
+    answer."""
+    from jaxlamina.profiling.under_load import LoadObserver
+
+    found = []
+    for _ in range(2):
+        observer = LoadObserver(llm.engine)
+        observer.begin()
+        llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
+        found.append(observer.end().to_dict())
+    assert [r["rank"] for r in found[0]["ranks"]] == [r["rank"] for r in found[1]["ranks"]]
+    return found[1]
+
+
+def ended(group: Any, model: str) -> dict[str, Any]:
+    """The first token ends it, when the next step has been launched: nobody wants that one."""
+    llm = LLM(source(model), group=group, max_num_seqs=2, max_model_len=32)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop_token_ids=range(96))
+    [out] = llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
+    return {"n_tokens": len(out.token_ids), "n_steps": group.n_steps}
+
+
+def refused(group: Any, model: str) -> dict[str, Any]:
+    try:
+        LLM(source(model), group=group, max_model_len=32)
+    except UserError as error:
+        return {"line": str(error)}
+    return {"line": None}
+
+
+class Altered:
+    """Rank 0's transport, of which ``send_each`` sends one thing more, and which counts the programs that are
+    run."""
+
+    def __init__(self, transport: Any, more: bool) -> None:
+        self._transport, self._more = transport, more
+        self.n_runs = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send_each(self, xs: Any, to: Any, after: Any = None) -> Any:
+        tie = self._transport.send_each(xs, to, after)
+        return self._transport.send_each([x[:1] for x in xs], to, tie) if self._more else tie
+
+    def name_of(self, *what: Any) -> None:
+        return None  # what it sends is not what the name would say
+
+    def compile(self, *args: Any, **options: Any) -> Any:
+        program = self._transport.compile(*args, **options)
+        return Counted(program, self)
+
+
+class Counted:
+    def __init__(self, program: Any, altered: Altered) -> None:
+        self._program, self._altered = program, altered
+        self.exchanges = program.exchanges
+
+    def __call__(self, *args: Any) -> Any:
+        self._altered.n_runs += 1
+        return self._program(*args)
+
+
+def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str, Any]:
+    """Rank 0's program is not what the others' are for: one send more, or the others were told of other
+    heads."""
+    own, send, told = group.transport, group.send, Counter()
+
+    def counting(rank: int, message: Any) -> None:
+        told[type(message).__name__] += 1
+        if what == "heads" and type(message).__name__ == "Setup":
+            layers = [msgspec.structs.replace(x, n_kv_heads=2 * x.n_kv_heads) for x in message.layers]
+            message = msgspec.structs.replace(message, layers=tuple(layers))
+        send(rank, message)
+
+    group.transport, group.send = Altered(own, what == "more"), counting
+    began, line = time.perf_counter(), None
+    try:
+        llm = LLM(source(model), group=group, max_num_seqs=2, max_model_len=32, kv_slots=64)
+        # A prompt's own program, which exchanges k and v alone.
+        llm.engine.sizes.buckets = replace(llm.engine.sizes.buckets, prefills=True)
+        llm.generate({"prompt_token_ids": PROMPTS[1]}, SamplingParams(max_tokens=4, ignore_eos=True))
+    except UserError as error:
+        if not caught:
+            raise
+        line = str(error)
+    n_runs = group.transport.n_runs
+    group.transport = own
+    del group.send  # the class's own again
+    seconds = time.perf_counter() - began
+    return {"line": line, "told": dict(told), "n_runs": n_runs, "n_steps": group.n_steps, "s": seconds}
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (
+        greedy, updated, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch,
+    )
+}  # fmt: skip

@@ -1,0 +1,86 @@
+"""Faults by who × what × when × how many ranks × transport (`faults_product`): the product is made, its cover has
+all pairs, and the cover is run.
+
+`FAULTS=all` runs the whole product; `FAULTS="who=prefill what=stop"` a part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+from checkpoint_examples import tiny_words_folder
+from conftest import why_no_mpi
+from fault_runs import Run, why_no_small_disk
+from faults_product import AXES, cover, every, not_held, scenario, selected, why_not
+from launch_hosts import why_no_hosts
+from supervised import DEADLINE_S
+
+POSSIBLE = [fault for fault in every() if why_not(fault) is None]
+
+
+def test_each_combination_is_a_scenario_or_a_reason():
+    assert len(every()) == 6 * 6 * 7 * 4 * 2 and len(set(map(str, every()))) == len(every())
+    for fault in every():
+        if (reason := why_not(fault)) is None:
+            made = scenario(fault)
+            assert made.events and made.slow and made.mpi == (fault.transport == "mpi")
+            whom = [event.whom for event in made.events if event.whom]
+            assert fault.whom in whom, "it strikes nobody"
+            assert not made.hosts or (min(made.hosts) >= 1 and sum(made.hosts) == fault.n_ranks)
+        else:
+            assert reason.count("\n") == 0
+            with pytest.raises(ValueError, match="-"):
+                scenario(fault)
+
+
+def test_each_value_of_an_axis_can_be():
+    for axis, values in AXES.items():
+        assert {getattr(fault, axis) for fault in POSSIBLE} == set(values)
+
+
+def test_every_pair_that_can_be_is_in_the_cover():
+    chosen = cover()
+    assert set().union(*(f.pairs for f in chosen)) == set().union(*(f.pairs for f in POSSIBLE))
+    assert set(chosen) <= set(POSSIBLE) and len(chosen) == len(set(chosen)) < 80
+    assert chosen == cover()
+
+
+def test_a_part_of_the_product():
+    assert selected("") == cover() and selected("all") == POSSIBLE
+    some = selected("who=prefill what=stop,kill dop=1x2 transport=xla")
+    assert {(f.who, f.dop, f.transport) for f in some} == {("prefill", "1x2", "xla")} and len(some) == 2 * 7
+    assert selected(str(POSSIBLE[7])) == [POSSIBLE[7]]
+    for wrong in ("who", "who=me", "where=here", "what=kill,die", "dop=1,2"):
+        with pytest.raises(ValueError, match="take all, a name, or axes"):
+            selected(wrong)
+    with pytest.raises(ValueError, match="no such fault"):
+        selected("who=model1 dop=1x1")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+
+
+def marks(fault):
+    """Whether a client without luck is hit is chance, so these may pass, too."""
+    reason = not_held(fault)
+    return [] if reason is None else [pytest.mark.xfail(reason=reason, strict=False)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=marks(f), id=str(f)) for f in selected(os.environ.get("FAULTS", ""))]
+)
+def test_nothing_is_lost(fault, tiny, tmp_path):
+    made = scenario(fault)
+    reasons = (
+        made.mpi and why_no_mpi(), made.hosts and why_no_hosts(), made.full_disk and why_no_small_disk()
+    )  # fmt: skip
+    if reason := next(filter(None, reasons), None):
+        pytest.skip(reason)
+    with contextlib.ExitStack() as cleanups:
+        Run(made, tiny, tmp_path, cleanups).run()

@@ -1,0 +1,259 @@
+"""The simulator beside the engine itself on the same clock, and beside itself step by step."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import SAMPLER, ImaginaryExecutor, V
+
+from jaxlamina.engine.engine import Engine
+from jaxlamina.errors import UserError
+from jaxlamina.models.config_files import model_config
+from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, prefill_s, step_cost
+from jaxlamina.planner.hardware import Hardware
+from jaxlamina.planner.traces import Trace, load, repeated
+from jaxlamina.run.executor import StepLogits
+from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
+from jaxlamina.simulator.step_times import FS, FS_US, ModelledTimes
+from jaxlamina.steps.buckets import Buckets
+from jaxlamina.steps.step import Step
+
+H200 = Hardware.load("h200")
+TERMS = Terms(H200, 4e12, 4e14, 3e12, 20e-6, 10e-6, 1e-3)
+LLAMA = model_config("llama-3-8b")
+UNSPLIT = Deployment(LLAMA, TERMS)
+
+
+def trace_of(rows: list[tuple[int, int, int]]) -> Trace:
+    """Of (microseconds after the one before, prompt, output)."""
+    gaps, prompts, outputs = np.array(rows, np.int64).T
+    return Trace(np.cumsum(gaps), prompts, outputs)
+
+
+def check_whole(run: SimulatedRun, trace: Trace) -> None:
+    """Requests in = requests out, in order, and all slots are free."""
+    assert len(run.end_s) == len(trace) and run.n_slots_left == 0
+    assert (run.arrival_s < run.first_s).all() and (run.first_s <= run.end_s).all()
+    assert ((run.first_s < run.end_s) == (trace.n_output > 1)).all()
+
+
+ROWS = st.lists(
+    st.tuples(st.sampled_from([0, 0, 700, 9_000, 150_000]), st.integers(1, 40), st.integers(1, 24)),
+    min_size=1,
+    max_size=12,
+)
+
+
+class ClockedExecutor(ImaginaryExecutor):
+    """Whose steps take as long as the simulator's: one after another, each begun when it is launched or the
+    one before it is done."""
+
+    def __init__(self, n_slots: int, times: ModelledTimes) -> None:
+        super().__init__(n_slots)
+        self.times, self.now, self.ends = times, 0, [0]  # femtoseconds
+
+    def run(self, step: Step) -> StepLogits:
+        fs = 0
+        if step.decodes is not None:
+            rows = step.decodes.new_slots < self.n_slots
+            n_stored = int(step.decodes.lengths[rows].sum())
+            fs = self.times.cell(int(rows.sum()), n_stored).fs(n_stored)
+        for part in step.prompts:
+            [n_stored], [last] = part.batch.lengths.tolist(), part.batch.logits_at.tolist()
+            fs = self.times.prefill_fs(last + 1, n_stored)
+        self.ends.append(max(self.now, self.ends[-1]) + fs)
+        return super().run(step)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=ROWS,
+    n_slots=st.integers(64, 120),
+    max_num_seqs=st.integers(1, 4),
+    chunk=st.sampled_from([None, 7]),
+    is_async=st.booleans(),
+    headroom=st.sampled_from([None, 0.0, 1.0]),
+)
+def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, is_async, headroom):
+    """The engine computes with an imaginary model, and its clock goes by the same times of steps."""
+    trace = trace_of(rows)
+    times = ModelledTimes(UNSPLIT)
+    executor = ClockedExecutor(n_slots, times)
+    engine = Engine(
+        executor,
+        vocab_size=V,
+        buckets=Buckets(batch=(1, 2, 4), prompt=(8, 64), context=(8, 96)),
+        max_num_seqs=max_num_seqs,
+        max_model_len=96,
+        eos_token_ids=(),
+        prefix_caching=False,
+        max_num_batched_tokens=chunk,
+        async_scheduling=is_async,
+        headroom=headroom,
+    )
+    engine.drawing.sampler = SAMPLER
+    first_s, end_s, ids = [0.0] * len(trace), [0.0] * len(trace), {}
+    n_come = 0
+    while n_come < len(trace) or not engine.idle:
+        if engine.idle:
+            executor.now = max(executor.now, int(trace.arrival_us[n_come]) * FS_US)
+        while n_come < len(trace) and int(trace.arrival_us[n_come]) * FS_US <= executor.now:
+            n_prompt, n_output = int(trace.n_prompt[n_come]), int(trace.n_output[n_come])
+            params = SamplingParams(temperature=0.0, max_tokens=n_output)
+            ids[engine.add_request([n_come % V] * n_prompt, params)] = n_come
+            n_come += 1
+        events = engine.step()
+        # As many of the executor's steps have been read.
+        executor.now = executor.ends[engine.stats.n_decode_steps + engine.stats.n_prefill_steps]
+        for event in events:
+            first_s[ids[event.request_id]] = first_s[ids[event.request_id]] or executor.now / FS
+            end_s[ids[event.request_id]] = executor.now / FS
+    policy = ServingPolicy(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=chunk,
+        async_scheduling=is_async,
+        kv_headroom=headroom,
+        kv_slots=n_slots,
+    )
+    found = simulate(UNSPLIT, trace, policy)
+    check_whole(found, trace)
+    assert found.first_s.tolist() == first_s
+    assert found.end_s.tolist() == end_s
+    assert found.n_preemptions == engine.stats.n_preemptions
+    assert found.n_decode_steps == engine.stats.n_decode_steps
+    assert found.n_prompt_steps == engine.stats.n_prefill_steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=ROWS,
+    n_slots=st.integers(104, 200),
+    max_num_seqs=st.integers(1, 6),
+    chunk=st.sampled_from([None, 7]),
+    mixed=st.booleans(),
+    is_async=st.booleans(),
+    max_tokens=st.sampled_from([None, 64]),
+    name=st.sampled_from(["fifo", "chat-first", "shortest-remaining"]),
+    failures=st.lists(
+        st.tuples(st.floats(0, 0.4), st.just("model"), st.sampled_from([0.0, 0.05, 3.0])), max_size=2
+    ),
+    kept_kv=st.booleans(),
+)
+def test_many_steps_at_once_are_the_same_as_one_by_one(
+    rows, n_slots, max_num_seqs, chunk, mixed, is_async, max_tokens, name, failures, kept_kv
+):
+    trace = trace_of(rows)
+    policy = ServingPolicy(
+        scheduling_policy=name,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=chunk,
+        mixed_steps=mixed,
+        async_scheduling=is_async,
+        kv_slots=n_slots,
+        max_tokens=max_tokens,
+        kept_kv=kept_kv,
+    )
+    fast = simulate(UNSPLIT, trace, policy, failures=failures)
+    slow = simulate(UNSPLIT, trace, policy, failures=failures, one_by_one=True)
+    check_whole(fast, trace)
+    assert fast.first_s.tolist() == slow.first_s.tolist() and fast.end_s.tolist() == slow.end_s.tolist()
+    for field in ("n_preemptions", "n_decode_steps", "n_prompt_steps", "prefill_s", "down_s"):
+        assert getattr(fast, field) == getattr(slow, field), field
+    assert fast.decoding == pytest.approx(slow.decoding)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n_rows=st.integers(2, 64),
+    n_output=st.integers(20, 200),
+    us=st.floats(1, 1000),
+    longer=st.sampled_from([1.0, 1.5]),
+)
+def test_two_batches_whose_attention_takes_as_long_as_their_slices_leave_none_within_a_step(
+    n_rows, n_output, us, longer
+):
+    """t_a = t_m: messages take no time, and nothing is once a step. Within a step neither pool waits. At its
+    end the last slices of both batches are one, which waits for the second batch's attention, and the
+    attention pool for it: less than two of the 2 L + 1. If attention takes longer, the model worker waits."""
+    compute = Terms(H200, math.inf, math.inf, math.inf, us / 1e6, 0.0, 0.0)
+    memory = Terms(H200, math.inf, math.inf, math.inf, 0.0, longer * us / 1e6, 0.0)
+    setup = Deployment(LLAMA, compute, memory, LinkTerms(0.0, math.inf), n_attention=1, n_batches=2)
+    trace = trace_of([(0, 30, n_output)] * n_rows)
+    run = simulate(setup, trace, ServingPolicy(max_num_seqs=n_rows, kv_slots=1 << 16))
+    check_whole(run, trace)
+    a_slice = 1 / (LLAMA.num_hidden_layers + 1)
+    if longer == 1:
+        assert 0 <= run.bubbles["model"] <= a_slice and 0 <= run.bubbles["attention"] <= a_slice
+    else:
+        assert run.bubbles["model"] == pytest.approx(1 - 1 / longer, abs=2 * a_slice)
+
+
+def test_a_failure_costs_its_downtime_and_what_is_computed_again():
+    trace = trace_of([(0, 900, 400)] * 4)
+    whole, lost, kept = (
+        simulate(UNSPLIT, trace, ServingPolicy(kept_kv=kept_kv), failures=failures)
+        for failures, kept_kv in (
+            ((), False),
+            ([(1.0, "model", 10.0)], False),
+            ([(1.0, "model", 10.0)], True),
+        )
+    )
+    again_s = 4 * prefill_s(UNSPLIT, 900)
+    assert kept.seconds - whole.seconds == pytest.approx(10, abs=0.1)
+    assert lost.seconds - kept.seconds == pytest.approx(again_s, rel=0.5)
+    assert lost.prefill_s > whole.prefill_s + again_s > kept.prefill_s
+    assert kept.down_s == 10 and whole.down_s == 0
+    for failures, what in (([(1.0, "attention", 1.0)], "no failure"), ([(-1.0, "model", 1.0)], "at_s")):
+        with pytest.raises(UserError, match=what):
+            simulate(UNSPLIT, trace, failures=failures)
+
+
+def test_times_between_the_grids_points_are_near_the_planners():
+    times = ModelledTimes(UNSPLIT)
+    for n_rows in (1, 7, 30, 333):
+        for context in (0, 100, 1500, 9999):
+            n_stored = n_rows * context
+            exact = step_cost(UNSPLIT, n_rows, context).step_s
+            assert times.cell(n_rows, n_stored).fs(n_stored) / FS == pytest.approx(exact, rel=0.01)
+            mixed = step_cost(UNSPLIT, n_rows, context, 1000).step_s
+            assert times.mixed(n_rows, n_stored, 1000).step_s == pytest.approx(mixed, rel=0.05)
+    for n_tokens, n_stored in ((1, 0), (77, 0), (2048, 4096), (5000, 0)):
+        exact = prefill_s(UNSPLIT, n_tokens, n_stored)
+        assert times.prefill_fs(n_tokens, n_stored) / FS == pytest.approx(exact, rel=0.01)
+
+
+@given(n_stored=st.integers(0, 5000), n=st.integers(0, 300), more=st.integers(0, 10**12))
+def test_steps_that_fit_into_a_time(n_stored, n, more):
+    cell = ModelledTimes(UNSPLIT).cell(3, n_stored)
+    assert cell.fs_of(n, n_stored) == sum(cell.fs(n_stored + 3 * i) for i in range(n))
+    limit = cell.fs_of(n, n_stored) + more
+    found = cell.n_within(limit, n_stored)
+    assert cell.fs_of(found, n_stored) <= limit < cell.fs_of(found + 1, n_stored)
+
+
+def test_a_day_is_the_trace_again_and_again():
+    trace = load("azure-conversation")
+    day = repeated(trace, 86400)
+    assert 23.9 < day.arrival_us[-1] / 3.6e9 < 24
+    assert (np.diff(day.arrival_us) >= 0).all()
+    again = bisect_right(day.arrival_us.tolist(), int(trace.arrival_us[-1]))
+    assert day.n_prompt[again : again + 50].tolist() == trace.n_prompt[:50].tolist()
+    assert len(repeated(trace, 60)) == (trace.arrival_us < 60e6).sum()
+    for seconds in (0, -1, math.inf, math.nan, 1e18):
+        with pytest.raises(UserError):
+            repeated(trace, seconds)
+
+
+def test_what_cannot_be_served_is_refused():
+    with pytest.raises(UserError, match="KV slots"):
+        simulate(UNSPLIT, trace_of([(0, 900, 400)]), ServingPolicy(kv_slots=1000))
+    with pytest.raises(UserError, match="no memory"):
+        simulate(Deployment(model_config("llama-3-70b"), TERMS), trace_of([(0, 9, 4)]))
+    with pytest.raises(UserError, match="no request"):
+        simulate(UNSPLIT, Trace(*(np.empty(0, np.int64),) * 3))
