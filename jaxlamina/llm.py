@@ -77,6 +77,8 @@ class ModelSource(Protocol):
 
     def load(self, dtype: Any, device: Any, progress: Any) -> Mapping[str, jax.Array]: ...
 
+    def later(self, dtype: Any) -> Mapping[str, Any] | None: ...
+
     def tokenizer(self) -> Any: ...
 
 
@@ -167,7 +169,8 @@ class LLM:
         calibration = self._calibration(o.kv_dtype, calibration_tokens, calibration_headroom)
         maker.check(weights=not source.in_memory)
         with _loading(o.use_tqdm_on_load and on_load is None) as progress:
-            params = source.load(self.dtype, self.place.load_device, on_load or progress)
+            later = source.later(self.dtype) if self.place.shares_weights else None
+            params = later or source.load(self.dtype, self.place.load_device, on_load or progress)
         self.executor = maker.make(params, calibration, recording)
         self.max_model_len = min(length, self.executor.n_slots + 1)
         cut = self.executor.capabilities.bucket_cut

@@ -16,7 +16,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jaxlamina.bench import step_bench as sb
 from jaxlamina.models.config_files import model_config
 from jaxlamina.models import apply
-from jaxlamina.weights.dummy import random_weights
+from jaxlamina.weights.dummy import Drawn, random_weights
 from jaxlamina.run.sharded import ShardedExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from dataclasses import replace
@@ -25,7 +25,8 @@ params, case = random_weights(config, jnp.float32), sb.StepCase(3, 16)
 n_slots = 64
 fn, batch = partial(apply, config), sb.shuffled_batch(case, n_slots, config.vocab_size)
 one = UnsplitExecutor(fn, params, n_slots=n_slots, device=jax.devices()[0])
-two = ShardedExecutor(fn, params, n_slots=n_slots, devices=jax.devices())
+later = Drawn(config).later(jnp.float32)  # drawn in parts, and equal to what is drawn whole
+two = ShardedExecutor(fn, later, n_slots=n_slots, devices=jax.devices())
 rounds = [[np.asarray(x.decode(batch)) for _ in range(2)] for x in (one, two)]
 worst = max(float(abs(a - b).max() / abs(a).max()) for a, b in zip(*rounds))
 pools = [np.asarray(a) - np.asarray(b) for a, b in zip(one.kv.k + one.kv.v, two.kv.k + two.kv.v)]

@@ -242,7 +242,8 @@ def measure(
     read = kernels_bench.read_bandwidth()
     limit = statistics.median(read() for _ in range(3))
     on_progress("weights")
-    params = source.load(options.dtype, _device_of(group))
+    later = None if options.unsplit or options.local else source.later(options.dtype)
+    params = later or source.load(options.dtype, _device_of(group))
     bench = _Bench(source.model, options, group, params, limit, on_progress, on_failure)
     makers = bench.makers()
     found: list[StepResult] = []
@@ -293,10 +294,10 @@ class _Bench:
         found: dict[str, Callable[[], Any]] = {}
         if options.unsplit:
             found["unsplit"] = partial(UnsplitExecutor, fn, self.params, n_slots=n_slots, device=device)
-            if options.n_devices > 1:
-                devices = jax.local_devices()[: options.n_devices]
-                by_weights = partial(ShardedExecutor, fn, self.params, n_slots=n_slots, devices=devices)
-                found[f"unsplit, {options.n_devices} devices by weights"] = by_weights
+        if options.n_devices > 1:
+            devices = jax.local_devices()[: options.n_devices]
+            by_weights = partial(ShardedExecutor, fn, self.params, n_slots=n_slots, devices=devices)
+            found[f"unsplit, {options.n_devices} devices by weights"] = by_weights
         if options.local:
             workers = {"model_device": device, "attention_device": device}
             found["slice by slice"] = partial(LocalExecutor, fn, self.params, n_slots=n_slots, **workers)

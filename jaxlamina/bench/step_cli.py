@@ -80,12 +80,12 @@ def step_command(
         step_bench.shares_of(shares), step_bench.partitions_of(partitions),
     )  # fmt: skip
     group = ranks.current()
-    if group is None and not (unsplit or local):
+    if group is None and not (unsplit or local or devices > 1):
         raise UserError("nothing is left to be timed: start ranks with `jaxlamina launch … -- bench step`")
-    if devices > 1 and (group is not None or not unsplit or devices > len(jax.local_devices())):
+    if devices > 1 and (group is not None or devices > len(jax.local_devices())):
         raise UserError(
             f"--devices {devices} is of one process with so many devices ({len(jax.local_devices())} here), "
-            "unsplit and without ranks"
+            "without ranks"
         )
     where = machine.describe(["mpi4jax", "mpi4py"])
     failed: list[str] = []

@@ -253,7 +253,7 @@ class _Ours:
     ) -> None:
         self.tokens: list[list[int]] = []
         self._llm = LLM(
-            _source(options),
+            _source(options, group),
             dtype=options.dtype,
             split=options.split,
             tensor_parallel=options.tensor_parallel,
@@ -433,10 +433,12 @@ class _Theirs:
         self._report.left_out[TRANSFORMERS] = str(error)
 
 
-def _source(options: ThroughputOptions) -> Any:
-    """The model for `LLM`, its weights read once for all that is compared, and without its tokenizer."""
+def _source(options: ThroughputOptions, group: Group | None) -> Any:
+    """The model for `LLM`, its weights read once for all that is compared, and without its tokenizer; not
+    read at all yet where no device is to have all of them."""
     source = options.source
-    if source.model.config is None:
+    shared = options.tensor_parallel > 1 or (group is not None and group.cluster.shares_weights)
+    if source.model.config is None or (shared and source.later(options.dtype)):
         return source
     return InMemoryModel(source.model.config, source.load(np.dtype(options.dtype)))
 

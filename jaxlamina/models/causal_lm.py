@@ -80,6 +80,12 @@ class HasModel(ABC):
     def load(self, dtype: Any, device: Any = None, progress: Any = None) -> Mapping[str, jax.Array]:
         """The parameters by name, on ``device``."""
 
+    def later(self, dtype: Any) -> Mapping[str, Any] | None:
+        """The parameters as `jaxlamina.weights.later.Later`, each made where it is put, for what is to have
+        a share of them; None where they can only be loaded."""
+        del dtype
+        return None
+
     def check(self) -> float:
         """The largest relative difference between the model as it is and cut; 0 where there is nothing to
         compare. ``UserError`` where it is more than rounding."""

@@ -105,6 +105,11 @@ class ModelPlace:
         return f"{ranks} by {self.group.cluster.transport}"
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether no device is to have all weights, if several have some."""
+        return bool(self.sharing) or (self.group is not None and self.group.cluster.shares_weights)
+
+    @property
     def load_device(self) -> jax.Device:
         """Where weights are read to."""
         if self.sharing:  # none of them is to have all

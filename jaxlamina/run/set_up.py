@@ -17,12 +17,14 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.models.causal_lm import CausalLM
+from jaxlamina.ranks.apart import WHOLE
 from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.model_side import send_parameters, sender, shared_out_of, traces
 from jaxlamina.ranks.shards import shard_of
 from jaxlamina.ranks.stages import Stages, stages_of
 from jaxlamina.steps.layout import Layout
 from jaxlamina.transports import Program
+from jaxlamina.weights.later import Later, put
 from jaxlamina.workers.model_worker import ModelFn, Params
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from jaxlamina.workers.workspace import LargestStep
@@ -51,12 +53,16 @@ class WeightShares:
         if cluster.pipeline_parallel > 1:
             self.stages = stages_of(traces(model, like), like, n)
         self._programs: dict[int, Program] = {}
+        self._here = jax.sharding.SingleDeviceSharding(group.device)
 
     def of(self, params: Params, rank: int) -> dict[str, jax.Array]:
-        if rank in self._group.prefill_ranks:
-            return dict(params)
-        mine = {name: params[name] for name in self.stages.params[rank]}
-        return shard_of(mine, self.shared, rank)
+        names = params if rank in self._group.prefill_ranks else self.stages.params[rank]
+        shared = WHOLE if rank in self._group.prefill_ranks else self.shared
+        found: dict[str, jax.Array] = {}
+        for name in names:  # one after another: of those that are made here, all are not to be here at once
+            x = params[name]
+            found |= shard_of({name: put(x, self._here) if isinstance(x, Later) else x}, shared, rank)
+        return found
 
     def send(self, params: Params, message_to: Callable[[int], m.Message]) -> None:
         """Tells each of the others, who then take their weights in, and waits for them."""

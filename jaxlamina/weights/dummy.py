@@ -5,7 +5,7 @@ Knows configs and shapes; nothing of what a model computes.
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxlamina.models.causal_lm import HasConfig
 from jaxlamina.models.config_files import model_config
 from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import eos_token_ids_of
+from jaxlamina.weights.later import Later
 from jaxlamina.weights.streaming import Progress
 
 
@@ -36,6 +37,13 @@ class Drawn(HasConfig):
         """Drawn on ``device``; ``progress(done_bytes, total_bytes)``."""
         with jax.default_device(device):
             return random_weights(self.config, dtype, progress)
+
+    def later(self, dtype: Any) -> dict[str, Later]:
+        """The same numbers as `load`'s, each drawn where it is put."""
+        return {
+            name: Later(tuple(s.shape), np.dtype(s.dtype), partial(_drawn_at, i, s.shape, dtype))
+            for i, (name, s) in enumerate(abstract_params(self.config, dtype).items())
+        }
 
     def tokenizer(self) -> Tokenizer | None:
         return None
@@ -70,17 +78,29 @@ def random_weights(config: ModelConfig, dtype: Any, progress: Progress | None = 
     found: dict[str, jax.Array] = {}
     shapes = abstract_params(config, dtype)
     total = sum(s.size for s in shapes.values()) * np.dtype(dtype).itemsize
-    done, key = 0, jax.random.key(0)
+    done = 0
     for i, (name, s) in enumerate(shapes.items()):
-        found[name] = _draw(jax.random.fold_in(key, i), s.shape, dtype)
+        found[name] = _draw(i, s.shape, dtype)
         done += found[name].nbytes
         if progress is not None:
             progress(done, total)
     return found
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _drawn(i: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if len(shape) < 2:
         return jnp.ones(shape, dtype)
+    key = jax.random.fold_in(jax.random.key(0), i)
     return (jax.random.normal(key, shape, dtype) * shape[-1] ** -0.5).astype(dtype)
+
+
+_draw = jax.jit(_drawn, static_argnums=(1, 2))
+
+
+def _drawn_at(i: int, shape: tuple[int, ...], dtype: Any, where: jax.sharding.Sharding | None) -> jax.Array:
+    return _drawing_at(where)(i, shape, dtype)
+
+
+@cache
+def _drawing_at(where: jax.sharding.Sharding | None) -> Any:
+    return jax.jit(_drawn, static_argnums=(1, 2), out_shardings=where)

@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Float, Int, Int32
 
 from jaxlamina.errors import UserError
+from jaxlamina.weights.later import made
 from jaxlamina.workers.model_worker import ModelFn, Params, trace_step
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from pallas_kernels import causal_attention, channel_scales_of, channel_zeros_of
@@ -101,6 +102,7 @@ def channel_scales(
     """
     if not any(spec.by_channel for spec in specs):
         return None
+    params = {name: made(x) for name, x in params.items()}
     calibration = calibration or Calibration()
     tokens = calibration.tokens
     if tokens is None:

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxlamina.weights.later import Later, put
 from splitter import SplitModel, Traced, split, trace
 
 # (params, tokens [B, T], positions [B, T], logits_at [B] | None) -> logits [B, 1 or T, V]
 ModelFn = Callable[..., jax.Array]
-Params = Mapping[str, jax.Array]
-Like = Array | jax.ShapeDtypeStruct
+Params = Mapping[str, jax.Array | Later]
+Like = Array | Later | jax.ShapeDtypeStruct
 
 
 class ModelWorker:
@@ -36,7 +37,7 @@ class ModelWorker:
         them."""
         self.device = device
         self._place = place or (lambda name, x: jax.sharding.SingleDeviceSharding(device))
-        self.params = jax.device_put(dict(params), {name: self._place(name, x) for name, x in params.items()})
+        self.params = {name: put(x, self._place(name, x)) for name, x in params.items()}
         self.like: Mapping[str, Like] = self.params if like is None else dict(like)
         self._model = model
         self._splits: dict[tuple[int, int, bool], SplitModel] = {}
@@ -45,7 +46,7 @@ class ModelWorker:
         """Other weights, of the same names, shapes and dtypes. One takes the place of another, so that no
         device needs room for all of both."""
         for name, x in params.items():
-            self.params[name] = jax.device_put(x, self._place(name, x))
+            self.params[name] = put(x, self._place(name, x))
 
     def split(self, batch: int, n_tokens: int = 1, *, of_all: bool = False) -> SplitModel:
         """The split model for ``[batch, n_tokens]``; of more than one token a row only the last's logits, or
