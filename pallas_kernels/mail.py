@@ -17,7 +17,10 @@ from jax import Array
 from jaxtyping import Float32, Int32
 
 from pallas_kernels.dispatch import compute_capability
+from pallas_kernels.gpu import mail as kernels
 from pallas_kernels.gpu.mail import Carrier, Ring
+
+_KINDS = {"bfloat16": "bf16", "float32": "f32"}  # of `kernels.add_up`
 
 
 def supports(device: jax.Device) -> bool:
@@ -59,6 +62,39 @@ def take(
     assert ring.carries(n_bytes(like)), f"{like.shape} {like.dtype} does not go through {ring}"
     given = [] if after is None else [after.reshape(-1)]
     return _take(peers, jnp.full(1, tag, jnp.int32), given, like.shape, jnp.dtype(like.dtype), peer, ring)
+
+
+def adds(x: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether `add_up` knows the elements."""
+    return jnp.dtype(x.dtype).name in _KINDS
+
+
+def add_up(
+    x: Array,
+    peers: Int32[Array, "n_ranks fields"],
+    ranks: tuple[int, ...],
+    rank: int,
+    tag: int,
+    ring: Ring,
+    after: Array | None = None,
+) -> Array:
+    """The sum of what all ``ranks`` give here as ``x``, each its own, in their order by float32: the same on
+    all. ``rank``: this one. Other arguments as of `put`."""
+    assert ring.carries(n_bytes(x)) and adds(x), f"{x.shape} {x.dtype} is not added up through {ring}"
+    given = [] if after is None else [after.reshape(-1)]
+    return _add_up(x, peers, jnp.full(1, tag, jnp.int32), given, ranks, rank, ring)
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6))
+def _add_up(
+    x: Array, peers: Array, tag: Array, after: list[Array], ranks: tuple[int, ...], rank: int, ring: Ring
+) -> Array:
+    def program(w: Any, part: Any, peers: Any, *rest: Any) -> None:
+        kernels.add_up(w, ring, peers, ranks, rank, part, size, _KINDS[x.dtype.name], rest[-1])
+
+    size = n_bytes(x)
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _kernel("mail_add_up", program, result, ring)(x, peers, tag, *after)
 
 
 @partial(jax.jit, static_argnums=(4, 5))

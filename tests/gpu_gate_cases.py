@@ -360,6 +360,26 @@ GROUPS: tuple[Group, ...] = (
         ),
         _MPI | {"prefill_workers": 1},
     ),
+    Group(
+        "tensor parallel by memory",
+        _cases(
+            ("f32", {"how": "decode", "dtype": "float32"}),
+            ("f32 chunks", {"how": "chunks", "dtype": "float32"}),
+            ("bf16 q with k, v", {"how": "moves", "at": OFF}),
+            ("bf16 q first", {"how": "decode", "at": ON}),
+            (
+                "bf16 staggered",
+                {"how": "decode", "at": {"n_batches": 2}, "covers": ("tensor parallel", "staggered")},
+            ),
+            ("bf16 mixed", {"how": "mixed", "at": OFF}),
+            ("int8", {"how": "chunks", "kv_dtype": "int8"}),
+            model="h128k8g4",
+            covers=("ranks by memory", "tensor parallel"),
+        ),
+        _BY_MEMORY | {"dop": (2, 1), "tensor_parallel": 2},
+        n_gpus=3,
+        alone=True,
+    ),
     Group("tensor parallel", _of_three("tensor parallel"), _MPI | {"dop": (2, 1), "tensor_parallel": 2}),
     Group(
         "pipeline parallel",

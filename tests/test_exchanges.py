@@ -404,10 +404,13 @@ ENTRY main {
   x = bf16[64,128]{1,0} parameter(0)
   t = s32[2,16]{1,0} parameter(1)
   p = f32[1]{0} custom-call(x, t), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/exchange/put.1/_put/x"}
+  s = bf16[4,8]{1,0} custom-call(x, t, p), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/exchange/sum.1-3/_add_up/x"}
   ROOT y = bf16[32]{0} custom-call(t, p), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/exchange/take.2/x"}
 }
 """
+    summed = [Exchange(op, peer, (4, 8), "bfloat16") for op in ("put", "take") for peer in (1, 3)]
     assert xla_exchanges(hlo, 0) == (
         Exchange("put", 1, (64, 128), "bfloat16"),
+        *summed,
         Exchange("take", 2, (32,), "bfloat16"),
     )

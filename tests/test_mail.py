@@ -5,51 +5,60 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gpu.mail import ADDRESSES, N_FIELDS, Carrier, Ring
+from pallas_kernels.gpu.mail import ADDRESSES, N_FIELDS, Carrier, Ring, add_up
 from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine, run_together
 
 RING = Ring(n_slots=2, slot_bytes=4096, n_ctas=2, n_warps=4)
 
 
 class Pair:
-    """Two ranks, each with a ring for the other's messages. Addresses are numbers, as they are for a GPU."""
+    """Two ranks, or ``n``, each with a ring for each other's messages. Addresses are numbers, as they are for
+    a GPU."""
 
-    def __init__(self, ring: Ring, start: int = 0) -> None:
-        self.ring = ring
+    def __init__(self, ring: Ring, start: int = 0, n: int = 2) -> None:
+        self.ring, self.n = ring, n
         marks = ("come", "taken", "sent", "received")
         sizes = {"data": ring.data_bytes} | dict.fromkeys(marks, ring.mark_bytes)
         self.memory: dict[object, np.ndarray] = {}
-        self.places = [{name: 1 + 10 * rank + i for i, name in enumerate(sizes)} for rank in (0, 1)]
-        for of_rank in self.places:
-            self.memory |= {place: np.zeros(sizes[name], np.uint8) for name, place in of_rank.items()}
-        for rank in (0, 1):
-            row = [
-                self.places[rank if a.startswith("near") else 1 - rank][a.split("_")[1]] for a in ADDRESSES
-            ]
-            table = np.zeros((2, N_FIELDS), np.int32)
-            table[1 - rank] = np.array(row, np.int64).view(np.int32)
+        pairs = [(rank, peer) for rank in range(n) for peer in range(n) if rank != peer]
+        places = {
+            pair: {name: 1 + 10 * k + i for i, name in enumerate(sizes)} for k, pair in enumerate(pairs)
+        }
+        for of_pair in places.values():
+            self.memory |= {place: np.zeros(sizes[name], np.uint8) for name, place in of_pair.items()}
+            for name in marks:  # as if there had been messages before
+                self.memory[of_pair[name]].view(np.int32)[:] = start
+        for rank in range(n):
+            table = np.zeros((n, N_FIELDS), np.int32)
+            for peer in set(range(n)) - {rank}:
+                ends = {"near": places[rank, peer], "far": places[peer, rank]}
+                row = [ends[end][what] for end, what in (a.split("_") for a in ADDRESSES)]
+                table[peer] = np.array(row, np.int64).view(np.int32)
             self.memory["table", rank] = table.view(np.uint8).reshape(-1)
-        for of_rank in self.places:  # as if there had been messages before
-            for name in marks:
-                self.memory[of_rank[name]].view(np.int32)[:] = start
 
-    def run(self, rank: int, what: str, message: np.ndarray) -> None:
-        """One kernel of one rank, all its CTAs at once."""
-        name, done = (object(), object())
+    def run(self, rank: int, what: str, message: np.ndarray, kind: str = "") -> None:
+        """One kernel of one rank, all its CTAs at once. Of "add", the sum takes the message's place."""
+        name, done, total = object(), object(), object()
         memory = self.memory
         memory[name], memory[done] = message, np.full(4, 0xFF, np.uint8)
+        memory[total] = np.full(message.size, 0xFF, np.uint8)
 
         def cta(index: int) -> None:
             together = Cta(0, self.ring.n_warps)
 
             def program(warp: int) -> None:
                 w = WarpMachine(memory, together, index, warp)
+                if what == "add":
+                    known = w, self.ring, ("table", rank), range(self.n), rank, name
+                    return add_up(*known, message.size, kind, total)
                 carrier = Carrier(w, self.ring, ("table", rank), 1 - rank)
                 if what == "put":
                     carrier.put(name, message.size, done)
@@ -61,16 +70,18 @@ class Pair:
         run_together([partial(cta, index) for index in range(self.ring.n_ctas)])
         if what == "put":
             assert memory[done].view(np.float32)[0] == 0.0
+        if what == "add":
+            message[:] = memory[total]
 
 
-def both(pair: Pair, programs: dict[int, list[tuple[str, np.ndarray]]]) -> None:
-    """Two ranks' kernels, each rank's one after another."""
+def both(pair: Pair, programs: dict[int, list[tuple[Any, ...]]]) -> None:
+    """Ranks' kernels, each rank's one after another."""
     errors: list[BaseException] = []
 
     def life(rank: int) -> None:
         try:
-            for what, message in programs[rank]:
-                pair.run(rank, what, message)
+            for what, message, *kind in programs[rank]:
+                pair.run(rank, what, message, *kind)
         except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
@@ -117,6 +128,31 @@ def test_both_ways_at_once_need_no_order_between_them():
     for rank in (0, 1):
         for a, b in zip(sent[rank], got[1 - rank], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("n", "kind"), [(2, "bf16"), (2, "f32"), (3, "bf16"), (3, "f32")])
+def test_ranks_add_up_what_each_has(n, kind):
+    """Between other messages, more often than the ring has slots; in float32, in the ranks' order."""
+    rng, dtype = np.random.default_rng(n), np.dtype(ml_dtypes.bfloat16 if kind == "bf16" else np.float32)
+    pair = Pair(RING, start=-2, n=n)
+    sizes = [4096, 48, 1024, 16]
+    parts = [[rng.normal(size=size // dtype.itemsize).astype(dtype) for _ in range(n)] for size in sizes]
+    given = [[part.view(np.uint8).copy() for part in of_one] for of_one in parts]
+    sent, got = words(rng, 64), np.zeros(64, np.uint8)
+    programs: dict[int, list[tuple[Any, ...]]] = {
+        rank: [("add", of_one[rank], kind) for of_one in given] for rank in range(n)
+    }
+    if n == 2:
+        programs[0].insert(2, ("put", sent))
+        programs[1].insert(2, ("take", got))
+    both(pair, programs)
+    for of_one, found in zip(parts, given, strict=True):
+        wanted = of_one[0].astype(np.float32)
+        for part in of_one[1:]:
+            wanted = wanted + part.astype(np.float32)
+        for rank in range(n):
+            np.testing.assert_array_equal(found[rank].view(dtype), wanted.astype(dtype))
+    assert n > 2 or (got == sent).all()
 
 
 def test_a_sender_waits_when_the_ring_is_full():

@@ -151,6 +151,11 @@ def test_what_a_send_waits_for_does_not_change_it(ranks, number):
     assert ranks.ask("after", number=number)[1] == []
 
 
+def test_ranks_add_up(ranks):
+    answers = ranks.ask("sums")
+    assert [a["wrong"] for a in answers] == [[]] * ranks.n_ranks and fit(answers)
+
+
 # ---- lists
 
 
@@ -228,14 +233,15 @@ def test_messages_between_gpus_by_memory_and_by_collectives(peer_memory):
     collectives."""
     variables = PATHS | {"JAXLAMINA_PEER_MEMORY": peer_memory}
     with Ranks("xla", 2, RANK, platforms=("cuda", "cuda"), environment=variables) as gpus:
-        answers = {name: gpus.ask({"do": name}) for name in ("dtypes", "order")}
+        answers = {name: gpus.ask({"do": name}) for name in ("dtypes", "order", "sums")}
         looped = [gpus.ask({"do": "each", "turns": turns}) for turns in (1, 4, 4)]
-    assert [a["wrong"] for a in answers["dtypes"]] == [[], []]
+    assert [a["wrong"] for name in ("dtypes", "sums") for a in answers[name]] == [[]] * 4
     assert answers["order"][1]["got"] == [55, 54, 53, 52, 51, 50]
     assert [len(exchanges(a[0]["exchanges"])) for a in looped] == [2, 8, 8]
     assert all(fit(a) for a in (*answers.values(), *looped))
     ops = {e.op for a in answers["order"] for e in exchanges(a["exchanges"])}
     assert ops == ({"put", "take"} if peer_memory == "1" else {"send", "recv"})
+    assert {e.op for a in answers["sums"] for e in exchanges(a["exchanges"])} == ops
     assert {e.op for a in answers["dtypes"] for e in exchanges(a["exchanges"])} == {"send", "recv"}
 
 

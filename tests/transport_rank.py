@@ -115,6 +115,25 @@ def order(t: Transport, request: dict[str, Any]) -> Any:
     return {"got": [float(y[0, 0]) for y in got if y.ndim == 2], "exchanges": exchanges}
 
 
+def sums(t: Transport, request: dict[str, Any]) -> Any:
+    """What ranks add up, one sum after another, of two types; the sums that are wrong."""
+    shapes = [((64, 1024), "bfloat16"), ((8, 24), "float32"), ((3, 8), "bfloat16")]
+    ranks = range(t.n_ranks)
+    given = [[values(rank, *of, salt=i) for rank in ranks] for i, of in enumerate(shapes)]
+
+    def program(*xs: jax.Array) -> Any:
+        found, last = [], None
+        for x in xs:
+            total, last = t.add_up(x, ranks, last)
+            found.append(total)
+        return found
+
+    got, exchanges = run(t, program, *(jnp.asarray(x[t.rank]) for x in given), times=5)
+    wanted = [sum(x.astype(np.float32) for x in of_all).astype(of_all[0].dtype) for of_all in given]
+    wrong = [str(shape) for shape, a, b in zip(shapes, got, wanted, strict=True) if not same(a, b)]
+    return {"wrong": wrong, "exchanges": exchanges}
+
+
 def each(t: Transport, request: dict[str, Any]) -> Any:
     """Rank 0 sends each other rank its own array, of its own rows, and gets one of each, in turns of a
     loop."""
@@ -303,5 +322,5 @@ def hang(t: Transport, request: dict[str, Any]) -> Any:
 
 
 def main(cluster: Cluster, rank: int) -> int:
-    scenarios = (dtypes, order, each, again, after, lists, narrow, q_first, hang)
+    scenarios = (dtypes, order, sums, each, again, after, lists, narrow, q_first, hang)
     return serve({f.__name__: f for f in scenarios}, cluster, rank)

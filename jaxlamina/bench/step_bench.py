@@ -401,7 +401,8 @@ class _CaseRun:
         result = StepResult(str(self._case), way.name, floor_ms=floor, prepare_s=took, chosen=chosen)
         n = way.options.get("n_batches", 1)
         if n > 1:
-            result.pools_floor_ms = max(n * weights, kv / len(executor.group.workers)) / limit * 1e3
+            of_model, of_memory = executor.group.cluster.tensor_parallel, len(executor.group.workers)
+            result.pools_floor_ms = max(n * weights / of_model, kv / of_memory) / limit * 1e3
         chunk = self._chunk
         if way.decode in self._results and chunk is not None:
             result.n_prompt_tokens, result.n_stored_tokens = chunk.tokens.shape[1], int(chunk.lengths[0])

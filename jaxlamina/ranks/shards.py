@@ -15,8 +15,6 @@ talks to the attention workers and passes their answers on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from itertools import combinations
 from typing import Any
 
 import jax
@@ -228,13 +226,10 @@ class Shards:
         """What an exchange gives that a shard's model has for an operator (`EXCHANGES`), and what is there
         when it is over; ``x``: this rank's operand."""
         if eqn.primitive is _sum_p:
-            parts, last = self._every(x, after)
-            wide = jnp.promote_types(x.dtype, jnp.float32)
-            # In the ranks' order, so that it is the same on all.
-            return reduce(jnp.add, [part.astype(wide) for part in parts]).astype(x.dtype), last
+            return self._transport.add_up(x, self.ranks, after)
         axis, like = eqn.params["axis"], jax.ShapeDtypeStruct(x.shape, x.dtype)
         if not eqn.params["to_first"]:
-            parts, last = self._every(x, after)
+            parts, last = self._transport.every(x, self.ranks, after)
         elif self.index:
             tie = self._transport.send(x, self.ranks[0], after)
             return jnp.zeros(shape_of(eqn.outvars[0]), x.dtype), tie
@@ -242,20 +237,6 @@ class Shards:
             found = self._transport.recv_each(like, self.ranks[1:], after)
             parts, last = [x, *found], found[-1]
         return jnp.concatenate(parts, axis=axis), last
-
-    def _every(self, x: jax.Array, last: jax.Array | None) -> tuple[list[jax.Array], jax.Array | None]:
-        """Every rank's array, in the ranks' order, and what came last: each pair swaps theirs, pairs in one
-        order on all."""
-        rank, like = self._transport.rank, jax.ShapeDtypeStruct(x.shape, x.dtype)
-        found = {rank: x}
-        for a, b in combinations(self.ranks, 2):
-            if rank == a:
-                [last] = self._transport.swap_each([x], like, [b], after=last)
-                found[b] = last
-            elif rank == b:
-                last = self._transport.swap_part(x, like, a, 1, after=last)
-                found[a] = last
-        return [found[r] for r in self.ranks], last
 
 
 EXCHANGES = (_sum_p.name, _gather_p.name)

@@ -49,7 +49,7 @@ class ShardedExecutor(UnsplitExecutor):
         super().__init__(model, params, device=devices[0], kv_dtype=kv_dtype, **options)
 
     def run(self, step: Step) -> StepLogits:
-        return jax.device_put(super().run(step), self._device)
+        return jax.tree.map(lambda x: x.addressable_data(0), super().run(step))
 
     @property
     def _devices(self) -> Sequence[jax.Device]:
@@ -75,11 +75,25 @@ class ShardedExecutor(UnsplitExecutor):
         return ModelWorker(model, params, self._device, place=place)
 
     def _jitted(self, step: Callable[..., Any], *filled: Callable[..., Filled | None]) -> Any:
-        """By XLA's products: ours are of one device."""
-        return jax.jit(step, donate_argnums=(1, 2))
+        """By XLA's products: ours are of one device. Every device has all logits: to take them to one device
+        afterwards, JAX goes by the host's memory."""
+
+        def with_logits_everywhere(*args: Any) -> Any:
+            k_pools, v_pools, *logits = step(*args)
+            return (
+                k_pools,
+                v_pools,
+                *(jax.lax.with_sharding_constraint(x, self._everywhere) for x in logits),
+            )
+
+        return jax.jit(with_logits_everywhere, donate_argnums=(1, 2))
+
+    @property
+    def _everywhere(self) -> NamedSharding:
+        return NamedSharding(self._mesh, _EVERYWHERE)
 
     def _given(self, tokens: Any) -> jax.Array:
-        return jax.device_put(tokens, NamedSharding(self._mesh, _EVERYWHERE))
+        return jax.device_put(tokens, self._everywhere)
 
     def _decode_kernel(self, spec: AttentionSpec) -> Callable[..., Any]:
         return self._by_heads(super()._decode_kernel(spec))

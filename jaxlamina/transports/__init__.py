@@ -12,9 +12,12 @@ for the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Float32
 
 from jaxlamina.errors import UserError
@@ -105,6 +108,30 @@ class TracedEnd(Protocol):
     ) -> jax.Array:
         """Sends ``x`` and gives what ``with_`` sends: one of the ``of`` ends of its ``swap_each``."""
         return self.recv(like, with_, self.send(x, with_, after))
+
+    def every(
+        self, x: jax.Array, ranks: Sequence[int], after: jax.Array | None = None
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """What each of ``ranks``, of which this is one, gives here as ``x``, all alike, and what came last:
+        each pair swaps theirs, pairs in one order on all."""
+        like, found = jax.ShapeDtypeStruct(x.shape, x.dtype), {self.rank: x}
+        for a, b in combinations(ranks, 2):
+            if self.rank == a:
+                [after] = self.swap_each([x], like, [b], after=after)
+                found[b] = after
+            elif self.rank == b:
+                after = self.swap_part(x, like, a, 1, after=after)
+                found[a] = after
+        return [found[r] for r in ranks], after
+
+    def add_up(
+        self, x: jax.Array, ranks: Sequence[int], after: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The sum of them, as `every`."""
+        parts, after = self.every(x, ranks, after)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        # In the ranks' order, so that it is the same on all.
+        return reduce(jnp.add, [part.astype(wide) for part in parts]).astype(x.dtype), after
 
 
 @runtime_checkable

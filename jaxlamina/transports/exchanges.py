@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.transports.hlo import Instruction, Module, read_module
@@ -22,7 +22,7 @@ _TRIP_COUNT = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)')
 _TARGET = re.compile(r'custom_call_target="mpi_(\w+?)_ffi"')
 # A kernel that writes a message into another GPU's memory, or waits for one there: by the scope it was traced
 # in.
-_BY_MEMORY = re.compile(r".*exchange/(put|take)\.(\d+)/")
+_BY_MEMORY = re.compile(r".*exchange/(put|take|sum)\.([\d-]+)/")
 _PAIR = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
 _GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _AXES = re.compile(r"replica_groups=\S*mesh\S*\[(.*?)\]\s*\{(.*?)\}")
@@ -318,7 +318,9 @@ def _by_memory(i: Instruction, others: Mapping[str, Instruction]) -> Sequence[Ex
     if not found:
         return ()
     ((shape, dtype),) = (others[i.operands[0]] if found[1] == "put" else i).arrays
-    return (Exchange("put" if found[1] == "put" else "take", int(found[2]), shape, dtype),)
+    peers = [int(peer) for peer in found[2].split("-")]
+    ops: Sequence[Literal["put", "take"]] = [op for op in ("put", "take") if found[1] in (op, "sum")]
+    return [Exchange(op, peer, shape, dtype) for op in ops for peer in peers]
 
 
 def _takes_part(i: Instruction, rank: int) -> bool:

@@ -34,7 +34,7 @@ from jaxlamina.transports.exchanges import xla_exchanges
 from jaxlamina.transports.mailbox import Mailbox
 from jaxlamina.transports.progress import Launches, Way, messages_of
 from pallas_kernels.gpu.mail import Ring
-from pallas_kernels.mail import n_bytes, put, take
+from pallas_kernels.mail import add_up, adds, n_bytes, put, take
 from pallas_kernels.order import tied, zero_after
 
 AXIS = "ranks"
@@ -154,6 +154,13 @@ class XlaTransport(Transport):
             return self._swap(x, like, with_, after)
         got = self._all_to_all(self._rows([self._as_sent(tied(x, after), like)], [with_]))
         return self._as_got(got[with_], x.dtype, like)
+
+    def add_up(
+        self, x: jax.Array, ranks: Sequence[int], after: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if self._mail is not None and self._mail.adds_up(x, [r for r in ranks if r != self.rank]):
+            return (found := self._mail.add_up(x, ranks, self.rank, after)), found
+        return super().add_up(x, ranks, after)
 
     def _rows(
         self, xs: Sequence[Shaped[jax.Array, "*m"]], to: Sequence[int]
@@ -342,6 +349,10 @@ class Mail:
         """The same on all ranks."""
         return self._box.is_complete and self._box.ring.carries(n_bytes(like))
 
+    def adds_up(self, like: Like, peers: Sequence[int]) -> bool:
+        """The same on all of them."""
+        return adds(like) and all(self.carries(like, peer) for peer in peers)
+
     def begin(self, table: Int32[jax.Array, "n_ranks fields"]) -> None:
         """A program is traced, which is given the table."""
         self._traced, self._tags = table, count()
@@ -353,6 +364,11 @@ class Mail:
     def take(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None) -> jax.Array:
         with jax.named_scope(SPAN), jax.named_scope(f"take.{source}"):
             return take(like, self._traced, source, next(self._tags), self._box.ring, after)
+
+    def add_up(self, x: jax.Array, ranks: Sequence[int], rank: int, after: jax.Array | None) -> jax.Array:
+        others = "-".join(str(r) for r in ranks if r != rank)
+        with jax.named_scope(SPAN), jax.named_scope(f"sum.{others}"):
+            return add_up(x, self._traced, tuple(ranks), rank, next(self._tags), self._box.ring, after)
 
 
 def _in_turn(

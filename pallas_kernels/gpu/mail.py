@@ -13,8 +13,10 @@ Numbers of messages are 32 bits and may wrap: what is compared is their differen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 WORD = 16  # bytes that a lane moves at once
@@ -25,6 +27,8 @@ ADDRESSES = (
     "near_data", "near_come", "far_taken", "near_received",  # from it
 )  # fmt: skip
 N_FIELDS = 2 * len(ADDRESSES)  # 32-bit words
+
+_Place = Callable[[Any], tuple[Any, Any]]  # a word's offset in a message -> (pointer, offset)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Carrier:
         self._peers, self._row = peers, peer * N_FIELDS
         self._first = (w.warp == 0) & (w.lane == 0)
 
-    def put(self, message: Any, n_bytes: int, done: Any) -> None:
+    def put(self, message: Any, n_bytes: int, done: Any | None = None) -> None:
         """``message`` to the peer; ``done`` [1] becomes a float32 0."""
         w, own = self.w, self.w.cta * 4
         data, come, taken, sent = map(self._address, ADDRESSES[:4])
@@ -76,15 +80,24 @@ class Carrier:
             w.wait_for(taken, own, number + (1 - self.ring.n_slots), self._first)
             w.sync_cta()
 
-        self._copy(n_bytes, lambda at: (message, at), lambda at: (data, slot + at), wait)
+        _move(w, self.ring, n_bytes, [lambda at: (message, at)], _first, lambda at: (data, slot + at), wait)
         w.sync_cta()
         w.release(come, own, number + 1, self._first)  # all that this CTA's warps wrote comes before it
         w.store_b32(sent, own, number + 1, self._first)
-        w.store_f32(done, 0, [w.f32(0.0)], self._first & (w.cta == 0))
+        if done is not None:
+            w.store_f32(done, 0, [w.f32(0.0)], self._first & (w.cta == 0))
 
     def take(self, message: Any, n_bytes: int) -> None:
         """The peer's message, once it is there. That it was taken is said by the next one, which begins when
         all of this is done: so that nothing has to be waited for here."""
+        here, taken = self.waited_for()
+        self.w.sync_cta()
+        _move(self.w, self.ring, n_bytes, [here], _first, lambda at: (message, at))
+        taken()
+
+    def waited_for(self) -> tuple[_Place, Callable[[], None]]:
+        """Waits in one lane until the peer's next message is there, for all that `sync_cta` then: where it
+        lies, and what counts it as taken once it was read."""
         w, own = self.w, self.w.cta * 4
         data, come, taken, received = map(self._address, ADDRESSES[4:])
         number = w.load(received, own, "i32")
@@ -92,9 +105,7 @@ class Carrier:
         other = (w.warp == self.ring.n_warps - 1) & (w.lane == 0)  # than the one that waits
         w.release(taken, own, number, other)
         w.wait_for(come, own, number + 1, self._first)
-        w.sync_cta()
-        self._copy(n_bytes, lambda at: (data, slot + at), lambda at: (message, at))
-        w.store_b32(received, own, number + 1, self._first)
+        return lambda at: (data, slot + at), lambda: w.store_b32(received, own, number + 1, self._first)
 
     def _slot(self, number: Any) -> Any:
         return self.w.i64(number & (self.ring.n_slots - 1)) * self.ring.slot_bytes
@@ -102,30 +113,79 @@ class Carrier:
     def _address(self, name: str) -> Any:
         return self.w.load_pointer(self._peers, 4 * (self._row + 2 * ADDRESSES.index(name)))
 
-    def _copy(
-        self,
-        n_bytes: int,
-        source: Callable[[Any], tuple[Any, Any]],
-        to: Callable[[Any], tuple[Any, Any]],
-        before_stores: Callable[[], None] | None = None,
-    ) -> None:
-        """This CTA's words of a message; a lane has several on the way at once. ``before_stores`` meets the
-        first loads."""
-        w = self.w
-        n_words, lanes = n_bytes // WORD, 32 * self.ring.n_warps
-        each = -(-n_words // self.ring.n_ctas)
-        begin = w.cta * each
-        lane = w.warp * 32 + w.lane
 
-        def turn(i: Any, carry: list[Any]) -> list[Any]:
-            words = [lane + (i * (lanes * _AHEAD) + lanes * j) for j in range(_AHEAD)]
-            inside = [(word < each) & (begin + word < n_words) for word in words]
-            offsets = [w.i64(begin + word) * WORD for word in words]
-            values = [w.load_word(*source(at), kept) for at, kept in zip(offsets, inside, strict=True)]
-            if before_stores is not None:
-                w.cond(i == 0, lambda: [before_stores()][:0], [])
-            for at, value, kept in zip(offsets, values, inside, strict=True):
-                w.store_word(*to(at), value, kept)
-            return carry
+def add_up(
+    w: Any,
+    ring: Ring,
+    peers: Any,
+    ranks: Sequence[int],
+    rank: int,
+    part: Any,
+    n_bytes: int,
+    kind: str,
+    to: Any,
+) -> None:
+    """One warp's program of rank ``rank``: ``to`` becomes the sum of what all ``ranks`` have as ``part``, in
+    their order, by float32. Each puts its own into the others' rings and adds what they put into its own.
+    ``kind``: "bf16" or "f32", of the elements."""
+    others = {r: Carrier(w, ring, peers, r) for r in ranks if r != rank}
+    for carrier in others.values():
+        carrier.put(part, n_bytes)
+    there = {r: carrier.waited_for() for r, carrier in others.items()}
+    w.sync_cta()
+    places = [there[r][0] if r != rank else lambda at: (part, at) for r in ranks]
 
-        w.loop(-(-each // (lanes * _AHEAD)), turn, [])
+    def added(words: Sequence[list[Any]]) -> list[Any]:
+        each = [[x for bits in word for x in _numbers(w, bits, kind)] for word in words]
+        sums = [reduce(add, of_one) for of_one in zip(*each, strict=True)]
+        if kind == "f32":
+            return [w.bits(x) for x in sums]
+        return [w.pack(low, high, kind) for low, high in zip(sums[::2], sums[1::2], strict=True)]
+
+    _move(w, ring, n_bytes, places, added, lambda at: (to, at))
+    for _, taken in there.values():
+        taken()
+
+
+def _numbers(w: Any, bits: Any, kind: str) -> list[Any]:
+    """What 32 bits hold, as float32."""
+    if kind == "f32":
+        return [w.number(bits)]
+    return [w.bf16_bits_to_f32(bits), w.bf16_bits_to_f32(bits // 65536)]
+
+
+def _first(words: Sequence[list[Any]]) -> list[Any]:
+    return words[0]
+
+
+def _move(
+    w: Any,
+    ring: Ring,
+    n_bytes: int,
+    sources: Sequence[_Place],
+    combine: Callable[[Sequence[list[Any]]], list[Any]],
+    to: _Place,
+    before_stores: Callable[[], None] | None = None,
+) -> None:
+    """This CTA's words of a message: what ``combine`` makes of those that ``sources`` have. A lane has
+    several on the way at once. ``before_stores`` meets the first loads."""
+    n_words, lanes = n_bytes // WORD, 32 * ring.n_warps
+    each = -(-n_words // ring.n_ctas)
+    begin = w.cta * each
+    lane = w.warp * 32 + w.lane
+
+    def turn(i: Any, carry: list[Any]) -> list[Any]:
+        words = [lane + (i * (lanes * _AHEAD) + lanes * j) for j in range(_AHEAD)]
+        inside = [(word < each) & (begin + word < n_words) for word in words]
+        offsets = [w.i64(begin + word) * WORD for word in words]
+        values = [
+            [w.load_word(*source(at), kept) for source in sources]
+            for at, kept in zip(offsets, inside, strict=True)
+        ]
+        if before_stores is not None:
+            w.cond(i == 0, lambda: [before_stores()][:0], [])
+        for at, value, kept in zip(offsets, values, inside, strict=True):
+            w.store_word(*to(at), combine(value), kept)
+        return carry
+
+    w.loop(-(-each // (lanes * _AHEAD)), turn, [])

@@ -210,6 +210,12 @@ class MosaicWarp:
     def reciprocal(self, x: Reg) -> Reg:
         return _asm("rcp.rn.f32 $0, $1;", ["f32"], [x.value])[0]
 
+    def number(self, bits: Reg) -> Reg:
+        return Reg(arith.bitcast(_type("f32"), bits.value))
+
+    def bits(self, x: Reg) -> Reg:
+        return Reg(arith.bitcast(_type("i32"), x.value))
+
     def bf16_bits_to_f32(self, bits: Reg) -> Reg:
         return Reg(arith.bitcast(_type("f32"), arith.shli(bits.value, _constant(16, "i32"))))
 

@@ -160,6 +160,14 @@ class WarpMachine:
         with np.errstate(divide="ignore"):
             return np.float32(1) / x
 
+    def number(self, bits: np.ndarray) -> np.ndarray:
+        """The float32 of these bits."""
+        return bits.view(np.float32)
+
+    def bits(self, x: np.ndarray) -> np.ndarray:
+        """Those of a float32."""
+        return x.view(np.int32)
+
     def bf16_bits_to_f32(self, bits: np.ndarray) -> np.ndarray:
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
