@@ -95,7 +95,51 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
         "n_preemptions": stats["n_preemptions"],
         "ahead": over_ranks.engine.async_scheduling,
         "n_kept": group.transport.n_kept,
+        "n_prompt_tokens_own_pace": stats["n_prompt_tokens_own_pace"],
     }
+
+
+def held_worker(group: Any, model: str, folder: str, n_steps: int = 3) -> dict[str, Any]:
+    """Decode steps that end between a chunk's beginning and its intake, of each chunk that is begun while a
+    request is decoded: the prefill worker is held (`rank_job.hold_prompts`) until there are ``n_steps``. One
+    request is aborted while its prompt is computed."""
+    llm = LLM(source(model), group=group, max_num_seqs=4, max_model_len=96)
+    executor, engine = llm.executor, llm.engine
+    long, greedy = [(7 * i) % 50 + 3 for i in range(20)], SamplingParams(max_tokens=40, ignore_eos=True)
+    at_beginning: dict[int, int] = {}  # by chunk
+    meanwhile: list[int] = []
+    begin, run = executor.begin_prompt, executor.run
+
+    def begun(part: Any) -> None:
+        begin(part)
+        at_beginning[group.n_chunks] = engine.stats.n_decode_steps
+
+    def ran(step: Any) -> Any:
+        if any(part.ready for part in step.prompts):
+            meanwhile.append(engine.stats.n_decode_steps - at_beginning[group.n_chunks])
+        return run(step)
+
+    tokens: dict[str, list[int]] = {}
+    names: list[str] = []
+    for i in (1, 2, 3):  # programs are compiled by then: decode steps do not wait for that either
+        (Path(folder) / f"{i}").touch()
+    llm.generate({"prompt_token_ids": long[::-1]}, SamplingParams(max_tokens=2, ignore_eos=True))
+    with patch.object(executor, "begin_prompt", begun), patch.object(executor, "run", ran):
+        first = engine.add_request([7, 8], SamplingParams(max_tokens=90, ignore_eos=True))
+        while not engine.idle:
+            for event in engine.step():
+                tokens.setdefault(event.request_id, []).append(event.token_id)
+            if first in tokens and not names:
+                names = [engine.add_request([*prompt], greedy) for prompt in ([*long, 4], long)]
+            if names and group.n_chunks == 5:
+                engine.abort(names[0])
+            n_since = engine.stats.n_decode_steps - at_beginning.get(group.n_chunks, 0)
+            if group.n_chunks == 4 or n_since >= n_steps:
+                (Path(folder) / f"{group.n_chunks}").touch()
+        engine.check_integrity()
+    alone = LLM(source(model), split=False, max_num_seqs=4, max_model_len=96)
+    [want] = alone.generate({"prompt_token_ids": long}, greedy)
+    return {"same": tokens[names[1]] == list(want.outputs[0].token_ids), "n_decodes_meanwhile": meanwhile}
 
 
 def updated(group: Any, model: Any) -> dict[str, Any]:
@@ -547,6 +591,6 @@ def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, updated, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch,
+        greedy, updated, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker,
     )
 }  # fmt: skip
