@@ -105,7 +105,10 @@ def held_worker(group: Any, model: str, folder: str, n_steps: int = 3) -> dict[s
     request is aborted while its prompt is computed."""
     llm = LLM(source(model), group=group, max_num_seqs=4, max_model_len=96)
     executor, engine = llm.executor, llm.engine
-    long, greedy = [(7 * i) % 50 + 3 for i in range(20)], SamplingParams(max_tokens=40, ignore_eos=True)
+    long, greedy = (
+        [(7 * i) % 50 + 3 for i in range(20)],
+        SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+    )
     at_beginning: dict[int, int] = {}  # by chunk
     meanwhile: list[int] = []
     begin, run = executor.begin_prompt, executor.run
@@ -366,7 +369,9 @@ def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
         group=group,
     )
     prompts = {r.way: [r.n_prompt_tokens, r.ratio_to_decode, r.prompt_tokens_per_s] for r in found}
-    return {"difference": max(r.max_difference for r in found), "ways": prompts}
+    own = {r.way: [*r.own_pace.tokens_per_s, *r.own_pace.alone_tokens_per_s] for r in found if r.own_pace}
+    differences = [r.max_difference for r in found if r.max_difference is not None]
+    return {"difference": max(differences), "ways": prompts, "own_pace": own}
 
 
 def stray(group: Any, unused: list[int]) -> float:
@@ -395,7 +400,9 @@ def warmed(
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
     llm = LLM(source(model), group=group, **limits)
     sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
-    todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.capabilities.n_prefill_workers)
+    can = llm.engine.capabilities
+    workers = {"n_prefill_workers": can.n_prefill_workers, "own_pace_tokens": can.own_pace_tokens}
+    todo = warm_up.shapes(llm.buckets, **sizes, **workers)
     done: list[int] = []
     ahead: list[str] = []  # threads that compiled a program before it was to be run
     compile_later = llm.executor.compile_later

@@ -260,8 +260,8 @@ class SetupPrompts(_Message, frozen=True):
 class Compute(_Message, frozen=True):
     """To the same: compute a prompt's tokens after its first ``start``, which it has computed before, and
     keep what comes of it for the step that takes it in. ``tokens``, ``positions`` int32 ``[1, T]``;
-    ``logits_at`` int32 ``[1]``, the last token that is no padding; ``scored``: logits of all. It answers Computed once all
-    of it is on its device, whatever else it is asked meanwhile."""
+    ``logits_at`` int32 ``[1]``, the last token that is no padding; ``scored``: logits of all. It answers
+    Computed once all of it is on its device, whatever else it is asked meanwhile."""
 
     chunk: int
     start: int
