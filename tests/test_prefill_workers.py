@@ -111,33 +111,42 @@ def test_samples_and_beams() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("transport", "dop", "n_workers", "partition"),
+    ("transport", "dop", "n_workers", "partition", "pace"),
     [
-        ("xla", (1, 1), 2, "heads"),
-        ("xla", (1, 2), 1, "tokens"),
-        mpi((1, 1), 1, "heads"),
+        ("xla", (1, 1), 2, "heads", "step"),
+        ("xla", (1, 2), 1, "tokens", "step"),
+        ("xla", (1, 2), 2, "tokens", "own"),
+        mpi((1, 1), 1, "heads", "step"),
     ],
 )
-def test_scored_prompts(transport: str, dop: tuple[int, int], n_workers: int, partition: str) -> None:
+def test_scored_prompts(
+    transport: str, dop: tuple[int, int], n_workers: int, partition: str, pace: str
+) -> None:
     """Prompts are as likely as unsplit, and are computed by prefill workers, too, beside others."""
-    cluster = {"partition": partition, "prefill_workers": n_workers}
+    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_pace": pace}
     [found] = run_job(transport, dop, [("scored", {"model": "llama"})], **cluster)
     assert found["same"] and found["n"] == 39, found
     of_all = [name for name in found["programs"] if "logits of all" in name]
-    assert of_all and all("logits of all, on rank" in name for name in of_all), of_all
-    assert any(name.startswith("decode") for name in of_all), of_all
+    how = "logits of all, on rank" if pace == "step" else "logits of all, computed before, on rank"
+    assert of_all and all(how in name for name in of_all), of_all
+    assert any(name.startswith("decode") for name in of_all) == (pace == "step"), of_all
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pace", ["step", "own"])
 @pytest.mark.parametrize(
     ("dop", "n_workers", "partition"), [((1, 1), 1, "heads"), ((1, 1), 2, "heads"), ((1, 2), 1, "tokens")]
 )
-def test_after_warming_up_nothing_is_compiled(dop: tuple[int, int], n_workers: int, partition: str) -> None:
+def test_after_warming_up_nothing_is_compiled(
+    dop: tuple[int, int], n_workers: int, partition: str, pace: str
+) -> None:
     """But where tokens fall to workers by chance."""
     shared = [*range(5, 22)]
     prompts = [shared, [7, 8], [*range(3, 41)], [*range(9, 31)], [*shared, 33, 34]]
     scenario = "warmed", {"model": "llama", "max_model_len": 48, "chunk": 24, "prompts": prompts}
-    [found] = run_job("xla", dop, [scenario], partition=partition, prefill_workers=n_workers)
+    [found] = run_job(
+        "xla", dop, [scenario], partition=partition, prefill_workers=n_workers, prefill_pace=pace
+    )
     assert found["same"] and found["n_done"] == found["more_of_sampler"] == 0, found
     assert partition == "tokens" or not found["more"], found
     assert any(name.startswith("decode") and "on rank" in name for name in found["programs"]), found

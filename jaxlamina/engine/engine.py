@@ -443,7 +443,9 @@ class Engine:
 
     def _own_part(self, chunk: OwnChunk) -> PromptPart:
         request, span = chunk.request, (chunk.first, chunk.span[1])
-        size = self.buckets.fit(_prompt_of(request, span))
+        of = {"workers": (request.worker,), "own_pace": True, "of_all": request.scores_prompt}
+        wanted = StepSizes("prefill", 1, span[1] - span[0], 0, **of)
+        size = replace(self.sizes.fit(wanted), context=span[0])  # which the worker has by position
         return PromptPart(self._prefill_batch(request, span, size), request.scores_prompt, request.worker)
 
     def _prefill_batch(self, request: Request, span: tuple[int, int], size: StepSizes) -> PrefillBatch:

@@ -81,11 +81,9 @@ def shapes(
         both += _scored(buckets, max_model_len, max_chunk)
     at_own_pace: list[StepSizes] = []
     if n_prefill_workers and own_pace_tokens:
-        longest = bucket(min(own_pace_tokens, max_model_len), buckets.prompt)
         at_own_pace = [
             StepSizes("prefill", 1, size, 0, workers=(worker,), own_pace=True)
-            for size in buckets.prompt
-            if size <= longest
+            for size in _halved(bucket(min(own_pace_tokens, max_model_len), buckets.prompt), buckets.prompt)
             for worker in range(n_prefill_workers)
         ]
     return decodes + at_own_pace + found + both
@@ -101,6 +99,16 @@ def _scored(buckets: Buckets, max_model_len: int, max_chunk: int | None) -> list
             if size <= longest:
                 found[buckets.fit(StepSizes("chunk", 1, size, start, of_all=True))] = None
     return list(found)
+
+
+def _halved(longest: int, sizes: Sequence[int]) -> list[int]:
+    """Of ``sizes`` those that hold ``longest``, half of it, a quarter, …: no prompt is padded to more than
+    twice its tokens, or few programs would be many on each worker."""
+    found, n = [longest], longest // 2
+    while n >= sizes[0]:
+        found.append(bucket(n, sizes))
+        n //= 2
+    return sorted(set(found))
 
 
 def _with_fewest(sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, int]]:
@@ -119,7 +127,14 @@ def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
         largest[group] = largest[group].joined(shape) if group in largest else shape
     small = [shape for shape in todo if not (shape.alongside or shape.workers or shape.of_all)]
     short = [shape for shape in small if shape.kind != "decode" and shape.n_tokens >= _SHORT_TOKENS]
-    found = [*largest.values(), *[shape for shape in small if shape.kind == "decode"][:1], *short[:1]]
+    # None of these can be compiled behind, and each is on one worker.
+    own_pace = [shape for shape in todo if shape.own_pace]
+    found = [
+        *largest.values(),
+        *own_pace,
+        *[shape for shape in small if shape.kind == "decode"][:1],
+        *short[:1],
+    ]
     if n_at_once > len(set(found)):
         most = max((shape.n_tokens for shape in small), default=0)
         longest_context = max((shape.context for shape in small if shape.kind == "chunk"), default=0)
