@@ -274,34 +274,39 @@ def test_what_is_computed_for_one_who_has_gone_is_dropped_and_the_worker_is_free
     scheduler.check_integrity()
 
 
-def test_an_interrupted_prompt_goes_on_from_its_first_token_or_with_the_steps() -> None:
-    """A chat takes the worker, whose memory holds one prompt: it computes the beginning again if that is less
-    than a chunk."""
-    for n_found, then in ((2, [("work", 0, (2, 4), 0)]), (8, [])):
-        scheduler = own_pace(policy=load_policy("chat-first"), prefill_chunk=2, caching=True)
-        if n_found == 2:
-            scheduler.add(request("before", 2, 1))
-            run_step_of_chunks(scheduler)
+@pytest.mark.parametrize("chat_ends", [False, True])
+def test_an_interrupted_prompt_goes_on_with_the_steps(chat_ends: bool) -> None:
+    """A chat takes the worker, whose memory holds one prompt: the chat's, even if that is aborted."""
+    scheduler = own_pace(policy=load_policy("chat-first"), prefill_chunk=2)
+    work, chat = request("work", 11, 4), request("chat", 2, 4)
+    work.priority = 1
+    scheduler.add(work)
+    run_step_of_chunks(scheduler)
+    scheduler.computed(0)
+    run_step_of_chunks(scheduler)
+    scheduler.add(chat)
+    scheduler.computed(0)
+    assert begun(run_step_of_chunks(scheduler)) == [("chat", 0, (0, 2), 0)]
+    if chat_ends:
+        scheduler.finish(chat)
+    scheduler.computed(0)
+    plan = run_step_of_chunks(scheduler)
+    assert not plan.begun and drawn(plan) == [("work", 0, (8, 10))]
+
+
+def test_a_beginning_of_less_than_a_chunk_is_computed_again() -> None:
+    """Where it is cached, only who decodes has it."""
+    scheduler = own_pace(caching=True, prefill_chunk=2)
+    for name, n, then in (("before", 2, [(0, 2)]), ("short", 8, [(2, 4)]), ("long", 11, None)):
+        scheduler.add(request(name, n, 1))
+        plan = run_step_of_chunks(scheduler)
+        assert [(c.span, c.first) for c in plan.begun] == [(span, 0) for span in then or ()]
+        assert drawn(plan) == ([("long", 0, (8, 10))] if then is None else [])
+        while scheduler.awaits_workers:
             scheduler.computed(0)
-            for r in run_step_of_chunks(scheduler).requests:
-                scheduler.finish(r)
-        work = request("work", 11, 4)
-        work.priority = 1
-        scheduler.add(work)
-        plan = run_step_of_chunks(scheduler)
-        if n_found == 2:
-            assert begun(plan) == then
-            continue
-        scheduler.computed(0)
-        run_step_of_chunks(scheduler)
-        chat = request("chat", 2, 4)
-        chat.prompt_token_ids = [90, 91]
-        scheduler.add(chat)
-        scheduler.computed(0)
-        assert begun(run_step_of_chunks(scheduler)) == [("chat", 0, (0, 2), 0)]
-        scheduler.computed(0)
-        plan = run_step_of_chunks(scheduler)
-        assert begun(plan) == then and drawn(plan) == [("work", 0, (8, 10))]
+            plan = run_step_of_chunks(scheduler)
+        for r in plan.requests:
+            scheduler.finish(r)
 
 
 @pytest.mark.parametrize("name", ["fifo", "chat-first"])

@@ -22,6 +22,7 @@ from jaxlamina.steps.step import PromptPart, Step
 
 _CHUNKS = 4  # of each worker, a round
 _LONGEST_S = 120.0  # of a round
+_COMPILING_S = 900.0
 
 
 @dataclass
@@ -53,7 +54,7 @@ class OwnPaceRun:
         """Compiles everything."""
         for part in self._parts:
             self._executor.begin_prompt(part)
-            self._await(1)
+            self._await(1, _COMPILING_S)
             self._take_in(part)
         jax.block_until_ready(self._executor.decode(self._batch))
 
@@ -127,12 +128,12 @@ class OwnPaceRun:
         ready = PromptPart(part.batch, part.scored, part.worker, ready=True)
         self._executor.run(Step(prompts=(ready,)))
 
-    def _await(self, n: int) -> None:
-        until = time.perf_counter() + _LONGEST_S
+    def _await(self, n: int, most_s: float = _LONGEST_S) -> None:
+        until = time.perf_counter() + most_s
         while n > 0:
             n -= len(self._executor.computed(1.0))
             if n > 0 and time.perf_counter() > until:
-                raise UserError(f"a prefill worker is not done within {_LONGEST_S:g} s: give --prefill fewer")
+                raise UserError(f"a prefill worker is not done within {most_s:g} s: give --prefill fewer")
 
 
 def _median_ms(seconds: list[float]) -> float:

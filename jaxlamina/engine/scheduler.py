@@ -102,9 +102,8 @@ class Scheduler:
         self.headroom = Headroom(headroom)
         self.n_prefill_workers = n_prefill_workers
         self.own_pace_tokens = own_pace_tokens
-        self._at_work: dict[
-            int, OwnChunk
-        ] = {}  # by worker, what it computes at its own pace, or has computed
+        # By worker, what it computes at its own pace, or has computed.
+        self._at_work: dict[int, OwnChunk] = {}
         self._done: set[int] = set()  # workers that have
         # By worker, whose tokens it has computed last at its own pace, in which of its lives, and how many.
         self._last_computed: dict[int, tuple[Request, int, int]] = {}
@@ -247,6 +246,7 @@ class Scheduler:
         start, first = request.n_computed, self._first_at_own_pace(request)
         assert start is not None and first is not None
         most = min(self.own_pace_tokens, SCORED_CHUNK) if request.scores_prompt else self.own_pace_tokens
+        self._last_computed.pop(request.worker, None)  # its memory holds something else from now on
         chunk = OwnChunk(request, (start, min(request.n_tokens, first + most)), first)
         request.chunk = self._at_work[request.worker] = chunk
         return chunk

@@ -83,7 +83,9 @@ def shapes(
     if n_prefill_workers and own_pace_tokens:
         at_own_pace = [
             StepSizes("prefill", 1, size, 0, workers=(worker,), own_pace=True)
-            for size in _halved(bucket(min(own_pace_tokens, max_model_len), buckets.prompt), buckets.prompt)
+            for size in _quartered(
+                bucket(min(own_pace_tokens, max_model_len), buckets.prompt), buckets.prompt
+            )
             for worker in range(n_prefill_workers)
         ]
     return decodes + at_own_pace + found + both
@@ -101,13 +103,13 @@ def _scored(buckets: Buckets, max_model_len: int, max_chunk: int | None) -> list
     return list(found)
 
 
-def _halved(longest: int, sizes: Sequence[int]) -> list[int]:
-    """Of ``sizes`` those that hold ``longest``, half of it, a quarter, …: no prompt is padded to more than
-    twice its tokens, or few programs would be many on each worker."""
-    found, n = [longest], longest // 2
+def _quartered(longest: int, sizes: Sequence[int]) -> list[int]:
+    """Of ``sizes`` those that hold ``longest``, a quarter of it, a quarter of that, …: each is compiled twice
+    on its worker, for a prompt's first chunk and for later ones, before a server answers."""
+    found, n = [longest], longest // 4
     while n >= sizes[0]:
         found.append(bucket(n, sizes))
-        n //= 2
+        n //= 4
     return sorted(set(found))
 
 
