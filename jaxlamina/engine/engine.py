@@ -443,8 +443,8 @@ class Engine:
 
     def _own_part(self, chunk: OwnChunk) -> PromptPart:
         request, span = chunk.request, (chunk.first, chunk.span[1])
-        of = {"workers": (request.worker,), "own_pace": True, "of_all": request.scores_prompt}
-        wanted = StepSizes("prefill", 1, span[1] - span[0], 0, **of)
+        workers, of_all = (request.worker,), request.scores_prompt
+        wanted = StepSizes("prefill", 1, span[1] - span[0], 0, workers=workers, of_all=of_all, own_pace=True)
         size = replace(self.sizes.fit(wanted), context=span[0])  # which the worker has by position
         return PromptPart(self._prefill_batch(request, span, size), request.scores_prompt, request.worker)
 
