@@ -40,6 +40,7 @@ def started(
     unreadable: bool = False,
     frozen: Any = None,
     elsewhere: bool = False,
+    hold_prompts: Any = None,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's
@@ -62,6 +63,7 @@ def started(
         "unreadable": unreadable,
         "frozen": frozen and str(frozen),
         "elsewhere": elsewhere,
+        "hold_prompts": hold_prompts and str(hold_prompts),
     }
     job |= {name: x for name, x in more.items() if x}
     n = sum(dop) + cluster.get("prefill_workers", 0)

@@ -114,6 +114,17 @@ class Cluster(ModelOptions):
         "model.",
         least=0,
     )
+    prefill_pace: Literal["own", "step"] = option(
+        "own",
+        "How prefill workers compute prompts. `own`: at their own pace; attention workers take in what is "
+        "computed, so that decode steps never wait for it. Each keeps the KV of one prompt of "
+        "`max_model_len` tokens. A prompt of which a beginning of `prefill_chunk` tokens or more is cached "
+        "goes as with `step`. "
+        "`step`: a chunk of `max_num_batched_tokens` beside each decode step, layer by layer with it.",
+    )
+    prefill_chunk: int = option(
+        2048, "Tokens of a prompt that a prefill worker computes at once at its own pace.", least=2
+    )
     pipelining: Literal["auto", "rotational", "fixed"] = option(
         "auto",
         "Of copies of the model: `rotational`: a batch's slices on each model worker in turn, one batch "

@@ -112,6 +112,7 @@ class Group:
         self.replicas = tuple(range(1, cluster.n_model))  # model ranks but this one
         self.prefill_ranks = tuple(cluster.pools.prefill_ranks)
         self.n_steps = 0
+        self.n_chunks = 0  # of prompts, that prefill workers were told to compute at their own pace
         self.owed: str | None = None  # a step that the others were told of, until this rank has begun it
         self._closed = False
         self._failing = Failing(cluster, 0)
@@ -171,6 +172,18 @@ class Group:
 
     def receive(self, rank: int, kind: type[M], deadline_s: float | None = None) -> M:
         return self.control.receive(rank, kind, deadline_s or self.cluster.step_deadline_s)  # type: ignore[type-var]
+
+    def computed_chunks(self, wait_s: float = 0.0) -> list[int]:
+        """Chunks that prefill workers have computed since this was asked last; waits for one for so long at
+        most."""
+        found: list[int] = []
+        with suppress(queue.Empty):
+            found.append(
+                self.control.computed.get(timeout=wait_s) if wait_s else self.control.computed.get_nowait()
+            )
+            while True:
+                found.append(self.control.computed.get_nowait())
+        return found
 
     def begin_step(self, shape: StepShape, workers: Sequence[int]) -> int:
         """With these attention workers."""

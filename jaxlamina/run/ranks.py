@@ -40,8 +40,16 @@ from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.ranks.shards import shard_like, shard_model
 from jaxlamina.run.balance import LINKS, Balance, Speeds
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
-from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
-from jaxlamina.run.set_up import KVRoom, SlotsWanted, allocate, setup_of, share_out, stages_with_kv
+from jaxlamina.run.parts import Part, computed_part, mixed_part, prompts_part, rows_part
+from jaxlamina.run.set_up import (
+    KVRoom,
+    SlotsWanted,
+    allocate,
+    set_up_prompts,
+    setup_of,
+    share_out,
+    stages_with_kv,
+)
 from jaxlamina.run.staggering import Choice
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
 from jaxlamina.steps.buckets import Cut
@@ -150,6 +158,8 @@ class RanksExecutor(Executor):
         self.latest_n_batches = 1  # of the last decode step
         self.mini_batches = cluster.mini_batches
         self.prefill_workers = cluster.prefill_workers
+        self._own_pace_tokens = cluster.prefill_chunk if cluster.prefill_pace == "own" else 0
+        self._at_work: dict[int, tuple[int, int]] = {}  # by chunk: the worker's index, and the watch's ticket
         self.choice = Choice((1, cluster.usual_n_batches), on_chosen=_say_choice)
         known = model, params, self.specs, calibration
         with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
@@ -189,6 +199,8 @@ class RanksExecutor(Executor):
             wishes_of(self.layout, cluster.token_block, share, following),
             room.each,
         )
+        if self.prefill_workers and self._own_pace_tokens:
+            set_up_prompts(group, largest.context, setup)
         self._copies = RankCopies(group.cluster, 0, parse_address(group.control.address)[0])
         self._programs: dict[StepShape, Own] = {}
         self._tracing = (
@@ -242,6 +254,7 @@ class RanksExecutor(Executor):
         return Capabilities(
             bucket_cut=self._bucket_cut,
             n_prefill_workers=self.prefill_workers,
+            own_pace_tokens=self._own_pace_tokens if self.prefill_workers else 0,
             places_tokens=places_tokens,
             compiles_behind=not self.prefill_workers and (not places_tokens or self.pool.has_few_shapes),
             why_not_mixed=why_not(self.layout, self._mixed_like),
@@ -253,6 +266,10 @@ class RanksExecutor(Executor):
         each of its tokens is a row of the model, so one that goes by a row's largest position (dynamic rope
         scaling) sees its own. What else there is of prompts runs after the rows."""
         self._check_current()
+        if ready := [part for part in step.prompts if part.ready]:
+            if step.decodes is not None or len(step.prompts) > 1:
+                raise ValueError("what is computed already is taken in by a step of its own")
+            return self._take_in(ready[0])
         if self.prefill_workers and step.prompts:
             return self._run_beside(step)
         together = step.alongside is not None and not self.capabilities.why_not_mixed
@@ -304,6 +321,39 @@ class RanksExecutor(Executor):
         logits = self._launch(parts)
         rows = None if batch is None else _without_padding(logits.pop(0), batch)
         return StepLogits(rows, tuple(logits))
+
+    def begin_prompt(self, part: PromptPart) -> None:
+        """The worker knows its tokens' KV by position; slots are the attention ranks' affair."""
+        self._check_current()
+        batch, group = part.batch, self.group
+        group.n_chunks += 1
+        rank = group.prefill_ranks[part.worker]
+        what = f"chunk {group.n_chunks} of a prompt, by {group.cluster.describe(rank)},"
+        # It may have to compile first; when it computes, its own deadline is that of a step.
+        ticket = group.watch.begin(what, PREPARE_DEADLINE_S + group.cluster.step_deadline_s)
+        self._at_work[group.n_chunks] = part.worker, ticket
+        tokens, positions, logits_at = map(m.Array.of, (batch.tokens, batch.positions, batch.logits_at))
+        start = int(batch.lengths[0])
+        group.send(rank, m.Compute(group.n_chunks, start, tokens, positions, logits_at, part.scored))
+
+    def computed(self, wait_s: float = 0.0) -> list[int]:
+        found: list[int] = []
+        for chunk in self.group.computed_chunks(wait_s if self._at_work else 0.0):
+            if chunk in self._at_work:  # else another model's
+                worker, ticket = self._at_work.pop(chunk)
+                self.group.watch.watchdog.done(ticket)
+                found.append(worker)
+        return found
+
+    def _take_in(self, part: PromptPart) -> StepLogits:
+        """What comes of a chunk is on its prefill worker: it goes to attention ranks between two steps of the
+        rows, while model ranks are at a step's last slice and the next one's first, and by programs that are
+        few."""
+        if any(worker == part.worker for worker, _ in self._at_work.values()):
+            raise ValueError(f"prefill worker {part.worker} has not computed it yet")
+        rank = self.group.prefill_ranks[part.worker]
+        logits = self._launch([computed_part(self.pool, part.batch, scored=part.scored, rank=rank)])
+        return StepLogits(None, tuple(logits))
 
     def candidates(self, n_rows: int, context: int) -> tuple[int, ...]:
         """How many staggered batches a decode step of so many rows and earlier tokens a row may run as: one

@@ -334,6 +334,7 @@ def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
         chunks=llm.options.prefix_caching or in_chunks,
         mixed=llm.engine.mixed_steps,
         n_prefill_workers=llm.engine.capabilities.n_prefill_workers,
+        own_pace_tokens=llm.engine.capabilities.own_pace_tokens,
         scored=settings.warm_up_prompt_logprobs,
     )
 

@@ -24,6 +24,7 @@ from jaxlamina.job.control.messages import (
     Admitted,
     AnyHello,
     Bye,
+    Computed,
     Fault,
     Hello,
     M,
@@ -104,6 +105,7 @@ class ControlServer:
         self._n_refused = 0
         listener = listen(address)
         self.address = address_text(listener.getsockname())
+        self.computed: queue.SimpleQueue[int] = queue.SimpleQueue()  # chunks, as `Computed` has them
         self._door = Door(listener, self._hear, self._stranger)
 
     def gather(self, deadline_s: float) -> None:
@@ -303,6 +305,8 @@ class ControlServer:
     def _take(self, rank: int, message: Message) -> None:
         if isinstance(message, Fault):
             self._bad_news(message.rank, message.line, rank)
+        elif isinstance(message, Computed):  # nobody waits for it among answers
+            self.computed.put(message.chunk)
         else:
             member = self._members[rank]
             member.inbox.put((message, member.connection.epoch))
