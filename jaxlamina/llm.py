@@ -165,6 +165,7 @@ class LLM:
         maker = ExecutorMaker(self.place, self.model, self.dtype, o, length)
         self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
         calibration = self._calibration(o.kv_dtype, calibration_tokens, calibration_headroom)
+        self.modelled = maker.modelled
         maker.check(weights=not source.in_memory)
         with _loading(o.use_tqdm_on_load and on_load is None) as progress:
             params = source.load(self.dtype, self.place.load_device, on_load or progress)

@@ -158,3 +158,33 @@ def test_pools_stay_even_while_requests_come_and_go(partition: str) -> None:
             free += slots
     assert len(apart) > 3000
     assert np.median(apart) <= 0.1, np.percentile(apart, [10, 50, 90])
+
+
+@pytest.mark.parametrize(("predicted_us", "first"), [(200, 2), (900, 1)])
+def test_slices_are_as_predicted_until_they_are_seen(predicted_us: int, first: int) -> None:
+    """The first prediction of staggered slices makes them the shortest step, the second far too long."""
+    slices_us = {1: 400, 2: predicted_us}
+    balance = Balance(H200, (1, 2), lambda n_rows, n: slices_us[n] * US * LAYERS)
+    n_rows, n_tokens = 160, 160 * 4096
+    assert not balance.is_measured()
+    assert balance.best(n_rows, n_tokens).n_batches == first
+    where = n_rows, 0.4 * n_tokens, 0.6 * n_tokens
+    assert balance.n_batches(*where, possible=(1, 2)) == first
+    # What is measured overrides: staggered slices of 900, and of 200.
+    measured_us = 900 if first == 2 else 200
+    for _ in range(8):
+        n = balance.n_batches(*where, possible=(1, 2))
+        local, remote = 0.4 * n_tokens * H200.local_s, 0.6 * n_tokens * H200.remote_s + H200.exchange_s
+        slices = {1: 400, 2: measured_us}[n] * US * LAYERS
+        balance.took(*where[:1], n, *where[1:], slices + (max(local, remote) if n == 1 else local))
+    assert balance.is_measured(n_rows)
+    assert balance.n_batches(*where, possible=(1, 2)) == 1
+    assert balance.best(n_rows, n_tokens).n_batches == 1
+
+
+def test_a_prediction_is_corrected_by_what_other_steps_took() -> None:
+    balance = Balance(H200, (1,), lambda n_rows, n: n_rows * US * LAYERS)
+    balance.took(64, 1, 0.0, 0.0, 2 * 64 * US * LAYERS)  # twice as long as predicted
+    step_s = balance.predicted_s(128, 1, 0.0, 0.0)
+    assert step_s == pytest.approx(2 * 128 * US * LAYERS)
+    assert balance.state()["steps"][0]["predicted_slices_s"] == pytest.approx(64 * US * LAYERS)
