@@ -95,6 +95,14 @@ class Terms:
             1 / self.product_knee
         )
 
+    def fuller_rows(self, n_rows: float) -> tuple[int, ...]:
+        """Fewer rows than these whose products may take less time for each row: as many as there are without
+        tiles, or in full tiles."""
+        if self.product_tile == 1 or n_rows not in range(TILED_ROWS[-1] + 1):
+            return ()
+        full = range(self.product_tile, TILED_ROWS[-1] + 1, self.product_tile)
+        return tuple(n for n in (TILED_ROWS.start - 1, *full) if n < n_rows)
+
     def attention_s(self, n_tokens: float, row_bytes: float) -> float:
         """Of one layer, over so many stored tokens whose K has ``row_bytes``, and so has their V."""
         n_bytes = 2 * n_tokens * (max(row_bytes, self.attention_row_bytes) + self.attention_token_bytes)

@@ -33,7 +33,8 @@ _TOKENS = 4096  # of a row, over which attention's time is taken
 @dataclass(frozen=True)
 class ModelledSteps:
     """``deployment``: the executor's, but for what changes with the load: its share of local attention and
-    its staggered batches. ``origin``: in words, where its terms are from."""
+    its staggered batches. What prefill workers do beside a step is not in it. ``origin``: in words, where
+    its terms are from."""
 
     deployment: Deployment
     origin: str = ""
@@ -132,8 +133,6 @@ def _deployment(
     from jaxlamina.run.ranks import pays_q_first
 
     cluster = group.cluster
-    if cluster.pipeline_parallel > 1 or cluster.prefill_workers:
-        raise UserError("stages and prefill workers have no price")
     if cluster.attention_platform != cluster.model_platform:
         raise UserError("the other pool's devices are not known here")
     partition: Any = place.partition
@@ -148,7 +147,9 @@ def _deployment(
         tensor_parallel=cluster.tensor_parallel,
         partition=partition,
         local_share=0.0 if isinstance(share, str) else share,
-        mode=cluster.pipelining_mode,  # type: ignore[arg-type]  # stages have no price
+        mode="fixed" if cluster.pipelining_mode == "fixed" else "rotational",
+        mini_batches=cluster.mini_batches,
+        pipeline_parallel=cluster.pipeline_parallel,
         q_first=pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first,
         **sizes,
     )

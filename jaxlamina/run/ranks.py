@@ -342,17 +342,18 @@ class RanksExecutor(Executor):
         return self.modelled.by_n_batches(n_rows, context, self.choice.possible(n_rows))
 
     def _may_pay_to_stagger(self, n_rows: int, context: int) -> bool:
-        """Where steps are predicted, unless one batch is predicted to be much faster. Else:
+        """Over copies or stages of the model it may. Elsewhere, where steps are predicted, unless one batch
+        is predicted to be much faster. Else:
 
         Staggered batches read all weights once each. On one model worker beside attention workers of its
         kind that pays only where attention, and the exchanges, would be waited for as long: not where all the
         KV that a step can read is less than half of the weights."""
-        predicted = self._predicted_s(n_rows, context)
-        if predicted and len(predicted) > 1:
-            return min(s for n, s in predicted.items() if n > 1) < _MAY_PAY * predicted[1]
         cluster = self.group.cluster
         if self.layout.n_replicas > 1 or self.layout.stages:
             return True
+        predicted = self._predicted_s(n_rows, context)
+        if predicted and len(predicted) > 1:
+            return min(s for n, s in predicted.items() if n > 1) < _MAY_PAY * predicted[1]
         if cluster.attention_platform != cluster.model_platform:
             return True
         kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
