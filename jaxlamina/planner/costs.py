@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxlamina.errors import UserError
 from jaxlamina.models.config import ModelConfig
@@ -217,7 +217,7 @@ def shape_of(setup: Deployment, has_chunk: bool) -> StepShape:
     n, n_parts = (setup.n_batches, setup.mini_batches) if setup.has_pool else (1, 1)
     asked = int(setup.has_pool and not setup.layout.by_heads)
     chunk = StepShape("chunk", 1, 1, 1, asked, asked) if has_chunk else None
-    how = {"q_first": setup.q_first, "n_batches": n, "mini_batches": n_parts, "chunk": chunk}
+    how: dict[str, Any] = {"q_first": setup.q_first, "n_batches": n, "mini_batches": n_parts, "chunk": chunk}
     return StepShape("decode", max(n, n_parts), 1, 1, asked, asked, **how)
 
 

@@ -118,7 +118,7 @@ def _step(
 
 
 def _deployment(
-    place: ModelPlace, model: CausalLM, known: DeviceCalibration, split: bool, sizes: Mapping[str, float]
+    place: ModelPlace, model: CausalLM, known: DeviceCalibration, split: bool, sizes: Mapping[str, Any]
 ) -> Deployment:
     group, config = place.group, model.config
     assert config is not None
