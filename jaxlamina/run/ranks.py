@@ -232,11 +232,8 @@ class RanksExecutor(Executor):
         own_s = self._side.seconds_per_token() + room.local_token_s if measured else 0.0
         if predicted is not None:
             found = replace(predicted, shared_host=room.shared_host)
-            here_and_there: dict[str, Any] = {
-                "local_s": own_s,
-                "remote_s": room.remote_token_s / len(self.group.workers),
-            }
-            return replace(found, **here_and_there) if own_s else found
+            there_s = room.remote_token_s / len(self.group.workers)
+            return replace(found, local_s=own_s, remote_s=there_s) if own_s else found
         return Speeds(
             local_s=own_s or usual_s,
             remote_s=(room.remote_token_s if own_s else usual_s) / len(self.group.workers),
