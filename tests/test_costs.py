@@ -339,6 +339,15 @@ def test_prompts_take_longer_after_stored_tokens():
     assert prefill_s(unsplit, 512, 4096) > prefill_s(unsplit, 512) > prefill_s(unsplit, 256) > 0
 
 
+def test_what_each_request_has_of_its_own_is_added_on_the_rank_that_has_them():
+    slower = replace(REAL, row_fixed_s=1e-3)
+    for n_model, rows in ((1, 6), (2, 3)):
+        setups = [Deployment(MODEL, terms, n_model=n_model, model_link=BY_MEMORY) for terms in (REAL, slower)]
+        without, added = (step_cost(setup, 6, 100).step_s for setup in setups)
+        assert added - without == pytest.approx(1e-3 * rows)
+    assert prefill_s(setups[0], 64) == prefill_s(setups[1], 64)
+
+
 def test_a_call_takes_at_most_two_milliseconds():
     setup = split(n_batches=2)
     step_cost(setup, 64, 4096)

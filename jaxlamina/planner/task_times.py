@@ -72,7 +72,9 @@ class TaskTimes:
         after = put_together_s + self.products_s(ended, rows) + 2 * self.sum_s(rows)
         looked_up_s = self.sum_s(rows) if self.setup.is_split else 0.0  # unsplit, each has all embeddings
         return {
-            BEGIN: self.setup.compute.step_fixed_s + self._plans_s(self.setup.compute, local=True),
+            BEGIN: self.setup.compute.step_fixed_s
+            + self.n_rows / self.setup.n_replicas * self.setup.compute.row_fixed_s
+            + self._plans_s(self.setup.compute, local=True),
             "begin pool": 0.0 if self._memory is None else self._plans_s(self._memory, local=False),
             "first whole": looked_up_s + self.products_s((m.qkv,), rows),
             "first q": looked_up_s + self.products_s(q_only, rows),

@@ -40,6 +40,7 @@ class Terms:
     combine_fixed_s: float = 0.0  # a layer's partials of the same rows put together
     product_fixed_s: float = 0.0  # a product's beginning and end
     product_tile: int = 1  # of `TILED_ROWS`, that a kernel multiplies at once: fewer take as long
+    row_fixed_s: float = 0.0  # what a decode step has for each request beside its arithmetic
 
     def __post_init__(self) -> None:
         for name in ("product_bytes_s", "product_flop_s", "attention_bytes_s"):
