@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxlamina.bench.simulation_bench import DECODES, PROMPTS, MeasuredStep, fitted, held_out_errors
 from jaxlamina.models.config_files import model_config
-from jaxlamina.planner import roofline
+from jaxlamina.planner.costs import Deployment, Terms, prefill_s, step_cost
+from jaxlamina.planner.hardware import Hardware
 
 MODEL = model_config("llama-3-8b")
 STEPS = [*((n, n * context) for n, context in DECODES), *((0, n) for n in PROMPTS)]
 
 
 def test_rows_that_take_longer_than_prompts_tokens_are_fitted_apart():
-    """Steps of a machine with 20 ms a step, 8 ms a prompt's token and 23 ms a row."""
-    token_s = 8e-3
-    width = MODEL.num_hidden_layers * MODEL.num_attention_heads * MODEL.head_dim
-    pair_s = token_s * width / roofline.n_step_params(MODEL)  # of a prompt's token with another one
-    steps = [
-        MeasuredStep(n_rows, n, 20e-3 + (23e-3 * n_rows if n_rows else token_s * n + pair_s * n**2))
-        for n_rows, n in STEPS
-    ]
-    terms = fitted(MODEL, steps)
-    assert terms.step_fixed_s == pytest.approx(20e-3) and terms.row_fixed_s == pytest.approx(15e-3)
-    assert 2 * roofline.n_step_params(MODEL) / terms.product_flop_s == pytest.approx(token_s)
-    assert max(held_out_errors(MODEL, steps)) < 1e-4  # a stored token takes no time, which no term can say
+    """Steps of a machine with 20 ms a step and 15 ms a row beside its arithmetic: the planner's costs by the
+    fitted terms are these again."""
+    terms = Terms(Hardware.load("h200"), 1e30, 2e12, 1e10, 0.0, 0.0, 20e-3, row_fixed_s=15e-3)
+    machine = Deployment(MODEL, terms, kv_bytes=4, weight_bytes=4)
+
+    def seconds(setup: Deployment, n_rows: int, n: int) -> float:
+        return step_cost(setup, n_rows, n / n_rows).step_s if n_rows else prefill_s(setup, n)
+
+    steps = [MeasuredStep(n_rows, n, seconds(machine, n_rows, n)) for n_rows, n in STEPS]
+    found = replace(machine, compute=fitted(MODEL, steps))
+    for n_rows, n in [*STEPS, (3, 600), (0, 100)]:
+        assert seconds(found, n_rows, n) == pytest.approx(seconds(machine, n_rows, n), rel=1e-3)
+    assert max(held_out_errors(MODEL, steps)) < 1e-3

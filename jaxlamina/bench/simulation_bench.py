@@ -21,6 +21,7 @@ from jaxlamina.models.config import ModelConfig
 from jaxlamina.planner import roofline
 from jaxlamina.planner.costs import Deployment, Terms
 from jaxlamina.planner.hardware import Hardware
+from jaxlamina.planner.task_times import Matrices
 from jaxlamina.planner.traces import Trace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
@@ -239,11 +240,15 @@ def fitted(config: ModelConfig, steps: Sequence[MeasuredStep]) -> Terms:
 
 
 def _work(config: ModelConfig, step: MeasuredStep) -> tuple[float, float, float, float]:
-    """What is once a step; FLOP; bytes of stored KV; rows."""
+    """What is once a step; FLOP; bytes of stored KV; rows. As `jaxlamina.planner.costs` counts them: of a
+    prompt only the last token goes through the last slice."""
     n_weights = roofline.n_step_params(config)
     if not step.n_rows:
         width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-        return 1.0, 2.0 * n_weights * step.n_tokens + 2.0 * step.n_tokens**2 * width, 0.0, 0.0
+        of = Matrices.of(config)
+        last = of.o + of.up + of.down + of.head
+        products = (n_weights - last) * step.n_tokens + last
+        return 1.0, 2.0 * products + 2.0 * step.n_tokens**2 * width, 0.0, 0.0
     kv_bytes = roofline.kv_bytes_per_token(config, _FLOAT32_BYTES)
     return 1.0, 2.0 * n_weights * step.n_rows, kv_bytes * step.n_tokens, step.n_rows
 
