@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.ranks.shards import shard_like, shard_model
 from jaxlamina.run.balance import LINKS, Balance, Speeds
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
+from jaxlamina.run.modelled import ModelledSteps
 from jaxlamina.run.parts import Part, computed_part, mixed_part, prompts_part, rows_part
 from jaxlamina.run.set_up import (
     KVRoom,
@@ -68,6 +70,8 @@ from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
 _SAY_EACH_S = 10.0
+# What is predicted to take more than so many times as long as one batch is not tried.
+_MAY_PAY = 1.25
 _USUAL_BYTES_PER_S = 1e10  # at which a host reads KV, where it was not measured
 _log = logging.getLogger("uvicorn.error")  # the server's log
 
@@ -88,11 +92,16 @@ def _nothing(_: float) -> None:
     pass
 
 
-def _say_choice(bucket: tuple[int, int], medians: Mapping[int, float]) -> None:
-    times = ", ".join(f"{1000 * s:.2f} ms as {n}" for n, s in sorted(medians.items()))
-    n = min(medians, key=medians.__getitem__)
+def _say_choice(
+    bucket: tuple[int, int], seconds: Mapping[int, float], verb: str = "go", of_what: str = "measured"
+) -> None:
+    times = ", ".join(f"{1000 * s:.2f} ms as {n}" for n, s in sorted(seconds.items()))
+    n = min(seconds, key=seconds.__getitem__)
     as_what = "one batch" if n == 1 else f"{n} staggered batches"
-    _log.info("decode steps of batch %d, context %d go as %s: %s", *bucket, as_what, times)
+    _log.info("decode steps of batch %d, context %d %s as %s: %s: %s", *bucket, verb, as_what, of_what, times)
+
+
+_say_begun = partial(_say_choice, verb="begin", of_what="predicted")
 
 
 class RanksExecutor(Executor):
@@ -104,6 +113,7 @@ class RanksExecutor(Executor):
       theirs of it, and a partition "auto" of the cluster is chosen by its KV heads.
     - ``kv_dtype``, ``n_host_slots``, ``calibration``, ``largest``: as of `LocalExecutor`.
 
+    - ``modelled``: what the planner's cost model says of this executor's steps, where it knows them.
     - ``cluster``: the group's, with another partition or share of local attention.
 
     Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed;
@@ -129,8 +139,9 @@ class RanksExecutor(Executor):
         calibration: Calibration | None = None,
         source: CausalLM | None = None,
         cluster: Cluster | None = None,
+        modelled: ModelledSteps | None = None,
     ) -> None:
-        self.group = group
+        self.group, self.modelled = group, modelled
         self.programs = Programs()
         cluster = cluster or group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
@@ -160,7 +171,12 @@ class RanksExecutor(Executor):
         self.prefill_workers = cluster.prefill_workers
         self._own_pace_tokens = cluster.prefill_chunk if cluster.prefill_pace == "own" else 0
         self._at_work: dict[int, tuple[int, int]] = {}  # by chunk: the worker's index, and the watch's ticket
-        self.choice = Choice((1, cluster.usual_n_batches), on_chosen=_say_choice)
+        self.choice = Choice(
+            (1, cluster.usual_n_batches),
+            on_chosen=_say_choice,
+            predict=lambda bucket, n_rows: self._predicted_s(*bucket),
+            on_begun=_say_begun,
+        )
         known = model, params, self.specs, calibration
         with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
             scales = channel_scales(*known, n_positions=largest.context)
@@ -180,7 +196,8 @@ class RanksExecutor(Executor):
         if follows_load:
             n = self.n_batches
             numbers = (1, cluster.usual_n_batches) if isinstance(n, str) else (n,)
-            self.balance = Balance(self._speeds(room, heads), numbers)
+            known_slices = {} if modelled is None else {"predict": modelled.slices_s}
+            self.balance = Balance(self._speeds(room, heads), numbers, **known_slices)
         following = None if self.balance is None else self._wanted_share
         self._alone = False
         self._said, self._say_after_s = (0, 0), 0.0  # of the share, to the log
@@ -211,9 +228,11 @@ class RanksExecutor(Executor):
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
 
     def _speeds(self, room: KVRoom, n_query_heads: Sequence[int]) -> Speeds:
-        """Times as measured, or where nothing was, as if memory were read at a rate that any host has: then
-        only how the two pools' compare counts."""
+        """Attention's times as measured, or where they were not, as predicted, or where nothing is known, as
+        if memory were read at a rate that any host has: then only how the two pools' compare counts.
+        Exchanges' as predicted, or else as they were measured elsewhere."""
         transport, n_layers = self.group.transport, len(self.specs)
+        predicted = None if self.modelled is None else self.modelled.speeds
         how = "memory" if transport.by_memory else "nccl" if transport.name == "xla" else "mpi"
         fixed_s, bytes_per_s = LINKS[how if is_accelerator(transport.device) else "cpu"]
         row_bytes = sum(
@@ -223,6 +242,10 @@ class RanksExecutor(Executor):
         usual_s = sum(spec.slot_bytes for spec in self.specs) / _USUAL_BYTES_PER_S
         measured = not room.shared_host and room.remote_token_s > 0
         own_s = self._side.seconds_per_token() + room.local_token_s if measured else 0.0
+        if predicted is not None:
+            found = replace(predicted, shared_host=room.shared_host)
+            there_s = room.remote_token_s / len(self.group.workers)
+            return replace(found, local_s=own_s, remote_s=there_s) if own_s else found
         return Speeds(
             local_s=own_s or usual_s,
             remote_s=(room.remote_token_s if own_s else usual_s) / len(self.group.workers),
@@ -362,13 +385,25 @@ class RanksExecutor(Executor):
             return self.choice.possible(n_rows) if self._may_pay_to_stagger(n_rows, context) else (1,)
         return (self.n_batches if n_rows >= self.n_batches else 1,)
 
+    def _predicted_s(self, n_rows: int, context: int) -> Mapping[int, float] | None:
+        """Seconds of such a step by how many staggered batches, where the cost model knows them."""
+        if self.modelled is None:
+            return None
+        return self.modelled.by_n_batches(n_rows, context, self.choice.possible(n_rows))
+
     def _may_pay_to_stagger(self, n_rows: int, context: int) -> bool:
-        """Staggered batches read all weights once each. On one model worker beside attention workers of its
+        """Over copies or stages of the model it may. Elsewhere, where steps are predicted, unless one batch
+        is predicted to be much faster. Else:
+
+        Staggered batches read all weights once each. On one model worker beside attention workers of its
         kind that pays only where attention, and the exchanges, would be waited for as long: not where all the
         KV that a step can read is less than half of the weights."""
         cluster = self.group.cluster
         if self.layout.n_replicas > 1 or self.layout.stages:
             return True
+        predicted = self._predicted_s(n_rows, context)
+        if predicted and len(predicted) > 1:
+            return min(s for n, s in predicted.items() if n > 1) < _MAY_PAY * predicted[1]
         if cluster.attention_platform != cluster.model_platform:
             return True
         kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
@@ -379,13 +414,20 @@ class RanksExecutor(Executor):
 
     def staggering(self) -> dict[str, Any]:
         """How decode steps are staggered: ``n_batches``, and where that is "auto" of each bucket the number
-        chosen (None while it is tried out) and the median seconds of a step by number of batches."""
+        chosen, from what (``by``: "measurement", or before it "prediction", or None while candidates are
+        tried out without one), and the seconds of a step by number of batches: measured medians, and those
+        predicted. ``origin``: where predictions are from; None without any."""
         found = self.choice.found().items() if self.n_batches == "auto" else ()
-        buckets = [
-            {"batch": batch, "context": context, "n_batches": n, "step_s": medians}
-            for (batch, context), (n, medians) in sorted(found)
-        ]
-        return {"n_batches": self.n_batches, "chosen": buckets}
+        buckets = []
+        for (batch, context), (n, medians) in sorted(found):
+            predicted = self.choice.predicted((batch, context))
+            by = "measurement" if n is not None else "prediction" if predicted else None
+            if by == "prediction":
+                n = min(predicted, key=predicted.__getitem__)
+            times = {"step_s": medians, "predicted_s": dict(predicted)}
+            buckets.append({"batch": batch, "context": context, "n_batches": n, "by": by, **times})
+        origin = None if self.modelled is None else self.modelled.origin
+        return {"n_batches": self.n_batches, "chosen": buckets, "origin": origin}
 
     def _say_share(self, n_batches: int) -> None:
         """To the log, when the share that is wanted has changed by a twentieth, or what steps go as; not more
@@ -400,6 +442,7 @@ class RanksExecutor(Executor):
         self._said, self._say_after_s = said, now + _SAY_EACH_S
         speeds = self.balance.speeds
         why = "both pools are one host's cores"
+        by = "measured" if self.balance.is_measured() or self.modelled is None else "predicted"
         if not speeds.shared_host:
             here_ns, there_ns = (1e9 * x for x in (speeds.local_s, speeds.remote_s))
             exchange_us = 1e6 * speeds.exchange_s
@@ -408,8 +451,8 @@ class RanksExecutor(Executor):
                 f"a step's exchanges {exchange_us:.0f} µs"
             )
         _log.info(
-            "attention: %.0f %% of %d tokens on model workers, %.0f %% wanted, as %d batch(es): %s",
-            100 * wishes.n_local / n, n, 100 * wanted, n_batches, why,
+            "attention: %.0f %% of %d tokens on model workers, %.0f %% wanted, %d batch(es), slices %s: %s",
+            100 * wishes.n_local / n, n, 100 * wanted, n_batches, by, why,
         )  # fmt: skip
 
     def local_attention(self) -> dict[str, Any] | None:
@@ -431,7 +474,10 @@ class RanksExecutor(Executor):
             "n_local_tokens": int(wishes.n_local),
             "n_remote_tokens": int(wishes.n_remote),
         }
-        return found if self.balance is None else found | self.balance.state()
+        if self.balance is None:
+            return found
+        by = "measurement" if self.balance.is_measured() else None if self.modelled is None else "prediction"
+        return found | {"by": by} | self.balance.state()
 
     def _settled_n_batches(self, batch: DecodeBatch) -> int:
         """Staggered batches of a step whose time says nothing of them."""

@@ -110,7 +110,7 @@ class App:
             window = OneWindow(llm.engine, settings.profile_after, settings.profile_s, say_under_load)
             llm.engine.before_step = window.before_step
         name = settings.served_model_names[0]
-        predictor = StepPredictor.of(llm, settings.calibration)
+        predictor = StepPredictor.of(llm)
         self.metrics = metrics = Metrics(name, pools, predictor)
         self.engine = AsyncEngine(
             llm.engine,
