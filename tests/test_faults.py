@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import re
+import resource
 import signal
 import threading
 import time
@@ -74,6 +75,30 @@ def test_a_server_that_gets_no_more_memory_is_started_again(tiny):
         said = {name: one.said for name, one in asked.items()}
         assert asked["long"].status == 200 and said.pop("long") and said == expected
         assert len(restarts(server)) == 1
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_a_supervisor_that_gets_no_more_memory_refuses_what_it_cannot_take(tiny, tmp_path):
+    """Far more clients come than it has memory for: each is answered in whole, or told to come again."""
+    server = Supervised.of([], tiny, ["--journal", str(tmp_path)])
+    try:
+        expected = {name: one.said for name, one in answers(server.port).items()}
+        asked = [(name, Asked(server.port, *request)) for name, request in REQUESTS.items()]
+        wait_until(lambda: all(one.events for name, one in asked if one.body.get("stream")))
+        limit_memory(server.process.pid, spare=True)
+        for _ in range(12):
+            asked += [(name, Asked(server.port, *request)) for name, request in REQUESTS.items()]
+        time.sleep(5)
+        resource.prlimit(server.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        for _, one in asked:
+            one.join(DEADLINE_S)
+        taken = [(name, one.said) for name, one in asked if one.status != 503]
+        assert all(said == expected[name] for name, said in taken)
+        assert len(REQUESTS) < len(taken) < len(asked)
+        assert server.process.poll() is None and not restarts(server)
     finally:
         server.close()
 
