@@ -81,13 +81,6 @@ def why_not(fault: Fault) -> str | None:
     return None
 
 
-def not_held(fault: Fault) -> str | None:
-    """What the server does not promise yet, of faults that can be."""
-    if (fault.who, fault.what) == ("supervisor", "memory"):
-        return "without memory a supervisor may drop a client's connection, and with it the request"
-    return None
-
-
 def scenario(fault: Fault) -> Scenario:
     """`ValueError` for one that cannot be, with the reason."""
     if (reason := why_not(fault)) is not None:
