@@ -153,7 +153,7 @@ class Run:
         if event.after_recoveries:
             if len(restarts(self.server)) < event.after_recoveries:
                 return False
-            return event.lift or bool(is_there(event.whom, self.server))
+            return event.lift or self.is_there(event.whom)
         if event.lift and self.scenario.full_disk:
             return self.counter("jaxlamina:journal_failures_total") >= 1
         return not event.during or self.is_in(event.during, event.whom)
@@ -170,7 +170,14 @@ class Run:
         status = self.server.get("/v1/fault_tolerance/status")
         if moment == "scaling":
             return status["spare"] == "starting"
-        return status["status"] == "recovering" and bool(is_there(whom, self.server))
+        return status["status"] == "recovering" and self.is_there(whom)
+
+    def is_there(self, whom: str) -> bool:
+        """Of a starter's ranks those on the other host are no children of the supervisor."""
+        if is_there(whom, self.server):
+            return True
+        other = self.hosts.pids(1) if self.hosts is not None and whom != "rank 0" else []
+        return any("launch" in words_of(pid) for pid in other)
 
     # --- what ---
 
