@@ -26,9 +26,10 @@ COMMANDS = ("generate", "serve", "bench")
 # In the environment of a job's ranks: a secret that no other process has, from whoever starts them.
 JOB = "JAXLAMINA_JOB"
 
-# How a rank reaches rank 0, and where it finds the secret, may differ from host to host; all else must be the
-# same.
-_OWN = ("control", "job_secret_file")
+# How a rank reaches rank 0, and where it finds the secret and certificates, may differ from host to host; all
+# else must be the same.
+_TLS = ("control_certfile", "control_keyfile", "control_cafile")
+_OWN = ("control", "job_secret_file", *_TLS)
 
 
 def _seconds(default: float, help: str) -> Any:
@@ -157,6 +158,20 @@ class Cluster(ModelOptions):
         "of a job know each other; its path may differ from host to host. Left out: what `JAXLAMINA_JOB` in "
         "the environment says, as `jaxlamina launch` sets it for each job.",
     )
+    control_certfile: str | None = option(
+        None,
+        "A certificate in PEM form: connections that ranks open themselves, for control messages and copies "
+        "of KV, are TLS with it. All ranks have one or none; its path may differ from host to host. Tensors "
+        "are not encrypted.",
+    )
+    control_keyfile: str | None = option(
+        None, "The key of `control_certfile`, without a passphrase. Left out: it is in the same file."
+    )
+    control_cafile: str | None = option(
+        None,
+        "Certificates of who has signed the other ranks'. Left out: `control_certfile`, which is then all "
+        "ranks' own one.",
+    )
     start_deadline_s: float = _seconds(
         120.0, "Until all ranks have come; a rank that has not is named, and the job ends."
     )
@@ -181,6 +196,8 @@ class Cluster(ModelOptions):
 
     def _check_combination(self) -> None:
         self._check_pipelining()
+        if self.control_certfile is None and (self.control_keyfile or self.control_cafile):
+            raise UserError("control_keyfile and control_cafile go with control_certfile: give that, too")
         if self.kv_replicas and self.kept_kv_slots == 0:
             raise UserError(
                 f"kv_replicas={self.kv_replicas} copies KV that is kept, and kept_kv_slots=0 keeps none: "

@@ -29,6 +29,7 @@ from jaxlamina.job.control.channel import ControlServer
 from jaxlamina.job.control.messages import Message
 from jaxlamina.job.control.watchdog import Watchdog
 from jaxlamina.job.secret import secret_of
+from jaxlamina.job.tls import tls_of
 from jaxlamina.process.gpus import visible_gpus
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Transport, open_transport
@@ -126,6 +127,7 @@ class Group:
             on_fault=self._failing.because_of,
             on_refused=lambda line: print(f"note: refused: {line}", file=sys.stderr, flush=True),
             secret=secret_of(cluster, os.environ),
+            tls=tls_of(cluster),
         )
         self._failing.tell = lambda line: self.control.close(fault=line, wait_s=1)
         self._failing.last_words = lambda line: self.last_words(line)

@@ -89,11 +89,13 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 # Starting
 
 
-class Challenge(_Message, frozen=True):
-    """Rank 0's first words to whoever connects, without a seal. ``nonce``: as of `seals`."""
+class Challenge(_Message, frozen=True, omit_defaults=True):
+    """Rank 0's first words to whoever connects, without a seal. ``nonce``: as of `seals`. ``tls``: all that
+    follows is TLS."""
 
     protocol: int
     nonce: bytes
+    tls: bool = False
 
 
 class Hello(_Message, frozen=True):
