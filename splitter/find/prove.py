@@ -231,16 +231,10 @@ def _float32_parameters(params: dict[str, Any]) -> dict[str, Any]:
     return {k: of(v) for k, v in params.items()}
 
 
-QUICK: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": True,
-}
-
-
 def on_host(run: Callable[..., Any], *like: Any) -> Callable[..., Any]:
     """Compiled for a CPU, for accelerators round products; quickly, for it runs once or twice."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        compiled = jax.jit(run).lower(*like).compile(QUICK)
+        compiled = jax.jit(run).lower(*like).compile(compat.COMPILED_QUICKLY)
     return lambda *args: jax.tree.map(np.asarray, compiled(*args))
 
 
