@@ -316,13 +316,13 @@ def _how_it_differs(values: Sequence[np.ndarray]) -> str:
             "something that depends on the distance of tokens is added to its scores (as ALiBi does): the "
             "attention kernels have no such bias"
         )
-    for t in range(n):
-        for s in range(n):
-            if same[t, s] and s > t:
-                return (
-                    f"its mask is not causal: the token at place {t} sees the one at {s} (a prefix-LM or "
-                    "bidirectional mask cannot be served)"
-                )
+    ahead = np.triu(same, 1)
+    if ahead.any():
+        t, s = divmod(int(ahead.argmax()), n)
+        return (
+            f"its mask is not causal: the token at place {t} sees the one at {s} (a prefix-LM or "
+            "bidirectional mask cannot be served)"
+        )
     return "its mask is neither causal nor causal within a window"
 
 
