@@ -95,6 +95,7 @@ LONG_FILES = (
     "test_staggered",
     "test_blocks",
     "test_llm",
+    "test_supervisor",
     "test_server_load",
     "test_breakdown",
     "test_cli",
@@ -122,6 +123,10 @@ LONG_FILES = (
     "test_batch_troubles",
     "test_server_batches",
     "test_server_input",
+    "test_launch_job",
+    "test_pause",
+    "test_weight_updates",
+    "test_kept_programs",
 )
 
 

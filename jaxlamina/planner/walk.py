@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from jaxlamina.errors import UserError
 from jaxlamina.steps.layout import Layout
-from jaxlamina.steps.plans import Plan, plan_of
+from jaxlamina.steps.plans import Plan, plan_of, why_not
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import (
     POOL,
@@ -84,7 +85,9 @@ def walk(
     """``times``: seconds of work by key (`work_key`), and of rendezvous messages; ``ends``: of other messages
     what putting one takes, and taking it once it is there; ``on_wire``: what it is on its way, one after the
     other of a sender's, while that goes on. ``UserError`` where there is no such plan."""
-    order = _order(layout, shape, n_layers, is_rendezvous)
+    if reason := why_not(layout, shape):
+        raise UserError(reason)
+    order = _order(_alike(layout), shape, n_layers, is_rendezvous)
     of_keys = [times.get(key, 0.0) for key in order.keys]
     puts, takes = ([ends.get(key, (0.0, 0.0))[i] for key in order.keys] for i in range(2))
     wires = [on_wire.get(key, 0.0) for key in order.keys]
@@ -136,6 +139,18 @@ def work_key(task: Task, on_pool: bool) -> str:
 
 def message_key(payload: Payload) -> str:
     return payload.what
+
+
+def _alike(layout: Layout) -> Layout:
+    """One for all layouts whose plans have the same tasks: how many attention workers there are, and how much
+    of the KV model ranks keep, changes their times alone. A search goes through ten of each of them."""
+    return replace(
+        layout,
+        workers=(0, 1),
+        partition="heads" if layout.by_heads else "tokens",
+        local_share=0.5 if layout.has_pool and layout.attends_locally else layout.local_share,
+        heads_over=1,
+    )
 
 
 @lru_cache(256)
