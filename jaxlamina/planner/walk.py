@@ -94,17 +94,20 @@ def walk(
     free, there = [0.0] * len(order.ranks), [0.0] * order.n_messages
     wire = [0.0] * len(order.ranks)  # when each sender's last message has come
     front_s = [0.0]
-    for _ in range(_STEPS):
+    for _ in range(_STEPS):  # a search is mostly this loop, where calls of `max` were a third
         for op, rank, key, other in order.ops:
             if op == _RUN:
                 free[rank] += of_keys[key]
             elif op == _PUT:
-                free[rank] += puts[key]
-                there[other] = wire[rank] = max(free[rank], wire[rank]) + wires[key]
+                free[rank] = now = free[rank] + puts[key]
+                sent = wire[rank]
+                there[other] = wire[rank] = (now if now > sent else sent) + wires[key]
             elif op == _TAKE:
-                free[rank] = max(free[rank], there[other]) + takes[key]
+                now, come = free[rank], there[other]
+                free[rank] = (now if now > come else come) + takes[key]
             else:
-                free[rank] = free[other] = max(free[rank], free[other]) + of_keys[key]
+                now, come = free[rank], free[other]
+                free[rank] = free[other] = (now if now > come else come) + of_keys[key]
         front_s.append(max(free))
         if len(front_s) > 2 and math.isclose(
             front_s[-1] - front_s[-2], front_s[-2] - front_s[-3], rel_tol=_SETTLED
