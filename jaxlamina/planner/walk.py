@@ -101,13 +101,13 @@ def walk(
             elif op == _PUT:
                 free[rank] = now = free[rank] + puts[key]
                 sent = wire[rank]
-                there[other] = wire[rank] = (now if now > sent else sent) + wires[key]
+                there[other] = wire[rank] = (now if now > sent else sent) + wires[key]  # noqa: FURB136
             elif op == _TAKE:
                 now, come = free[rank], there[other]
-                free[rank] = (now if now > come else come) + takes[key]
+                free[rank] = (now if now > come else come) + takes[key]  # noqa: FURB136
             else:
                 now, come = free[rank], free[other]
-                free[rank] = free[other] = (now if now > come else come) + of_keys[key]
+                free[rank] = free[other] = (now if now > come else come) + of_keys[key]  # noqa: FURB136
         front_s.append(max(free))
         if len(front_s) > 2 and math.isclose(
             front_s[-1] - front_s[-2], front_s[-2] - front_s[-3], rel_tol=_SETTLED
