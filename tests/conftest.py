@@ -88,6 +88,7 @@ LONG_FILES = (
     "test_launch_ranks",
     "test_flax_models_ranks",
     "test_attention_backends",
+    "test_program_oracle",
     "test_bench",
     "test_local_attention",
     "test_faults",
