@@ -25,7 +25,8 @@ itself, and is not counted."""
 class StepPoint:
     """A decode step of ``rows`` requests with ``context`` stored tokens each, as it was measured, in ms: each
     round, or a median alone. ``dop``: model workers and attention workers; None: unsplit on one device.
-    ``left_out``: why it is shown but not counted; empty: it is."""
+    ``left_out``: why it is shown but not counted; empty: it is. ``later``: measured when the package's terms
+    were there already, and never fitted to."""
 
     table: str
     date: str
@@ -47,6 +48,7 @@ class StepPoint:
     host: str = ""
     read_tb_s: float | None = None
     left_out: str = ""
+    later: bool = False
     element_bytes: int = 2
 
     @property
@@ -156,7 +158,7 @@ class ExchangePoint:
 @dataclass(frozen=True)
 class MeasuredPoints:
     """``calibrating``: every third counted point in the file's order, from the third on: the rule that is
-    there before any result."""
+    there before any result. Points that came later are none of them."""
 
     steps: tuple[StepPoint, ...]
     kernels: tuple[KernelPoint, ...]
@@ -169,7 +171,7 @@ class MeasuredPoints:
 
     @property
     def calibrating(self) -> tuple[StepPoint, ...]:
-        return self.counted[2::3]
+        return tuple(point for point in self.counted if not point.later)[2::3]
 
 
 @cache
