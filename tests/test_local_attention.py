@@ -168,10 +168,16 @@ SHARDS = {"tensor_parallel": 2, "partition": "heads", "local_attention": 0.5}
     ],
 )
 def test_shards_keep_a_share_of_their_heads(transport: str, dop: Any, model: Any, n_batches: int) -> None:
-    """In one batch, while a single row is left, and in staggered ones."""
-    [found] = run_job(transport, dop, [("greedy", {"model": model})], n_batches=n_batches, **SHARDS)
-    check_greedy(found)
-    assert 0 < found["local_attention"]["share"] < 1, found
+    """Rows together, then one by one: fewer than there are staggered batches go as one."""
+    scenarios = [
+        ("greedy", {"model": model}),
+        ("greedy", {"model": model, "n_tokens": 24, "max_num_seqs": 1}),
+    ]
+    for found, n_tokens in zip(
+        run_job(transport, dop, scenarios, n_batches=n_batches, **SHARDS), (64, 24), strict=True
+    ):
+        check_greedy(found, n_tokens)
+        assert 0 < found["local_attention"]["share"] < 1, found
 
 
 @pytest.mark.slow

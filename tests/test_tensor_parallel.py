@@ -18,10 +18,12 @@ from test_models import MODELS
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply, random_params
 from jaxlamina.ranks.apart import shared_out
-from jaxlamina.ranks.model_side import traces
+from jaxlamina.ranks.model_side import model_workspace_bytes, traces
 from jaxlamina.ranks.shards import EXCHANGES, shard_like, shard_model, shard_of
 from jaxlamina.steps.layout import Layout
-from jaxlamina.workers.model_worker import trace_step
+from jaxlamina.workers.model_worker import ModelWorker, trace_step
+from jaxlamina.workers.spec import specs_of
+from jaxlamina.workers.workspace import LargestStep
 from pallas_kernels import compat
 
 SLOW = pytest.mark.slow
@@ -140,6 +142,19 @@ def test_shards_are_the_whole_in_pieces():
             np.testing.assert_array_equal(together, whole)
         else:
             np.testing.assert_array_equal(pieces[1][name], whole)
+
+
+def test_a_shards_slices_take_less_than_the_whole_models():
+    """Beside weights: found by compiling them, without the other shards."""
+    config, like, found = shared("qwen2", 2)
+    fn, params, device = partial(apply, config), random_params(config, seed=1), jax.devices()[0]
+    whole = ModelWorker(fn, params, device, like)
+    specs, step = specs_of(whole.split(1).sites, "auto"), LargestStep(8, 64, 32)
+    shard = ModelWorker(
+        shard_model(fn, like, found, 1), shard_of(params, found, 1), device, shard_like(like, found)
+    )
+    of_shard = model_workspace_bytes(shard, specs, device, step, 2)
+    assert 0 < of_shard < model_workspace_bytes(whole, specs, device, step)
 
 
 def test_a_weight_that_is_read_in_another_way_too_is_refused_by_name():
