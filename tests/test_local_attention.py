@@ -153,7 +153,7 @@ def test_what_a_share_cannot_go_with_is_refused_by_name() -> None:
     ]
 
 
-# Three or four heads to a rank, of which one or two stay there.
+# Three KV heads to a rank, of which one stays there.
 SIX = ["llama", {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4}]
 SHARDS = {"tensor_parallel": 2, "partition": "heads", "local_attention": 0.5}
 
@@ -183,7 +183,11 @@ def test_shards_keep_a_share_of_their_heads(transport: str, dop: Any, model: Any
 @pytest.mark.slow
 def test_shards_samples_beams_preemption_int8_and_all_local() -> None:
     small = {"model": LLAMA, "n_tokens": 40, **SMALL}
-    scenarios = [("branches", {"model": LLAMA}), ("greedy", small), ("greedy", small | {"kv_dtype": "int8"})]
+    scenarios = [
+        ("branches", {"model": LLAMA}),
+        ("greedy", small),
+        ("greedy", small | {"kv_dtype": "int8-channel"}),
+    ]
     for share in (0.5, 1.0):
         branches, *greedy = run_job("xla", (2, 1), scenarios, **SHARDS | {"local_attention": share})
         assert branches["same"], branches
