@@ -46,6 +46,7 @@ from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
+from jaxlamina.transports import TracedEnd
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.model_worker import ModelWorker
 from jaxlamina.workers.spec import AttentionSpec, specs_of
@@ -118,6 +119,7 @@ class OracleTransport:
 
     name, by_memory, traceable, why_not_by_memory = "oracle", False, False, ""
     is_one_program = True
+    every, add_up = TracedEnd.every, TracedEnd.add_up
 
     def __init__(self, rank: int, n_ranks: int) -> None:
         self.rank, self.n_ranks, self.device, self.n_kept = rank, n_ranks, jax.devices()[0], 0
