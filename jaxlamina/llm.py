@@ -167,6 +167,7 @@ class LLM:
         maker = ExecutorMaker(self.place, self.model, self.dtype, o, length)
         self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
         calibration = self._calibration(o.kv_dtype, calibration_tokens, calibration_headroom)
+        self.modelled = maker.modelled
         maker.check(weights=not source.in_memory)
         with _loading(o.use_tqdm_on_load and on_load is None) as progress:
             later = source.later(self.dtype) if self.place.shares_weights else None

@@ -297,6 +297,14 @@ class EngineOptions(Options):
         most=1,
         rule="from 0 to 1, or None",
     )
+    calibration: str | None = option(
+        None,
+        "What `bench calibrate` wrote of this kind of device, a file on rank 0's host: by it decode steps "
+        "are predicted. n_batches and local_attention of a job over ranks, where they are auto, begin as "
+        "predicted and go on as measured; a server has predictions in /metrics and at /dashboard. Default: "
+        "what the planner knows of the device, if any.",
+        metavar="FILE",
+    )
     check_model: bool = option(
         True,
         "Of a FlaxModel: run it as it is and cut, on a few random tokens, before it is served, and refuse "

@@ -19,6 +19,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.secret import secret_of
+from jaxlamina.job.tls import tls_of
 from jaxlamina.process.gpus import n_gpus
 from jaxlamina.process.parents import end_with_parent
 from launch import devices
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         who = f"error: {cluster.describe(here.rank)}: "
         _check_starter(cluster, here)
         secret_of(cluster, os.environ)  # before anything takes long
+        tls_of(cluster)
         os.environ.update(devices.variables(cluster, here, n_gpus(os.environ)))
         return _work(cluster, here.rank, options)
     except UserError as error:

@@ -38,6 +38,16 @@ ShapedArray = jax.core.ShapedArray
 # way.
 KERNELS_WRITE_ARGUMENTS = jax.__version_info__ >= (0, 11)
 
+# XLA's options for a program on a CPU that is compiled for longer than it runs. JAX 0.10 can be told to emit
+# fusions without MLIR, which takes two thirds of what is left; newer ones end at an option they do not know.
+COMPILED_QUICKLY: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+if jax.__version_info__ < (0, 11):
+    COMPILED_QUICKLY["xla_cpu_use_fusion_emitters"] = False
+
 # What the GPU kernels emit instructions with: a tenth of a second to import, and for nobody else.
 arith: Any
 ir: Any

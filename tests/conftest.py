@@ -88,6 +88,7 @@ LONG_FILES = (
     "test_launch_ranks",
     "test_flax_models_ranks",
     "test_attention_backends",
+    "test_program_oracle",
     "test_bench",
     "test_local_attention",
     "test_faults",
@@ -95,6 +96,7 @@ LONG_FILES = (
     "test_staggered",
     "test_blocks",
     "test_llm",
+    "test_supervisor",
     "test_server_load",
     "test_breakdown",
     "test_cli",
@@ -122,6 +124,10 @@ LONG_FILES = (
     "test_batch_troubles",
     "test_server_batches",
     "test_server_input",
+    "test_launch_job",
+    "test_pause",
+    "test_weight_updates",
+    "test_kept_programs",
 )
 
 

@@ -107,12 +107,15 @@ class Run:
         self.start()
         expected = {name: one.said for name, one in answers(self.server.port).items()}
         assert all(expected.values())
+        # What takes over is there before it is needed: how long that takes goes by the machine.
+        n_spares = max((event.after_spares for event in self.scenario.events[:1]), default=0)
+        wait_until(lambda: self.has_said("a spare stands by", n_spares))
         self.ask(REQUESTS)
         for event in self.scenario.events:
             # Looked for before, as these moments may be short; of two jobs the one that runs is struck.
             early = event.during in ("prompts", "compiling", "scaling") and not event.cut
             pid = find(event.whom, self.server.process.pid) if early else 0
-            wait_until(lambda event=event: self.is_time_for(event))
+            self.wait_for(event)
             if event.whom and not pid and not event.cut:
                 pid = find(event.whom, self.server.process.pid)
             self.happen(event, pid)
@@ -125,6 +128,16 @@ class Run:
 
     # --- when ---
 
+    def wait_for(self, event: Event) -> None:
+        try:
+            wait_until(lambda: self.is_time_for(event))
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {event}{self.story()}") from None
+
+    def has_said(self, what: str, n: int) -> bool:
+        """So many lines of the log."""
+        return sum(what in line for line in self.server.lines) >= n
+
     def is_time_for(self, event: Event) -> bool:
         streams = [one for name, one in self.asked.items() if name in REQUESTS and one.body.get("stream")]
         if event.is_for_streams and not all(one.events for one in streams):
@@ -135,12 +148,12 @@ class Run:
             (event.after_spares, "a spare stands by"),
             (event.after_ready, "the job is ready again"),
         ):
-            if sum(said in line for line in self.server.lines) < n:
+            if not self.has_said(said, n):
                 return False
         if event.after_recoveries:
             if len(restarts(self.server)) < event.after_recoveries:
                 return False
-            return event.lift or bool(is_there(event.whom, self.server))
+            return event.lift or self.is_there(event.whom)
         if event.lift and self.scenario.full_disk:
             return self.counter("jaxlamina:journal_failures_total") >= 1
         return not event.during or self.is_in(event.during, event.whom)
@@ -157,7 +170,14 @@ class Run:
         status = self.server.get("/v1/fault_tolerance/status")
         if moment == "scaling":
             return status["spare"] == "starting"
-        return status["status"] == "recovering" and bool(is_there(whom, self.server))
+        return status["status"] == "recovering" and self.is_there(whom)
+
+    def is_there(self, whom: str) -> bool:
+        """Of a starter's ranks those on the other host are no children of the supervisor."""
+        if is_there(whom, self.server):
+            return True
+        other = self.hosts.pids(1) if self.hosts is not None and whom != "rank 0" else []
+        return any("launch" in words_of(pid) for pid in other)
 
     # --- what ---
 

@@ -361,6 +361,17 @@ GROUPS: tuple[Group, ...] = (
         _MPI | {"prefill_workers": 1},
     ),
     Group(
+        "prefill worker by memory",
+        _cases(
+            ("f32 tokens", {"how": "tokens", "dtype": "float32", "llm": SMALL_POOL}),
+            ("bf16 tokens", {"how": "tokens"}),
+            covers=("ranks by memory", "prefill worker"),
+        ),
+        _BY_MEMORY | {"prefill_workers": 1, "prefill_chunk": 8},
+        n_gpus=3,
+        alone=True,
+    ),
+    Group(
         "tensor parallel by memory",
         _cases(
             ("f32", {"how": "decode", "dtype": "float32"}),

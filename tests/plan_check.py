@@ -89,13 +89,18 @@ def _check_complete(plan: Plan) -> None:
     lists = {**plan.model, POOL: plan.pool}
     found = Counter(key for rank, tasks in lists.items() for task in tasks for key in _keys(rank, task))
     found.update(key for task in plan.intake for key in _keys(FRONT, task))
-    for j in range(len(plan.batches)):
-        if found["last slice", j] != 1:
+    for j, batch in enumerate(plan.batches):
+        if found["last slice", j] != (0 if _is_computed(batch) else 1):
             _conflict(f"the last slice of batch {j} is there {found['last slice', j]} times, not once")
     wanted = Counter(key for j in range(len(plan.batches)) for key in _wanted(plan, j, found))
     for key in [*wanted, *found]:
         if found[key] != wanted[key]:
             _conflict(f"{key} is there {found[key]} times, not {wanted[key]}")
+
+
+def _is_computed(batch: PlannedBatch) -> bool:
+    """By a prefill worker, before the step."""
+    return any(segment.ready for segment in batch.segments)
 
 
 def _keys(rank: int, task: Task) -> Iterator[Hashable]:
@@ -124,10 +129,13 @@ def _keys(rank: int, task: Task) -> Iterator[Hashable]:
 def _wanted(plan: Plan, j: int, found: Counter[Hashable]) -> Iterator[Hashable]:
     """What there must be of batch j. q may go by itself, and does where nothing is stored."""
     batch, n = plan.batches[j], plan.n_layers
-    yield "last slice", j
+    computes = not _is_computed(batch)
+    if computes:
+        yield "last slice", j
     for k in range(n):
-        yield from ((("slice up to", "q", j, k)), ("slice from q to", "kv", j, k))
-        if batch.has_prompts or batch.local:
+        if computes:
+            yield from ((("slice up to", "q", j, k)), ("slice from q to", "kv", j, k))
+        if computes and (batch.has_prompts or batch.local):
             yield "model", "attends", j, k, 0
         if batch.local:
             yield "model", "appends", j, k, 0
@@ -166,6 +174,10 @@ class _Rehearsal:
         self.has: dict[int, set[Hashable]] = {
             rank: {("context", j, 0) for j in first if rank != POOL} for rank in self.lists
         }
+        for j, batch in enumerate(plan.batches):
+            if _is_computed(batch):
+                has = self.has[plan.owner(j)]
+                has |= {("kv", j, k, 0) for k in range(plan.n_layers)} | {("logits", j, plan.n_layers, 0)}
 
     def run(self) -> None:
         moved = True

@@ -5,7 +5,8 @@ for each.
 
 With ``"hold": {"step": 12, "how": "sleep", "note": FILE}`` the attention ranks hold up that step for ever.
 With ``"behind": [first, last]`` they run each of these steps only once they have been told of what comes
-after it; with ``"slow": [first, last, seconds]`` each of these takes them so long; with ``"unreadable":
+after it; with ``"slow": [first, last, seconds]`` each of these takes them so long; with ``"hold_prompts": FOLDER``
+prefill workers begin with a chunk only once a file there says so; with ``"unreadable":
 true`` their first recording cannot be read. After each step they note, with ``"frozen": FOLDER``, how much
 Python's collections leave out, and model ranks but rank 0, with ``"weigh": FOLDER``, what arrays they hold.
 Hundreds of these processes are started: what only rank 0 or only model ranks need, only these import.
@@ -92,6 +93,24 @@ def slow(first: int, last: int, seconds: float) -> None:
     AttentionRank._on_step = later  # type: ignore[method-assign]
 
 
+def hold_prompts(folder: str) -> None:
+    """Has this prefill worker begin with a chunk at its own pace only once a file of the chunk's number is
+    there."""
+    from jaxlamina.ranks.model_rank import ModelRank
+
+    on_compute = ModelRank._on_compute
+
+    def held(self: ModelRank, message: Any) -> None:
+        until = time.monotonic() + 60
+        while not (Path(folder) / f"{message.chunk}").exists():
+            if time.monotonic() > until:
+                raise UserError(f"nobody let chunk {message.chunk} go")
+            time.sleep(1e-3)
+        on_compute(self, message)
+
+    ModelRank._on_compute = held  # type: ignore[method-assign]
+
+
 def frozen(folder: str) -> None:
     """Has this attention rank note with each step how many objects are left out of Python's collections."""
     from jaxlamina.ranks.attention_rank import AttentionRank
@@ -154,6 +173,8 @@ def main() -> int:
             weigh(job["weigh"])
         if "slow" in job:
             slow(*job["slow"])
+        if "hold_prompts" in job:
+            hold_prompts(job["hold_prompts"])
         if "frozen" in job:
             frozen(job["frozen"])
         if "unreadable" in job:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_to_compile import FLAGS
 
 from launch.commands import mpirun_argv
 from launch.local import free_ports
@@ -19,7 +20,6 @@ from launch.local import free_ports
 ROOT = Path(__file__).resolve().parents[1]
 JOB = (sys.executable, str(Path(__file__).with_name("rank_job.py")))
 DEADLINE_S = 300
-QUICK_TO_COMPILE = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 TRANSPORTS = (pytest.param("mpi", marks=pytest.mark.mpi), "xla")
 
 
@@ -40,6 +40,7 @@ def started(
     unreadable: bool = False,
     frozen: Any = None,
     elsewhere: bool = False,
+    hold_prompts: Any = None,
     **cluster: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's
@@ -62,13 +63,14 @@ def started(
         "unreadable": unreadable,
         "frozen": frozen and str(frozen),
         "elsewhere": elsewhere,
+        "hold_prompts": hold_prompts and str(hold_prompts),
     }
     job |= {name: x for name, x in more.items() if x}
     n = sum(dop) + cluster.get("prefill_workers", 0)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     if "smollm2" not in json.dumps(scenarios):  # a model so small is compiled for longer than it runs
         # Each once, as in `make test`: a program is kept under the flags as they are written.
-        flags = dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *QUICK_TO_COMPILE])
+        flags = dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS])
         environment["XLA_FLAGS"] = " ".join(flags)
     command = [*JOB, json.dumps(job)]
     if transport == "mpi":

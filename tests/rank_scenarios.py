@@ -95,7 +95,54 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
         "n_preemptions": stats["n_preemptions"],
         "ahead": over_ranks.engine.async_scheduling,
         "n_kept": group.transport.n_kept,
+        "n_prompt_tokens_own_pace": stats["n_prompt_tokens_own_pace"],
     }
+
+
+def held_worker(group: Any, model: str, folder: str, n_steps: int = 3) -> dict[str, Any]:
+    """Decode steps that end between a chunk's beginning and its intake, of each chunk that is begun while a
+    request is decoded: the prefill worker is held (`rank_job.hold_prompts`) until there are ``n_steps``. One
+    request is aborted while its prompt is computed."""
+    llm = LLM(source(model), group=group, max_num_seqs=4, max_model_len=96)
+    executor, engine = llm.executor, llm.engine
+    long, greedy = (
+        [(7 * i) % 50 + 3 for i in range(20)],
+        SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+    )
+    at_beginning: dict[int, int] = {}  # by chunk
+    meanwhile: list[int] = []
+    begin, run = executor.begin_prompt, executor.run
+
+    def begun(part: Any) -> None:
+        begin(part)
+        at_beginning[group.n_chunks] = engine.stats.n_decode_steps
+
+    def ran(step: Any) -> Any:
+        if any(part.ready for part in step.prompts):
+            meanwhile.append(engine.stats.n_decode_steps - at_beginning[group.n_chunks])
+        return run(step)
+
+    tokens: dict[str, list[int]] = {}
+    names: list[str] = []
+    for i in (1, 2, 3):  # programs are compiled by then: decode steps do not wait for that either
+        (Path(folder) / f"{i}").touch()
+    llm.generate({"prompt_token_ids": long[::-1]}, SamplingParams(max_tokens=2, ignore_eos=True))
+    with patch.object(executor, "begin_prompt", begun), patch.object(executor, "run", ran):
+        first = engine.add_request([7, 8], SamplingParams(max_tokens=90, ignore_eos=True))
+        while not engine.idle:
+            for event in engine.step():
+                tokens.setdefault(event.request_id, []).append(event.token_id)
+            if first in tokens and not names:
+                names = [engine.add_request([*prompt], greedy) for prompt in ([*long, 4], long)]
+            if names and group.n_chunks == 5:
+                engine.abort(names[0])
+            n_since = engine.stats.n_decode_steps - at_beginning.get(group.n_chunks, 0)
+            if group.n_chunks == 4 or n_since >= n_steps:
+                (Path(folder) / f"{group.n_chunks}").touch()
+        engine.check_integrity()
+    alone = LLM(source(model), split=False, max_num_seqs=4, max_model_len=96)
+    [want] = alone.generate({"prompt_token_ids": long}, greedy)
+    return {"same": tokens[names[1]] == list(want.outputs[0].token_ids), "n_decodes_meanwhile": meanwhile}
 
 
 def updated(group: Any, model: Any) -> dict[str, Any]:
@@ -322,7 +369,9 @@ def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
         group=group,
     )
     prompts = {r.way: [r.n_prompt_tokens, r.ratio_to_decode, r.prompt_tokens_per_s] for r in found}
-    return {"difference": max(r.max_difference for r in found), "ways": prompts}
+    own = {r.way: [*r.own_pace.tokens_per_s, *r.own_pace.alone_tokens_per_s] for r in found if r.own_pace}
+    differences = [r.max_difference for r in found if r.max_difference is not None]
+    return {"difference": max(differences), "ways": prompts, "own_pace": own}
 
 
 def stray(group: Any, unused: list[int]) -> float:
@@ -351,7 +400,9 @@ def warmed(
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
     llm = LLM(source(model), group=group, **limits)
     sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
-    todo = warm_up.shapes(llm.buckets, **sizes, n_prefill_workers=llm.engine.capabilities.n_prefill_workers)
+    can = llm.engine.capabilities
+    workers = {"n_prefill_workers": can.n_prefill_workers, "own_pace_tokens": can.own_pace_tokens}
+    todo = warm_up.shapes(llm.buckets, **sizes, **workers)
     done: list[int] = []
     ahead: list[str] = []  # threads that compiled a program before it was to be run
     compile_later = llm.executor.compile_later
@@ -547,6 +598,6 @@ def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, updated, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch,
+        greedy, updated, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker,
     )
 }  # fmt: skip

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.kv.wishes import Wishes
+from jaxlamina.models.config_files import model_config
+from jaxlamina.planner.calibration import for_device
+from jaxlamina.planner.costs import Deployment
 from jaxlamina.run.balance import Balance, Speeds
+from jaxlamina.run.modelled import ModelledSteps
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.layout import Layout
 
@@ -158,3 +162,57 @@ def test_pools_stay_even_while_requests_come_and_go(partition: str) -> None:
             free += slots
     assert len(apart) > 3000
     assert np.median(apart) <= 0.1, np.percentile(apart, [10, 50, 90])
+
+
+@pytest.mark.parametrize(("predicted_us", "first"), [(200, 2), (900, 1)])
+def test_slices_are_as_predicted_until_they_are_seen(predicted_us: int, first: int) -> None:
+    """The first prediction of staggered slices makes them the shortest step, the second far too long."""
+    slices_us = {1: 400, 2: predicted_us}
+    balance = Balance(H200, (1, 2), lambda n_rows, n: slices_us[n] * US * LAYERS)
+    n_rows, n_tokens = 160, 160 * 4096
+    assert not balance.is_measured()
+    assert balance.best(n_rows, n_tokens).n_batches == first
+    where = n_rows, 0.4 * n_tokens, 0.6 * n_tokens
+    assert balance.n_batches(*where, possible=(1, 2)) == first
+    # What is measured overrides: staggered slices of 900, and of 200.
+    measured_us = 900 if first == 2 else 200
+    for _ in range(8):
+        n = balance.n_batches(*where, possible=(1, 2))
+        local, remote = 0.4 * n_tokens * H200.local_s, 0.6 * n_tokens * H200.remote_s + H200.exchange_s
+        slices = {1: 400, 2: measured_us}[n] * US * LAYERS
+        balance.took(*where[:1], n, *where[1:], slices + (max(local, remote) if n == 1 else local))
+    assert balance.is_measured(n_rows)
+    assert balance.n_batches(*where, possible=(1, 2)) == 1
+    assert balance.best(n_rows, n_tokens).n_batches == 1
+
+
+def test_a_prediction_is_corrected_by_what_other_steps_took() -> None:
+    balance = Balance(H200, (1,), lambda n_rows, n: n_rows * US * LAYERS)
+    balance.took(64, 1, 0.0, 0.0, 2 * 64 * US * LAYERS)  # twice as long as predicted
+    step_s = balance.predicted_s(128, 1, 0.0, 0.0)
+    assert step_s == pytest.approx(2 * 128 * US * LAYERS)
+    assert balance.state()["steps"][0]["predicted_slices_s"] == pytest.approx(64 * US * LAYERS)
+
+
+def test_predicted_times_are_near_those_that_were_measured() -> None:
+    """The planner's cost model of H200s beside the numbers above, of up to 160 requests."""
+    known = for_device("h200")
+    terms, link = known.terms, known.links["memory"]
+    setup = Deployment(model_config("llama-3-8b"), terms, terms, link, n_attention=1, partition="tokens")
+    modelled = ModelledSteps(setup)
+    speeds = modelled.speeds
+    assert speeds is not None and not speeds.shared_host
+    assert speeds.local_s == pytest.approx(H200.local_s, rel=0.05)
+    assert speeds.remote_s == pytest.approx(H200.remote_s, rel=0.05)
+    assert speeds.exchanges_s(64) == pytest.approx(H200.exchanges_s(64), rel=0.2)
+    for (n_rows, n), slices_us in SLICES_US.items():
+        if n_rows <= 160:
+            assert modelled.slices_s(n_rows, n) == pytest.approx(slices_us * US * LAYERS, rel=0.15)
+    # At 160 requests it begins where the measured times come to as well.
+    balance = Balance(speeds, (1, 2), modelled.slices_s)
+    of_measured = taught(H200).best(160, 160 * 4096)
+    balance.n_batches(160, 1.0, 1.0, (1,))
+    best = balance.best(160, 160 * 4096)
+    assert best.n_batches == of_measured.n_batches and best.share == pytest.approx(
+        of_measured.share, abs=0.05
+    )

@@ -73,6 +73,28 @@ def test_what_was_chosen_is_said_once_with_its_times():
     assert choice.possible(1) == (1,) and choice.possible(2) == (1, 2)
 
 
+@pytest.mark.parametrize("predicted", [{1: 9.0, 2: 1.0}, {1: 1.0, 2: 9.0}])
+def test_what_is_predicted_goes_first_and_measured_times_decide(predicted):
+    """With times that the first prediction is right of, and the second one wrong."""
+    begun, measured = [], {1: 4.0, 2: 3.0}
+    choice = Choice(
+        (1, 2),
+        n_trials=2,
+        predict=lambda bucket, n_rows: predicted,
+        on_begun=lambda *what: begun.append(what),
+    )
+    best = min(predicted, key=predicted.get)
+    assert choice.settled("bucket", 8) == best
+    tried = []
+    for _ in range(6):
+        tried.append(choice.next("bucket", 8))
+        choice.took("bucket", tried[-1], measured[tried[-1]])
+    assert tried == [best] * 3 + [3 - best] * 3
+    assert choice.next("bucket", 8) == choice.settled("bucket", 8) == 2
+    assert begun == [("bucket", predicted)] and choice.predicted("bucket") == predicted
+    assert choice.next("one row", 1) == 1 and len(begun) == 1  # there is nothing to choose
+
+
 def test_nothing_to_choose_from_is_an_error():
     with pytest.raises(ValueError, match="one at least"):
         Choice(())

@@ -190,7 +190,8 @@ def test_prefill_workers_are_more_ranks_on_the_model_platform():
 
 def test_what_ranks_compare_is_flat_and_has_every_key_but_how_rank_0_is_reached():
     config = Cluster(dop=(1, 3), control="somewhere:9").as_config()
-    assert set(config) == set(fields()) - {"control", "job_secret_file"}
+    own = {"control", "job_secret_file", "control_certfile", "control_keyfile", "control_cafile"}
+    assert set(config) == set(fields()) - own
     assert config["dop"] == "1,3" and config["kv_slots"] is None
     assert all(value is None or isinstance(value, str | int | float | bool) for value in config.values())
     other = dataclasses.replace(Cluster(dop=(1, 3)), control="10.0.0.1:9")

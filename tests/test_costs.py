@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import roofline, terms
+from jaxlamina.planner.calibration import for_device
 from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, kv_slots, prefill_s, shape_of, step_cost
 from jaxlamina.planner.hardware import GIB, Hardware
 from jaxlamina.planner.task_times import Matrices, TaskTimes
@@ -183,6 +184,46 @@ def test_each_shard_talks_to_the_workers_of_its_heads():
     assert TaskTimes(of(1, 2), 64, 4096).messages == TaskTimes(of(2, 2), 64, 4096).messages
 
 
+@pytest.mark.parametrize(("model", "rows", "context", "measured_ms"), [
+    ("llama-3-8b", 64, 4096, 13.75), ("llama-3-8b", 160, 4096, 27.99), ("llama-3-8b", 16, 2048, 6.74),
+])  # fmt: skip
+def test_mini_batches_are_priced_within_5_percent_of_what_they_took(model, rows, context, measured_ms):
+    """Two of them over two H200 (docs/benchmarks.md, `bench step`, by memory): nothing was fitted to these."""
+    known = for_device("h200")
+    setup = Deployment(
+        model_config(model), known.terms, known.terms, known.links["memory"], n_attention=1, mini_batches=2
+    )
+    assert 1e3 * step_cost(setup, rows, context).step_s == pytest.approx(measured_ms, rel=0.05)
+
+
+def test_a_slow_link_is_hidden_by_mini_batches():
+    """Of messages that take as long as attention one part travels while another is attended to."""
+    link = LinkTerms(0.0, 2e9, by_nic=True)
+    whole, parts = (step_cost(split(link, ROOF, mini_batches=n), 64, 4096).step_s for n in (1, 2))
+    assert 0.6 * whole < parts < 0.9 * whole
+    alone = split(link, mini_batches=2)
+    assert step_cost(alone, 1, 4096) == step_cost(replace(alone, mini_batches=1), 1, 4096)
+
+
+def test_a_pipelines_stages_take_turns_on_one_batch_and_work_together_on_several():
+    free = LinkTerms(0.0, 1e30)
+    one, two = split(free, ROOF, mode="fixed"), split(free, ROOF, n_model=2, pipeline_parallel=2)
+    assert two.layout.stages.count(0) in (15, 16, 17, 18) and len(two.layout.stages) == 33
+    alone, staged = (step_cost(setup, 64, 1024) for setup in (one, two))
+    assert staged.step_s == pytest.approx(alone.step_s)
+    assert staged.model_busy_s == pytest.approx(alone.model_busy_s / 2)
+    four = step_cost(replace(two, n_batches=4), 64, 1024)
+    # Two pairs of batches over two stages take three turns of a pair, in two of which each stage has one.
+    assert four.step_s == pytest.approx(1.5 * four.model_busy_s, rel=0.05)
+    assert four.model_busy_s == pytest.approx(
+        step_cost(replace(one, n_batches=4), 64, 1024).model_busy_s / 2, rel=0.1
+    )
+    assert kv_slots(two) == kv_slots(one)
+    assert prefill_s(two, 512) == pytest.approx(prefill_s(one, 512))
+    with pytest.raises(UserError, match="over as many model workers"):
+        split(n_model=3, pipeline_parallel=2)
+
+
 def test_a_network_card_sends_while_its_sender_goes_on():
     carried, put = (split(BY_MEMORY._replace(by_nic=by_nic), n_batches=2) for by_nic in (True, False))
     assert step_cost(carried, 64, 4096).step_s < step_cost(put, 64, 4096).step_s
@@ -296,6 +337,15 @@ def test_kv_goes_where_the_share_says():
 def test_prompts_take_longer_after_stored_tokens():
     unsplit = Deployment(MODEL, REAL)
     assert prefill_s(unsplit, 512, 4096) > prefill_s(unsplit, 512) > prefill_s(unsplit, 256) > 0
+
+
+def test_what_each_request_has_of_its_own_is_added_on_the_rank_that_has_them():
+    slower = replace(REAL, row_fixed_s=1e-3)
+    for n_model, rows in ((1, 6), (2, 3)):
+        setups = [Deployment(MODEL, terms, n_model=n_model, model_link=BY_MEMORY) for terms in (REAL, slower)]
+        without, added = (step_cost(setup, 6, 100).step_s for setup in setups)
+        assert added - without == pytest.approx(1e-3 * rows)
+    assert prefill_s(setups[0], 64) == prefill_s(setups[1], 64)
 
 
 def test_a_call_takes_at_most_two_milliseconds():

@@ -15,7 +15,7 @@ import time
 import pytest
 from browser import browsing, chromium
 from checkpoint_examples import tiny_words_folder
-from rank_jobs import QUICK_TO_COMPILE
+from quick_to_compile import FLAGS
 from serving import serving
 from test_faults import Supervised, find
 from test_timeline import two_ranks
@@ -30,7 +30,7 @@ from jaxlamina.server.run import App
 from jaxlamina.server.settings import Settings
 
 KEY = {"Authorization": "Bearer secret"}
-QUICK = {"XLA_FLAGS": " ".join(QUICK_TO_COMPILE), "JAXLAMINA_API_KEY": "secret"}
+QUICK = {"XLA_FLAGS": " ".join(FLAGS), "JAXLAMINA_API_KEY": "secret"}
 FEW = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--no-warm-up", "--dashboard")
 # (number of a sample, metric)
 SAME = (

@@ -10,7 +10,9 @@ import contextlib
 import os
 import random
 import re
+import resource
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -76,6 +78,70 @@ def test_a_server_that_gets_no_more_memory_is_started_again(tiny):
         assert len(restarts(server)) == 1
     finally:
         server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_a_supervisor_that_gets_no_more_memory_refuses_what_it_cannot_take(tiny, tmp_path):
+    """Far more clients come than it has memory for: each is answered in whole, or told to come again."""
+    server = Supervised.of([], tiny, ["--journal", str(tmp_path)])
+    try:
+        expected = {name: one.said for name, one in answers(server.port).items()}
+        asked = [(name, Asked(server.port, *request)) for name, request in REQUESTS.items()]
+        wait_until(lambda: all(one.events for name, one in asked if one.body.get("stream")))
+        limit_memory(server.process.pid, spare=True)
+        for _ in range(12):
+            asked += [(name, Asked(server.port, *request)) for name, request in REQUESTS.items()]
+        time.sleep(5)
+        resource.prlimit(server.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        for _, one in asked:
+            one.join(DEADLINE_S)
+        taken = [(name, one.said) for name, one in asked if one.status != 503]
+        assert all(said == expected[name] for name, said in taken)
+        assert len(REQUESTS) < len(taken) < len(asked)
+        assert server.process.poll() is None and not restarts(server)
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_a_supervisor_that_has_used_up_its_reserve_loses_nothing(tiny, tmp_path):
+    """Bodies come in that it has let in before, and that it has no memory for. It goes on, or the next one
+    does."""
+    how = [], tiny, ["--journal", str(tmp_path)]
+    server = Supervised.of(*how)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n"
+    with contextlib.ExitStack() as cleanups:
+        cleanups.callback(server.close)
+        expected = {name: one.said for name, one in answers(server.port).items()}
+        to = "127.0.0.1", server.port
+        bodies = [cleanups.enter_context(socket.create_connection(to, timeout=10)) for _ in range(30)]
+        for body in bodies:
+            body.sendall(head + b"1")
+        asked = {name: Asked(server.port, *request) for name, request in REQUESTS.items()}
+        wait_until(lambda: all(one.events for one in asked.values() if one.body.get("stream")))
+        limit_memory(server.process.pid, spare=True)
+        for body in bodies:
+            with contextlib.suppress(OSError):
+                body.sendall(b"1" * 3_000_000)
+        time.sleep(3)
+        has_ended = server.process.poll() is not None
+        if has_ended:
+            server = Supervised.of(*how)
+            cleanups.callback(server.close)
+        else:
+            resource.prlimit(server.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        n_broke = 0
+        for name, one in asked.items():
+            one.join(DEADLINE_S)
+            n_broke += one.broke
+            if one.broke and one.key:
+                one.goes_on(server.port)
+            # Whose client does not know its key has been told nothing yet.
+            assert one.said == expected[name] or not one.key, name
+        assert sum(bool(one.key) for one in asked.values()) >= 6
+        print(f"{has_ended=}, {n_broke} connections broke")
 
 
 FAULTY = policy_once("Faulty", "fault", 'raise RuntimeError("a policy\'s own fault")')

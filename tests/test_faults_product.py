@@ -13,7 +13,7 @@ import pytest
 from checkpoint_examples import tiny_words_folder
 from conftest import why_no_mpi
 from fault_runs import Run, why_no_small_disk
-from faults_product import AXES, cover, every, not_held, scenario, selected, why_not
+from faults_product import AXES, cover, every, scenario, selected, why_not
 from launch_hosts import why_no_hosts
 from supervised import DEADLINE_S
 
@@ -64,17 +64,9 @@ def tiny(tmp_path_factory):
     return tiny_words_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
 
 
-def marks(fault):
-    """Whether a client without luck is hit is chance, so these may pass, too."""
-    reason = not_held(fault)
-    return [] if reason is None else [pytest.mark.xfail(reason=reason, strict=False)]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3 * DEADLINE_S)
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=marks(f), id=str(f)) for f in selected(os.environ.get("FAULTS", ""))]
-)
+@pytest.mark.parametrize("fault", selected(os.environ.get("FAULTS", "")), ids=str)
 def test_nothing_is_lost(fault, tiny, tmp_path):
     made = scenario(fault)
     reasons = (

@@ -21,10 +21,10 @@ from plain_models import NAMES, flax_model
 from written import FORMS, NEAR_MISSES, Written
 
 from jaxlamina import FlaxModel
+from pallas_kernels.compat import COMPILED_QUICKLY
 from splitter import SplitError
 from splitter.draw import to_svg
 from splitter.find import find_attention
-from splitter.find.prove import QUICK
 from splitter.slices import split
 
 N_LAYERS = {
@@ -251,7 +251,8 @@ def agrees(found: Any, written: Any) -> None:
     tokens = np.random.default_rng(1).integers(0, written.vocab_size, (2, 9)).astype(np.int32)
     places = np.broadcast_to(np.arange(9, dtype=np.int32), tokens.shape)
     expected, given_ = (
-        np.asarray(jax.jit(fn, compiler_options=QUICK)(params, tokens, places)) for fn in (written, found)
+        np.asarray(jax.jit(fn, compiler_options=COMPILED_QUICKLY)(params, tokens, places))
+        for fn in (written, found)
     )
     np.testing.assert_allclose(given_, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 

@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 
+from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.pieces import Opening, Piece
 from jaxlamina.supervisor.journal import Journal
 from jaxlamina.supervisor.requests import FollowedRequests
@@ -58,7 +59,7 @@ def test_an_event_without_memory_is_given_once(at, monkeypatch):
 
     async def follow():
         job = OneJob()
-        requests = FollowedRequests(job, Journal(None), recovery_s=10)
+        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
         request = await requests.accept("/v1/completions", b"{}")
         async with asyncio.timeout(10):
             await request.over()

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import time
 
 import numpy as np
 import pytest
+from certificates import certificate
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
+from jaxlamina.job.tls import tls_of
 from jaxlamina.kv.copies import copy_holders
 from jaxlamina.ranks import kv_copies
 from jaxlamina.ranks.kv_copies import CopyHolder, Copying
@@ -95,8 +99,8 @@ def holder(tmp_path):
     found.close()
 
 
-def copying(holder, secret=SECRET):
-    return Copying(holder.address, 1, secret, 5.0, "rank 2", wait_s=10)
+def copying(holder, secret=SECRET, **how):
+    return Copying(holder.address, 1, secret, 5.0, "rank 2", wait_s=10, **how)
 
 
 def begun(holder, kept):
@@ -209,6 +213,23 @@ def test_who_does_not_know_the_secret_is_turned_away(holder):
         copying(holder, b"another secret")
     with pytest.raises(UserError, match="needs a secret"):
         CopyHolder(holder._folder, "127.0.0.1", b"", 5.0, 1)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not here")
+def test_copies_by_tls(tmp_path):
+    files = map(str, certificate(tmp_path, "job"))
+    tls = tls_of(Cluster(**dict(zip(("control_certfile", "control_keyfile"), files, strict=True))))
+    holder = CopyHolder(tmp_path / "other host", "127.0.0.1", n_sharing=1, tls=tls, **HOW)
+    with pytest.raises(UserError, match="rank 2 .* speaks TLS, and this rank has no control_certfile"):
+        copying(holder)
+    found, kept = copying(holder, tls=tls), own(tmp_path)
+    assert found.find("worker0", "one", ROW_BYTES) == 0
+    found.begin(kept)
+    put(kept, range(150), 1)
+    wait_until(lambda: (holder._guests["worker0"].kept.marks == kept.marks).all())
+    check_rows(holder._guests["worker0"].kept, 150)
+    for one in (found, kept, holder):
+        one.close()
 
 
 ROWS = np.zeros((2, ROW_BYTES), np.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from certificates import certificate
 from checkpoint_examples import tiny_words_folder
 from launch_hosts import Hosts, why_no_hosts
 
@@ -236,6 +238,20 @@ def test_ranks_may_come_in_any_order(tiny, unsplit):
     assert code == 0, err
     assert out == unsplit
     assert finish(first)[0] == 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not here")
+def test_a_job_by_tls_writes_the_same_and_a_rank_without_says_what_is_wrong(tiny, unsplit, tmp_path):
+    files = zip(("control_certfile", "control_keyfile"), certificate(tmp_path, "job"), strict=True)
+    by_tls = [f'{key}="{path}"' for key, path in files]
+    options = [word for key in by_tls for word in ("--set", key)]
+    code, out, err = finish(launched("xla", tiny, "--dop", "1,2", *options, command=generate()))
+    assert (code, out) == (0, unsplit), err
+    port = free_ports(1)[0]
+    plain = by_hand(tiny, 1, port)
+    finish(by_hand(tiny, 0, port, "start_deadline_s=8", *by_tls), timeout=50)
+    code, _, err = finish(plain, timeout=20)
+    assert code != 0 and "speaks TLS, and this rank has no control_certfile" in err[-1]
 
 
 def secret_file(folder, name, content=b"0123456789abcdef0123", mode=0o600):

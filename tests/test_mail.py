@@ -29,7 +29,7 @@ class Pair:
         sizes = {"data": ring.data_bytes} | dict.fromkeys(marks, ring.mark_bytes)
         self.memory: dict[object, np.ndarray] = {}
         pairs = [(rank, peer) for rank in range(n) for peer in range(n) if rank != peer]
-        places = {
+        self.places = places = {
             pair: {name: 1 + 10 * k + i for i, name in enumerate(sizes)} for k, pair in enumerate(pairs)
         }
         for of_pair in places.values():

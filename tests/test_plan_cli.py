@@ -58,6 +58,30 @@ def test_the_table_and_the_json_say_the_same(capsys):
     assert all(note in text for note in found["notes"]) and "NVIDIA H20: scaled from NVIDIA H200" in text
 
 
+def test_plans_are_simulated_beside_the_formula(capsys):
+    """With few requests at once, so that it is quick."""
+    words = [
+        "--model",
+        "llama-3-8b",
+        "--compute",
+        "h100",
+        "--memory",
+        "h20",
+        "--budget",
+        "12",
+        "--batch",
+        "6",
+    ]
+    assert "simulated" not in plan(capsys, *words)["plans"][0]
+    found = plan(capsys, *words, "--simulate")
+    for one in found["plans"]:
+        simulated = one["simulated"]
+        assert 0.9 < simulated["tpot_p50_ms"] / one["tpot_p50_ms"] < 1.1, one
+        assert 0.7 * one["tokens_s"] < simulated["tokens_s"] < 1.1 * one["tokens_s"], one
+        assert simulated["mean_batch"] <= one["requests"]
+    assert any(note.startswith("simulated: the order of these") for note in found["notes"])
+
+
 def test_it_says_dont_split_and_why(capsys):
     found = plan(capsys, *PAPER)
     assert not found["splits"] and found["reason"] == "link"

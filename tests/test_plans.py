@@ -135,6 +135,8 @@ def steps_of(
         for step in (rows, *staggered, parts, *alongside):
             yield msgspec.structs.replace(step, prefills=beside)
         yield msgspec.structs.replace(beside[0], prefills=beside[1:])
+        ready = msgspec.structs.replace(of_prefill_workers[1], rank=prefill_ranks[0], ready=True)
+        yield from (ready, msgspec.structs.replace(rows, prefills=(ready,)))
 
 
 def test_every_step_over_every_layout_has_a_plan_that_holds_or_a_reason() -> None:

@@ -39,15 +39,16 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def made(split: bool) -> LLM:
+def made(split: bool, calibration: Path | None) -> LLM:
     config = ModelConfig.from_hf(MODELS["llama"])
     model = InMemoryModel(config, random_params(config, seed=1))
-    return LLM(model, split=split, max_num_seqs=4, max_model_len=64)
+    known = {} if calibration is None else {"calibration": str(calibration)}
+    return LLM(model, split=split, max_num_seqs=4, max_model_len=64, **known)
 
 
 def test_a_step_of_the_rows_that_run_and_what_steps_took(calibration: Path):
-    llm = made(split=False)
-    predictor = StepPredictor.of(llm, calibration)
+    llm = made(False, calibration)
+    predictor = StepPredictor.of(llm)
     assert predictor is not None and predictor.step_s(llm.engine) is None  # no row runs
     asked: list[dict[str, float]] = []
     engine = llm.engine
@@ -66,11 +67,11 @@ def test_a_step_of_the_rows_that_run_and_what_steps_took(calibration: Path):
 
 
 def test_what_no_cost_is_known_of_has_no_prediction(calibration: Path, tmp_path: Path):
-    assert StepPredictor.of(made(split=False), None) is None  # a CPU that nobody measured
-    assert StepPredictor.of(made(split=True), calibration) is None  # two workers on one device take turns
+    assert StepPredictor.of(made(False, None)) is None  # a CPU that nobody measured
+    assert StepPredictor.of(made(True, calibration)) is None  # two workers on one device take turns
     (tmp_path / "wrong.json").write_text("{}")
     with pytest.raises(UserError, match="is no calibration"):
-        StepPredictor.of(made(split=False), tmp_path / "wrong.json")
+        made(False, tmp_path / "wrong.json")
 
 
 def test_a_servers_metrics_and_page_have_it(calibration: Path, tmp_path: Path):

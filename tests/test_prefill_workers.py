@@ -6,6 +6,7 @@ A chunk on the model ranks is in `test_mixed_steps`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def test_the_unsplit_models_tokens(
     scenarios = [("greedy", usual)]
     if transport == "xla" and dop != (1, 1):  # what differs between transports is in every step
         scenarios.append(("greedy", usual | {"kv_slots": 60, "host_kv_slots": 16, "kv_headroom": 0.0}))
-    cluster = {"partition": partition, "prefill_workers": n_workers, **how}
+    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_pace": "step", **how}
     found, *few_slots = run_job(transport, dop, scenarios, **cluster)
     check_greedy(found, n_tokens=16, n_prompts=4)
     for more in few_slots:
@@ -84,8 +85,9 @@ def test_the_unsplit_models_tokens(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pace", ["step", "own"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel"])
-def test_int8_kv(kv_dtype: str) -> None:
+def test_int8_kv(kv_dtype: str, pace: str) -> None:
     """Chunks come after tokens whose KV was rounded, as unsplit."""
     options = {
         "model": "llama",
@@ -95,7 +97,8 @@ def test_int8_kv(kv_dtype: str) -> None:
         "max_model_len": 48,
     }
     scenario = ("greedy", options | {"kv_dtype": kv_dtype})
-    [found] = run_job("xla", (1, 2), [scenario], partition="heads", prefill_workers=1)
+    how = {"prefill_pace": "step"} if pace == "step" else {"prefill_chunk": 8}
+    [found] = run_job("xla", (1, 2), [scenario], partition="heads", prefill_workers=1, **how)
     check_greedy(found, n_tokens=16, n_prompts=4)
 
 
@@ -108,33 +111,42 @@ def test_samples_and_beams() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("transport", "dop", "n_workers", "partition"),
+    ("transport", "dop", "n_workers", "partition", "pace"),
     [
-        ("xla", (1, 1), 2, "heads"),
-        ("xla", (1, 2), 1, "tokens"),
-        mpi((1, 1), 1, "heads"),
+        ("xla", (1, 1), 2, "heads", "step"),
+        ("xla", (1, 2), 1, "tokens", "step"),
+        ("xla", (1, 2), 2, "tokens", "own"),
+        mpi((1, 1), 1, "heads", "step"),
     ],
 )
-def test_scored_prompts(transport: str, dop: tuple[int, int], n_workers: int, partition: str) -> None:
+def test_scored_prompts(
+    transport: str, dop: tuple[int, int], n_workers: int, partition: str, pace: str
+) -> None:
     """Prompts are as likely as unsplit, and are computed by prefill workers, too, beside others."""
-    cluster = {"partition": partition, "prefill_workers": n_workers}
+    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_pace": pace}
     [found] = run_job(transport, dop, [("scored", {"model": "llama"})], **cluster)
     assert found["same"] and found["n"] == 39, found
     of_all = [name for name in found["programs"] if "logits of all" in name]
-    assert of_all and all("logits of all, on rank" in name for name in of_all), of_all
-    assert any(name.startswith("decode") for name in of_all), of_all
+    how = "logits of all, on rank" if pace == "step" else "logits of all, computed before, on rank"
+    assert of_all and all(how in name for name in of_all), of_all
+    assert any(name.startswith("decode") for name in of_all) == (pace == "step"), of_all
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pace", ["step", "own"])
 @pytest.mark.parametrize(
     ("dop", "n_workers", "partition"), [((1, 1), 1, "heads"), ((1, 1), 2, "heads"), ((1, 2), 1, "tokens")]
 )
-def test_after_warming_up_nothing_is_compiled(dop: tuple[int, int], n_workers: int, partition: str) -> None:
+def test_after_warming_up_nothing_is_compiled(
+    dop: tuple[int, int], n_workers: int, partition: str, pace: str
+) -> None:
     """But where tokens fall to workers by chance."""
     shared = [*range(5, 22)]
     prompts = [shared, [7, 8], [*range(3, 41)], [*range(9, 31)], [*shared, 33, 34]]
     scenario = "warmed", {"model": "llama", "max_model_len": 48, "chunk": 24, "prompts": prompts}
-    [found] = run_job("xla", dop, [scenario], partition=partition, prefill_workers=n_workers)
+    [found] = run_job(
+        "xla", dop, [scenario], partition=partition, prefill_workers=n_workers, prefill_pace=pace
+    )
     assert found["same"] and found["n_done"] == found["more_of_sampler"] == 0, found
     assert partition == "tokens" or not found["more"], found
     assert any(name.startswith("decode") and "on rank" in name for name in found["programs"]), found
@@ -148,6 +160,7 @@ def test_step_bench() -> None:
     for way in ways:
         n, ratio, per_s = bench["ways"][f"{way}, 4 on a prefill worker"]
         assert n == 4 and ratio > 0 and per_s > 0
+        assert all(x > 0 for x in bench["own_pace"][f"{way}, 4 on a prefill worker at its own pace"])
     assert {f"{way}, with 4 alongside" for way in ways[:2]} < bench["ways"].keys()
 
 
@@ -164,6 +177,178 @@ def test_logits_and_what_is_exchanged(transport: str, partition: str) -> None:
     beside = {n for name, n in counts.items() if "on rank 3" in name}
     alone = {n for name, n in counts.items() if "on rank 3" not in name}
     assert len(alone) == 1 and beside == {alone.pop() + 1}, counts
+
+
+# --- at their own pace ---
+
+OWN_PACE: list[Any] = [
+    ("xla", (1, 1), 1, "heads", "llama", {}),
+    ("xla", (1, 2), 2, "requests", "llama", {}),
+]
+SLOW_OWN_PACE: list[tuple[str, tuple[int, int], int, str, str, dict[str, Any]]] = [
+    ("xla", (1, 2), 2, "heads", "qwen3", {"mini_batches": 2}),
+    ("xla", (1, 3), 2, "tokens", "mistral-window", {}),
+    ("xla", (1, 1), 1, "heads", "llama", {"n_batches": 2}),
+    ("xla", (2, 1), 2, "heads", "llama", {"n_batches": 3}),
+    ("xla", (2, 1), 1, "heads", "llama", {"tensor_parallel": 2}),
+    ("xla", (2, 2), 1, "tokens", "llama", {"pipeline_parallel": 2, "n_batches": 4}),
+    ("xla", (1, 1), 1, "tokens", "llama", {"local_attention": "auto"}),
+    ("mpi", (1, 1), 2, "heads", "llama", {}),
+    ("mpi", (1, 2), 1, "tokens", "mistral-window", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("transport", "dop", "n_workers", "partition", "model", "how"), [*OWN_PACE, *map(marked, SLOW_OWN_PACE)]
+)
+def test_the_unsplit_models_tokens_at_own_pace(
+    transport: str, dop: tuple[int, int], n_workers: int, partition: str, model: str, how: dict[str, Any]
+) -> None:
+    """Prompts in chunks, some after cached prefixes: one shorter than a chunk is computed again, the others
+    go with the steps. Among the slow tests also with requests that give way while their prompts are
+    computed."""
+    usual = {"model": model, "n_tokens": 16, "fourth": 20, "max_num_batched_tokens": 8, "max_model_len": 48}
+    scenarios = [("greedy", usual)]
+    if (transport, dop) in (("xla", (1, 2)), ("xla", (1, 3))) and (partition, model) != ("requests", "llama"):
+        scenarios.append(("greedy", usual | {"kv_slots": 60, "host_kv_slots": 16, "kv_headroom": 0.0}))
+    cluster = {"partition": partition, "prefill_workers": n_workers, "prefill_chunk": 18, **how}
+    found, *few_slots = run_job(transport, dop, scenarios, **cluster)
+    assert found["same"] and found["n_tokens"] == [1, 16, 16, 16, 16], found
+    assert found["n_prefix_hit_tokens"] >= 18 + 17 and found["n_prompt_tokens_own_pace"] >= 19 + 2 + 20, found
+    for more in few_slots:
+        assert more["same"] and more["n_preemptions"], more
+    prompts = [name for name in found["programs"] if "prefill" in name or "chunk" in name]
+    for rank in range(sum(dop), sum(dop) + n_workers):
+        assert any(f"computed before, on rank {rank}" in name for name in prompts), prompts
+    assert not any(name.startswith("decode") and "computed before" in name for name in prompts), prompts
+    assert found["ahead"]
+
+
+def test_decode_steps_go_on_while_a_worker_computes(tmp_path: Path) -> None:
+    """The worker is held until three decode steps have ended since its chunk was begun: had they waited for
+    it, none would. A request that is aborted meanwhile does no harm."""
+    scenario = "held_worker", {"model": "llama", "folder": str(tmp_path)}
+    how: dict[str, Any] = {"prefill_workers": 1, "prefill_chunk": 8, "hold_prompts": tmp_path}
+    [found] = run_job("xla", (1, 1), [scenario], **how)
+    assert found["same"], found
+    _, *of_long = found["n_decodes_meanwhile"]  # the first prompt has nobody beside it
+    assert len(of_long) == 3 and min(of_long) >= 3, found
+
+
+def own_pace(n: int = 100, **options: Any) -> Scheduler:
+    return make(n, max_num_seqs=8, own_pace_tokens=4, **{"n_prefill_workers": 1, **options})
+
+
+def begun(plan: ScheduledStep) -> list[tuple[str, int, tuple[int, int], int]]:
+    return [(c.request.request_id, c.request.worker, c.span, c.first) for c in plan.begun]
+
+
+def test_a_chunk_is_taken_in_once_it_is_computed_and_the_next_begins_then() -> None:
+    scheduler = own_pace()
+    scheduler.add(request("first", 6, 20))
+    scheduler.add(request("second", 3, 20))
+    assert begun(run_step_of_chunks(scheduler)) == [("first", 0, (0, 4), 0)]
+    plan = run_step_of_chunks(scheduler)
+    assert not plan.requests and not plan.begun and scheduler.awaits_workers
+    scheduler.computed(0)
+    plan = run_step_of_chunks(scheduler)
+    assert [c.span for c in plan.computed] == [(0, 4)] and begun(plan) == [("first", 0, (4, 6), 4)]
+    scheduler.computed(0)
+    plan = run_step_of_chunks(scheduler)  # its last: whoever waits begins at once
+    assert [c.span for c in plan.computed] == [(4, 6)] and begun(plan) == [("second", 0, (0, 3), 0)]
+    plan = run_step_of_chunks(scheduler)
+    assert [r.request_id for r in plan.decodes] == ["first"] and not plan.computed
+
+
+def test_what_is_computed_for_one_who_has_gone_is_dropped_and_the_worker_is_free_only_then() -> None:
+    scheduler = own_pace()
+    gone, next_one = request("gone", 6, 20), request("next", 3, 20)
+    scheduler.add(gone)
+    run_step_of_chunks(scheduler)
+    scheduler.finish(gone)
+    scheduler.add(next_one)
+    assert not begun(run_step_of_chunks(scheduler)) and not scheduler.running
+    scheduler.computed(0)
+    plan = run_step_of_chunks(scheduler)
+    assert not plan.computed and begun(plan) == [("next", 0, (0, 3), 0)]
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("chat_ends", [False, True])
+def test_an_interrupted_prompt_goes_on_with_the_steps(chat_ends: bool) -> None:
+    """A chat takes the worker, whose memory holds one prompt: the chat's, even if that is aborted."""
+    scheduler = own_pace(policy=load_policy("chat-first"), prefill_chunk=2)
+    work, chat = request("work", 11, 4), request("chat", 2, 4)
+    work.priority = 1
+    scheduler.add(work)
+    run_step_of_chunks(scheduler)
+    scheduler.computed(0)
+    run_step_of_chunks(scheduler)
+    scheduler.add(chat)
+    scheduler.computed(0)
+    assert begun(run_step_of_chunks(scheduler)) == [("chat", 0, (0, 2), 0)]
+    if chat_ends:
+        scheduler.finish(chat)
+    scheduler.computed(0)
+    plan = run_step_of_chunks(scheduler)
+    assert not plan.begun and drawn(plan) == [("work", 0, (8, 10))]
+
+
+def test_a_beginning_of_less_than_a_chunk_is_computed_again() -> None:
+    """Where it is cached, only who decodes has it."""
+    scheduler = own_pace(caching=True, prefill_chunk=2)
+    for name, n, then in (("before", 2, [(0, 2)]), ("short", 8, [(2, 4)]), ("long", 11, None)):
+        scheduler.add(request(name, n, 1))
+        plan = run_step_of_chunks(scheduler)
+        assert [(c.span, c.first) for c in plan.begun] == [(span, 0) for span in then or ()]
+        assert drawn(plan) == ([("long", 0, (8, 10))] if then is None else [])
+        while scheduler.awaits_workers:
+            scheduler.computed(0)
+            plan = run_step_of_chunks(scheduler)
+        for r in plan.requests:
+            scheduler.finish(r)
+
+
+@pytest.mark.parametrize("name", ["fifo", "chat-first"])
+@settings(max_examples=100, deadline=None)
+@given(
+    workload=workloads(),
+    aborted=st.sets(st.integers(0, 9)),
+    random=st.randoms(use_true_random=False),
+    n_workers=st.integers(1, 3),
+    n_tokens=st.integers(1, 9),
+)
+def test_any_workload_finishes_at_own_pace(
+    name: str, workload, aborted, random, n_workers: int, n_tokens: int
+) -> None:
+    """Workers take as long as they like. Each is asked for one thing at a time, and has the tokens before
+    it."""
+    at_work: dict[int, Any] = {}
+    memory: dict[int, list[int]] = {}
+
+    def check(scheduler: Scheduler, plan: ScheduledStep, before: list[Request]) -> None:
+        check_order(scheduler, plan, before)
+        for chunk in plan.computed:
+            assert at_work.pop(chunk.request.worker) is chunk and chunk.request not in plan.preempted
+        for worker in [w for w, chunk in at_work.items() if scheduler._at_work.get(w) is not chunk]:
+            dropped = at_work.pop(worker)
+            assert dropped.request.chunk is not dropped, "nobody took it in"
+        for r in plan.prefills:
+            assert r.worker not in at_work, "it would wait for what the worker computes"
+        for chunk in plan.begun:
+            (start, stop), tokens = chunk.span, chunk.request.all_token_ids()
+            assert chunk.request.worker not in at_work and chunk.first <= start < stop
+            assert stop - chunk.first <= n_tokens
+            held = memory.setdefault(chunk.request.worker, [])
+            assert held[: chunk.first] == tokens[: chunk.first]
+            held[chunk.first :] = tokens[chunk.first : stop]
+            at_work[chunk.request.worker] = chunk
+        for worker in at_work:
+            if random.random() < 0.5:
+                scheduler.computed(worker)
+
+    how: dict[str, Any] = {"n_prefill_workers": n_workers, "own_pace_tokens": n_tokens}
+    play(workload, aborted, random, check, policy=load_policy(name), **how)
 
 
 # --- who computes which prompt ---

@@ -120,7 +120,7 @@ def test_a_program_that_waits_for_ever_is_found_by_the_marks_of_its_memory(start
         life.start()
 
     def counts() -> dict[tuple[str, int], int]:
-        places = pair.places[0]
+        places = pair.places[0, 1]
         marks = b"".join(
             pair.memory[places[name]].tobytes() for name in ("come", "taken", "sent", "received")
         )

@@ -211,9 +211,12 @@ def advance(scheduler: Scheduler, pool: PretendPool, live: dict[str, list[Reques
         assert set(plan.prefills) <= begun - set(plan.preempted)
     check(scheduler, plan, before)
     pool.move(plan)
+    unfinished = []
+    for r, (start, stop), _ in plan.computed:
+        pool.write(r, start, stop)
+        unfinished += [r] if stop < r.n_tokens else []
     for r in plan.decodes:
         pool.write(r, r.n_tokens - 1, r.n_tokens)
-    unfinished = []
     for r, (start, stop) in zip(plan.prefills, plan.spans, strict=True):
         assert r.n_cached <= start < stop <= r.n_tokens
         pool.write(r, start, stop)

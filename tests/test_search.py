@@ -110,6 +110,15 @@ def test_a_split_plan_by_hand():
     assert plan.attention_idle == pytest.approx(1 - 2 * attention_s / plan.tpot_p50_s)
 
 
+def test_a_batch_that_fills_the_kernels_tiles_goes_before_a_larger_one():
+    device = inputs.device("h20")
+    setup = Deployment(MODELS["llama-3-8b"], device.terms)
+    for most, n_rows in ((128, 128), (70, 64), (33, 31), (30, 30)):
+        plan = evaluate(question("llama-3-8b", compute=device, memory=None, most_requests=most), setup, 1)
+        assert plan.n_rows == n_rows
+        assert plan.tokens_s >= most / step_cost(setup, most, CONVERSATION.context).step_s
+
+
 def test_what_model_workers_keep_is_bounded_by_their_memory():
     config, h100, h20 = MODELS["llama-33b"], sheet("h100"), sheet("h20")
     setup = Deployment(config, h100.terms, h20.terms, FHBN, 1, 1, partition="tokens", local_share=0.5)

@@ -14,6 +14,7 @@ import sys
 import time
 
 import pytest
+from certificates import certificate
 from checkpoint_examples import tiny_words_folder
 from serving import ROOT, WORDS_TEMPLATE, environment, serving
 from supervised import Supervised
@@ -28,16 +29,6 @@ PROMPT = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0, "ignore_eos": Tr
 MIB = 2**20
 
 
-def made(folder, name, *options):
-    """A certificate of its own signature, and its key."""
-    files = folder / f"{name}.pem", folder / f"{name}.key"
-    where = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    of_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *(options or ("-nodes",))]
-    words = ["openssl", "req", "-x509", *of_key, "-days", "2", *where, "-out", files[0], "-keyout", files[1]]
-    subprocess.run(words, check=True, capture_output=True, timeout=60)
-    return files
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("tls")
@@ -50,7 +41,7 @@ def tiny(folder):
 
 @pytest.fixture(scope="module")
 def files(folder):
-    return made(folder, "own")
+    return certificate(folder, "own")
 
 
 def options(files):
@@ -215,11 +206,11 @@ def test_it_ends_at_once_with_a_handshake_under_way(tiny, files):
 
 
 def test_files_that_are_none_are_one_line(tiny, files, folder):
-    other = made(folder, "other")
-    locked = made(folder, "locked", "-passout", "pass:xyz")
+    other = certificate(folder, "other")
+    locked = certificate(folder, "locked", "-passout", "pass:xyz")
     no_pem = folder / "text"
     no_pem.write_text("no certificate")
-    for certificate, key, why in (
+    for chain, key, why in (
         (folder / "missing", files[1], "--ssl-certfile .*missing: there is no such file"),
         (files[0], folder / "missing", "--ssl-keyfile .*missing: there is no such file"),
         (files[0], other[1], "(?i)mismatch"),
@@ -229,7 +220,7 @@ def test_files_that_are_none_are_one_line(tiny, files, folder):
         (None, files[1], "goes with --ssl-certfile"),
     ):
         with pytest.raises(UserError, match=why) as error:
-            tls_context(certificate, key)
+            tls_context(chain, key)
         assert "\n" not in str(error.value)
     for more in (options((folder / "missing", files[1])), (*options(files), "--uds", str(folder / "x"))):
         words = [sys.executable, "-m", "jaxlamina", "serve", "--model", str(tiny), *more]

@@ -6,10 +6,15 @@ How a schedule comes about is in `test_schedules`; what falls together in one ex
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_jobs import check_greedy, mpi, run_job
+
+from jaxlamina.planner.calibration import DeviceCalibration
+from jaxlamina.planner.hardware import Hardware
+from jaxlamina.planner.terms import LinkTerms, Terms
 
 # (model workers, attention workers), batches, mode, partition
 CASES: list[tuple[tuple[int, int], int, str, str]] = [
@@ -57,8 +62,19 @@ def test_staggered_batches_give_the_unsplit_models_tokens(
     assert any(f"in {n_batches} staggered" in name for name in found[0]["programs"]), found[0]["programs"]
 
 
-def test_auto_tries_both_and_gives_the_same_tokens() -> None:
-    found = run_job("xla", (1, 1), [("greedy", {"model": "llama", "n_tokens": 30})], n_batches="auto")
+def test_auto_tries_both_and_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Unless a calibration says that two batches take far longer: of a machine that does nothing but read
+    weights."""
+    year = dict.fromkeys(("memory_gib", "bandwidth_gb_s", "tflops_bf16"), "made up, 2026")
+    terms = Terms(Hardware("slow", 8, 20, tflops_bf16=0.1, source=year), 1e6, 1e12, 1e12, 1e-9, 1e-9, 1e-9)
+    known = DeviceCalibration(terms, {"gloo": LinkTerms(1e-9, 1e12, True)}, "a CPU", {}, "2026-11-26")
+    known.save(tmp_path / "slow.json")
+    how = {"model": "llama", "n_tokens": 30}
+    scenarios = [("greedy", how), ("greedy", how | {"calibration": str(tmp_path / "slow.json")})]
+    *found, told = run_job("xla", (1, 1), scenarios, n_batches="auto")
+    check_greedy(told, n_tokens=30)
+    assert not any("staggered" in name for name in told["programs"]), told["programs"]
+    assert "a CPU" in told["staggering"]["origin"] and not told["staggering"]["chosen"], told["staggering"]
     check_greedy(found[0], n_tokens=30)
     decodes = [name for name in found[0]["programs"] if name.startswith("decode, batch 4")]
     assert {"staggered" in name for name in decodes} == {True, False}, decodes

@@ -21,6 +21,7 @@ from jaxlamina.models.config import ModelConfig
 from jaxlamina.planner import roofline
 from jaxlamina.planner.costs import Deployment, Terms
 from jaxlamina.planner.hardware import Hardware
+from jaxlamina.planner.task_times import Matrices
 from jaxlamina.planner.traces import Trace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
@@ -61,11 +62,13 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """``rounds``: each live, and simulated with the terms that were fitted just before it."""
+    """``rounds``: each live, and simulated with the terms that were fitted just before it.
+    ``held_out_error``: of single steps, each by terms that are fitted to the others."""
 
     trace: Trace
     rounds: Sequence[tuple[ServedSlice, ServedSlice]]
     fit_error: float  # the median of the fitted steps' own
+    held_out_error: float  # the median
     terms: Terms
 
     def median(self, which: int) -> ServedSlice:
@@ -90,6 +93,7 @@ class SimulationReport:
             "errors": {name: self.error(name) for name in ServedSlice._fields},
             "live_spread": {name: self.spread(name) for name in ServedSlice._fields},
             "fit_error": self.fit_error,
+            "held_out_error": self.held_out_error,
             "rounds": [[one._asdict() for one in pair] for pair in self.rounds],
         }
 
@@ -147,7 +151,7 @@ def measure(
         kv_slots=1024 * max_num_seqs,
         batch_sizes=engine.buckets.batch,
     )
-    rounds, errors = [], []
+    rounds, errors, held_out = [], [], []
     for i in range(n_rounds + 1):  # by the first of them all is compiled
         on_progress(f"round {i} of {n_rounds}: single steps" if i else "compiling")
         steps = _steps(engine, read)
@@ -159,8 +163,9 @@ def measure(
         if i:
             found: SimulatedRun = simulate(setup, trace, policy)
             rounds.append((live, ServedSlice.of(trace, found.first_s, found.end_s)))
-            errors.append(statistics.median(abs(_predicted(config, terms, s) / s.seconds - 1) for s in steps))
-    return SimulationReport(trace, rounds, statistics.median(errors), terms)
+            errors.append(statistics.median(_error(config, terms, step) for step in steps))
+            held_out.append(statistics.median(held_out_errors(config, steps)))
+    return SimulationReport(trace, rounds, statistics.median(errors), statistics.median(held_out), terms)
 
 
 def _live(engine: Engine, trace: Trace, read: Callable[[], float]) -> ServedSlice:
@@ -219,28 +224,42 @@ def _timed(engine: Engine, read: Callable[[], float], n_rows: int, context: int)
 
 
 def fitted(config: ModelConfig, steps: Sequence[MeasuredStep]) -> Terms:
-    """Terms of a machine whose steps take so long at least, and longer by each row and each stored token: the
-    least squares of relative errors."""
-    rows = np.array([_work(config, step) for step in steps])
+    """Terms of a machine whose steps take so long at least, and longer by each token, each row and each
+    stored token: the least squares of relative errors. Without a term of its own for rows, those of decode
+    steps would go at the rate of prompts' tokens, and on CPUs they take several times as long."""
+    from scipy.optimize import nnls
+
+    work = np.array([_work(config, step) for step in steps])
     seconds = np.array([step.seconds for step in steps])
-    scale = rows.max(axis=0)
-    found, *_ = np.linalg.lstsq(rows / scale / seconds[:, None], np.ones(len(steps)), rcond=None)
-    fixed_s, of_flop, of_byte = np.maximum(found / scale, 1e-15)
+    scale = work.max(axis=0)
+    found, _ = nnls(work / scale / seconds[:, None], np.ones(len(steps)))
+    fixed_s, of_flop, of_byte, row_s = np.maximum(found / scale, 1e-15)
     source = {"memory_gib": "any, 2025", "bandwidth_gb_s": "not used, 2025", "tflops_bf16": "not used, 2025"}
     machine = Hardware("this machine", 1024.0, 1.0, tflops_bf16=1.0, source=source)
-    return Terms(machine, 1e30, 1 / of_flop, 1 / of_byte, 0.0, 0.0, fixed_s)
+    return Terms(machine, 1e30, 1 / of_flop, 1 / of_byte, 0.0, 0.0, fixed_s, row_fixed_s=row_s)
 
 
-def _work(config: ModelConfig, step: MeasuredStep) -> tuple[float, float, float]:
-    """What is once a step; FLOP; bytes of stored KV."""
+def _work(config: ModelConfig, step: MeasuredStep) -> tuple[float, float, float, float]:
+    """What is once a step; FLOP; bytes of stored KV; rows. As `jaxlamina.planner.costs` counts them: of a
+    prompt only the last token goes through the last slice."""
     n_weights = roofline.n_step_params(config)
     if not step.n_rows:
         width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-        return 1.0, 2.0 * n_weights * step.n_tokens + 2.0 * step.n_tokens**2 * width, 0.0
+        of = Matrices.of(config)
+        last = of.o + of.up + of.down + of.head
+        products = (n_weights - last) * step.n_tokens + last
+        return 1.0, 2.0 * products + 2.0 * step.n_tokens**2 * width, 0.0, 0.0
     kv_bytes = roofline.kv_bytes_per_token(config, _FLOAT32_BYTES)
-    return 1.0, 2.0 * n_weights * step.n_rows, kv_bytes * step.n_tokens
+    return 1.0, 2.0 * n_weights * step.n_rows, kv_bytes * step.n_tokens, step.n_rows
 
 
-def _predicted(config: ModelConfig, terms: Terms, step: MeasuredStep) -> float:
-    _, flop, n_bytes = _work(config, step)
-    return terms.step_fixed_s + flop / terms.product_flop_s + n_bytes / terms.attention_bytes_s
+def held_out_errors(config: ModelConfig, steps: Sequence[MeasuredStep]) -> list[float]:
+    """Of each step by terms that are fitted to the others, relative."""
+    others = ([*steps[:i], *steps[i + 1 :]] for i in range(len(steps)))
+    return [_error(config, fitted(config, rest), step) for rest, step in zip(others, steps, strict=True)]
+
+
+def _error(config: ModelConfig, terms: Terms, step: MeasuredStep) -> float:
+    once, flop, n_bytes, n_rows = _work(config, step)
+    predicted = once * terms.step_fixed_s + flop / terms.product_flop_s + n_rows * terms.row_fixed_s
+    return abs((predicted + n_bytes / terms.attention_bytes_s) / step.seconds - 1)

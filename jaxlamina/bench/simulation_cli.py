@@ -89,4 +89,7 @@ def _parts(record: dict[str, Any], found: SimulationReport) -> Iterator[Part]:
     yield table(rows, columns)
     for name, limit in LIMITS.items():
         yield f"{_NAMES[name]}: limit {limit:.0%}: {verdict(abs(found.error(name)) <= limit)}"
-    yield dim(f"the steps that terms were fitted to: {found.fit_error:.0%} off in the median")
+    yield dim(
+        f"the steps that terms were fitted to: {found.fit_error:.0%} off in the median; each by terms fitted "
+        f"to the others: {found.held_out_error:.0%}"
+    )

@@ -4,7 +4,8 @@ in one run.
 Ways of running take turns on the same batches. Two times each: many steps launched ahead and waited for once,
 which is what the devices need, and steps waited for one by one, which a lone request feels. If asked for,
 also with a chunk of a prompt: in the decode step, as a step after it, or on a prefill worker meanwhile where
-the job has one. Knows executors and clocks; nothing of tables, nor of how ranks were started.
+the job has one, in step with the rows and at its own pace (`own_pace`). Knows executors and clocks; nothing
+of tables, nor of how ranks were started.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from jaxlamina.bench import kernels_bench
 from jaxlamina.bench.chosen_share import WantedShare, choices
 from jaxlamina.bench.lists import listed, pair, whole_numbers
+from jaxlamina.bench.own_pace import OwnPace, OwnPaceRun
 from jaxlamina.bench.rounds import ratios, record_of, seconds_of
 from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
 from jaxlamina.errors import UserError
@@ -142,7 +144,7 @@ class Way:
 
     name: str
     options: dict[str, Any]
-    chunk: str | None = None  # "alongside" or "after"
+    chunk: str | None = None  # "alongside", "after" or "own pace"
     decode: str | None = None  # the way of the decode step by itself, where there is a chunk
     # Of the KV on the model rank, where one executor has several shares.
     local_share: LocalShare | None = None
@@ -169,14 +171,15 @@ class StepResult:
     n_stored_tokens: int = 0  # of that prompt, before them
     decode_ms: list[float] = field(default_factory=list)  # then ahead_ms of the decode step by itself
     chosen: tuple[WantedShare, ...] = ()  # of "auto", what was wanted; the last of it was measured
+    own_pace: OwnPace | None = None  # then ahead_ms and decode_ms are its, and alone_ms is empty
 
     @property
     def ms(self) -> float:
         return statistics.median(self.ahead_ms)
 
     @property
-    def blocked_ms(self) -> float:
-        return statistics.median(self.alone_ms)
+    def blocked_ms(self) -> float | None:
+        return statistics.median(self.alone_ms) if self.alone_ms else None
 
     def ratio_to(self, other_ms: Sequence[float]) -> float:
         """The median of the rounds' own ratios, to times of the same rounds."""
@@ -189,6 +192,8 @@ class StepResult:
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
+        if self.own_pace is not None:
+            return statistics.median(self.own_pace.tokens_per_s)
         return self.n_prompt_tokens / self.ms * 1e3 if self.n_prompt_tokens else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -332,6 +337,8 @@ class _CaseRun:
         self._steps: dict[str, Callable[[], Any]] = {}
         self._places: dict[str, tuple[Any, LocalShare | None]] = {}  # executor and share on the model rank
         self._results: dict[str, StepResult] = {}
+        self._at_own_pace: dict[str, OwnPaceRun] = {}
+        self._options: dict[str, dict[str, Any]] = {}  # of these
         options, known = bench.options, (bench.n_slots, bench.model.vocab_size)
         self._batch = shuffled_batch(case, *known)
         self._part = shuffled_batch(StepCase(case.batch // options.n_devices, case.context), *known)
@@ -339,11 +346,12 @@ class _CaseRun:
 
     def run(self, executors: dict[str, Any]) -> list[StepResult]:
         for name, executor in executors.items():
-            has_workers = False
+            n_workers, own_pace = 0, False
             if isinstance(executor, RanksExecutor):
-                has_workers = bool(executor.group.prefill_ranks)
+                n_workers = len(executor.group.prefill_ranks)
+                own_pace = n_workers > 0 and executor.group.cluster.prefill_pace == "own"
                 self._store(executor, None)
-            for way in _ways(name, self._bench.options, has_workers):
+            for way in _ways(name, self._bench.options, n_workers, own_pace):
                 self._prepare(executor, way)
         turns: dict[str, int] = {}
         n_rounds = self._bench.options.n_rounds
@@ -358,7 +366,37 @@ class _CaseRun:
                     self._results[name].alone_ms.append(alone(step, max(3, turns[name] // 2)) * 1e3)
                 except _FAILURES as error:
                     self._fail(name, error)
+            for name, run in self._at_own_pace.items():
+                self._store(*self._places[name])
+                self._set(name)
+                run.round()
         return list(self._results.values())
+
+    def _set(self, way: str) -> None:
+        executor, _ = self._places[way]
+        for name, value in self._options[way].items():
+            setattr(executor, name, value)
+
+    def _prepare_own_pace(self, executor: RanksExecutor, way: Way) -> None:
+        assert self._chunk is not None
+        self._places[way.name], self._options[way.name] = (executor, None), way.options
+        self._store(executor, None)
+        self._set(way.name)
+        run = self._at_own_pace[way.name] = OwnPaceRun(executor, self._batch, self._chunk)
+        began = time.perf_counter()
+        run.warm_up()
+        n_tokens, n_stored = self._chunk.tokens.shape[1], int(self._chunk.lengths[0])
+        self._results[way.name] = StepResult(
+            str(self._case),
+            way.name,
+            ahead_ms=run.found.beside_ms,
+            prepare_s=time.perf_counter() - began,
+            max_difference=None,  # of earlier tokens it has none, and their time is the same
+            n_prompt_tokens=n_tokens,
+            n_stored_tokens=n_stored,
+            decode_ms=run.found.undisturbed_ms,
+            own_pace=run.found,
+        )
 
     def _store(self, executor: Any, share: LocalShare | None) -> None:
         """Has the case's tokens stored where a way has them."""
@@ -374,6 +412,9 @@ class _CaseRun:
         """Compiles a way's step, and compares its logits with those of the first way."""
         bench, limit = self._bench, self._bench.limit
         bench.on_progress(f"{self._case}: compiling {way.name}")
+        if way.chunk == "own pace":
+            self._prepare_own_pace(executor, way)
+            return
         chosen: tuple[WantedShare, ...] = ()
         if way.local_share == AUTO:
             try:
@@ -459,11 +500,12 @@ def over_ranks(
 
 
 def largest_of(cases: Sequence[StepCase], prefill: int = 0) -> LargestStep:
-    most = max(case.batch for case in cases), max(case.context for case in cases)
-    return LargestStep(*most, max(2, prefill))
+    # A prefill worker keeps all of the prompt that it computes.
+    longest = max(max(case.context, _before(case) + prefill) for case in cases)
+    return LargestStep(max(case.batch for case in cases), longest, max(2, prefill))
 
 
-def _ways(name: str, options: StepOptions, has_prefill_workers: bool = False) -> list[Way]:
+def _ways(name: str, options: StepOptions, n_prefill_workers: int = 0, own_pace: bool = False) -> list[Way]:
     """How an executor is asked to run a step."""
     whole, prefill, n_devices = [Way(name, {})], options.prefill, options.n_devices
     cut: list[Way] = []  # with a prompt's chunk only on workers of its own
@@ -489,15 +531,24 @@ def _ways(name: str, options: StepOptions, has_prefill_workers: bool = False) ->
         parts = options.mini_batches
         cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in parts]
     chunks: list[Way] = []
-    here = {"prefill_workers": 0} if has_prefill_workers else {}
+    here = {"prefill_workers": 0} if n_prefill_workers else {}
     for way in whole if prefill and "by weights" not in name else []:  # that one has no step for both
         also = {"alongside": f"with {prefill} alongside", "after": f"then {prefill}"}
         chunks += [
             Way(f"{way.name}, {words}", way.options | here, chunk, way.name) for chunk, words in also.items()
         ]
-    for way in [*whole, *cut] if prefill and has_prefill_workers else []:
+    for way in [*whole, *cut] if prefill and n_prefill_workers else []:
         words = f"{way.name}, {prefill} on a prefill worker"
         chunks.append(Way(words, way.options | {"prefill_workers": 1}, "alongside", way.name))
+        if own_pace:
+            all_of_them = way.options | {"prefill_workers": n_prefill_workers}
+            on = (
+                "a prefill worker"
+                if n_prefill_workers == 1
+                else f"each of {n_prefill_workers} prefill workers"
+            )
+            words = f"{way.name}, {prefill} on {on} at its own pace"
+            chunks.append(Way(words, all_of_them, "own pace", way.name))
     return whole + cut + chunks
 
 

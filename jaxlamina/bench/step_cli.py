@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,6 +23,19 @@ PREFILL: Columns = (
     ("prompt tokens/s", lambda r: r.prompt_tokens_per_s, ".0f"),
     ("one by one, ms", lambda r: r.blocked_ms, ".2f"),
     ("difference", lambda r: r.max_difference, ".1e"),
+)
+
+OWN_PACE: Columns = (
+    ("case", lambda r: r.case, "<"),
+    ("way", lambda r: r.way, "<"),
+    ("stored before", lambda r: r.n_stored_tokens, ""),
+    ("decode step alone, ms", lambda r: median(r.decode_ms), ".2f"),
+    ("beside, ms", lambda r: r.ms, ".2f"),
+    ("/ alone", lambda r: r.ratio_to_decode, ".3f"),
+    ("with an intake, ms", lambda r: median(r.own_pace.with_intake_ms), ".2f"),
+    ("steps a chunk", lambda r: median(r.own_pace.steps_per_chunk), ".1f"),
+    ("prompt tokens/s", lambda r: r.prompt_tokens_per_s, ".0f"),
+    ("workers alone, tokens/s", lambda r: median(r.own_pace.alone_tokens_per_s), ".0f"),
 )
 
 
@@ -45,7 +59,7 @@ def step_command(
         int | None,
         option(
             "Also with so many tokens of another prompt, in the decode step, in a step after it, or on a "
-            "prefill worker meanwhile where the job has one.",
+            "prefill worker meanwhile where the job has one: in step with the rows, and at its own pace.",
             min=2,
         ),
     ] = None,
@@ -97,11 +111,14 @@ def step_command(
     record = step_bench.job_of(config, source.model, dtype, group)
     record |= {"read_bytes_per_s": limit, "results": [r.to_dict() for r in results], "failed": failed}
     decodes = [r for r in results if not r.n_prompt_tokens]
+    with_prompts = [r for r in results if r.n_prompt_tokens and r.own_pace is None]
+    at_own_pace = [r for r in results if r.own_pace is not None]
     title = "{model}, {n_layers} layers, {dtype}; {job}; {accelerator}".format(**record)
     parts: list[Part] = [
         f"{title}; read at {limit / 1e12:.3f} TB/s",
         table(decodes, _columns(decodes, record["n_layers"])),
-        *([table([r for r in results if r.n_prompt_tokens], PREFILL)] if prefill is not None else []),
+        *([table(with_prompts, PREFILL)] if prefill is not None else []),
+        *([table(at_own_pace, OWN_PACE)] if at_own_pace else []),
         *(warning(f"failed, and left out: {line}") for line in failed),
     ]
     tell("step", record, where, parts, as_json=as_json)

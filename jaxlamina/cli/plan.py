@@ -70,6 +70,14 @@ def plan(
     with_prefill: Annotated[
         bool, typer.Option("--with-prefill", help="Prompts take time, of model or prefill workers.")
     ] = False,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Also run the trace's requests through the engine's scheduler on each plan that is shown; a "
+            "minute for large batches.",
+        ),
+    ] = False,
     what_if: Annotated[
         tuple[str, Path] | None,
         typer.Option(
@@ -123,7 +131,8 @@ def plan(
     question = _question(
         name, inputs.workload(trace, context), pools, linked.link, budget, slo, batch, with_prefill
     )
-    _answer(question, _Asked(name, what_if, pareto, toml, as_json), [inputs.terms_note(*both), linked.note])
+    notes = [inputs.terms_note(*both), linked.note]
+    _answer(question, _Asked(name, what_if, pareto, toml, trace if simulate else None, as_json), notes)
 
 
 @dataclass(frozen=True)
@@ -135,12 +144,13 @@ class _Pools:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is to be made of the answer."""
+    """What is to be made of the answer. ``simulated``: the trace that plans are simulated with, if any."""
 
     model: str
     what_if: tuple[str, Path] | None
     pareto: Path | None
     toml: Path | None
+    simulated: str | None
     as_json: bool
 
 
@@ -247,10 +257,13 @@ def _answer(question: Question, asked: _Asked, notes: list[str]) -> None:
     if asked.toml is not None:
         _write_toml(asked.toml, found, asked.model, said.line)
         wrote.append(asked.toml)
+    plans = [_numbers(question, plan) for plan in _shown(found)]
+    if asked.simulated is not None:
+        notes = [*notes, _simulate(found, plans, asked.simulated)]
     if asked.as_json:
-        print(json.dumps(_as_dict(found, said, asked.model, notes, [drawn for drawn, _ in drawings])))
+        print(json.dumps(_as_dict(found, said, asked.model, notes, [drawn for drawn, _ in drawings], plans)))
     else:
-        _show(found, said, what, notes, [drawn for drawn, _ in drawings])
+        _show(said, what, notes, [drawn for drawn, _ in drawings], plans)
     from rich.console import Console
 
     for path in wrote:
@@ -282,8 +295,38 @@ def _shown(found: FoundPlans) -> list[PoolPlan]:
     return [*list(split.values())[:3], *list(found.whole_by_device.values())[:2]]
 
 
+def _simulate(found: FoundPlans, numbers: list[dict[str, Any]], trace: str) -> str:
+    """Adds to each shown plan's ``numbers`` what the simulator gives; whether their order is another one
+    then, in a line."""
+    from jaxlamina.planner import traces
+    from jaxlamina.simulator.plans import simulated
+
+    question, scores = found.question, []
+    for plan, its in zip(_shown(found), numbers, strict=True):
+        run = simulated(plan, traces.named(trace), question.workload.context, question.with_prefill)
+        if run is None:
+            continue
+        its["simulated"] = {
+            "tokens_s": run.tokens_s,
+            "tpot_p50_ms": 1e3 * run.tpot_p50_s,
+            "tpot_p99_ms": 1e3 * run.tpot_p99_s,
+            "mean_batch": run.mean_batch,
+        }
+        score = plan.score(question)
+        scores.append((score, score * run.tokens_s / plan.tokens_s, its["plan"]))
+    by_formula, by_run = (sorted(scores, key=lambda one: -one[i]) for i in (0, 1))
+    if by_formula == by_run:
+        return f"simulated: the order of these {len(scores)} plans stays as it is"
+    return f"simulated: the order of these plans changes: {' > '.join(name for _, _, name in by_run)}"
+
+
 def _as_dict(
-    found: FoundPlans, said: Verdict, model: str, notes: list[str], drawn: list[Any]
+    found: FoundPlans,
+    said: Verdict,
+    model: str,
+    notes: list[str],
+    drawn: list[Any],
+    plans: list[dict[str, Any]],
 ) -> dict[str, Any]:
     question = found.question
     return {
@@ -294,7 +337,7 @@ def _as_dict(
         "reason": said.reason,
         "line": said.line,
         "gain": found.gain if found.whole else None,
-        "plans": [_numbers(question, plan) for plan in _shown(found)],
+        "plans": plans,
         "notes": notes,
         "sweeps": [
             {"variable": one.variable, "unit": one.unit, "borders": one.borders, "points": one.points}
@@ -357,13 +400,16 @@ _ROWS = (
     ("tpot_p50_ms", "TPOT, median, ms", "{:.1f}"),
     ("tpot_p99_ms", "TPOT, 99th percentile, ms", "{:.1f}"),
     ("tokens_s", "tokens a second, of all", "{:,.0f}"),
+    ("simulated tpot_p50_ms", "simulated: TPOT, median, ms", "{:.1f}"),
+    ("simulated tpot_p99_ms", "simulated: TPOT, 99th percentile, ms", "{:.1f}"),
+    ("simulated tokens_s", "simulated: tokens a second, of all", "{:,.0f}"),
     ("usd_h", "$ an hour, of all", "{:.2f}"),
     ("tokens_per_usd", "tokens for a $", "{:,.0f}"),
     ("least_link_gb_s", "least link for 95 % of it, GB/s", "{:.1f}"),
 )
 
 
-def _show(found: FoundPlans, said: Verdict, what: str, notes: list[str], drawn: list[Any]) -> None:
+def _show(said: Verdict, what: str, notes: list[str], drawn: list[Any], plans: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -371,15 +417,19 @@ def _show(found: FoundPlans, said: Verdict, what: str, notes: list[str], drawn: 
     from jaxlamina.console.tables import print_table
 
     out: Any = Console()
-    plans = [_numbers(found.question, plan) for plan in _shown(found)]
+    was_simulated = any("simulated" in numbers for numbers in plans)
     for numbers in plans:
         numbers["scaled_terms"] = ", ".join(numbers["scaled_terms"]) or None
+        numbers |= {f"simulated {key}": value for key, value in numbers.get("simulated", {}).items()}
     table = Table(title=what, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for numbers in plans:
         table.add_column(numbers["plan"], justify="right")
     for key, name, form in _ROWS:
-        cells = ["–" if numbers[key] is None else form.format(numbers[key]) for numbers in plans]
+        if key.startswith("simulated") and not was_simulated:
+            continue
+        values = [numbers.get(key) for numbers in plans]
+        cells = ["–" if value is None else form.format(value) for value in values]
         table.add_row(name, *cells)
     print_table(out, table)
     for note in notes:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from jaxlamina.engine.admission import Admission
 from jaxlamina.engine.in_flight import LaunchedRows, LaunchedStep, StepTimes
@@ -25,7 +26,7 @@ from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.engine.policies import Policy
 from jaxlamina.engine.postprocess import EngineStats, Postprocess
 from jaxlamina.engine.request import Request
-from jaxlamina.engine.scheduled_step import RunTogether, ScheduledStep
+from jaxlamina.engine.scheduled_step import OwnChunk, RunTogether, ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import UserError, contained
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
@@ -36,6 +37,9 @@ from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes
 from jaxlamina.steps.step import PromptPart, Step
+
+# For prefill workers, where nothing else is to be done: then whoever calls looks for what has come meanwhile.
+_WAIT_S = 0.02
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of the requests that are there when an engine is paused."""
@@ -51,9 +55,9 @@ class Engine:
     None: prompts are computed whole. ``mixed_steps``: a step's first prompt or chunk is computed in the
     program of its decodes, which then reads weights once for both; there is a program for each pair of sizes.
     An executor with prefill workers computes all prompts on these, beside the decodes, one prompt or chunk of
-    each worker a step. ``async_scheduling``: launch each step before the tokens of the one before it are
-    looked at. Results are the same. ``policy`` (None: first come, first served), ``padded`` and ``headroom``
-    are the scheduler's.
+    each worker a step, or at these workers' own pace. ``async_scheduling``: launch each step before the
+    tokens of the one before it are looked at. Results are the same. ``policy`` (None: first come, first
+    served), ``padded`` and ``headroom`` are the scheduler's.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Engine:
             padded=padded,
             headroom=headroom,
             n_prefill_workers=self.capabilities.n_prefill_workers,
+            own_pace_tokens=self.capabilities.own_pace_tokens,
         )
         self.drawing = Drawing(max_num_seqs, self.sizes, vocab_size, len(eos_token_ids))
         self.stats = EngineStats()
@@ -262,6 +267,8 @@ class Engine:
             step = self._ahead or self._launch()
             self._ahead = None
             if step is None:
+                if not again and self.scheduler.awaits_workers:
+                    self._take_computed(_WAIT_S)
                 return again
             if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
@@ -343,15 +350,28 @@ class Engine:
         if self.scheduler.idle:
             return None
         self._times.begin()
+        self._take_computed()
         step = self.scheduler.schedule()
-        if not step.requests:  # the last tokens of all are in flight
+        if not step.requests and not step.begun:  # the last tokens of all are in flight
             return None
         self.stats.n_preemptions += len(step.preempted)
         self._move(step)
-        self.drawing.begin()
-        n_workers = self.capabilities.n_prefill_workers
-        runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps)
-        return LaunchedStep([rows for run in runs for rows in self._run(run)])
+        launched = None
+        if step.requests:
+            self.drawing.begin()
+            n_workers = self.capabilities.n_prefill_workers
+            runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps)
+            launched = LaunchedStep([rows for run in runs for rows in self._run(run)])
+        for chunk in step.begun:  # behind what the same worker is to send
+            self.executor.begin_prompt(self._own_part(chunk))
+        return launched
+
+    def _take_computed(self, wait_s: float = 0.0) -> None:
+        """Tells the scheduler which prefill workers are done with their chunks; waits for one for so long at
+        most."""
+        if self.scheduler.awaits_workers:
+            for worker in self.executor.computed(wait_s):
+                self.scheduler.computed(worker)
 
     def _move(self, step: ScheduledStep) -> None:
         for move in step.moves_out:
@@ -362,7 +382,7 @@ class Engine:
                 self.executor.move_in(move.source, move.target)
         for move in step.moves_again:
             self.executor.move_out(move.source, move.target)
-        if step.prefills and self.capabilities.places_tokens:
+        if (step.prefills or step.computed) and self.capabilities.places_tokens:
             # newcomers choose a worker by what each one holds
             self.executor.release(self.scheduler.slots.take_freed())
         if self._keeping is not None:
@@ -370,6 +390,8 @@ class Engine:
 
     def _run(self, run: RunTogether) -> list[LaunchedRows]:
         """Launches one of the executor's steps, and the choice of its tokens."""
+        if run.computed is not None:
+            return [self._run_computed(run.computed)]
         of_rows, of_prompts = self._sizes(run)
         batch = None if of_rows is None else self._decode_batch(run.decodes, of_rows)
         parts = [
@@ -407,6 +429,24 @@ class Engine:
         slots = [request.slots.view() for request in requests]
         batch = DecodeBatch.build(known, slots, size.buckets, self.executor.n_slots)
         return batch._replace(tokens=self.drawing.newest(requests, batch.tokens))
+
+    def _run_computed(self, chunk: OwnChunk) -> LaunchedRows:
+        """Has attention workers take in what a prefill worker has computed at its own pace."""
+        part, (start, stop) = replace(self._own_part(chunk), ready=True), chunk.span
+        if chunk.first < start:  # what is stored already says where the others are best
+            batch, before = part.batch, chunk.request.slots.view()[None, :start]
+            part.batch.slots[:, : start - chunk.first] = self.executor.n_slots
+            part = replace(part, batch=batch._replace(slot_table=before, lengths=np.full(1, start, np.int32)))
+        [logits] = self.executor.run(Step(prompts=(part,))).prompts
+        self.stats.n_prompt_tokens_own_pace += stop - start
+        return self._prefilled(chunk.request, chunk.span, logits)
+
+    def _own_part(self, chunk: OwnChunk) -> PromptPart:
+        request, span = chunk.request, (chunk.first, chunk.span[1])
+        workers, of_all = (request.worker,), request.scores_prompt
+        wanted = StepSizes("prefill", 1, span[1] - span[0], 0, workers=workers, of_all=of_all, own_pace=True)
+        size = replace(self.sizes.fit(wanted), context=span[0])  # which the worker has by position
+        return PromptPart(self._prefill_batch(request, span, size), request.scores_prompt, request.worker)
 
     def _prefill_batch(self, request: Request, span: tuple[int, int], size: StepSizes) -> PrefillBatch:
         start, stop = span

@@ -36,6 +36,7 @@ class EngineStats:
     n_steps: int = 0
     n_prompt_tokens: int = 0  # of admitted sequences: those computed and those found in the prefix cache
     n_prompt_tokens_computed: int = 0
+    n_prompt_tokens_own_pace: int = 0  # of these, by prefill workers at their own pace
     n_prefix_hit_tokens: int = 0
     n_generated_tokens: int = 0
     n_decode_tokens: int = 0

@@ -224,7 +224,7 @@ class Room:
 
     def release(self, request: Request, *, keep: bool) -> None:
         n = len(request.slots) if request.n_computed is None else request.n_computed
-        request.n_computed = None
+        request.n_computed = request.chunk = None
         if keep and n and self.prefix_cache is not None:
             self.prefix_cache.insert(request.all_token_ids()[:n], request.slots.view()[:n])
         self.slots.free(request.slots.view())

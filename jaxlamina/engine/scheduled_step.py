@@ -13,12 +13,22 @@ PromptSpan = tuple[Request, tuple[int, int]]
 """A prompt, and from which position to which it is computed."""
 
 
+class OwnChunk(NamedTuple):
+    """A stretch of a prompt that a prefill worker computes at its own pace, from position ``first`` on. What
+    comes before its span is stored already, and is not taken in."""
+
+    request: Request
+    span: tuple[int, int]
+    first: int
+
+
 class RunTogether(NamedTuple):
     """Requests that get one token each, and prompts that are computed with them, as one step of an
     executor."""
 
     decodes: tuple[Request, ...]
     prompts: tuple[PromptSpan, ...] = ()
+    computed: OwnChunk | None = None  # all there is, if there is one
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,8 @@ class ScheduledStep:
     each from which position to which it goes, and one that does not reach the last token gives none yet.
     ``moves_again``: KV that came back to the device and that others on the host still wait for; it must go to
     the same host slots again where taking it from the host empties them. ``brought``: from places where KV is
-    kept by content.
+    kept by content. ``computed``: stretches of prompts that prefill workers have computed at their own pace,
+    which the step takes in first; ``begun``: those that such workers begin with after it.
     """
 
     prefills: tuple[Request, ...]
@@ -41,10 +52,13 @@ class ScheduledStep:
     moves_again: tuple[Move, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
     brought: tuple[Move, ...] = ()
+    computed: tuple[OwnChunk, ...] = ()
+    begun: tuple[OwnChunk, ...] = ()
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        return self.decodes + self.prefills
+        """Those of which something is run."""
+        return self.decodes + self.prefills + tuple(chunk.request for chunk in self.computed)
 
     def runs(self, *, n_prefill_workers: int = 0, mixed: bool = False) -> list[RunTogether]:
         """The executor's steps that this one is made of, one after another.
@@ -54,8 +68,9 @@ class ScheduledStep:
         decodes if steps are ``mixed``. One that is scored does not: its logits are of all its tokens.
         """
         prompts = tuple(zip(self.prefills, self.spans, strict=True))
-        if prompts and n_prefill_workers:
-            return self._runs_on_workers(prompts)
+        if n_prefill_workers:
+            taken_in = [RunTogether((), computed=chunk) for chunk in self.computed]
+            return taken_in + self._runs_on_workers(prompts)
         n_alongside = int(bool(mixed and self.decodes and prompts and not prompts[0][0].scores_prompt))
         found = [RunTogether(self.decodes, prompts[:n_alongside])] if self.decodes else []
         return found + [RunTogether((), (prompt,)) for prompt in prompts[n_alongside:]]
@@ -69,4 +84,6 @@ class ScheduledStep:
                 turns.append([])
             turns[n_before[worker]].append(prompt)
             n_before[worker] += 1
+        if self.decodes and not turns:
+            turns.append([])
         return [RunTogether(() if i else self.decodes, tuple(turn)) for i, turn in enumerate(turns)]

@@ -18,7 +18,9 @@ Where the policy is preemptive, running requests of a greater rank give way to t
 by one until it fits. A prompt of theirs that is being computed in chunks, and may keep its slots, is
 interrupted for it.
 
-With prefill workers every prompt is computed by one of them, and each does one prompt or chunk a step.
+With prefill workers every prompt is computed by one of them, and each does one prompt or chunk a step, or one
+at its own pace (`own_pace_tokens`), which a step takes in once the worker is done. Until then the worker is
+asked for nothing else, whoever comes or gives way; what it computes for one who has given way is dropped.
 Whoever needs one is admitted as soon as one can begin with it, of several the one with the fewest prompt
 tokens to be computed.
 
@@ -43,8 +45,8 @@ import numpy as np
 from jaxlamina.engine.headroom import Headroom, most_wanted
 from jaxlamina.engine.policies import Fifo, Policy, Turns
 from jaxlamina.engine.request import Request, RequestState
-from jaxlamina.engine.room import Room, n_distinct, on_host
-from jaxlamina.engine.scheduled_step import ScheduledStep
+from jaxlamina.engine.room import SCORED_CHUNK, Room, n_distinct, on_host
+from jaxlamina.engine.scheduled_step import OwnChunk, ScheduledStep
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each, extend_each
 
@@ -59,7 +61,9 @@ class Scheduler:
     starting after a handful of tokens saves nothing, and runs other programs than a whole prompt does. A
     prompt that is scored uses none, and comes in chunks of at most `SCORED_CHUNK`. ``headroom``: which share
     of what requests may still write has room when others are admitted, 0 to 1; None: as others have written.
-    ``n_prefill_workers``: 0 if prompts are computed by who decodes.
+    ``n_prefill_workers``: 0 if prompts are computed by who decodes. ``own_pace_tokens``: how many tokens of a
+    prompt they compute at once at their own pace; 0: they keep step with those who decode. So does, in any
+    case, a prompt of which a longer beginning than that is there already, which only who decodes reaches.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Scheduler:
         padded: bool = False,
         headroom: float | None = None,
         n_prefill_workers: int = 0,
+        own_pace_tokens: int = 0,
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_prefill_tokens": max_prefill_tokens}
         for name, n in {
@@ -96,6 +101,12 @@ class Scheduler:
         self.padded = padded
         self.headroom = Headroom(headroom)
         self.n_prefill_workers = n_prefill_workers
+        self.own_pace_tokens = own_pace_tokens
+        # By worker, what it computes at its own pace, or has computed.
+        self._at_work: dict[int, OwnChunk] = {}
+        self._done: set[int] = set()  # workers that have
+        # By worker, whose tokens it has computed last at its own pace, in which of its lives, and how many.
+        self._last_computed: dict[int, tuple[Request, int, int]] = {}
         self.room = Room(
             slots,
             prefix_cache,
@@ -153,6 +164,7 @@ class Scheduler:
             preempted, moves_out = self._displace()
         decodes = self.decoding()
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
+        computed = self._take_computed()
         prefills: list[Request] = []
         moves_in: list[Move] = []
         begun = sorted(self._begun(), key=self._place)
@@ -160,11 +172,13 @@ class Scheduler:
             only_first = bool(preempted or (begun and not self.n_prefill_workers))
             prefills, resumed, moves_in = self._admit(only_first=only_first)
             decodes += resumed
-        busy = {request.worker for request in prefills}
+        busy = {request.worker for request in prefills} | self._at_work.keys()
         for request in begun:
             if request.worker not in busy:
                 busy.add(request.worker)
                 prefills.append(request)
+        at_own_pace = [r for r in prefills if self._first_at_own_pace(r) is not None]
+        prefills = [request for request in prefills if request not in at_own_pace]
         return ScheduledStep(
             tuple(prefills),
             tuple(decodes),
@@ -174,6 +188,8 @@ class Scheduler:
             tuple(filter(None, map(self.room.still_wanted, moves_in))),
             tuple(map(self._next_chunk, prefills)),
             self.room.take_brought(),
+            tuple(computed),
+            tuple(map(self._begin_chunk, at_own_pace)),
         )
 
     def _next_chunk(self, request: Request) -> tuple[int, int]:
@@ -182,10 +198,58 @@ class Scheduler:
         if start is None:
             return request.n_cached, n_tokens
         stop = min(n_tokens, start + (self.room.chunk_of(request) or n_tokens))
-        request.n_computed = stop if stop < n_tokens else None
+        self._computed_until(request, stop)
+        return start, stop
+
+    def _computed_until(self, request: Request, stop: int) -> None:
+        request.n_computed = stop if stop < request.n_tokens else None
         if request.n_computed is None and self.prefix_cache is not None:
             self.prefix_cache.insert(request.all_token_ids(), request.slots.view())
-        return start, stop
+
+    # --- prompts at prefill workers' own pace ---
+
+    @property
+    def awaits_workers(self) -> bool:
+        """Whether a prefill worker computes something at its own pace that has not been said to be done."""
+        return bool(self._at_work.keys() - self._done)
+
+    def computed(self, worker: int) -> None:
+        """A prefill worker is done with its chunk: the next step takes it in."""
+        self._done.add(worker)
+
+    def _take_computed(self) -> list[OwnChunk]:
+        found: list[OwnChunk] = []
+        for worker in sorted(self._done):
+            chunk = self._at_work.pop(worker)
+            request, (_, stop) = chunk.request, chunk.span
+            if request.chunk is chunk:  # it has not ended, nor given way
+                request.chunk = None
+                self._computed_until(request, stop)
+                self._last_computed[worker] = request, request.n_preemptions, stop
+                found.append(chunk)
+        self._done.clear()
+        return found
+
+    def _first_at_own_pace(self, request: Request) -> int | None:
+        """From which position on its worker can compute the next chunk at its own pace: it has all tokens
+        before that. None: it cannot. Where a beginning is stored on attention workers alone, it computes that
+        again, if it is less than a chunk."""
+        start = request.n_computed
+        if not self.own_pace_tokens or start is None:
+            return None
+        if self._last_computed.get(request.worker) == (request, request.n_preemptions, start):
+            return start
+        is_short = start < self.own_pace_tokens and not request.scores_prompt
+        return 0 if start == 0 or is_short else None
+
+    def _begin_chunk(self, request: Request) -> OwnChunk:
+        start, first = request.n_computed, self._first_at_own_pace(request)
+        assert start is not None and first is not None
+        most = min(self.own_pace_tokens, SCORED_CHUNK) if request.scores_prompt else self.own_pace_tokens
+        self._last_computed.pop(request.worker, None)  # its memory holds something else from now on
+        chunk = OwnChunk(request, (start, min(request.n_tokens, first + most)), first)
+        request.chunk = self._at_work[request.worker] = chunk
+        return chunk
 
     def n_steps_alike(self) -> int:
         """How many further steps are sure to decode all running requests and do nothing else, unless somebody
@@ -399,7 +463,8 @@ class Scheduler:
         goes before, of this step's ``admitted`` ones or of those that have begun."""
         if not self.n_prefill_workers or unit[0].host_slots is not None:
             return 0
-        outstanding, busy = [0] * self.n_prefill_workers, {request.worker for request in admitted}
+        outstanding = [0] * self.n_prefill_workers
+        busy = {request.worker for request in admitted} | self._at_work.keys()
         for request in self._begun():
             outstanding[request.worker] += request.n_tokens - (request.n_computed or 0)
             if not self._displaces(request):

@@ -47,6 +47,7 @@ def shapes(
     mixed: bool = False,
     n_prefill_workers: int = 0,
     scored: bool = False,
+    own_pace_tokens: int = 0,
 ) -> list[StepSizes]:
     """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
 
@@ -54,6 +55,7 @@ def shapes(
     stored tokens. ``mixed``: whether a decode step may have a prompt or chunk alongside.
     ``n_prefill_workers``: then any of them may have one at once, with a decode step or without. ``scored``:
     also those of prompts whose log-probabilities are wanted, if no prefill worker computes them.
+    ``own_pace_tokens``: as of `Capabilities`.
     """
     decodes = [
         StepSizes("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context
@@ -77,7 +79,16 @@ def shapes(
     both = [replace(decode, alongside=prompt) for decode in decodes for prompt in found if mixed]
     if scored and not n_prefill_workers:
         both += _scored(buckets, max_model_len, max_chunk)
-    return decodes + found + both
+    at_own_pace: list[StepSizes] = []
+    if n_prefill_workers and own_pace_tokens:
+        at_own_pace = [
+            StepSizes("prefill", 1, size, 0, workers=(worker,), own_pace=True)
+            for size in _quartered(
+                bucket(min(own_pace_tokens, max_model_len), buckets.prompt), buckets.prompt
+            )
+            for worker in range(n_prefill_workers)
+        ]
+    return decodes + at_own_pace + found + both
 
 
 def _scored(buckets: Buckets, max_model_len: int, max_chunk: int | None) -> list[StepSizes]:
@@ -92,6 +103,16 @@ def _scored(buckets: Buckets, max_model_len: int, max_chunk: int | None) -> list
     return list(found)
 
 
+def _quartered(longest: int, sizes: Sequence[int]) -> list[int]:
+    """Of ``sizes`` those that hold ``longest``, a quarter of it, a quarter of that, …: each is compiled twice
+    on its worker, for a prompt's first chunk and for later ones, before a server answers."""
+    found, n = [longest], longest // 4
+    while n >= sizes[0]:
+        found.append(bucket(n, sizes))
+        n //= 4
+    return sorted(set(found))
+
+
 def _with_fewest(sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, int]]:
     """Each size with the least number that is padded to it."""
     yield least, sizes[0]
@@ -104,11 +125,18 @@ def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
     longest's tokens: to compute padding is what costs most until there are finer ones."""
     largest: dict[Any, StepSizes] = {}
     for shape in todo:
-        group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all
+        group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all, shape.own_pace
         largest[group] = largest[group].joined(shape) if group in largest else shape
     small = [shape for shape in todo if not (shape.alongside or shape.workers or shape.of_all)]
     short = [shape for shape in small if shape.kind != "decode" and shape.n_tokens >= _SHORT_TOKENS]
-    found = [*largest.values(), *[shape for shape in small if shape.kind == "decode"][:1], *short[:1]]
+    # None of these can be compiled behind, and each is on one worker.
+    own_pace = [shape for shape in todo if shape.own_pace]
+    found = [
+        *largest.values(),
+        *own_pace,
+        *[shape for shape in small if shape.kind == "decode"][:1],
+        *short[:1],
+    ]
     if n_at_once > len(set(found)):
         most = max((shape.n_tokens for shape in small), default=0)
         longest_context = max((shape.context for shape in small if shape.kind == "chunk"), default=0)
@@ -294,6 +322,8 @@ def _give_way() -> None:
 
 
 def _later(engine: Engine, shape: StepSizes, *, behind: bool = False) -> Callable[[], Any] | None:
+    if shape.own_pace:
+        return None
     return engine.executor.compile_later(_step(engine, shape, _empty_batch), behind=behind)
 
 
@@ -412,6 +442,8 @@ def _move(engine: Engine) -> None:
 
 def _run(engine: Engine, shape: StepSizes) -> StepLogits:
     executor, places = engine.executor, engine.capabilities.places_tokens
+    if shape.own_pace:
+        return _run_at_own_pace(engine, shape)
     step = _step(engine, shape, _stored_batch if places else _empty_batch)
     if places:
         rows = () if step.decodes is None else (step.decodes,)
@@ -419,6 +451,24 @@ def _run(engine: Engine, shape: StepSizes) -> StepLogits:
             n_distinct = len(np.unique(batch.slot_table[:, 0])) if batch.slot_table.size else 0
             executor.assume_stored(type(batch)(*(x[:n_distinct] for x in batch)))
     logits = executor.run(step)
+    if places:
+        executor.release(np.arange(executor.n_slots))
+    return logits
+
+
+def _run_at_own_pace(engine: Engine, shape: StepSizes) -> StepLogits:
+    """A prompt's first chunk and a later one, on padding but for what is taken in where programs depend on
+    that; the worker has a deadline of its own for them."""
+    executor, [worker] = engine.executor, shape.workers
+    places, most = engine.capabilities.places_tokens, engine.admission.max_model_len
+    batch = (_stored_batch if places else _empty_batch)(shape, executor.n_slots, most)
+    assert isinstance(batch, PrefillBatch)
+    for start in (1, 0) if shape.n_tokens < most else (0,):
+        follows = batch._replace(lengths=np.full(1, start, np.int32))
+        executor.begin_prompt(PromptPart(follows, worker=worker))
+        while not executor.computed(_ASK_AGAIN_S):
+            pass
+    logits = executor.run(Step(prompts=(PromptPart(batch, worker=worker, ready=True),)))
     if places:
         executor.release(np.arange(executor.n_slots))
     return logits

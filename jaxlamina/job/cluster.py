@@ -26,9 +26,10 @@ COMMANDS = ("generate", "serve", "bench")
 # In the environment of a job's ranks: a secret that no other process has, from whoever starts them.
 JOB = "JAXLAMINA_JOB"
 
-# How a rank reaches rank 0, and where it finds the secret, may differ from host to host; all else must be the
-# same.
-_OWN = ("control", "job_secret_file")
+# How a rank reaches rank 0, and where it finds the secret and certificates, may differ from host to host; all
+# else must be the same.
+_TLS = ("control_certfile", "control_keyfile", "control_cafile")
+_OWN = ("control", "job_secret_file", *_TLS)
 
 
 def _seconds(default: float, help: str) -> Any:
@@ -115,6 +116,17 @@ class Cluster(ModelOptions):
         "model.",
         least=0,
     )
+    prefill_pace: Literal["own", "step"] = option(
+        "own",
+        "How prefill workers compute prompts. `own`: at their own pace; attention workers take in what is "
+        "computed, so that decode steps never wait for it. Each keeps the KV of one prompt of "
+        "`max_model_len` tokens. A prompt of which a beginning of `prefill_chunk` tokens or more is cached "
+        "goes as with `step`. "
+        "`step`: a chunk of `max_num_batched_tokens` beside each decode step, layer by layer with it.",
+    )
+    prefill_chunk: int = option(
+        2048, "Tokens of a prompt that a prefill worker computes at once at its own pace.", least=2
+    )
     pipelining: Literal["auto", "rotational", "fixed"] = option(
         "auto",
         "Of copies of the model: `rotational`: a batch's slices on each model worker in turn, one batch "
@@ -147,6 +159,20 @@ class Cluster(ModelOptions):
         "of a job know each other; its path may differ from host to host. Left out: what `JAXLAMINA_JOB` in "
         "the environment says, as `jaxlamina launch` sets it for each job.",
     )
+    control_certfile: str | None = option(
+        None,
+        "A certificate in PEM form: connections that ranks open themselves, for control messages and copies "
+        "of KV, are TLS with it. All ranks have one or none; its path may differ from host to host. Tensors "
+        "are not encrypted.",
+    )
+    control_keyfile: str | None = option(
+        None, "The key of `control_certfile`, without a passphrase. Left out: it is in the same file."
+    )
+    control_cafile: str | None = option(
+        None,
+        "Certificates of who has signed the other ranks'. Left out: `control_certfile`, which is then all "
+        "ranks' own one.",
+    )
     start_deadline_s: float = _seconds(
         120.0, "Until all ranks have come; a rank that has not is named, and the job ends."
     )
@@ -171,6 +197,8 @@ class Cluster(ModelOptions):
 
     def _check_combination(self) -> None:
         self._check_pipelining()
+        if self.control_certfile is None and (self.control_keyfile or self.control_cafile):
+            raise UserError("control_keyfile and control_cafile go with control_certfile: give that, too")
         if self.kv_replicas and self.kept_kv_slots == 0:
             raise UserError(
                 f"kv_replicas={self.kv_replicas} copies KV that is kept, and kept_kv_slots=0 keeps none: "

@@ -29,6 +29,7 @@ from jaxlamina.job.control.channel import ControlServer
 from jaxlamina.job.control.messages import Message
 from jaxlamina.job.control.watchdog import Watchdog
 from jaxlamina.job.secret import secret_of
+from jaxlamina.job.tls import tls_of
 from jaxlamina.process.gpus import visible_gpus
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Transport, open_transport
@@ -112,6 +113,7 @@ class Group:
         self.replicas = tuple(range(1, cluster.n_model))  # model ranks but this one
         self.prefill_ranks = tuple(cluster.pools.prefill_ranks)
         self.n_steps = 0
+        self.n_chunks = 0  # of prompts, that prefill workers were told to compute at their own pace
         self.owed: str | None = None  # a step that the others were told of, until this rank has begun it
         self._closed = False
         self._failing = Failing(cluster, 0)
@@ -125,6 +127,7 @@ class Group:
             on_fault=self._failing.because_of,
             on_refused=lambda line: print(f"note: refused: {line}", file=sys.stderr, flush=True),
             secret=secret_of(cluster, os.environ),
+            tls=tls_of(cluster),
         )
         self._failing.tell = lambda line: self.control.close(fault=line, wait_s=1)
         self._failing.last_words = lambda line: self.last_words(line)
@@ -171,6 +174,18 @@ class Group:
 
     def receive(self, rank: int, kind: type[M], deadline_s: float | None = None) -> M:
         return self.control.receive(rank, kind, deadline_s or self.cluster.step_deadline_s)  # type: ignore[type-var]
+
+    def computed_chunks(self, wait_s: float = 0.0) -> list[int]:
+        """Chunks that prefill workers have computed since this was asked last; waits for one for so long at
+        most."""
+        found: list[int] = []
+        with suppress(queue.Empty):
+            found.append(
+                self.control.computed.get(timeout=wait_s) if wait_s else self.control.computed.get_nowait()
+            )
+            while True:
+                found.append(self.control.computed.get_nowait())
+        return found
 
     def begin_step(self, shape: StepShape, workers: Sequence[int]) -> int:
         """With these attention workers."""

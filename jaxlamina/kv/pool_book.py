@@ -247,10 +247,15 @@ class PoolBook:
         q_first: bool,
         n_batches: int = 1,
         on_prefill_worker: bool = False,
+        computed: bool = False,
     ) -> PlannedRows:
         """Of n staggered batches the j-th has rows j, j + n, …; what is told of them is batch after batch.
-        Where attention workers have nothing of it, it is one batch."""
+        Where attention workers have nothing of it, it is one batch. ``computed``: a prompt that is computed
+        already, so that earlier tokens say where its new ones are best, and are asked nothing."""
         b, t = batch.tokens.shape
+        earlier = batch.slot_table, batch.lengths
+        if computed:
+            batch = batch._replace(slot_table=batch.slot_table[:, :0], lengths=np.zeros(b, np.int32))
         new_slots = batch.new_slots[:, None] if isinstance(batch, DecodeBatch) else batch.slots
         q_first = q_first or kind == "prefill"  # where q does not travel at all
         if self.placement is None:
@@ -261,10 +266,10 @@ class PoolBook:
             slots = (_segment(table, lengths, new.reshape(-1), {}),)
             of_rank = slots if self._layout.attends_locally else ()
             return PlannedRows(shape, [slots] * len(self._layout.workers), (), of_rank)
-        if on_prefill_worker and not self.is_on_workers(batch):  # type: ignore[arg-type]
+        if on_prefill_worker and not (computed or self.is_on_workers(batch)):  # type: ignore[arg-type]
             raise ValueError("a prefill worker does not reach what model ranks keep")
         rows = batch.slot_table, batch.lengths, batch.positions, new_slots
-        self.wishes.place(self.placement, *rows, here=not on_prefill_worker)
+        self.wishes.place(self.placement, *earlier, *rows[2:], here=not on_prefill_worker)
         if isinstance(batch, DecodeBatch) and self._apart is not None:
             return self._decode_apart(batch, self._apart, q_first, n_batches)
         if n_batches > 1 and self._layout.attends_locally and self._is_local(batch, new_slots):

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxlamina.errors import UserError
 from jaxlamina.models.config import ModelConfig
 from jaxlamina.planner import roofline
 from jaxlamina.planner.hardware import GIB
-from jaxlamina.planner.task_times import TaskTimes
+from jaxlamina.planner.task_times import TaskTimes, slice_weights
 from jaxlamina.planner.terms import LinkTerms, Terms
 from jaxlamina.planner.walk import walk
 from jaxlamina.steps.layout import Layout, local_heads
+from jaxlamina.steps.schedules import balanced
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import FRONT, POOL
 
@@ -34,6 +35,8 @@ class Deployment:
     A replica is ``tensor_parallel`` model workers, which share out weights and heads: each talks to the
     attention workers of its heads. ``kv_bytes`` and ``weight_bytes``: of one element. ``model_link``: between
     model workers; None: as ``link``. ``q_first``: q travels alone, before k and v are computed.
+    ``mini_batches``: of one batch, parts in which its messages go. ``pipeline_parallel``: stages, of which
+    each model worker is one.
 
     ``UserError`` for what no instance of the runtime can be.
     """
@@ -53,9 +56,17 @@ class Deployment:
     weight_bytes: float = roofline.ELEMENT_BYTES
     model_link: LinkTerms | None = None
     q_first: bool = False
+    mini_batches: int = 1
+    pipeline_parallel: int = 1
 
     def __post_init__(self) -> None:
         roofline.check(self.config)
+        stages = self.pipeline_parallel
+        if stages > 1 and (stages != self.n_model or self.tensor_parallel > 1 or not self.is_split):
+            raise UserError(
+                f"pipeline_parallel={stages} is of a split model, over as many model workers, without "
+                "tensor_parallel"
+            )
         if (self.n_attention > 0) != (self.memory is not None and self.link is not None):
             raise UserError("a setup has attention workers, their terms and a link, or none of these")
         if self.n_model % self.tensor_parallel:
@@ -70,6 +81,8 @@ class Deployment:
                 f"{k} KV heads are not shared out evenly over {self.tensor_parallel} model workers, and what "
                 "then goes by their first one has no price here: take another tensor_parallel"
             )
+        if stages > self.config.num_hidden_layers:
+            raise UserError(f"pipeline_parallel={stages} is more than the model's layers")
         if self.is_split and self.tensor_parallel not in (1, self.n_model):
             raise UserError(
                 f"{self.n_model} model workers are copies of the model or share one out: tensor_parallel "
@@ -100,7 +113,7 @@ class Deployment:
 
     @property
     def n_replicas(self) -> int:
-        return self.n_model // self.tensor_parallel
+        return self.n_model // (self.tensor_parallel * self.pipeline_parallel)
 
     @cached_property
     def layout(self) -> Layout:
@@ -109,9 +122,11 @@ class Deployment:
         if not self.has_pool:
             return Layout((), self.partition, mode=self.mode, local_share=1.0)
         workers = tuple(range(self.n_model, self.n_model + self.n_attention))
+        n_stages = self.pipeline_parallel
+        stages = balanced(slice_weights(self.config), n_stages) if n_stages > 1 else ()
         return Layout(
-            workers, self.partition, self.n_replicas, self.mode,
-            local_share=self.local_share, heads_over=self.tensor_parallel,
+            workers, self.partition, self.n_replicas, "stages" if stages else self.mode, stages,
+            self.local_share, self.tensor_parallel,
         )  # fmt: skip
 
     @cached_property
@@ -175,10 +190,12 @@ def step_cost(
     tokens are stored.
 
     The tasks of the step's plan are walked in their order, several steps in a row. As the runtime has it,
-    a step with a prompt's tokens alongside is one batch, and so is one of fewer rows than there are staggered
-    batches. ``UserError`` where the runtime has no such plan."""
+    a step with a prompt's tokens alongside is one batch with whole messages, and so is one of fewer rows than
+    there are staggered batches or mini-batches. ``UserError`` where the runtime has no such plan."""
     if setup.n_batches > 1 and (chunk_tokens or n_rows < setup.n_batches):
         setup = replace(setup, n_batches=1)
+    if setup.mini_batches > 1 and (chunk_tokens or n_rows < setup.mini_batches):
+        setup = replace(setup, mini_batches=1)
     times = TaskTimes(setup, n_rows, context, chunk_tokens, chunk_stored)
     works, (meets, ends) = times.works, times.ends()
     is_rendezvous = setup.link is not None and setup.link.is_rendezvous
@@ -188,7 +205,7 @@ def step_cost(
         times.on_wire,
     )  # fmt: skip
     model = [rank for rank in found.work_s if rank != POOL]
-    n_models = setup.layout.n_replicas
+    n_models = len(set(setup.layout.stages)) or setup.layout.n_replicas
     exchange_s = found.messages_s[FRONT]
     return StepCost(
         found.step_s, sum(found.work_s[r] for r in model) / n_models, found.work_s.get(POOL, 0.0), exchange_s
@@ -197,10 +214,11 @@ def step_cost(
 
 def shape_of(setup: Deployment, has_chunk: bool) -> StepShape:
     """A step's shape whose plan is that of any such step: of one row to a batch."""
-    n = setup.n_batches if setup.has_pool else 1
+    n, n_parts = (setup.n_batches, setup.mini_batches) if setup.has_pool else (1, 1)
     asked = int(setup.has_pool and not setup.layout.by_heads)
     chunk = StepShape("chunk", 1, 1, 1, asked, asked) if has_chunk else None
-    return StepShape("decode", n, 1, 1, asked, asked, q_first=setup.q_first, n_batches=n, chunk=chunk)
+    how: dict[str, Any] = {"q_first": setup.q_first, "n_batches": n, "mini_batches": n_parts, "chunk": chunk}
+    return StepShape("decode", max(n, n_parts), 1, 1, asked, asked, **how)
 
 
 def prefill_s(setup: Deployment, n_tokens: int, n_stored: int = 0) -> float:
@@ -210,4 +228,4 @@ def prefill_s(setup: Deployment, n_tokens: int, n_stored: int = 0) -> float:
     works, n_layers = times.works, setup.config.num_hidden_layers
     attention_s = n_layers * times.pairs_s(n_tokens * (n_stored + n_tokens / 2))
     slices_s = works["first whole"] + (n_layers - 1) * works["slice whole"] + works["last"]
-    return setup.compute.step_fixed_s + slices_s + attention_s
+    return setup.compute.step_fixed_s + slices_s + attention_s + times.moved_s

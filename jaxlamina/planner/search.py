@@ -2,11 +2,12 @@
 plan that the runtime can run, priced by `jaxlamina.planner.costs` in the steady state.
 
 **Method.** All requests that fit are live at all times, as in the paper's evaluation (Lamina 2025, §6).
-The batch is the largest whose KV fits at the workload's mean context, and whose step is within the SLO. A
-step takes what `step_cost` says at the mean context; that is TPOT's median. TPOT's 99th percentile is of a
-step at the stored tokens that one step in a hundred exceeds, at most what memory holds. Prompts are left out
-unless `Question.with_prefill` says otherwise, as the paper leaves them out of both systems. Then a request's
-prompt takes its time of model workers between steps, or of prefill workers beside them.
+The batch is the largest whose KV fits at the workload's mean context, and whose step is within the SLO; or
+a smaller one that fills the products' tiles, where that gives more tokens. A step takes what `step_cost`
+says at the mean context; that is TPOT's median. TPOT's 99th percentile is of a step at the stored tokens
+that one step in a hundred exceeds, at most what memory holds. Prompts are left out unless
+`Question.with_prefill` says otherwise, as the paper leaves them out of both systems. Then a request's prompt
+takes its time of model workers between steps, or of prefill workers beside them.
 
 Pure; knows no device at hand, no file and no terminal.
 """
@@ -219,8 +220,8 @@ def search(question: Question) -> FoundPlans:
 
 
 def evaluate(question: Question, setup: Deployment, copies: int, n_prefill: int = 0) -> PoolPlan | None:
-    """The plan with the largest batch that fits memory and SLO; None where not one request for each staggered
-    batch does."""
+    """The plan with the largest batch that fits memory and SLO, or with a smaller one that gives more tokens;
+    None where not one request for each staggered batch does."""
     n_slots = slots(setup)
     most = int(n_slots / question.workload.context)
     if question.most_requests is not None:
@@ -241,7 +242,13 @@ def evaluate(question: Question, setup: Deployment, copies: int, n_prefill: int 
     while high - low > 1:  # the first is within the SLO, the second is not
         middle = (low + high) // 2
         low, high = (middle, high) if is_in_time(middle) else (low, middle)
-    return _plan(question, setup, copies, n_prefill, low, n_slots)
+    n_parts = setup.n_batches if setup.has_pool else setup.n_replicas  # whose products are apart
+    fuller = (n_parts * n for n in setup.compute.fuller_rows(math.ceil(low / n_parts)))
+    plans = [
+        _plan(question, setup, copies, n_prefill, n_rows, n_slots)
+        for n_rows in (low, *(n for n in fuller if least <= n < low))
+    ]
+    return max(plans, key=lambda plan: (plan.score(question), -plan.n_rows))
 
 
 def slots(setup: Deployment) -> int:

@@ -43,6 +43,14 @@ class Matrices(NamedTuple):
         return cls(d * (heads + 2 * kv_heads), d * heads, heads * d, n_up * d * f, d * f, head)
 
 
+def slice_weights(config: ModelConfig) -> list[float]:
+    """Parameters that each slice reads, as a pipeline's stages are balanced by: the first one has the
+    embedding, too."""
+    m, n = Matrices.of(config), config.num_hidden_layers
+    ended = m.o + m.up + m.down
+    return [m.head + m.qkv, *[ended + m.qkv] * (n - 1), ended + m.head]
+
+
 @dataclass(frozen=True)
 class TaskTimes:
     """Of one step: ``n_rows`` requests in all with ``context`` stored tokens each on average, and alongside
@@ -64,7 +72,9 @@ class TaskTimes:
         after = put_together_s + self.products_s(ended, rows) + 2 * self.sum_s(rows)
         looked_up_s = self.sum_s(rows) if self.setup.is_split else 0.0  # unsplit, each has all embeddings
         return {
-            BEGIN: self.setup.compute.step_fixed_s + self._plans_s(self.setup.compute, local=True),
+            BEGIN: self.setup.compute.step_fixed_s
+            + self.n_rows / self.setup.n_replicas * self.setup.compute.row_fixed_s
+            + self._plans_s(self.setup.compute, local=True),
             "begin pool": 0.0 if self._memory is None else self._plans_s(self._memory, local=False),
             "first whole": looked_up_s + self.products_s((m.qkv,), rows),
             "first q": looked_up_s + self.products_s(q_only, rows),
@@ -101,6 +111,8 @@ class TaskTimes:
         kv = 2 * (new + chunk) * kv_heads * h * e
         partial = (h + 1) * heads * _PARTIAL_BYTES
         out = q_rows * (heads * h * e if layout.by_heads else partial) + chunk * keepers * partial
+        n_parts = setup.mini_batches
+        q, kv, out = q / n_parts, kv / n_parts, out / n_parts
         residual = self.rows_each * config.hidden_size * e
         qkv_all = self.rows_each * (config.num_attention_heads + 2 * config.num_key_value_heads) * h * e
         return {
@@ -173,6 +185,16 @@ class TaskTimes:
         return between.message_s(2 * (n - 1) / n * n_bytes)
 
     @property
+    def moved_s(self) -> float:
+        """What is run together, from stage to stage of a pipeline."""
+        n_moves, between = self.setup.pipeline_parallel - 1, self.setup.link_between_models
+        if not n_moves or between is None:
+            return 0.0
+        return n_moves * between.message_s(
+            self.rows_run * self.setup.config.hidden_size * self.setup.weight_bytes
+        )
+
+    @property
     def _logits_columns_s(self) -> float:
         """Of other shards, to the first one."""
         setup, n, between = self.setup, self.setup.tensor_parallel, self.setup.link_between_models
@@ -202,7 +224,8 @@ class TaskTimes:
 
     @property
     def _logits_rows(self) -> float:
-        together = self.setup.has_pool and self.setup.n_replicas == 1
+        setup = self.setup
+        together = setup.has_pool and setup.n_replicas == 1 and setup.pipeline_parallel == 1
         return (self.n_rows if together else self.rows_each) + (self.chunk_tokens > 0)
 
     # --- attention: (KV heads of one device, tokens of rows, tokens of the chunk) that it reads ---
@@ -210,7 +233,8 @@ class TaskTimes:
     def _remote(self) -> tuple[float, float, float]:
         setup, k = self.setup, self.setup.config.num_key_value_heads
         n, layout = setup.n_attention, setup.layout
-        tokens = self.rows_each * self.context, self.chunk_stored * self._chunk_passes
+        rows = self.rows_each / setup.mini_batches  # that are attended to at once
+        tokens = rows * self.context, self.chunk_stored * self._chunk_passes
         if layout.by_heads:
             return ((k - layout.local_heads(k)) / n, *tokens)
         share = (1 - setup.local_share) / n
@@ -235,7 +259,7 @@ class TaskTimes:
     def _plans_s(self, terms: Terms, *, local: bool) -> float:
         if local and not self.setup.layout.attends_locally:
             return 0.0
-        n = self.setup.n_batches if self.setup.has_pool else 1
+        n = self.setup.n_batches * self.setup.mini_batches if self.setup.has_pool else 1
         return n * terms.attention_step_s
 
     def _attend_s(self, terms: Terms, kv_heads: float, n_tokens: float, chunk_tokens: float) -> float:

@@ -40,6 +40,7 @@ class Terms:
     combine_fixed_s: float = 0.0  # a layer's partials of the same rows put together
     product_fixed_s: float = 0.0  # a product's beginning and end
     product_tile: int = 1  # of `TILED_ROWS`, that a kernel multiplies at once: fewer take as long
+    row_fixed_s: float = 0.0  # what a decode step has for each request beside its arithmetic
 
     def __post_init__(self) -> None:
         for name in ("product_bytes_s", "product_flop_s", "attention_bytes_s"):
@@ -94,6 +95,14 @@ class Terms:
         return self.product_fixed_s + longer * (1 + (shorter / longer) ** self.product_knee) ** (
             1 / self.product_knee
         )
+
+    def fuller_rows(self, n_rows: float) -> tuple[int, ...]:
+        """Fewer rows than these whose products may take less time for each row: as many as there are without
+        tiles, or in full tiles."""
+        if self.product_tile == 1 or n_rows not in range(TILED_ROWS[-1] + 1):
+            return ()
+        full = range(self.product_tile, TILED_ROWS[-1] + 1, self.product_tile)
+        return tuple(n for n in (TILED_ROWS.start - 1, *full) if n < n_rows)
 
     def attention_s(self, n_tokens: float, row_bytes: float) -> float:
         """Of one layer, over so many stored tokens whose K has ``row_bytes``, and so has their V."""

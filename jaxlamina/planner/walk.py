@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from jaxlamina.errors import UserError
 from jaxlamina.steps.layout import Layout
-from jaxlamina.steps.plans import Plan, plan_of
+from jaxlamina.steps.plans import Plan, plan_of, why_not
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import (
     POOL,
@@ -84,24 +85,29 @@ def walk(
     """``times``: seconds of work by key (`work_key`), and of rendezvous messages; ``ends``: of other messages
     what putting one takes, and taking it once it is there; ``on_wire``: what it is on its way, one after the
     other of a sender's, while that goes on. ``UserError`` where there is no such plan."""
-    order = _order(layout, shape, n_layers, is_rendezvous)
+    if reason := why_not(layout, shape):
+        raise UserError(reason)
+    order = _order(_alike(layout), shape, n_layers, is_rendezvous)
     of_keys = [times.get(key, 0.0) for key in order.keys]
     puts, takes = ([ends.get(key, (0.0, 0.0))[i] for key in order.keys] for i in range(2))
     wires = [on_wire.get(key, 0.0) for key in order.keys]
     free, there = [0.0] * len(order.ranks), [0.0] * order.n_messages
     wire = [0.0] * len(order.ranks)  # when each sender's last message has come
     front_s = [0.0]
-    for _ in range(_STEPS):
+    for _ in range(_STEPS):  # a search is mostly this loop, where calls of `max` were a third
         for op, rank, key, other in order.ops:
             if op == _RUN:
                 free[rank] += of_keys[key]
             elif op == _PUT:
-                free[rank] += puts[key]
-                there[other] = wire[rank] = max(free[rank], wire[rank]) + wires[key]
+                free[rank] = now = free[rank] + puts[key]
+                sent = wire[rank]
+                there[other] = wire[rank] = (now if now > sent else sent) + wires[key]  # noqa: FURB136
             elif op == _TAKE:
-                free[rank] = max(free[rank], there[other]) + takes[key]
+                now, come = free[rank], there[other]
+                free[rank] = (now if now > come else come) + takes[key]  # noqa: FURB136
             else:
-                free[rank] = free[other] = max(free[rank], free[other]) + of_keys[key]
+                now, come = free[rank], free[other]
+                free[rank] = free[other] = (now if now > come else come) + of_keys[key]  # noqa: FURB136
         front_s.append(max(free))
         if len(front_s) > 2 and math.isclose(
             front_s[-1] - front_s[-2], front_s[-2] - front_s[-3], rel_tol=_SETTLED
@@ -136,6 +142,18 @@ def work_key(task: Task, on_pool: bool) -> str:
 
 def message_key(payload: Payload) -> str:
     return payload.what
+
+
+def _alike(layout: Layout) -> Layout:
+    """One for all layouts whose plans have the same tasks: how many attention workers there are, and how much
+    of the KV model ranks keep, changes their times alone. A search goes through ten of each of them."""
+    return replace(
+        layout,
+        workers=(0, 1),
+        partition="heads" if layout.by_heads else "tokens",
+        local_share=0.5 if layout.has_pool and layout.attends_locally else layout.local_share,
+        heads_over=1,
+    )
 
 
 @lru_cache(256)

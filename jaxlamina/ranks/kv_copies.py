@@ -44,6 +44,7 @@ from jaxlamina.job.control.server import refused
 from jaxlamina.job.control.sockets import address_text, connect, listen, parse_address
 from jaxlamina.job.group import Group
 from jaxlamina.job.secret import secret_of
+from jaxlamina.job.tls import JobTls, tls_of
 from jaxlamina.kv.copies import copy_holders
 from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.process import kept_folders
@@ -63,7 +64,15 @@ class CopyHolder:
     since whoever connects could write KV then. ``n_sharing``: as of `KeptKV`.
     """
 
-    def __init__(self, folder: Path, host: str, secret: bytes, heartbeat_s: float, n_sharing: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        host: str,
+        secret: bytes,
+        heartbeat_s: float,
+        n_sharing: int,
+        tls: JobTls | None = None,
+    ) -> None:
         self._secret = _of_copies(secret)
         self._folder, self._heartbeat_s, self._n_sharing = folder, heartbeat_s, n_sharing
         self._lock = threading.Lock()
@@ -72,7 +81,7 @@ class CopyHolder:
         listener = listen(address_text((host, 0)))
         self.port: int = listener.getsockname()[1]
         self.address = address_text(listener.getsockname())
-        self._door = Door(listener, self._hear, lambda _: None)
+        self._door = Door(listener, self._hear, lambda _: None, tls)
 
     def close(self) -> None:
         """What is held stays in its files."""
@@ -203,7 +212,14 @@ class Copying:
     it, in words. ``UserError`` where it is not reached at ``address``."""
 
     def __init__(
-        self, address: str, rank: int, secret: bytes, heartbeat_s: float, who: str, wait_s: float = _CONNECT_S
+        self,
+        address: str,
+        rank: int,
+        secret: bytes,
+        heartbeat_s: float,
+        who: str,
+        wait_s: float = _CONNECT_S,
+        tls: JobTls | None = None,
     ) -> None:
         self._who, self._rank = f"{who} at {address}", rank
         self._inbox: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
@@ -213,7 +229,8 @@ class Copying:
         self._theirs = np.empty(0, np.uint64)  # marks
         self._thread = threading.Thread(target=self._run, name="copying kept KV", daemon=True)
         sock: socket.socket = connect(address, wait_s, who)
-        reader, seals = introduce(sock, hello_of(rank, {}, {}), _of_copies(secret), wait_s, self._who)
+        own = hello_of(rank, {}, {}), _of_copies(secret)
+        sock, reader, seals = introduce(sock, *own, wait_s, self._who, tls)
         reader.largest_bytes = _LARGEST_BYTES
         self._connection = Connection(
             sock,
@@ -318,7 +335,7 @@ class RankCopies:
         if self._holder is not None:
             self._holder.close()
         how = secret_of(self._cluster, os.environ), self._cluster.heartbeat_s, n_sharing
-        self._holder = CopyHolder(Path(folder), self._host, *how)
+        self._holder = CopyHolder(Path(folder), self._host, *how, tls_of(self._cluster))
         return self._holder.address if self._rank else f":{self._holder.port}"
 
     def open_kept(
@@ -345,8 +362,8 @@ class RankCopies:
     def _reached(self, copy_at: str) -> Copying:
         if copy_at.startswith(":"):
             copy_at = address_text((parse_address(self._cluster.control)[0], int(copy_at[1:])))
-        secret = secret_of(self._cluster, os.environ)
-        return Copying(copy_at, self._rank, secret, self._cluster.heartbeat_s, "the rank with the copy")
+        how = secret_of(self._cluster, os.environ), self._cluster.heartbeat_s, "the rank with the copy"
+        return Copying(copy_at, self._rank, *how, tls=tls_of(self._cluster))
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

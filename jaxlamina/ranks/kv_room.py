@@ -95,7 +95,7 @@ def moving_handlers(
     }
 
 
-def scales_of(setup: m.Setup) -> list[ChannelScales] | None:
+def scales_of(setup: m.Setup | m.SetupPrompts) -> list[ChannelScales] | None:
     """Of each layer, all its heads'; None for KV that has none."""
     if setup.channel_scales is None:
         return None

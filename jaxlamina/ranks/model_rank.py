@@ -2,12 +2,14 @@
 steps: its replica's of staggered ones, or its shard's or stage's of all; a prefill worker its chunks of
 prompts.
 
-Holds weights and nothing else: no KV, no slot, no request. Logits go to rank 0 inside its programs.
+Holds weights, and of the KV only what `model_side` and `own_pace` say; no request. Logits go to rank 0 inside
+its programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ from jaxtyping import Int, Int32
 
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
-from jaxlamina.job.control.channel import ControlClient
+from jaxlamina.job.control.channel import ControlClient, ControlError
 from jaxlamina.job.group import Watch
 from jaxlamina.kv.placement import PlacedIndices
 from jaxlamina.models.causal_lm import of_origin
@@ -32,6 +34,7 @@ from jaxlamina.ranks.model_side import (
     shards_of,
     shared_out_of,
 )
+from jaxlamina.ranks.own_pace import PromptWorker
 from jaxlamina.ranks.rank_kv import RankKV
 from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
@@ -39,7 +42,7 @@ from jaxlamina.ranks.shards import shard_like, shard_model
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
 from jaxlamina.workers.capacity import check_weights
-from jaxlamina.workers.model_worker import ModelWorker
+from jaxlamina.workers.model_worker import ModelFn, ModelWorker
 from jaxlamina.workers.spec import specs_of
 from jaxlamina.workers.workspace import tree_bytes
 
@@ -63,15 +66,19 @@ class ModelRank(ServedRank):
             m.Setup: self._on_setup_kv,
             m.Allocate: self._on_allocate,
             m.RunStep: self._on_step,
+            m.SetupPrompts: self._on_setup_prompts,
+            m.Compute: self._on_compute,
         }
         self._handlers |= moving_handlers(client, self._kv, self._copies)
         self._setup: m.Setup | None = None
         self._receives: Program  # the weights
+        self._function: ModelFn
+        self._prompts: PromptWorker | None = None  # of a prefill worker at its own pace
         self._tables = SlotTables()
 
     def _on_setup(self, setup: m.SetupModel) -> None:
         self._forget_programs()
-        self._side = None  # another model's weights go first
+        self._side = self._prompts = None  # another model's weights go first
         self._epoch += 1
         source = of_origin(setup.origin)
         function, like = source.fn, dict(source.like(jnp.dtype(setup.dtype)))
@@ -83,7 +90,7 @@ class ModelRank(ServedRank):
         self._receives = parameters_receiver(self._transport, own, 0)
         params = receive_parameters(self._transport, self._receives, own)
         jax.block_until_ready(params)
-        own_model = shard_model(function, like, shared, self._rank)
+        self._function = own_model = shard_model(function, like, shared, self._rank)
         model = ModelWorker(own_model, params, self._transport.device, of_shard)
         specs = specs_of(model.split(1).sites, setup.kv_dtype, shared.heads_over)
         replica = 0 if shards else self._rank
@@ -115,19 +122,55 @@ class ModelRank(ServedRank):
         assert self._side is not None and self._side.kv is not None
         return self._side.kv
 
+    # --- prompts at this rank's own pace ---
+    def _on_setup_prompts(self, setup: m.SetupPrompts) -> None:
+        assert self._side is not None
+        side = self._side
+        known = side.transport, self._function, side.model, side.layout, side.specs
+        self._prompts = PromptWorker(*known, setup.n_slots, scales_of(setup))
+        self._client.send(m.Allocated())
+
+    def _on_compute(self, message: m.Compute) -> None:
+        assert self._prompts is not None
+        what = f"chunk {message.chunk} of a prompt ({message.tokens.shape[1]} tokens after {message.start})"
+        ticket, done = self._prompts.compute(
+            message.tokens.numpy(),
+            message.positions.numpy(),
+            message.logits_at.numpy(),
+            message.start,
+            scored=message.scored,
+            after=lambda: None if self._last is None else self._last.block_until_ready(),
+            begin=lambda: self._watch.begin(what),
+        )
+        self._last = done
+        self._watch.until(ticket, done, lambda _: self._say_computed(message.chunk))
+
+    def _say_computed(self, chunk: int) -> None:
+        with suppress(ControlError):  # the job is over, which another thread finds out, too
+            self._client.send(m.Computed(chunk))
+
     def _compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         assert self._side is not None
+        if part.ready:
+            assert self._prompts is not None
+            return self._prompts.compile_later(part, behind)
         return self._side.compile_later(part, behind)
 
     def _kept(self, part: StepShape, behind: bool) -> tuple[Program, Any] | None:
         assert self._side is not None
-        return self._side.kept(part, behind)
+        return None if part.ready else self._side.kept(part, behind)
 
     def _on_step(self, step: m.RunStep) -> None:
         ticket = self._begin(step)
-        program, weights = self._programs[self._part(step.shape)]
+        part = self._part(step.shape)
+        program, weights = self._programs[part]
         assert self._side is not None
         inputs, at = jax.device_put(_given(step.segments), self._transport.device)
+        if part.ready:
+            assert self._prompts is not None
+            sent = self._prompts.send(partial(self._recorder.run, program), at)
+            self._launched(ticket, self._transport.unbind(sent))
+            return
         slots = self._tables.slots_from(step) if step.tables else ()
         run = self._side.run(partial(self._recorder.run, program), weights, inputs, at, slots)
         self._launched(ticket, self._transport.unbind(run))

@@ -15,6 +15,7 @@ from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control.channel import ControlClient, hello_of
 from jaxlamina.job.group import Failing, Watch, first_line, leave, start_jax, versions
 from jaxlamina.job.secret import secret_of
+from jaxlamina.job.tls import tls_of
 from jaxlamina.process import jax_cache
 from jaxlamina.ranks.attention_rank import AttentionRank
 from jaxlamina.transports import open_transport
@@ -37,6 +38,7 @@ def serve(cluster: Cluster, rank: int) -> int:
             cluster.control,
             hello,
             secret=secret_of(cluster, os.environ),
+            tls=tls_of(cluster),
             deadline_s=cluster.start_deadline_s,
             heartbeat_s=cluster.heartbeat_s,
             on_fault=failing.because_of,

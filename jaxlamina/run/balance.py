@@ -11,7 +11,9 @@ and one of n staggered batches, whose slices and local attention run while atten
 
 so for each there is a share at which both sides take the same time (max(x A, (1 - x) A + e); with x = 0 this
 is Lamina's step, with x = 1 the unsplit model's). What a token's attention takes on either side is measured
-when KV is allocated; slices, from steps as they are run. Knows numbers; no slot, no device and no clock.
+when KV is allocated; slices, from steps as they are run. Until then slices are as a cost model predicts them,
+where one knows the devices, corrected by how it was wrong of other steps. Knows numbers; no slot, no device
+and no clock.
 
 Source: Lamina 2025 §4.3 for the staggered batches; the share is ours.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +33,9 @@ _LEAST_GAIN = 0.02
 # them: predictions from steps elsewhere flatter them (8 % faster was 6 % slower; docs/findings.md).
 _LEAST_STAGGERED_GAIN = 0.1
 _REMEMBERED = 9  # steps of a kind
+_N_TRIALS = 4  # of a kind that has not been seen
+# What is predicted to take more than so many times as long as another is not tried.
+_MAY_PAY = 1.25
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,15 @@ class Balance:
     """``share(n)`` for new tokens, ``n_batches`` for each step; ``took`` how long steps took. Thread-safe:
     times come from another thread."""
 
-    def __init__(self, speeds: Speeds, candidates: Sequence[int] = (1,)) -> None:
-        """``candidates``: numbers of staggered batches, among them 1."""
-        self.speeds, self.candidates = speeds, tuple(candidates)
+    def __init__(
+        self,
+        speeds: Speeds,
+        candidates: Sequence[int] = (1,),
+        predict: Callable[[int, int], float | None] = lambda n_rows, n_batches: None,
+    ) -> None:
+        """``candidates``: numbers of staggered batches, among them 1. ``predict``: seconds of the slices of
+        so many rows in so many batches, where a cost model knows them."""
+        self.speeds, self.candidates, self._predict = speeds, tuple(candidates), predict
         self._lock = threading.Lock()
         self._slices: dict[tuple[int, int], deque[float]] = {}  # by rows and staggered batches
         self._times: dict[tuple[int, int], deque[tuple[float, float]]] = {}  # (predicted, measured)
@@ -93,13 +104,20 @@ class Balance:
         if not able or able == [1]:
             return 1
         with self._lock:
-            untried = [n for n in able if self._trials.get((n_rows, n), 0) <= 3]
-        for n in untried:
-            if n == 1 or self._may_pay(n_rows, n, n_local, n_remote):
+            untried = [n for n in able if self._trials.get((n_rows, n), 0) < _N_TRIALS]
+        known = {n: self.predicted_s(n_rows, n, n_local, n_remote) for n in able}
+        least = min((s for s in known.values() if s is not None), default=0.0)
+        for n in sorted(untried, key=lambda n: known[n] or 0.0):
+            predicted = None if self._predict(n_rows, n) is None else known[n]
+            may_pay = (
+                predicted < _MAY_PAY * least
+                if predicted is not None
+                else n == 1 or self._may_pay(n_rows, n, n_local, n_remote)
+            )
+            if may_pay:
                 with self._lock:
                     self._trials[n_rows, n] = self._trials.get((n_rows, n), 0) + 1
                 return n
-        known = {n: self.predicted_s(n_rows, n, n_local, n_remote) for n in able}
         found = {n: s for n, s in known.items() if s is not None}
         return min(found, key=found.__getitem__) if found else able[0]
 
@@ -116,7 +134,7 @@ class Balance:
         return found
 
     def predicted_s(self, n_rows: int, n_batches: int, n_local: float, n_remote: float) -> float | None:
-        """Seconds of a step; None while slices of such have not been seen."""
+        """Seconds of a step; None while slices of such have neither been seen nor predicted."""
         slices = self._slices_s(n_rows, n_batches)
         if slices is None:
             return None
@@ -148,6 +166,7 @@ class Balance:
                     "batch": n_rows,
                     "n_batches": n,
                     "slices_s": _undisturbed(slices),
+                    "predicted_slices_s": self._predict(n_rows, n),
                     "measured_over_predicted": _ratio(self._times.get((n_rows, n), ())),
                 }
                 for (n_rows, n), slices in sorted(self._slices.items())
@@ -157,8 +176,26 @@ class Balance:
     # --- arithmetic ---
     def _slices_s(self, n_rows: int, n_batches: int) -> float | None:
         with self._lock:
-            found = self._slices.get((n_rows, n_batches))
-            return None if not found else _undisturbed(found)
+            if found := self._slices.get((n_rows, n_batches)):
+                return _undisturbed(found)
+            predicted = self._predict(n_rows, n_batches)
+            return None if predicted is None else predicted * self._correction(n_batches)
+
+    def _correction(self, n_batches: int) -> float:
+        """Slices as they were seen over those that were predicted: the median of all kinds of step of so many
+        batches. What is wrong of staggered ones alone must not keep one batch from being tried."""
+        ratios = [
+            _undisturbed(seen) / predicted
+            for (n_rows, n), seen in self._slices.items()
+            if n == n_batches and (predicted := self._predict(n_rows, n))
+        ]
+        return statistics.median(ratios) if ratios else 1.0
+
+    def is_measured(self, n_rows: int | None = None) -> bool:
+        """Whether a step of so many rows, None: of the latest, has been timed."""
+        n_rows = self._n_rows if n_rows is None else n_rows
+        with self._lock:
+            return any(rows == n_rows for rows, _ in self._slices)
 
     def _may_pay(self, n_rows: int, n: int, n_local: float, n_remote: float) -> bool:
         """Whether ``n`` staggered batches can be shorter than one: their slices take at least what those of

@@ -25,6 +25,8 @@ class Capabilities:
     - ``bucket_cut``: how finely sizes are cut for it.
     - ``n_prefill_workers``: workers that compute prompts beside the rows of a step. With some, all prompts
       are theirs.
+    - ``own_pace_tokens``: how many tokens of a prompt such a worker computes at once at its own pace
+      (`Executor.begin_prompt`); 0: it keeps step with the rows.
     - ``places_tokens``: a step's programs depend on where its tokens lie, and `Executor.release` keeps
       workers balanced.
     - ``compiles_behind``: programs can be compiled while others run.
@@ -34,6 +36,7 @@ class Capabilities:
 
     bucket_cut: Cut = "fine"
     n_prefill_workers: int = 0
+    own_pace_tokens: int = 0
     places_tokens: bool = False
     compiles_behind: bool = False
     why_not_mixed: str | None = None
@@ -77,6 +80,17 @@ class Executor(ABC):
     def run(self, step: Step) -> StepLogits:
         """Launches a step. The tokens of its rows may be an array on the device. ``ValueError`` for batches
         that cannot be."""
+
+    def begin_prompt(self, part: PromptPart) -> None:
+        """Has a prefill worker compute a prompt's chunk at its own pace; its earlier tokens, if there are
+        any, are those that this worker has computed last. Once `computed` names the worker, a step takes the
+        chunk in, with the same batch and ``ready``. Until then the worker is to be asked for nothing else."""
+        raise NotImplementedError
+
+    def computed(self, wait_s: float = 0.0) -> list[int]:
+        """Prefill workers that are done with their chunks since this was asked last. ``wait_s``: for so long
+        at most, until there is one."""
+        return []
 
     def put_weights(self, params: Mapping[str, jax.Array]) -> None:
         """Steps from now on are computed with these parameters, of the same names, shapes and dtypes as those
@@ -186,6 +200,12 @@ class WrappedExecutor(Executor):
 
     def run(self, step: Step) -> StepLogits:
         return self.inner.run(step)
+
+    def begin_prompt(self, part: PromptPart) -> None:
+        self.inner.begin_prompt(part)
+
+    def computed(self, wait_s: float = 0.0) -> list[int]:
+        return self.inner.computed(wait_s)
 
     def put_weights(self, params: Mapping[str, jax.Array]) -> None:
         self.inner.put_weights(params)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxlamina.kv.placement import LocalShare, chosen_partition, why_chosen
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.options import DEFAULT_SEQS, LLMOptions, WorkerOptions, definitions
 from jaxlamina.run.local import LocalExecutor
+from jaxlamina.run.modelled import ModelledSteps
 from jaxlamina.run.sharded import ShardedExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from jaxlamina.workers.calibration import Calibration
@@ -146,16 +147,23 @@ class ExecutorMaker:
         least = 2 if self.options.max_model_len is None else self.length
         return self.n_seqs * self.length, least
 
+    @property
+    def _specs(self) -> list[AttentionSpec]:
+        dtype, kv_dtype = jnp.dtype(self.dtype), self.options.kv_dtype
+        return [AttentionSpec(heads, size, dtype, 1.0, None, None, kv_dtype) for heads, size in self.model.kv]
+
+    @cached_property
+    def modelled(self) -> ModelledSteps | None:
+        """As `ModelledSteps.of`."""
+        of = self.options
+        return ModelledSteps.of(self.place, self.model, self.dtype, self._specs, of.split, of.calibration)
+
     def check(self, weights: bool = True) -> None:
         """``UserError`` for steps, KV or ``weights`` that memory does not hold: before anything is
         allocated."""
         place, options = self.place, self.options
         check_largest_step(self._largest, self.model.vocab_size)
-        dtype = jnp.dtype(self.dtype)
-        specs = [
-            AttentionSpec(heads, size, dtype, 1.0, None, None, options.kv_dtype)
-            for heads, size in self.model.kv
-        ]
+        specs = self._specs
         if place.group is None and options.host_kv_slots != "auto":
             check_host_slots(options.host_kv_slots, specs)
         if place.group is None and options.kv_slots is not None:  # and again by the executor, beside weights
@@ -185,6 +193,7 @@ class ExecutorMaker:
 
             kind = RecordingExecutor if recording else RanksExecutor
             kv |= {"kv_slots": options.kv_slots, "most_slots": most, "least_slots": least}
+            kv["modelled"] = self.modelled
             return kind(fn, params, group=place.group, source=self.model, **kv)
         n_slots = options.kv_slots or partial(slots_that_fit, most=most, least=least)
         if place.sharing:

@@ -35,6 +35,12 @@ def rows_part(
     return Part(rows, (batch.tokens, batch.positions))._with(mini_batches=mini_batches)
 
 
+def computed_part(book: PoolBook, batch: PrefillBatch, *, scored: bool, rank: int) -> Part:
+    """A prompt that the prefill worker of that rank has computed: its program needs no inputs."""
+    rows = book.plan("prefill", batch, False, on_prefill_worker=True, computed=True)
+    return Part(rows, ())._with(of_all=scored, rank=rank, ready=True)
+
+
 def prompts_part(book: PoolBook, batch: PrefillBatch, *, q_first: bool, scored: bool, rank: int = 0) -> Part:
     """Prompts alone, or what follows their stored tokens; on the prefill worker of that rank, unless model
     ranks run them."""

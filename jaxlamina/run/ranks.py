@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -40,13 +41,15 @@ from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.ranks.shards import shard_like, shard_model
 from jaxlamina.run.balance import LINKS, Balance, Speeds
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
-from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
+from jaxlamina.run.modelled import ModelledSteps
+from jaxlamina.run.parts import Part, computed_part, mixed_part, prompts_part, rows_part
 from jaxlamina.run.set_up import (
     KVRoom,
     SlotsWanted,
     WeightShares,
     allocate,
     others_with_kv,
+    set_up_prompts,
     setup_of,
     share_out,
 )
@@ -68,6 +71,8 @@ from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
 _SAY_EACH_S = 10.0
+# What is predicted to take more than so many times as long as one batch is not tried.
+_MAY_PAY = 1.25
 _USUAL_BYTES_PER_S = 1e10  # at which a host reads KV, where it was not measured
 _log = logging.getLogger("uvicorn.error")  # the server's log
 _WHY_NO_SHARE = (
@@ -92,11 +97,16 @@ def _nothing(_: float) -> None:
     pass
 
 
-def _say_choice(bucket: tuple[int, int], medians: Mapping[int, float]) -> None:
-    times = ", ".join(f"{1000 * s:.2f} ms as {n}" for n, s in sorted(medians.items()))
-    n = min(medians, key=medians.__getitem__)
+def _say_choice(
+    bucket: tuple[int, int], seconds: Mapping[int, float], verb: str = "go", of_what: str = "measured"
+) -> None:
+    times = ", ".join(f"{1000 * s:.2f} ms as {n}" for n, s in sorted(seconds.items()))
+    n = min(seconds, key=seconds.__getitem__)
     as_what = "one batch" if n == 1 else f"{n} staggered batches"
-    _log.info("decode steps of batch %d, context %d go as %s: %s", *bucket, as_what, times)
+    _log.info("decode steps of batch %d, context %d %s as %s: %s: %s", *bucket, verb, as_what, of_what, times)
+
+
+_say_begun = partial(_say_choice, verb="begin", of_what="predicted")
 
 
 class RanksExecutor(Executor):
@@ -108,6 +118,7 @@ class RanksExecutor(Executor):
       theirs of it, and a partition "auto" of the cluster is chosen by its KV heads.
     - ``kv_dtype``, ``n_host_slots``, ``calibration``, ``largest``: as of `LocalExecutor`.
 
+    - ``modelled``: what the planner's cost model says of this executor's steps, where it knows them.
     - ``cluster``: the group's, with another partition or share of local attention.
 
     Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed;
@@ -133,8 +144,9 @@ class RanksExecutor(Executor):
         calibration: Calibration | None = None,
         source: CausalLM | None = None,
         cluster: Cluster | None = None,
+        modelled: ModelledSteps | None = None,
     ) -> None:
-        self.group = group
+        self.group, self.modelled = group, modelled
         self.programs = Programs()
         cluster = cluster or group.cluster
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
@@ -165,7 +177,14 @@ class RanksExecutor(Executor):
         self.latest_n_batches = 1  # of the last decode step
         self.mini_batches = cluster.mini_batches
         self.prefill_workers = cluster.prefill_workers
-        self.choice = Choice((1, cluster.usual_n_batches), on_chosen=_say_choice)
+        self._own_pace_tokens = cluster.prefill_chunk if cluster.prefill_pace == "own" else 0
+        self._at_work: dict[int, tuple[int, int]] = {}  # by chunk: the worker's index, and the watch's ticket
+        self.choice = Choice(
+            (1, cluster.usual_n_batches),
+            on_chosen=_say_choice,
+            predict=lambda bucket, n_rows: self._predicted_s(*bucket),
+            on_begun=_say_begun,
+        )
         known = model, params, self.specs, calibration
         with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
             scales = channel_scales(*known, n_positions=largest.context)
@@ -185,7 +204,8 @@ class RanksExecutor(Executor):
         if follows_load:
             n = self.n_batches
             numbers = (1, cluster.usual_n_batches) if isinstance(n, str) else (n,)
-            self.balance = Balance(self._speeds(room, heads), numbers)
+            known_slices = {} if modelled is None else {"predict": modelled.slices_s}
+            self.balance = Balance(self._speeds(room, heads), numbers, **known_slices)
         following = None if self.balance is None else self._wanted_share
         self._alone = False
         self._said, self._say_after_s = (0, 0), 0.0  # of the share, to the log
@@ -204,6 +224,8 @@ class RanksExecutor(Executor):
             wishes_of(self.layout, cluster.token_block, share, following),
             room.each,
         )
+        if self.prefill_workers and self._own_pace_tokens:
+            set_up_prompts(group, largest.context, setup)
         self._copies = RankCopies(group.cluster, 0, parse_address(group.control.address)[0])
         self._programs: dict[StepShape, Own] = {}
         self._tracing = (
@@ -214,9 +236,11 @@ class RanksExecutor(Executor):
         self.prepare_s = 0.0  # spent on compiling, all ranks side by side
 
     def _speeds(self, room: KVRoom, n_query_heads: Sequence[int]) -> Speeds:
-        """Times as measured, or where nothing was, as if memory were read at a rate that any host has: then
-        only how the two pools' compare counts."""
+        """Attention's times as measured, or where they were not, as predicted, or where nothing is known, as
+        if memory were read at a rate that any host has: then only how the two pools' compare counts.
+        Exchanges' as predicted, or else as they were measured elsewhere."""
         transport, n_layers = self.group.transport, len(self.specs)
+        predicted = None if self.modelled is None else self.modelled.speeds
         how = "memory" if transport.by_memory else "nccl" if transport.name == "xla" else "mpi"
         fixed_s, bytes_per_s = LINKS[how if is_accelerator(transport.device) else "cpu"]
         row_bytes = sum(
@@ -226,6 +250,10 @@ class RanksExecutor(Executor):
         usual_s = sum(spec.slot_bytes for spec in self.specs) / _USUAL_BYTES_PER_S
         measured = not room.shared_host and room.remote_token_s > 0
         own_s = self._side.seconds_per_token() + room.local_token_s if measured else 0.0
+        if predicted is not None:
+            found = replace(predicted, shared_host=room.shared_host)
+            there_s = room.remote_token_s / len(self.group.workers)
+            return replace(found, local_s=own_s, remote_s=there_s) if own_s else found
         return Speeds(
             local_s=own_s or usual_s,
             remote_s=(room.remote_token_s if own_s else usual_s) / len(self.group.workers),
@@ -260,6 +288,7 @@ class RanksExecutor(Executor):
         return Capabilities(
             bucket_cut=self._bucket_cut,
             n_prefill_workers=self.prefill_workers,
+            own_pace_tokens=self._own_pace_tokens if self.prefill_workers else 0,
             places_tokens=places_tokens,
             compiles_behind=not self.prefill_workers and (not places_tokens or self.pool.has_few_shapes),
             why_not_mixed=why_not(self.layout, self._mixed_like),
@@ -271,6 +300,10 @@ class RanksExecutor(Executor):
         each of its tokens is a row of the model, so one that goes by a row's largest position (dynamic rope
         scaling) sees its own. What else there is of prompts runs after the rows."""
         self._check_current()
+        if ready := [part for part in step.prompts if part.ready]:
+            if step.decodes is not None or len(step.prompts) > 1:
+                raise ValueError("what is computed already is taken in by a step of its own")
+            return self._take_in(ready[0])
         if self.prefill_workers and step.prompts:
             return self._run_beside(step)
         together = step.alongside is not None and not self.capabilities.why_not_mixed
@@ -323,6 +356,39 @@ class RanksExecutor(Executor):
         rows = None if batch is None else _without_padding(logits.pop(0), batch)
         return StepLogits(rows, tuple(logits))
 
+    def begin_prompt(self, part: PromptPart) -> None:
+        """The worker knows its tokens' KV by position; slots are the attention ranks' affair."""
+        self._check_current()
+        batch, group = part.batch, self.group
+        group.n_chunks += 1
+        rank = group.prefill_ranks[part.worker]
+        what = f"chunk {group.n_chunks} of a prompt, by {group.cluster.describe(rank)},"
+        # It may have to compile first; when it computes, its own deadline is that of a step.
+        ticket = group.watch.begin(what, PREPARE_DEADLINE_S + group.cluster.step_deadline_s)
+        self._at_work[group.n_chunks] = part.worker, ticket
+        tokens, positions, logits_at = map(m.Array.of, (batch.tokens, batch.positions, batch.logits_at))
+        start = int(batch.lengths[0])
+        group.send(rank, m.Compute(group.n_chunks, start, tokens, positions, logits_at, part.scored))
+
+    def computed(self, wait_s: float = 0.0) -> list[int]:
+        found: list[int] = []
+        for chunk in self.group.computed_chunks(wait_s if self._at_work else 0.0):
+            if chunk in self._at_work:  # else another model's
+                worker, ticket = self._at_work.pop(chunk)
+                self.group.watch.watchdog.done(ticket)
+                found.append(worker)
+        return found
+
+    def _take_in(self, part: PromptPart) -> StepLogits:
+        """What comes of a chunk is on its prefill worker: it goes to attention ranks between two steps of the
+        rows, while model ranks are at a step's last slice and the next one's first, and by programs that are
+        few."""
+        if any(worker == part.worker for worker, _ in self._at_work.values()):
+            raise ValueError(f"prefill worker {part.worker} has not computed it yet")
+        rank = self.group.prefill_ranks[part.worker]
+        logits = self._launch([computed_part(self.pool, part.batch, scored=part.scored, rank=rank)])
+        return StepLogits(None, tuple(logits))
+
     def candidates(self, n_rows: int, context: int) -> tuple[int, ...]:
         """How many staggered batches a decode step of so many rows and earlier tokens a row may run as: one
         number, or those that are tried."""
@@ -330,13 +396,25 @@ class RanksExecutor(Executor):
             return self.choice.possible(n_rows) if self._may_pay_to_stagger(n_rows, context) else (1,)
         return (self.n_batches if n_rows >= self.n_batches else 1,)
 
+    def _predicted_s(self, n_rows: int, context: int) -> Mapping[int, float] | None:
+        """Seconds of such a step by how many staggered batches, where the cost model knows them."""
+        if self.modelled is None:
+            return None
+        return self.modelled.by_n_batches(n_rows, context, self.choice.possible(n_rows))
+
     def _may_pay_to_stagger(self, n_rows: int, context: int) -> bool:
-        """Staggered batches read all weights once each. On one model worker beside attention workers of its
+        """Over copies or stages of the model it may. Elsewhere, where steps are predicted, unless one batch
+        is predicted to be much faster. Else:
+
+        Staggered batches read all weights once each. On one model worker beside attention workers of its
         kind that pays only where attention, and the exchanges, would be waited for as long: not where all the
         KV that a step can read is less than half of the weights."""
         cluster = self.group.cluster
         if self.layout.n_replicas > 1 or self.layout.stages:
             return True
+        predicted = self._predicted_s(n_rows, context)
+        if predicted and len(predicted) > 1:
+            return min(s for n, s in predicted.items() if n > 1) < _MAY_PAY * predicted[1]
         if cluster.attention_platform != cluster.model_platform:
             return True
         kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
@@ -347,13 +425,20 @@ class RanksExecutor(Executor):
 
     def staggering(self) -> dict[str, Any]:
         """How decode steps are staggered: ``n_batches``, and where that is "auto" of each bucket the number
-        chosen (None while it is tried out) and the median seconds of a step by number of batches."""
+        chosen, from what (``by``: "measurement", or before it "prediction", or None while candidates are
+        tried out without one), and the seconds of a step by number of batches: measured medians, and those
+        predicted. ``origin``: where predictions are from; None without any."""
         found = self.choice.found().items() if self.n_batches == "auto" else ()
-        buckets = [
-            {"batch": batch, "context": context, "n_batches": n, "step_s": medians}
-            for (batch, context), (n, medians) in sorted(found)
-        ]
-        return {"n_batches": self.n_batches, "chosen": buckets}
+        buckets = []
+        for (batch, context), (n, medians) in sorted(found):
+            predicted = self.choice.predicted((batch, context))
+            by = "measurement" if n is not None else "prediction" if predicted else None
+            if by == "prediction":
+                n = min(predicted, key=predicted.__getitem__)
+            times = {"step_s": medians, "predicted_s": dict(predicted)}
+            buckets.append({"batch": batch, "context": context, "n_batches": n, "by": by, **times})
+        origin = None if self.modelled is None else self.modelled.origin
+        return {"n_batches": self.n_batches, "chosen": buckets, "origin": origin}
 
     def _say_share(self, n_batches: int) -> None:
         """To the log, when the share that is wanted has changed by a twentieth, or what steps go as; not more
@@ -368,6 +453,7 @@ class RanksExecutor(Executor):
         self._said, self._say_after_s = said, now + _SAY_EACH_S
         speeds = self.balance.speeds
         why = "both pools are one host's cores"
+        by = "measured" if self.balance.is_measured() or self.modelled is None else "predicted"
         if not speeds.shared_host:
             here_ns, there_ns = (1e9 * x for x in (speeds.local_s, speeds.remote_s))
             exchange_us = 1e6 * speeds.exchange_s
@@ -376,8 +462,8 @@ class RanksExecutor(Executor):
                 f"a step's exchanges {exchange_us:.0f} µs"
             )
         _log.info(
-            "attention: %.0f %% of %d tokens on model workers, %.0f %% wanted, as %d batch(es): %s",
-            100 * wishes.n_local / n, n, 100 * wanted, n_batches, why,
+            "attention: %.0f %% of %d tokens on model workers, %.0f %% wanted, %d batch(es), slices %s: %s",
+            100 * wishes.n_local / n, n, 100 * wanted, n_batches, by, why,
         )  # fmt: skip
 
     def local_attention(self) -> dict[str, Any] | None:
@@ -399,7 +485,10 @@ class RanksExecutor(Executor):
             "n_local_tokens": int(wishes.n_local),
             "n_remote_tokens": int(wishes.n_remote),
         }
-        return found if self.balance is None else found | self.balance.state()
+        if self.balance is None:
+            return found
+        by = "measurement" if self.balance.is_measured() else None if self.modelled is None else "prediction"
+        return found | {"by": by} | self.balance.state()
 
     def _settled_n_batches(self, batch: DecodeBatch) -> int:
         """Staggered batches of a step whose time says nothing of them."""

@@ -200,6 +200,14 @@ def allocate(
     )
 
 
+def set_up_prompts(group: Group, n_slots: int, setup: m.Setup) -> None:
+    """Has prefill workers take memory for the KV of a prompt of up to ``n_slots`` tokens each."""
+    for rank in group.prefill_ranks:
+        group.send(rank, m.SetupPrompts(n_slots, setup.channel_scales))
+    for rank in group.prefill_ranks:
+        group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
+
+
 def others_with_kv(group: Group, layout: Layout, n_layers: int) -> tuple[int, ...]:
     """The model ranks but this one that keep a share of the KV: of attention operators of their own, or of
     heads of their own."""

@@ -25,18 +25,11 @@ from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params, trace_step
+from jaxlamina.workers.prompts import prompt_attention
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 from jaxlamina.workers.streamed import Filled, with_streamed_products
 from jaxlamina.workers.workspace import LargestStep, ints, placed, pool_shapes, program_bytes
-from pallas_kernels import (
-    Pool,
-    append,
-    causal_attention,
-    causal_partial,
-    combine,
-    decode_attention,
-    partial_attention,
-)
+from pallas_kernels import Pool, decode_attention
 from pallas_kernels.order import tied
 from splitter import SplitReport
 
@@ -115,7 +108,7 @@ class UnsplitExecutor(Executor):
 
     def _prompt_kernel(self, spec: AttentionSpec) -> Callable[..., Any]:
         """The same of prompts."""
-        return partial(_prompt_attention, spec)
+        return partial(prompt_attention, spec)
 
     @property
     def device(self) -> jax.Device:
@@ -350,25 +343,3 @@ def _sizes(step: Step) -> tuple[Any, ...]:
     parts += [part.batch for part in step.prompts]
     scored = any(part.scored for part in step.prompts)
     return scored, *((type(part), part.tokens.shape, part.slot_table.shape) for part in parts)
-
-
-def _prompt_attention(
-    spec: AttentionSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_pool: Pool,
-    v_pool: Pool,
-    slots: jax.Array,
-    slot_table: jax.Array,
-    lengths: jax.Array,
-) -> tuple[Pool, Pool, jax.Array]:
-    """One layer of prompts ``[B, T]``, or of what follows stored tokens: the pools with their tokens, and the
-    attention."""
-    new_k, new_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    k_pool, v_pool = append(k_pool, v_pool, new_k, new_v, slots.reshape(-1))
-    if not slot_table.shape[1]:
-        return k_pool, v_pool, causal_attention(q, k, v, **spec.scoring)
-    own = causal_partial(q, k, v, **spec.scoring)
-    stored = partial_attention(q, k_pool, v_pool, slot_table, lengths, **spec.scoring)
-    return k_pool, v_pool, combine(*zip(own, stored, strict=True))[0].astype(q.dtype)

@@ -80,6 +80,11 @@ _GAUGES = (
 )
 _COUNTERS = (
     ("vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", "n_prompt_tokens"),
+    (
+        "jaxlamina:own_pace_prompt_tokens",
+        "Prompt tokens that prefill workers computed at their own pace.",
+        "n_prompt_tokens_own_pace",
+    ),
     ("vllm:generation_tokens", "Tokens written.", "n_generated_tokens"),
     ("vllm:num_preemptions", "Requests that had to give their KV slots back.", "n_preemptions"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "n_prompt_tokens"),

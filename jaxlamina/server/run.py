@@ -110,7 +110,7 @@ class App:
             window = OneWindow(llm.engine, settings.profile_after, settings.profile_s, say_under_load)
             llm.engine.before_step = window.before_step
         name = settings.served_model_names[0]
-        predictor = StepPredictor.of(llm, settings.calibration)
+        predictor = StepPredictor.of(llm)
         self.metrics = metrics = Metrics(name, pools, predictor)
         self.engine = AsyncEngine(
             llm.engine,
@@ -334,6 +334,7 @@ def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
         chunks=llm.options.prefix_caching or in_chunks,
         mixed=llm.engine.mixed_steps,
         n_prefill_workers=llm.engine.capabilities.n_prefill_workers,
+        own_pace_tokens=llm.engine.capabilities.own_pace_tokens,
         scored=settings.warm_up_prompt_logprobs,
     )
 

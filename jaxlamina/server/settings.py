@@ -74,12 +74,6 @@ class Settings(Options):
         "none.",
         least=0,
     )
-    calibration: Path | None = option(
-        None,
-        "What `bench calibrate` wrote of this machine: by it decode steps are predicted in /metrics and at "
-        "/dashboard. Default: what the planner knows of this GPU.",
-        metavar="FILE",
-    )
     profile_after: float = option(
         0.0,
         "Seconds after the first step at which it is recorded once what each rank's device does; told in "

@@ -57,6 +57,7 @@ class ServingPolicy:
     so that after a failure requests go on with all but their last few tokens (docs/reliability.md); the time
     to copy it back is not counted. ``batch_sizes``: a step's requests cost as
     many as the next of these, which programs are compiled for; none: as many as they are.
+    ``with_prefill``: False: prompts take no time, as where the papers count decode steps alone.
     """
 
     scheduling_policy: str = "fifo"
@@ -69,6 +70,7 @@ class ServingPolicy:
     max_tokens: int | None = None
     kept_kv: bool = True
     batch_sizes: tuple[int, ...] = ()
+    with_prefill: bool = True
 
 
 def simulate(
@@ -325,7 +327,7 @@ class _Simulation:
             fs = cell.fs(step.n_stored)
         self._n_prompt_steps += len(prompts)
         for _, (start, stop) in prompts:
-            prompt_fs = self._times.prefill_fs(stop - start, start)
+            prompt_fs = self._times.prefill_fs(stop - start, start) if self.policy.with_prefill else 0
             self._prefill_fs += prompt_fs
             fs += prompt_fs
         return fs

@@ -98,7 +98,8 @@ class StepSizes:
     """A step's sizes, padded or not. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier
     tokens; ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers,
     by their index, of which each has such a prompt or chunk at once; ``of_all``: logits of all tokens, for a
-    prompt that is scored."""
+    prompt that is scored; ``own_pace``: a prompt's chunk that prefill workers compute at their own pace, and
+    what takes it in."""
 
     kind: Literal["decode", "prefill", "chunk"]
     batch: int
@@ -107,12 +108,14 @@ class StepSizes:
     alongside: StepSizes | None = None
     workers: tuple[int, ...] = ()
     of_all: bool = False
+    own_pace: bool = False
 
     def __str__(self) -> str:
         if self.kind == "decode":
             text = f"decode, batch {self.batch}, context {self.context}"
             return text if self.alongside is None else f"{text}; {self.alongside}"
         text = f"{self.kind}, {self.n_tokens} tokens, context {self.context}{', logits of all' * self.of_all}"
+        text += " at own pace" * self.own_pace
         return f"{text}, prefill workers {', '.join(map(str, self.workers))}" if self.workers else text
 
     @property
@@ -148,6 +151,8 @@ class StepSizes:
         """Whether a step of ``other`` sizes can be padded to these: a prompt whose first token is its own is
         a chunk, too."""
         if (self.kind == "decode") != (other.kind == "decode") or self.of_all != other.of_all:
+            return False
+        if self.own_pace != other.own_pace:
             return False
         if self.kind == "prefill" and other.kind == "chunk" and other.context:
             return False

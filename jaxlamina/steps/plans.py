@@ -86,7 +86,9 @@ class Plan:
     intake: tuple[Task, ...] = ()
 
     def owner(self, batch: int) -> int:
-        """The rank that runs a batch's last slice."""
+        """The rank that runs a batch's last slice, or has run it before."""
+        if batch_rank := next((s.rank for s in self.batches[batch].segments if s.ready), 0):
+            return batch_rank
         ends = (
             (rank, task) for rank, tasks in self.model.items() for task in tasks if isinstance(task, Logits)
         )
@@ -96,6 +98,11 @@ class Plan:
 def why_not(layout: Layout, shape: StepShape) -> str | None:
     """Why there is no plan of such a step over this layout, and what to do instead; None if there is one."""
     n, most = shape.n_batches, layout.n_replicas
+    if len(shape.parts) > 1 and any(part.ready for part in shape.parts):
+        return (
+            "what a prefill worker has computed is a step of its own: rank 0 takes its logits in first, "
+            "and would not get to the rows"
+        )
     if n > 1 and shape.kind != "decode":
         return f"prompts are not staggered: n_batches={n} is of decode steps"
     if shape.chunk is not None and (n > 1 or shape.mini_batches > 1):
@@ -220,6 +227,8 @@ def _one_batch(
     """A step of one batch: model and pool take turns, layer by layer; from stage to stage where there are
     several."""
     index = n_batches_before
+    if shape.ready:
+        return _computed_before(layout, shape, n_layers, index, n_segments_before)
     n_parts = shape.mini_batches if layout.has_pool else 1
     batch = _planned(layout, shape.segments, first_segment=n_segments_before, n_parts=n_parts)
     model: dict[int, list[Task]] = {}
@@ -240,6 +249,21 @@ def _one_batch(
         if not shape.rank:
             model[FRONT].append(Receive(logits, rank))
     return Plan(n_layers, (batch,), {rank: tuple(tasks) for rank, tasks in model.items()}, tuple(pool))
+
+
+def _computed_before(
+    layout: Layout, shape: StepShape, n_layers: int, index: int, n_segments_before: int
+) -> Plan:
+    """A prompt's chunk that a prefill worker has computed at its own pace: nothing but messages. Its logits
+    come first, so that rank 0 goes on with the next step while attention workers take in the rest."""
+    batch = _planned(layout, shape.segments, first_segment=n_segments_before)
+    model: list[Task] = [Send(Payload("logits", index, n_layers), FRONT)]
+    pool: list[Task] = []
+    for k in range(n_layers):
+        kv = Payload("kv", index, k)
+        model.append(Send(kv, POOL))
+        pool += [Receive(kv, shape.rank), Append(index, k)]
+    return Plan(n_layers, (batch,), {shape.rank: tuple(model)}, tuple(pool))
 
 
 def _layer(

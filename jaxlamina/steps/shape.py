@@ -16,8 +16,9 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staggered batches of equal size, of each of which ``rows`` and ``new`` are. ``chunk``: of a decode step,
     the part of a prompt that is computed alongside, itself a step of one request. ``mini_batches``: the
     requests' messages of each layer go in so many parts. ``of_all``: logits of all tokens of prompts, not of
-    each one's last. ``rank``: the prefill worker that runs it; 0: model ranks do. ``prefills``: what prefill
-    workers run at the same time, a part each.
+    each one's last. ``rank``: the prefill worker that runs it; 0: model ranks do. ``ready``: that worker has
+    computed it before, and only sends what came of it. ``prefills``: what prefill workers run at the same
+    time, a part each.
     """
 
     kind: Literal["decode", "prefill", "chunk"]
@@ -32,6 +33,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mini_batches: int = 1
     of_all: bool = False
     rank: int = 0
+    ready: bool = False
     prefills: tuple[StepShape, ...] = ()
 
     @property
@@ -83,6 +85,7 @@ class StepShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts += [f"in {self.mini_batches} mini-batches"] if self.mini_batches > 1 else []
         parts += [] if self.q_first or self.n_batches > 1 else ["q with k and v"]
         parts += ["logits of all"] if self.of_all else []
+        parts += ["computed before"] if self.ready else []
         parts += [f"on rank {self.rank}"] if self.rank else []
         parts += [f"with {part}" for part in (self.chunk, *self.prefills) if part is not None]
         return ", ".join(parts)

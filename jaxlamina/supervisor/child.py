@@ -416,7 +416,7 @@ class SupervisedJob:
         """None: its server does not answer."""
         try:
             answer = await running.client.get("/health", timeout=max(_PROBE_S, self._stuck_after_s / 4))
-        except httpx.HTTPError:
+        except (httpx.HTTPError, MemoryError):
             return None
         if answer.status_code == 200:
             return _Health(True, float(answer.headers.get(STEP_SECONDS, 0.0)))

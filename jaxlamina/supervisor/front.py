@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.dashboard import RECORD, STATE, WATCH
 from jaxlamina.server.dashboard.page import page_routes
@@ -32,7 +33,7 @@ from jaxlamina.server.waiting import EndingStream, unless_gone
 from jaxlamina.supervisor.child import GivenUp, SupervisedJob
 from jaxlamina.supervisor.journal import Journal
 from jaxlamina.supervisor.operating import Operating
-from jaxlamina.supervisor.requests import FollowedRequest, FollowedRequests
+from jaxlamina.supervisor.requests import LEAST_TO_ACCEPT, FollowedRequest, FollowedRequests
 
 _PASS_ON_S = 5.0  # for a job that takes requests
 _DASHBOARD_S = 2.0  # longer than a job waits for the end of a step there
@@ -46,6 +47,7 @@ _OF_ONE_HOP = {
     "server",
     "te",
 }
+_NO_MEMORY = "the server's supervisor gets no more memory: try again later"
 _STALLS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
@@ -58,13 +60,14 @@ class Front:
         job: SupervisedJob,
         requests: FollowedRequests,
         journal: Journal,
+        memory: MemoryReserve,
         operating: Operating,
         keys: ApiKeys,
         *,
         of_this_host: bool,
     ) -> None:
         self._operating, self._keys, self._of_this_host = operating, keys, of_this_host
-        self._job, self._requests, self._journal = job, requests, journal
+        self._job, self._requests, self._journal, self._memory = job, requests, journal, memory
         self._registry = CollectorRegistry()
         made: dict[str, Any] = {"registry": self._registry}
         self._recoveries = Counter(
@@ -115,6 +118,7 @@ class Front:
             middleware=[gate],
             exception_handlers={
                 ApiError: lambda _, error: response(error),
+                MemoryError: lambda _, error: response(unavailable(_NO_MEMORY)),
                 ClientDisconnect: lambda _, error: Response(status_code=499),
                 404: lambda _, error: response(of_status(404, error.detail)),
                 413: lambda _, error: response(of_status(413, error.detail)),
@@ -128,6 +132,8 @@ class Front:
             return self._job.given_up
         if self._job.ends():
             return "the server is shutting down"
+        if not self._memory.has(LEAST_TO_ACCEPT):
+            return _NO_MEMORY
         return None if self._job.was_ready else "the job has not been ready yet: try again later"
 
     async def _complete(self, request: Request) -> Response:

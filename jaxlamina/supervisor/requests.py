@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import httpx
 import msgspec
 
+from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.server.errors import ApiError, JsonResponse, unavailable
 from jaxlamina.server.pieces import PATH, Follow, Piece
 from jaxlamina.supervisor.child import GivenUp, Running, SupervisedJob
@@ -29,6 +30,8 @@ from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
 MOST_TRIES = 4
 """Times that the job may go away while it works at a request and has found it no token: then that is held to
 be why."""
+LEAST_TO_ACCEPT = 0.5
+"""Of the memory's reserve: with less, what is left is for requests that are there already."""
 _MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
 _EVENT_BYTES = 64  # of a Python string, beside its letters
 _AGAIN_S = 0.2  # after a connection that broke alone
@@ -129,8 +132,11 @@ class FollowedRequest:
 class FollowedRequests:
     """All requests of a supervisor. ``recovery_s``: how long a request waits for a job that takes it."""
 
-    def __init__(self, job: SupervisedJob, journal: Journal, *, recovery_s: float) -> None:
+    def __init__(
+        self, job: SupervisedJob, journal: Journal, memory: MemoryReserve, *, recovery_s: float
+    ) -> None:
         self._job, self._journal, self._recovery_s = job, journal, recovery_s
+        self._memory = memory
         self._all: dict[str, FollowedRequest] = {}
         # Of an earlier supervisor.
         self._before, self._model_before = list(journal.entries()), journal.model()
@@ -173,8 +179,8 @@ class FollowedRequests:
         return self._all.get(key)
 
     def abandon(self, request: FollowedRequest) -> None:
-        """Its client has gone."""
-        if not request.status and not self._job.ends():
+        """Its client has gone; or without memory its connection may have: then it can be asked for."""
+        if not request.status and not self._job.ends() and self._memory.has(LEAST_TO_ACCEPT):
             if request.task is not None:
                 request.task.cancel()
             self._all.pop(request.key, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import socket
 import subprocess
 import tempfile
@@ -23,6 +24,7 @@ from starlette.applications import Starlette
 from jaxlamina.exit_codes import FAILED
 from jaxlamina.process import kept_folders
 from jaxlamina.process.kept_folders import kept_folder
+from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.process.owned_folder import owned_folder
 from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.connections import protocol
@@ -39,6 +41,9 @@ from jaxlamina.supervisor.settings import Supervision
 
 _JOURNAL = "journal.sqlite"
 _REMOVE_S = 20.0  # for ranks on all hosts to begin, and to remove a folder
+_RESERVE_BYTES = 24 * 2**20
+_LEAST_RESERVE = 0.1  # of it, without which Python can break anywhere
+_RESERVE_LOOK_S = 0.5
 _STARTER_END_S = 5.0  # for what has started ranks on other hosts, to end those
 _log = logging.getLogger("uvicorn.error")
 
@@ -54,6 +59,7 @@ def supervise(
     """Serves at ``listener`` until a signal, or until the job cannot be started; the exit code. ``command``
     serves the same at the Unix socket that it is given as ``--uds``. ``kv_folder``: where the job is told
     already to keep KV."""
+    memory = MemoryReserve(_RESERVE_BYTES)
     path = None if supervision.journal is None else supervision.journal / _JOURNAL
     journal = Journal(path)
     with (
@@ -67,7 +73,7 @@ def supervise(
             names = tuple(f"--served-model-name={name}" for name in settings.served_model_names)
         whole = command.and_more("--no-supervise", *names, *files, *kept, "--uds")
         try:
-            supervisor = _Supervisor(whole, settings, supervision, journal, folder, on_ready)
+            supervisor = _Supervisor(whole, settings, supervision, journal, memory, folder, on_ready)
             code = supervisor.run(listener)
             if command.has_starter and kept and supervisor.was_ready:
                 _remove_elsewhere(command, of_kv)
@@ -102,10 +108,12 @@ class _Supervisor:
         settings: Settings,
         supervision: Supervision,
         journal: Journal,
+        memory: MemoryReserve,
         folder: Path,
         on_ready: Callable[[], None],
     ) -> None:
         self._on_ready, self._start_s = on_ready, supervision.start_timeout
+        self._memory, self._has_journal = memory, supervision.journal is not None
         self._job = SupervisedJob(
             command.words,
             folder,
@@ -116,11 +124,11 @@ class _Supervisor:
             n_spare=supervision.spare,
             end_s=_STARTER_END_S if command.has_starter else 0.0,
         )
-        self._requests = FollowedRequests(self._job, journal, recovery_s=supervision.recovery_timeout)
+        self._requests = FollowedRequests(self._job, journal, memory, recovery_s=supervision.recovery_timeout)
         keys = ApiKeys(settings.api_key, settings.api_key_file)
         operating = Operating(self._job, command)
         is_unix = settings.uds is not None
-        front = Front(self._job, self._requests, journal, operating, keys, of_this_host=is_unix)
+        front = Front(self._job, self._requests, journal, memory, operating, keys, of_this_host=is_unix)
         limit = settings.max_body_bytes
         app = front.app(self._lifespan, max_body_bytes=limit, dashboard=settings.dashboard)
         tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile)
@@ -160,9 +168,10 @@ class _Supervisor:
         self._loop = asyncio.get_running_loop()
         running = asyncio.create_task(self._job.run())
         running.add_done_callback(lambda _: asyncio.ensure_future(self._over()))
-        welcoming = asyncio.create_task(self._welcome())
+        others = [asyncio.create_task(self._welcome()), asyncio.create_task(self._look_after_memory())]
         yield
-        welcoming.cancel()
+        for task in others:
+            task.cancel()
         self._job.end()
         self._job.kill()
         await running
@@ -176,6 +185,15 @@ class _Supervisor:
         if n or n_others:
             _log.info("of an earlier supervisor %d requests go on, %d of another model do not", n, n_others)
         self._on_ready()
+
+    async def _look_after_memory(self) -> None:
+        """Keeps the reserve full. Where it is used up, this process ends before it loses a request: the next
+        one has them from the journal. Without a journal it goes on as well as it can."""
+        while True:
+            await asyncio.sleep(_RESERVE_LOOK_S)
+            if self._has_journal and not (self._memory.has(1.0) or self._memory.has(_LEAST_RESERVE)):
+                _log.error("the supervisor gets no more memory, and ends: start it again with its journal")
+                os._exit(FAILED)  # at once, like one that is killed: to end in order takes memory
 
     async def _model(self) -> str:
         """What tells it from others, once the job is ready."""

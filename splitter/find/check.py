@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.compat import COMPILED_QUICKLY
 from splitter.find.found import FoundAttention, FoundModel
-from splitter.find.prove import QUICK
 from splitter.slices import Slice, SplitModel, split
 from splitter.trace import SplitError
 
@@ -69,7 +69,7 @@ def _pieces(n: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _quick(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled as quickly as can be: it runs once."""
-    return jax.jit(fn, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
+    return jax.jit(fn, compiler_options=COMPILED_QUICKLY if jax.default_backend() == "cpu" else None)
 
 
 class _Slices:

@@ -231,16 +231,10 @@ def _float32_parameters(params: dict[str, Any]) -> dict[str, Any]:
     return {k: of(v) for k, v in params.items()}
 
 
-QUICK: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": True,
-}
-
-
 def on_host(run: Callable[..., Any], *like: Any) -> Callable[..., Any]:
     """Compiled for a CPU, for accelerators round products; quickly, for it runs once or twice."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        compiled = jax.jit(run).lower(*like).compile(QUICK)
+        compiled = jax.jit(run).lower(*like).compile(compat.COMPILED_QUICKLY)
     return lambda *args: jax.tree.map(np.asarray, compiled(*args))
 
 
@@ -322,13 +316,13 @@ def _how_it_differs(values: Sequence[np.ndarray]) -> str:
             "something that depends on the distance of tokens is added to its scores (as ALiBi does): the "
             "attention kernels have no such bias"
         )
-    for t in range(n):
-        for s in range(n):
-            if same[t, s] and s > t:
-                return (
-                    f"its mask is not causal: the token at place {t} sees the one at {s} (a prefix-LM or "
-                    "bidirectional mask cannot be served)"
-                )
+    ahead = np.triu(same, 1)
+    if ahead.any():
+        t, s = divmod(int(ahead.argmax()), n)
+        return (
+            f"its mask is not causal: the token at place {t} sees the one at {s} (a prefix-LM or "
+            "bidirectional mask cannot be served)"
+        )
     return "its mask is neither causal nor causal within a window"
 
 

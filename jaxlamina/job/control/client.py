@@ -28,6 +28,7 @@ from jaxlamina.job.control.messages import (
     Welcome,
 )
 from jaxlamina.job.control.sockets import connect
+from jaxlamina.job.tls import JobTls
 
 _RANK_0_FIRST_S = 5.0  # how much longer we wait than rank 0, which knows who is missing
 
@@ -37,7 +38,8 @@ class ControlClient:
 
     - ``address``: rank 0's, "host:port"; tried until ``deadline_s`` has passed, and then as long again for
       the others.
-    - ``hello``: who this is (``hello_of`` makes one); ``secret``: the job's, b"" where it has none.
+    - ``hello``: who this is (``hello_of`` makes one); ``secret``: the job's, b"" where it has none; ``tls``:
+      where the job has it.
     - ``on_fault(rank, line)``: called once at most, from a thread of the channel, with the first bad news.
 
     ``UserError`` where rank 0 is not reached, does not know the secret, refuses this rank (it says why), or
@@ -51,6 +53,7 @@ class ControlClient:
         hello: Hello,
         *,
         secret: bytes = b"",
+        tls: JobTls | None = None,
         deadline_s: float,
         heartbeat_s: float = 5.0,
         on_fault: Callable[[int, str], None],
@@ -67,7 +70,8 @@ class ControlClient:
         self._is_leaving = False
         sock = connect(address, deadline_s, describe(0))
         self.host: str = sock.getsockname()[0]
-        reader, seals = introduce(sock, hello, secret, deadline_s + _RANK_0_FIRST_S, self._rank0)
+        wait_s = deadline_s + _RANK_0_FIRST_S
+        sock, reader, seals = introduce(sock, hello, secret, wait_s, self._rank0, tls)
         self._connection = Connection(
             sock,
             reader,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from jaxlamina.job.control.frames import FrameError, FrameReader
 from jaxlamina.job.control.messages import Message, MessageError, Ping, Pong, decode, encode
 from jaxlamina.job.control.seals import Seals
+from jaxlamina.job.tls import TlsSocket
 
 SILENT_AFTER = 3
 """A peer of which nothing was heard for so many heartbeats has gone: its host, its network or its process."""
@@ -128,7 +129,7 @@ class Connection:
                 wait_s = min(wait_s, until - time.monotonic())
             poller.register(self._socket, select.POLLOUT)
             if wait_s <= 0 or not poller.poll(wait_s * 1000):
-                if has_begun or len(rest) < size:
+                if has_begun or len(rest) < size or isinstance(self._socket, TlsSocket):
                     self._stop()  # half a message has left: nothing can follow it
                 raise ConnectionEnded("it does not take what is sent")
 
@@ -170,7 +171,7 @@ class Connection:
                 return f"sent what cannot be read ({error})"
             asked = time.monotonic()
             wait_s = max(0.0, heard + self._silence_s - asked)
-            if not poller.poll(wait_s * 1000):
+            if not (self._has_decrypted() or poller.poll(wait_s * 1000)):
                 if time.monotonic() > asked + wait_s + self._heartbeat_s:
                     heard = (
                         time.monotonic()
@@ -187,6 +188,10 @@ class Connection:
                 where = "" if self._reader.is_between_frames else " in the middle of a message"
                 return f"closed its control connection{where}"
             heard = time.monotonic()
+
+    def _has_decrypted(self) -> bool:
+        """Whether there is something to read that is not in the socket any more."""
+        return isinstance(self._socket, TlsSocket) and self._socket.pending() > 0
 
     def _receive(self) -> int:
         space = self._reader.space()

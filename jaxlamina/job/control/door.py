@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from jaxlamina.job.control.messages import (
 )
 from jaxlamina.job.control.seals import new_nonce
 from jaxlamina.job.control.sockets import address_text
+from jaxlamina.job.tls import JobTls, TlsSocket
 
 MOST_GUESTS = 64
 HELLO_BYTES = 1 << 16
@@ -54,6 +56,7 @@ class Door:
     - ``on_hello(guest, claimed, frame)``: takes the socket over and returns None, or returns the frame by
       which the other side is told why not. ``frame`` has the Hello, whose seal nobody has looked at.
     - ``on_stranger(text)``: somebody connected and said nothing that could be answered.
+    - ``tls``: by which all is said after the Challenge.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class Door:
         listener: socket.socket,
         on_hello: Callable[[Guest, AnyHello, Frame], bytes | None],
         on_stranger: Callable[[str], None],
+        tls: JobTls | None = None,
     ) -> None:
         self._listener, self._on_hello, self._on_stranger = listener, on_hello, on_stranger
+        self._tls = tls
         self._guests: dict[socket.socket, Guest] = {}  # the oldest first
         self._is_closing = False
         self._selector = selectors.DefaultSelector()
@@ -109,14 +114,18 @@ class Door:
         if len(self._guests) >= MOST_GUESTS:
             self._drop(next(iter(self._guests.values())), f"{MOST_GUESTS} others came after it")
         sock.setblocking(False)
-        until, reader = time.monotonic() + _HELLO_S, FrameReader(HELLO_BYTES)
-        guest = Guest(sock, address_text(peer), until, reader, new_nonce())
+        until, reader, nonce = time.monotonic() + _HELLO_S, FrameReader(HELLO_BYTES), new_nonce()
+        challenge = Challenge(PROTOCOL, nonce, tls=self._tls is not None)
+        try:
+            sock.send(b"".join(frame(encode(challenge))))
+            sock = sock if self._tls is None else self._tls.guest(sock)
+        except OSError as error:  # it has gone on its own
+            sock.close()
+            self._on_stranger(f"{address_text(peer)} ({error})")
+            return True
+        guest = Guest(sock, address_text(peer), until, reader, nonce)
         self._guests[sock] = guest
         self._selector.register(sock, selectors.EVENT_READ, guest)
-        try:
-            sock.send(b"".join(frame(encode(Challenge(PROTOCOL, guest.nonce)))))
-        except OSError as error:
-            self._drop(guest, str(error))  # it has gone on its own
         return True
 
     def _close(self) -> None:
@@ -132,11 +141,13 @@ class Door:
 
     def _hear(self, guest: Guest) -> None:
         try:
-            data = guest.sock.recv(_CHUNK_BYTES)
             if guest.is_leaving:
-                if not data:
+                if not socket.socket.recv(guest.sock, _CHUNK_BYTES):  # whatever it is
                     self._drop(guest)
                 return
+            if isinstance(guest.sock, TlsSocket) and not guest.sock.has_shaken():
+                return
+            data = guest.sock.recv(_CHUNK_BYTES)
             if not data:
                 self._drop(guest, "it closed the connection before it had said who it is")
                 return
@@ -146,6 +157,11 @@ class Door:
                 return
             claimed = decode_any_hello(hello.body)
         except BlockingIOError:
+            return
+        except ssl.SSLError as error:  # OpenSSL has told it
+            self._on_stranger(f"{guest.address} (its TLS: {error.reason or error})")
+            self._forget(guest)
+            self._see_out(guest)
             return
         except (OSError, FrameError, MessageError) as error:
             self._drop(guest, str(error))
@@ -164,6 +180,13 @@ class Door:
         back."""
         try:
             guest.sock.send(refused)
+        except OSError:
+            guest.sock.close()  # it has gone on its own
+            return
+        self._see_out(guest)
+
+    def _see_out(self, guest: Guest) -> None:
+        try:
             guest.sock.shutdown(socket.SHUT_WR)
         except OSError:
             guest.sock.close()  # it has gone on its own

@@ -7,6 +7,7 @@ socket and these messages; nothing of what is said afterwards.
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 
 import msgspec
@@ -26,20 +27,29 @@ from jaxlamina.job.control.messages import (
 )
 from jaxlamina.job.control.seals import Seals, new_nonce
 from jaxlamina.job.secret import SAME_SECRET
+from jaxlamina.job.tls import JobTls
 
 _SHOWN = 400  # letters of what one says who has proven nothing
 
 
 def introduce(
-    sock: socket.socket, hello: Hello, secret: bytes, wait_s: float, rank_0: str
-) -> tuple[FrameReader, Seals]:
-    """What the rest of the connection is read and sealed by, once rank 0 has taken this rank in.
+    sock: socket.socket, hello: Hello, secret: bytes, wait_s: float, rank_0: str, tls: JobTls | None = None
+) -> tuple[socket.socket, FrameReader, Seals]:
+    """By what the connection goes on, and what it is read and sealed by, once rank 0 has taken this rank in.
 
-    ``rank_0``: how messages name it. ``UserError`` where whoever listens there refuses, proves nothing, or
-    says nothing within ``wait_s`` seconds; the socket is closed then.
+    ``rank_0``: how messages name it. ``tls``: this rank's, where the job has it. ``UserError`` where whoever
+    listens there refuses, proves nothing, or says nothing within ``wait_s`` seconds; the socket is closed
+    then.
     """
+    until, reader = time.monotonic() + wait_s, FrameReader(HELLO_BYTES)
     try:
-        return _introduce(sock, hello, secret, time.monotonic() + wait_s, rank_0)
+        challenge = _challenge(sock, reader, until, rank_0)
+        if challenge.tls != (tls is not None):
+            raise UserError(_one_has_tls(rank_0, challenge.tls))
+        if tls is not None:
+            sock, reader = tls.host(sock), FrameReader(HELLO_BYTES)  # nothing counts that came without
+            _shake_hands(sock, until, rank_0)
+        return sock, reader, _proven(sock, reader, hello, secret, challenge.nonce, until, rank_0)
     except TimeoutError:
         sock.close()
         line = f"{rank_0} was reached, but did not say within {wait_s:g} s that it takes this rank in"
@@ -49,6 +59,12 @@ def introduce(
         raise UserError(f"{rank_0} has gone: it sent what cannot be read ({error})") from error
     except OSError as error:
         sock.close()
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            # TLS 1.3 has the other end say so after the handshake.
+            raise UserError(
+                f"{rank_0} does not take this rank's TLS ({error.reason or error}): its control_cafile must "
+                "know who has signed control_certfile here"
+            ) from error
         why = f"lost its control connection ({error.strerror or error})"
         raise UserError(f"{rank_0} has gone: it {why}") from error
     except BaseException:
@@ -56,15 +72,40 @@ def introduce(
         raise
 
 
-def _introduce(
-    sock: socket.socket, hello: Hello, secret: bytes, until: float, rank_0: str
-) -> tuple[FrameReader, Seals]:
-    reader = FrameReader(HELLO_BYTES)
+def _challenge(sock: socket.socket, reader: FrameReader, until: float, rank_0: str) -> Challenge:
     challenge = decode(_next(sock, reader, until, rank_0).body)
     if not isinstance(challenge, Challenge):
         raise UserError(f"{rank_0} said {type(challenge).__name__} instead of Challenge")
+    return challenge
+
+
+def _one_has_tls(rank_0: str, has_it: bool) -> str:
+    who = f"{rank_0} speaks TLS, and this rank has" if has_it else f"this rank speaks TLS, and {rank_0} has"
+    return f"{who} no control_certfile: give all ranks one, or none"
+
+
+def _shake_hands(sock: socket.socket, until: float, rank_0: str) -> None:
+    assert isinstance(sock, ssl.SSLSocket)
+    sock.settimeout(_left(until))
+    try:
+        sock.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise UserError(
+            f"{rank_0} has a certificate that control_cafile here does not know ({error.verify_message})"
+        ) from error
+
+
+def _proven(
+    sock: socket.socket,
+    reader: FrameReader,
+    hello: Hello,
+    secret: bytes,
+    theirs: bytes,
+    until: float,
+    rank_0: str,
+) -> Seals:
     nonce = new_nonce()
-    seals = Seals.of_rank(secret, nonce, challenge.nonce)
+    seals = Seals.of_rank(secret, nonce, theirs)
     for piece in seals.sealing.frame(encode(msgspec.structs.replace(hello, nonce=nonce))):
         sock.settimeout(_left(until))
         sock.sendall(piece)
@@ -81,7 +122,7 @@ def _introduce(
     if not isinstance(said, Admitted):
         raise UserError(f"{rank_0} said {type(said).__name__} instead of Admitted")
     reader.largest_bytes = LARGEST_BYTES
-    return reader, seals
+    return seals
 
 
 def _unproven(said: Message, has_secret: bool, rank_0: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Raised whenever a message changes. Ranks of different protocols from 8 on can still read each other's
 Challenge, Hello and Refused."""
 
@@ -89,11 +89,13 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 # Starting
 
 
-class Challenge(_Message, frozen=True):
-    """Rank 0's first words to whoever connects, without a seal. ``nonce``: as of `seals`."""
+class Challenge(_Message, frozen=True, omit_defaults=True):
+    """Rank 0's first words to whoever connects, without a seal. ``nonce``: as of `seals`. ``tls``: all that
+    follows is TLS."""
 
     protocol: int
     nonce: bytes
+    tls: bool = False
 
 
 class Hello(_Message, frozen=True):
@@ -247,6 +249,34 @@ class RunStep(_Message, frozen=True):
     shape: StepShape
     segments: tuple[dict[str, Array], ...]
     tables: tuple[Changes | None, ...] = ()
+
+
+class SetupPrompts(_Message, frozen=True):
+    """To a prefill worker that works at its own pace: take memory for the KV of a prompt of up to ``n_slots``
+    tokens; ``channel_scales`` as of Setup. It answers Allocated."""
+
+    n_slots: int
+    channel_scales: tuple[tuple[Array | None, ...], ...] | None = None
+
+
+class Compute(_Message, frozen=True):
+    """To the same: compute a prompt's tokens after its first ``start``, which it has computed before, and
+    keep what comes of it for the step that takes it in. ``tokens``, ``positions`` int32 ``[1, T]``;
+    ``logits_at`` int32 ``[1]``, the last token that is no padding; ``scored``: logits of all. It answers
+    Computed once all of it is on its device, whatever else it is asked meanwhile."""
+
+    chunk: int
+    start: int
+    tokens: Array
+    positions: Array
+    logits_at: Array
+    scored: bool = False
+
+
+class Computed(_Message, frozen=True):
+    """That ``chunk`` is computed."""
+
+    chunk: int
 
 
 class CopySlots(_Message, frozen=True):
@@ -474,6 +504,9 @@ Message = (
     | PrepareLater
     | Prepared
     | RunStep
+    | SetupPrompts
+    | Compute
+    | Computed
     | CopySlots
     | MoveOut
     | MoveIn

@@ -24,6 +24,7 @@ from jaxlamina.job.control.messages import (
     Admitted,
     AnyHello,
     Bye,
+    Computed,
     Fault,
     Hello,
     M,
@@ -34,6 +35,7 @@ from jaxlamina.job.control.messages import (
 )
 from jaxlamina.job.control.seals import Seals
 from jaxlamina.job.control.sockets import address_text, listen
+from jaxlamina.job.tls import JobTls
 
 _STRANGERS_SHOWN = 3
 
@@ -61,6 +63,7 @@ class ControlServer:
     - ``secret``: of this job. A rank that knows it and cannot take part ends the job before it has begun.
       Anyone else who comes with a Hello that does not fit is turned away alone, and so are all where there is
       no secret (b"").
+    - ``tls``: by which ranks connect, where the job has it.
     - ``epoch``: goes with every message from here on. An answer of an earlier one is refused.
     - ``on_refused(line)``: somebody was turned away alone; called a few times at most, from a thread of the
       channel.
@@ -83,6 +86,7 @@ class ControlServer:
         on_fault: Callable[[int, str], None],
         on_refused: Callable[[str], None] = lambda line: None,
         secret: bytes = b"",
+        tls: JobTls | None = None,
         epoch: int = 0,
     ) -> None:
         self.n_ranks = n_ranks
@@ -104,7 +108,8 @@ class ControlServer:
         self._n_refused = 0
         listener = listen(address)
         self.address = address_text(listener.getsockname())
-        self._door = Door(listener, self._hear, self._stranger)
+        self.computed: queue.SimpleQueue[int] = queue.SimpleQueue()  # chunks, as `Computed` has them
+        self._door = Door(listener, self._hear, self._stranger, tls)
 
     def gather(self, deadline_s: float) -> None:
         """Returns when every rank from 1 on is there and has been welcomed.
@@ -303,6 +308,8 @@ class ControlServer:
     def _take(self, rank: int, message: Message) -> None:
         if isinstance(message, Fault):
             self._bad_news(message.rank, message.line, rank)
+        elif isinstance(message, Computed):  # nobody waits for it among answers
+            self.computed.put(message.chunk)
         else:
             member = self._members[rank]
             member.inbox.put((message, member.connection.epoch))

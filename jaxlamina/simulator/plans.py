@@ -1,0 +1,78 @@
+"""The planner's plans under a trace: what `jaxlamina plan` says of the steady state, beside what the engine's
+scheduler makes of requests as they arrive.
+
+Pure. A whole batch of requests is there at the start. Others arrive as the trace has them, so much denser or
+less dense that they ask for as many tokens a second as the formula gives; and the time in which the batch
+settles, and empties, is left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlamina.planner.search import PoolPlan
+from jaxlamina.planner.traces import Trace
+from jaxlamina.simulator.results import SimulatedRun
+from jaxlamina.simulator.simulation import ServingPolicy, simulate
+
+_LIVES = 5  # requests, for each of the batch: so often all have gone and others come
+_LEAST_REQUESTS = 400
+_SETTLED = 0.3  # of the time in which requests arrive
+
+
+class SimulatedPlan(NamedTuple):
+    """``tokens_s``: of all copies; seconds per token at two percentiles of requests; the mean batch of one
+    instance."""
+
+    tokens_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    mean_batch: float
+
+
+def simulated(plan: PoolPlan, trace: Trace, context: float, with_prefill: bool) -> SimulatedPlan | None:
+    """``context``: mean tokens of a live request, to which the trace's lengths are stretched.
+    ``with_prefill``: prompts take time of model workers. None for a plan with prefill workers, which the
+    simulator does not know."""
+    if plan.n_prefill:
+        return None
+    asked = _as_asked(trace, context, plan)
+    policy = ServingPolicy(
+        max_num_seqs=plan.n_rows, kv_slots=plan.n_slots, with_prefill=with_prefill, kept_kv=False
+    )
+    run = simulate(plan.setup, asked, policy)
+    end_s = float(run.arrival_s[-1])
+    begin_s = _SETTLED * end_s
+    there = (run.end_s > begin_s) & (run.first_s < end_s)
+    of_window = run.tpot_s[there[run.n_output > 1]]
+    p50, p99 = (float(x) for x in np.percentile(of_window, (50, 99)))
+    tokens = plan.copies * _tokens_within(run, begin_s, end_s) / (end_s - begin_s)
+    return SimulatedPlan(tokens, p50, p99, run.mean_batch)
+
+
+def _as_asked(trace: Trace, context: float, plan: PoolPlan) -> Trace:
+    """The trace's first requests, stretched to the context, at the rate that the plan is said to serve."""
+    n = min(len(trace), max(_LEAST_REQUESTS, _LIVES * plan.n_rows))
+    steps = trace.n_output.astype(float)
+    own = float((steps * (trace.n_prompt + (steps - 1) / 2)).sum() / steps.sum())
+    prompts, outputs = (
+        np.maximum(1, np.rint(x[:n] * (context / own))).astype(int) for x in (trace.n_prompt, trace.n_output)
+    )
+    fits = prompts + outputs <= plan.n_slots
+    prompts, outputs = prompts[fits], outputs[fits]
+    arrivals = (trace.arrival_us[:n] - trace.arrival_us[0])[fits].astype(float)
+    first = min(plan.n_rows, len(arrivals) - 1)
+    later = np.maximum(0.0, arrivals - arrivals[first])
+    seconds = float(outputs[first:].sum()) / (plan.tokens_s / plan.copies)
+    return Trace((later * (1e6 * seconds / max(later[-1], 1.0))).astype(int), prompts, outputs)
+
+
+def _tokens_within(run: SimulatedRun, begin_s: float, end_s: float) -> float:
+    """Tokens after each request's first one are spread evenly over its time."""
+    lasts = np.maximum(run.end_s - run.first_s, 1e-12)
+    within = np.minimum(run.end_s, end_s) - np.maximum(run.first_s, begin_s)
+    found = (run.n_output - 1) * np.clip(within / lasts, 0.0, 1.0)
+    firsts = (run.first_s >= begin_s) & (run.first_s < end_s)
+    return float(found.sum() + firsts.sum())
