@@ -391,6 +391,20 @@ GROUPS: tuple[Group, ...] = (
         n_gpus=3,
         alone=True,
     ),
+    Group(
+        "share, tensor parallel",
+        _cases(
+            ("f32", {"how": "decode", "dtype": "float32"}),
+            ("bf16 moves", {"how": "moves", "at": OFF}),
+            ("bf16 staggered", {"how": "decode", "at": {"n_batches": 2}}),
+            ("int8", {"how": "chunks", "kv_dtype": "int8"}),
+            model="h128k8g4",
+            covers=("ranks by memory", "tensor parallel", "local share"),
+        ),
+        _BY_MEMORY | {"dop": (2, 1), "tensor_parallel": 2, "local_attention": 0.5, "partition": "heads"},
+        n_gpus=3,
+        alone=True,
+    ),
     Group("tensor parallel", _of_three("tensor parallel"), _MPI | {"dop": (2, 1), "tensor_parallel": 2}),
     Group(
         "pipeline parallel",

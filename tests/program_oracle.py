@@ -46,6 +46,7 @@ from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import plan_of
 from jaxlamina.steps.shape import StepShape
+from jaxlamina.transports import TracedEnd
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.model_worker import ModelWorker
 from jaxlamina.workers.spec import AttentionSpec, specs_of
@@ -90,6 +91,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "all on the model rank": {"local_attention": 1},
     "stages' heads": {"dop": (2, 1), "pipeline_parallel": 2, "local_attention": 0.5},
     "stages' tokens": {"dop": (2, 2), "pipeline_parallel": 2, "partition": "tokens", "local_attention": 0.5},
+    "shards' heads, three workers": {"dop": (2, 3), "tensor_parallel": 2, "local_attention": 0.25},
+    "all on shards": {"dop": (2, 1), "tensor_parallel": 2, "local_attention": 1},
     "all on stages": {"dop": (2, 1), "pipeline_parallel": 2, "local_attention": 1},
     "a model rank's tokens beside a prefill worker": {
         "prefill_workers": 1,
@@ -105,6 +108,7 @@ OTHER_HEADS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 6,
         "head_dim": 4,
     },
+    "shards' heads, three workers": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
 }
 KINDS = ("decode", "staggered", "prefill", "chunk", "scored", "decode with chunk", "decode beside chunks")
 
@@ -115,6 +119,7 @@ class OracleTransport:
 
     name, by_memory, traceable, why_not_by_memory = "oracle", False, False, ""
     is_one_program = True
+    every, add_up = TracedEnd.every, TracedEnd.add_up
 
     def __init__(self, rank: int, n_ranks: int) -> None:
         self.rank, self.n_ranks, self.device, self.n_kept = rank, n_ranks, jax.devices()[0], 0

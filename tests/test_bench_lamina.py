@@ -30,12 +30,16 @@ def test_what_is_compared_on_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "DOP (1, 3), Lamina": ["4,5,6,7"],
         "DOP (1, 3), local attention auto": ["4,5,6,7"],
         "DOP (2, 2), Lamina": ["4,5,6,7"],
+        "DOP (2, 2), local attention auto": ["4,5,6,7"],
     }
     assert found["unsplit, tensor parallel over 2, 2 copies"][1].words == (
         "--no-split", "--part", "1/2", "--tensor-parallel", "2",
     )  # fmt: skip
     [shared] = found["DOP (2, 2), Lamina"]
     assert "tensor_parallel=2" in shared.words and shared.words[-1] == "--"
+    [sharing] = found["DOP (2, 2), local attention auto"]  # by heads there is a share on shards
+    assert {"tensor_parallel=2", 'partition="heads"'} <= {*sharing.words}
+    assert 'partition="heads"' not in shared.words
 
 
 @given(st.integers(2, 12), st.booleans())

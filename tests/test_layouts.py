@@ -158,7 +158,13 @@ def _apart(stored: PrefillBatch) -> list[tuple[PrefillBatch, bool]]:
 
 SLOW = {
     *("a model rank's heads, q first", "a model rank's heads, mini-batches", "all on the model rank"),
-    *("stages' heads", "all on stages", "a model rank's requests", "two workers by requests, q first"),
+    *(
+        "stages' heads",
+        "all on stages",
+        "all on shards",
+        "a model rank's requests",
+        "two workers by requests, q first",
+    ),
     "two stages, by tokens",  # as "stages' tokens", whose workers have part of them
     "two shards, by heads, q first",  # as with three workers, of whose heads a rank has some
 }

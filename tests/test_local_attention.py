@@ -3,6 +3,7 @@ partition, the transport and the layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from rank_scenarios import PROMPTS, source
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.ranks.cluster_layout import partition_of
+from jaxlamina.ranks.cluster_layout import local_share_of, partition_of
 from jaxlamina.run.set_up import SlotsWanted, _room, setup_of
 from jaxlamina.steps.layout import Layout
 from jaxlamina.workers.workspace import LargestStep
@@ -132,7 +133,8 @@ def test_one_process_shares_attention_too(partition: str, kv_dtype: str) -> None
 def test_what_a_share_cannot_go_with_is_refused_by_name() -> None:
     for changes, words in (
         ({"dop": (2, 1)}, "2 copies of the model"),
-        ({"dop": (2, 1), "tensor_parallel": 2}, "tensor_parallel"),
+        ({"dop": (2, 1), "tensor_parallel": 2, "partition": "tokens"}, "partition='heads'"),
+        ({"dop": (2, 1), "tensor_parallel": 2, "prefill_workers": 1}, "prefill_workers=0"),
         ({"prefill_workers": 1, "partition": "heads"}, "partition='tokens'"),
         ({"mini_batches": 2, "partition": "tokens"}, "mini_batches=1"),
     ):
@@ -149,6 +151,63 @@ def test_what_a_share_cannot_go_with_is_refused_by_name() -> None:
     assert [partition_of(Cluster(local_attention=x), [8]) for x in ("auto", 0.5, 0.3, 0, 1)] == [
         *("tokens", "heads", "tokens", "heads", "heads")
     ]
+
+
+# Three KV heads to a rank, of which one stays there.
+SIX = ["llama", {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4}]
+SHARDS = {"tensor_parallel": 2, "partition": "heads", "local_attention": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("transport", "dop", "model", "n_batches"),
+    [
+        ("xla", (2, 1), LLAMA, 2),
+        pytest.param("xla", (2, 2), SIX, 1, marks=pytest.mark.slow),
+        pytest.param("mpi", (2, 1), SIX, 1, marks=[pytest.mark.mpi, pytest.mark.slow]),
+        pytest.param("mpi", (2, 2), SIX, 2, marks=[pytest.mark.mpi, pytest.mark.slow]),
+    ],
+)
+def test_shards_keep_a_share_of_their_heads(transport: str, dop: Any, model: Any, n_batches: int) -> None:
+    """Rows together, then one by one: fewer than there are staggered batches go as one."""
+    scenarios = [
+        ("greedy", {"model": model}),
+        ("greedy", {"model": model, "n_tokens": 24, "max_num_seqs": 1}),
+    ]
+    for found, n_tokens in zip(
+        run_job(transport, dop, scenarios, n_batches=n_batches, **SHARDS), (64, 24), strict=True
+    ):
+        check_greedy(found, n_tokens)
+        assert 0 < found["local_attention"]["share"] < 1, found
+
+
+@pytest.mark.slow
+def test_shards_samples_beams_preemption_int8_and_all_local() -> None:
+    small = {"model": LLAMA, "n_tokens": 40, **SMALL}
+    scenarios = [
+        ("branches", {"model": LLAMA}),
+        ("greedy", small),
+        ("greedy", small | {"kv_dtype": "int8-channel"}),
+    ]
+    for share in (0.5, 1.0):
+        branches, *greedy = run_job("xla", (2, 1), scenarios, **SHARDS | {"local_attention": share})
+        assert branches["same"], branches
+        for found in greedy:
+            assert found["same"] and found["n_preemptions"] and found["n_moved_in_tokens"], found
+
+
+def test_shards_share_is_a_number_of_each_ones_heads() -> None:
+    cluster = Cluster(dop=(2, 1), tensor_parallel=2, local_attention=0.3)
+    assert partition_of(cluster, [8]) == "heads"  # tokens cannot be: as near to it as heads come
+    assert local_share_of(replace(cluster, local_attention="auto"), "heads", [8]) == 0
+    auto = replace(cluster, local_attention="auto", partition="heads")
+    assert [local_share_of(auto, "heads", [k]) for k in (8, 2, 3)] == [0.5, 0, 0]
+    assert local_share_of(auto, "heads", [8], "other operands") == 0
+    with pytest.raises(UserError, match="of a layer's 3 KV heads.*take local_attention=0"):
+        partition_of(cluster, [3])
+    with pytest.raises(UserError, match="take 1 or 2 attention workers, or local_attention=0"):
+        partition_of(replace(cluster, dop=(2, 3)), [4])
+    with pytest.raises(UserError, match="other operands: take local_attention=0"):
+        local_share_of(cluster, "heads", [8], "other operands")
 
 
 def test_programs_of_attention_workers_may_come_later() -> None:

@@ -18,10 +18,12 @@ from test_models import MODELS
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, abstract_params, apply, random_params
 from jaxlamina.ranks.apart import shared_out
-from jaxlamina.ranks.model_side import traces
+from jaxlamina.ranks.model_side import model_workspace_bytes, traces
 from jaxlamina.ranks.shards import EXCHANGES, shard_like, shard_model, shard_of
-from jaxlamina.steps.layout import Layout
-from jaxlamina.workers.model_worker import trace_step
+from jaxlamina.steps.layout import Layout, local_heads
+from jaxlamina.workers.model_worker import ModelWorker, trace_step
+from jaxlamina.workers.spec import specs_of
+from jaxlamina.workers.workspace import LargestStep
 from pallas_kernels import compat
 
 SLOW = pytest.mark.slow
@@ -142,6 +144,19 @@ def test_shards_are_the_whole_in_pieces():
             np.testing.assert_array_equal(pieces[1][name], whole)
 
 
+def test_a_shards_slices_take_less_than_the_whole_models():
+    """Beside weights: found by compiling them, without the other shards."""
+    config, like, found = shared("qwen2", 2)
+    fn, params, device = partial(apply, config), random_params(config, seed=1), jax.devices()[0]
+    whole = ModelWorker(fn, params, device, like)
+    specs, step = specs_of(whole.split(1).sites, "auto"), LargestStep(8, 64, 32)
+    shard = ModelWorker(
+        shard_model(fn, like, found, 1), shard_of(params, found, 1), device, shard_like(like, found)
+    )
+    of_shard = model_workspace_bytes(shard, specs, device, step, 2)
+    assert 0 < of_shard < model_workspace_bytes(whole, specs, device, step)
+
+
 def test_a_weight_that_is_read_in_another_way_too_is_refused_by_name():
     _, like, found = shared("llama", 2)
 
@@ -172,3 +187,17 @@ def test_each_head_goes_between_the_rank_and_the_worker_that_have_it(a, b, each,
     # A prefill worker has all heads, whoever shares them out.
     [*alone] = layout.links(a + b, n)
     assert {link.rank for link in alone} == {a + b} and sum(len(x.heads) for x in alone) == n * n_times
+
+
+@given(a=st.integers(1, 4), b=st.integers(1, 4), each=st.integers(2, 6), share=st.floats(0.0, 1.0))
+def test_what_a_rank_keeps_of_its_heads_it_sends_to_nobody(a: int, b: int, each: int, share: float) -> None:
+    n = a * each
+    if (kept := local_heads(n, b, share, a)) is None or (n - kept) % b:
+        return
+    layout = Layout(tuple(range(a, a + b)), "heads", local_share=share, heads_over=a)
+    own, pooled = [layout.own_heads(i, n) for i in range(a)], layout.pooled_heads(n)
+    assert sorted([*pooled, *(h for of in own for h in of)]) == list(range(n))
+    assert {len(of) for of in own} == {kept // a}
+    for link in layout.links(0, len(pooled)) if pooled else ():
+        heads = [pooled[i] for i in link.heads]
+        assert {h // each for h in heads} == {link.rank} and not {*heads} & {*own[link.rank]}

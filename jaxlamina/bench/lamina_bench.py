@@ -86,7 +86,7 @@ def ways(
 ) -> list[ComparedWay]:
     """What can be compared on ``n_devices``: unsplit copies, unsplit by tensor parallelism over 2 and more,
     and each DOP with each share of the attention on model workers. Two model workers and more share out the
-    weights. CPU processes all have the same processor."""
+    weights, and keep a share of heads. CPU processes all have the same processor."""
     found = [ComparedWay(f"unsplit, {n_devices} copies", _copies(n_devices, 1, on_gpus))]
     for n in range(2, n_devices + 1):
         if n_devices % n == 0:
@@ -97,8 +97,9 @@ def ways(
     platform = "cuda" if on_gpus else "cpu"
     platforms = [f'{key}="{platform}"' for key in ("model_platform", "attention_platform")]
     for a, b in dops:
-        for share in shares if a == 1 else ["0"]:
+        for share in shares:
             changes = [*platforms, *([f"tensor_parallel={a}"] if a > 1 else [])]
+            changes += ['partition="heads"'] if a > 1 and share != "0" else []
             words = [word for change in changes for word in ("--set", change)]
             launch = ("launch", "--dop", f"{a},{b}", "--transport", "xla", "--local-attention", share, *words)
             environment = {} if not on_gpus else _only(range(a + b))

@@ -32,7 +32,7 @@ def lamina_command(
         option("Model workers and attention workers, as 1,2; may be repeated. Default: 1 and all others."),
     ] = None,
     local_attention: Annotated[
-        str, option("Shares of the attention that stay on one model worker, separated by commas.")
+        str, option("Shares of the attention that stay on model workers, separated by commas.")
     ] = "0,auto",
     dataset_name: Annotated[str, option(f"Lengths: {', '.join(DRAWN)}.")] = "azure-conversation",
     num_prompts: Annotated[int, option("Requests, which all ways share out or have.", min=1)] = 256,

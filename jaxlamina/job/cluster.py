@@ -74,8 +74,9 @@ class Cluster(ModelOptions):
     local_attention: float | Literal["auto"] = option(
         "auto",
         LOCAL_ATTENTION + "`auto`: the share at which a step is predicted to be shortest, by tokens unless "
-        "`partition` says otherwise; it follows the load. 0 where model workers are copies, share out "
-        "weights by `tensor_parallel`, or have `mini_batches`.",
+        "`partition` says otherwise; it follows the load. 0 where model workers are copies, have "
+        "`mini_batches`, or share out weights by `tensor_parallel`; with these and `partition` `heads`: "
+        "half of each one's heads.",
         least=0,
         most=1,
         rule="from 0 to 1, or 'auto'",
@@ -255,8 +256,17 @@ class Cluster(ModelOptions):
                 f"keeps KV on the model worker that runs a request's slices, and with {self.n_replicas} "
                 "copies of the model that is not one: take local_attention=0"
             )
-        if self.tensor_parallel > 1:
-            return "does not go with tensor_parallel yet: take local_attention=0, or pipeline_parallel"
+        if self.tensor_parallel > 1 and self.partition not in ("auto", "heads"):
+            return (
+                f"with tensor_parallel={self.tensor_parallel} is some of each model worker's own KV heads, "
+                f"which partition={self.partition!r} keeps together: take partition='heads', or "
+                "local_attention=0"
+            )
+        if self.tensor_parallel > 1 and self.prefill_workers:
+            return (
+                "would have prefill workers send some heads of each prompt to model workers: take "
+                "prefill_workers=0, or local_attention=0"
+            )
         if self.prefill_workers and self.local_attention == 1:
             return (
                 "leaves attention workers no KV, and prefill workers reach only them: take "
@@ -272,10 +282,12 @@ class Cluster(ModelOptions):
     @property
     def local_share(self) -> float | Literal["auto"]:
         """``local_attention``, or 0 where model workers cannot keep any KV, or where it does not follow the
-        load: with messages in parts, which are of all tokens."""
-        if self.local_attention == "auto" and (self.why_not_local or self.mini_batches > 1):
-            return 0.0
-        return self.local_attention
+        load: with messages in parts, which are of all tokens, and on shards of the model, unless heads are
+        asked for by name."""
+        if self.local_attention != "auto":
+            return self.local_attention
+        is_fixed = self.mini_batches > 1 or (self.tensor_parallel > 1 and self.partition != "heads")
+        return 0.0 if self.why_not_local or is_fixed else "auto"
 
     def _check_mini_batches(self) -> None:
         said = f"mini_batches={self.mini_batches} cuts up the messages of one batch"

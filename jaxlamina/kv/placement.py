@@ -28,18 +28,25 @@ LocalShare = float | Literal["auto"]
 
 
 def chosen_partition(
-    partition: str, n_workers: int, n_kv_heads: Sequence[int], local_share: LocalShare = 0.0
+    partition: str,
+    n_workers: int,
+    n_kv_heads: Sequence[int],
+    local_share: LocalShare = 0.0,
+    n_ranks: int = 1,
 ) -> str:
     """What "auto" stands for: heads where they divide evenly, else tokens; any other partition is that one.
     With a share of the KV on model ranks that is to follow the load ("auto"): tokens, of which new ones can
     go to either side.
 
     Tokens and not requests, since they share out one long request as evenly as many short ones, and a step's
-    shapes then depend least on which requests are in it. ``UserError`` as of `checked_partition`.
+    shapes then depend least on which requests are in it. ``n_ranks``, ``UserError``: as of
+    `checked_partition`.
     """
-    if partition == AUTO:
+    if partition == AUTO and n_ranks > 1 and local_share:
+        partition = "heads"  # which model ranks have shared out already
+    elif partition == AUTO:
         partition = "heads" if _by_heads(n_workers, n_kv_heads, local_share) else "tokens"
-    checked_partition(partition, n_workers, n_kv_heads, local_share)
+    checked_partition(partition, n_workers, n_kv_heads, local_share, n_ranks)
     return partition
 
 
@@ -60,11 +67,13 @@ def why_chosen(
     )
 
 
-def share_by_heads(local_share: LocalShare, n_workers: int, n_kv_heads: Sequence[int]) -> float:
+def share_by_heads(
+    local_share: LocalShare, n_workers: int, n_kv_heads: Sequence[int], n_ranks: int = 1
+) -> float:
     """By heads a share is one from the start, so "auto" is a half, or none where heads do not divide so."""
     if not isinstance(local_share, str):
         return local_share
-    divide = [local_heads(k, n_workers, 0.5) is not None for k in n_kv_heads]
+    divide = [local_heads(k, n_workers, 0.5, n_ranks) is not None for k in n_kv_heads]
     return 0.5 if divide and all(divide) else 0.0
 
 
@@ -77,20 +86,34 @@ def _by_heads(n_workers: int, n_kv_heads: Sequence[int], share: LocalShare) -> b
 
 
 def checked_partition(
-    partition: str, n_workers: int, n_kv_heads: Sequence[int], local_share: LocalShare = 0.0
+    partition: str,
+    n_workers: int,
+    n_kv_heads: Sequence[int],
+    local_share: LocalShare = 0.0,
+    n_ranks: int = 1,
 ) -> None:
-    """``UserError`` for a partition that is none, and for heads that do not divide evenly."""
+    """``UserError`` for a partition that is none, and for heads that do not divide evenly. ``n_ranks``: model
+    ranks that share out a layer's heads."""
     if partition not in PARTITIONS:
         raise UserError(f"{partition=} must be one of {', '.join((AUTO, *PARTITIONS))}")
     if n_workers < 1:
         raise UserError(f"attention_workers={n_workers} must be at least 1")
-    if partition != "heads" or local_share == 1:
+    if partition != "heads":
         return
-    if share := share_by_heads(local_share, n_workers, n_kv_heads):
-        if any(local_heads(k, n_workers, share) is None for k in n_kv_heads):
+    if share := share_by_heads(local_share, n_workers, n_kv_heads, n_ranks):
+        bad = [k for k in n_kv_heads if local_heads(k, n_workers, share, n_ranks) is None]
+        if bad and n_ranks > 1:
+            able = [b for b in range(1, bad[0]) if local_heads(bad[0], b, 0.5, n_ranks) is not None]
+            fewer = f"{' or '.join(map(str, able))} attention workers, or " if able and share < 1 else ""
+            raise UserError(
+                f"local_attention={share:g} with tensor_parallel={n_ranks} has every model worker keep as "
+                f"many of a layer's {bad[0]} KV heads, and every attention worker ({n_workers}) as many of "
+                f"the others, which no number of heads does: take {fewer}local_attention=0"
+            )
+        if bad:
             raise UserError(
                 f"local_attention={local_share} with partition='heads' leaves {n_workers} attention "
-                f"workers no equal number of {min(n_kv_heads)} KV heads: take partition='tokens' or "
+                f"workers no equal number of {bad[0]} KV heads: take partition='tokens' or "
                 "partition='requests'"
             )
         return

@@ -221,11 +221,13 @@ class PoolBook:
         wishes: Wishes | None = None,
         capacities: Sequence[int] | None = None,
     ) -> None:
-        """``workers``: the attention workers, and last what model ranks keep, if they keep any. ``windows``:
-        of the model's attention operators. ``token_block``: how many positions in a row stay together where
-        tokens are divided. ``wishes``: where new tokens are to go, if not to all alike; ``capacities``: slots
-        of each of ``workers``, if not an equal part of ``n_slots``."""
+        """``workers``: the attention workers, and last what model ranks keep, if they keep any: several that
+        share out heads. ``windows``: of the model's attention operators. ``token_block``: how many positions
+        in a row stay together where tokens are divided. ``wishes``: where new tokens are to go, if not to all
+        alike; ``capacities``: slots of each of ``workers``, if not an equal part of ``n_slots``."""
         self._workers, self._layout, self._windows = workers, layout, windows
+        self._n_own = layout.heads_over if layout.attends_locally else 0
+        self._n_attention = len(workers) - self._n_own
         self.n_slots, self._n_host_slots = n_slots, n_host_slots
         n = len(layout.workers) + layout.attends_locally
         capacities = capacities or [-(-n_slots // n)] * n
@@ -430,10 +432,9 @@ class PoolBook:
 
     def held(self) -> list[Held]:
         """Of the attention workers, and last of what model ranks keep, if they keep any."""
-        n_attention = len(self._layout.workers)
         used = [None] * len(self._capacities) if self.placement is None else self.placement.n_used.tolist()
         return [
-            Held("attention" if i < n_attention else "model", n, capacity)
+            Held("attention" if i < self._n_attention else "model", n, capacity)
             for i, (n, capacity) in enumerate(zip(used, self._capacities, strict=True))
         ]
 
@@ -499,9 +500,8 @@ class PoolBook:
         wanted = wanted.of_layout(
             str(self._layout) if self.placement is None else WHOLE + str(self._layout.stages)
         )
-        names = [f"worker{w}" for w in range(len(self._workers))]
-        if self._layout.attends_locally:
-            names[-1] = "own"
+        names = [f"worker{w}" for w in range(self._n_attention)]
+        names += ["own", *(f"own{i}" for i in range(1, self._n_own))][: self._n_own]
         marks = []
         for name, worker, n in zip(names, self._workers, self._capacities, strict=True):
             of_worker = wanted

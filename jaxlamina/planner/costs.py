@@ -90,7 +90,7 @@ class Deployment:
             )
         if not self.layout.by_heads or not self.has_pool:
             return
-        kept = local_heads(k, self.n_attention, self.local_share)
+        kept = local_heads(k, self.n_attention, self.local_share, self.tensor_parallel)
         if kept is None or (k - kept) % self.n_attention:
             raise UserError(
                 f"{k} KV heads with a share of {self.local_share:g} on the model worker are not shared out "

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
@@ -42,6 +43,7 @@ class _Layers:
     specs: list[AttentionSpec]
     n_query_heads: list[int]
     layout: Layout
+    n_kv_heads: list[int]  # of the model, each layer's
 
     @classmethod
     def of(cls, setup: m.Setup, layout: Layout) -> _Layers:
@@ -54,12 +56,16 @@ class _Layers:
             of = heads_on_worker(layout, whole, layer.n_query_heads)
             specs.append(replace(whole, n_kv_heads=of.k))
             heads.append(of.n)
-        return cls(specs, heads, layout)
+        return cls(specs, heads, layout, [layer.n_kv_heads for layer in setup.layers])
 
-    def heads(self, index: int) -> list[slice]:
+    def heads(self, index: int) -> list[Int[np.ndarray, " k"]]:
         """The worker's of each layer's KV heads."""
-        at = index if self.layout.by_heads else 0
-        return [of_worker(at, spec.n_kv_heads) for spec in self.specs]
+        if not self.layout.by_heads:
+            return [np.arange(k) for k in self.n_kv_heads]
+        pairs = zip(self.specs, self.n_kv_heads, strict=True)
+        return [
+            np.asarray(self.layout.pooled_heads(k))[of_worker(index, spec.n_kv_heads)] for spec, k in pairs
+        ]
 
 
 class AttentionRank(ServedRank):

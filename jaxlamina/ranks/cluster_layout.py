@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import jax
 
+from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.placement import AUTO, LocalShare, chosen_partition, share_by_heads
 from jaxlamina.kv.wishes import Wishes
@@ -22,7 +23,7 @@ def partition_of(cluster: Cluster, n_kv_heads: Sequence[int]) -> str:
     asked, share = cluster.partition, cluster.local_share
     if asked == AUTO and cluster.prefill_workers and share not in (0, 1):
         asked = "tokens"  # prefill workers send prompts to attention workers alone
-    partition = chosen_partition(asked, cluster.n_attention, n_kv_heads, share)
+    partition = chosen_partition(asked, cluster.n_attention, n_kv_heads, share, cluster.tensor_parallel)
     replace(cluster, partition=partition)  # type: ignore[arg-type]  # checks the combination
     return partition
 
@@ -44,10 +45,21 @@ def layout_of(
     return Layout(workers, partition, cluster.n_replicas, cluster.pipelining_mode, stages, share, heads_over)
 
 
-def local_share_of(cluster: Cluster, partition: str, n_kv_heads: Sequence[int]) -> LocalShare:
-    """The share of the KV that model ranks keep; by heads a number."""
+def local_share_of(
+    cluster: Cluster, partition: str, n_kv_heads: Sequence[int], why_no_heads: str = ""
+) -> LocalShare:
+    """The share of the KV that model ranks keep; by heads a number. ``why_no_heads``: why model ranks that
+    share out the weights cannot share out heads, if they cannot; then ``UserError``, unless it is "auto"."""
     share = cluster.local_share
-    return share_by_heads(share, cluster.n_attention, n_kv_heads) if partition == "heads" else share
+    if why_no_heads and share:
+        if share != AUTO:
+            raise UserError(
+                f"local_attention={share:g} with tensor_parallel={cluster.tensor_parallel} is some of each "
+                f"model worker's own heads, and {why_no_heads}: take local_attention=0"
+            )
+        return 0.0
+    known = cluster.n_attention, n_kv_heads, cluster.tensor_parallel
+    return share_by_heads(share, *known) if partition == "heads" else share
 
 
 def wishes_of(

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Shaped
 
 from jaxlamina.job.cluster import Cluster
@@ -123,7 +124,9 @@ class ModelSide:
 
         def workspace_bytes() -> int:
             of_kv = attention_workspace_bytes(self.own_specs, self._own_query_heads, device, largest)
-            return of_kv + model_workspace_bytes(self.model, self.specs, device, largest)
+            return of_kv + model_workspace_bytes(
+                self.model, self.specs, device, largest, self.layout.heads_over
+            )
 
         return slots_found(setup, self.layout, self.own_specs, device, workspace_bytes, n_sharing)
 
@@ -132,7 +135,7 @@ class ModelSide:
         sites = self.model.split(1).sites
         layers = self.layout.local_layers(self.replica, len(self.specs))
         return [
-            sites[i].q.shape[2] * own.n_kv_heads // self.specs[i].n_kv_heads
+            sites[i].q.shape[2] // sites[i].k.shape[2] * own.n_kv_heads
             for i, own in zip(layers, self.own_specs, strict=True)
         ]
 
@@ -144,10 +147,8 @@ class ModelSide:
         """Takes the memory for it. ``scales``: of each of the model's layers, all its heads'."""
         layers = self.layout.local_layers(self.replica, len(self.specs))
         of_layers = None if scales is None else [scales[i] for i in layers]
-        heads = [
-            slice(self.specs[i].n_kv_heads - own.n_kv_heads, None)
-            for i, own in zip(layers, self.own_specs, strict=True)
-        ]
+        index = self.shards.index(self.transport.rank) if self.layout.heads_over > 1 else 0
+        heads = [np.asarray(self.layout.own_heads(index, self.specs[i].n_kv_heads)) for i in layers]
         own = own_scales(of_layers, heads)
         self.kv = RankKV(self.transport, self.own_specs, n_slots, own, n_host_slots)
 
@@ -325,11 +326,17 @@ def _with_tokens_of_front(
 
 
 def model_workspace_bytes(
-    model: ModelWorker, specs: Sequence[AttentionSpec], device: jax.Device, largest: LargestStep
+    model: ModelWorker,
+    specs: Sequence[AttentionSpec],
+    device: jax.Device,
+    largest: LargestStep,
+    n_shards: int = 1,
 ) -> int:
-    """What slices of the largest step take beside weights, found by compiling them."""
-    end: Any = LocalTransport(0, 2, device)
-    side = ModelSide(end, model, Layout((1,), "heads"), specs, 0)
+    """What slices of the largest step take beside weights, found by compiling them. ``model`` may be one of
+    ``n_shards``; ``specs``: of all heads."""
+    end: Any = LocalTransport(0, n_shards + 1, device)
+    layout = Layout((n_shards,), "heads", heads_over=n_shards)
+    side = ModelSide(end, model, layout, specs, 0, range(n_shards) if n_shards > 1 else ())
     steps = [StepShape("decode", largest.batch, 1, 1), StepShape("prefill", 1, largest.prompt, 0)]
     programs: list[Any] = [side.compile_later(shape)()[0] for shape in steps]
     return max(Together([program], CompiledPieces()).workspace_bytes() for program in programs)

@@ -103,7 +103,9 @@ def of_worker(index: int, n_heads: int) -> slice:
     return slice(index * n_heads, (index + 1) * n_heads)
 
 
-def own_scales(layers: Sequence[ChannelScales] | None, heads: Sequence[slice]) -> list[ChannelScales] | None:
+def own_scales(
+    layers: Sequence[ChannelScales] | None, heads: Sequence[slice | Int[np.ndarray, " k"]]
+) -> list[ChannelScales] | None:
     """Of each layer's ``[K, H]`` the rows of these KV heads."""
     if layers is None:
         return None

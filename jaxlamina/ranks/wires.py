@@ -163,7 +163,7 @@ def _linked(heads: range, first: int, of: AttentionSpec | HeadsOf, n_each: int) 
 
 def local_spec(layout: Layout, spec: AttentionSpec) -> AttentionSpec:
     """Of the KV that a model rank keeps."""
-    return replace(spec, n_kv_heads=layout.local_heads(spec.n_kv_heads))
+    return replace(spec, n_kv_heads=layout.local_heads(spec.n_kv_heads) // layout.heads_over)
 
 
 class Format:

@@ -46,11 +46,12 @@ from jaxlamina.run.parts import Part, computed_part, mixed_part, prompts_part, r
 from jaxlamina.run.set_up import (
     KVRoom,
     SlotsWanted,
+    WeightShares,
     allocate,
+    others_with_kv,
     set_up_prompts,
     setup_of,
     share_out,
-    stages_with_kv,
 )
 from jaxlamina.run.staggering import Choice
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
@@ -74,6 +75,10 @@ _SAY_EACH_S = 10.0
 _MAY_PAY = 1.25
 _USUAL_BYTES_PER_S = 1e10  # at which a host reads KV, where it was not measured
 _log = logging.getLogger("uvicorn.error")  # the server's log
+_WHY_NO_SHARE = (
+    "model workers that share out weights keep no KV; with partition='heads' each keeps half of its heads', "
+    "where heads can be shared out so"
+)
 
 
 class Own(NamedTuple):
@@ -147,9 +152,12 @@ class RanksExecutor(Executor):
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         known_heads = () if source is None else source.kv_heads
         partition = partition_of(cluster, known_heads)
-        share = local_share_of(cluster, partition, known_heads)
-        own, self._shares = share_out(group, model, params, source, kv_dtype, partition, share)
+        self._shares = WeightShares(group, model, params)
         shared = self._shares.shared
+        share = local_share_of(cluster, partition, known_heads, shared.why_not)
+        if cluster.local_attention == AUTO and cluster.tensor_parallel > 1 and not share:
+            _log.info("local_attention='auto': %s", _WHY_NO_SHARE)
+        own = share_out(group, self._shares, params, source, kv_dtype, partition, share)
         heads_over = shared.heads_over
         self.layout = layout_of(cluster, partition, self._shares.stages.ranks, share, heads_over)
         own_model = shard_model(model, like, shared, 0)
@@ -160,7 +168,7 @@ class RanksExecutor(Executor):
             _log.info("the first model worker alone talks to attention workers: %s", shared.why_not)
         self.specs = specs_of(one_row.sites, kv_dtype, heads_over)
         kv_heads = [spec.n_kv_heads for spec in self.specs]
-        checked_partition(partition, len(group.workers), kv_heads, share)
+        checked_partition(partition, len(group.workers), kv_heads, share, cluster.tensor_parallel)
         # The other pool's devices are not known here, but that they are of the same platform.
         alike = cluster.attention_platform == cluster.model_platform
         self._bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
@@ -205,7 +213,7 @@ class RanksExecutor(Executor):
         # Whether model ranks have room for all, and nothing is gained by attention workers.
         self._all_local = bool(follows_load and room.shared_host and room.each[-1] >= room.n_slots)
         self._epoch = group.epoch
-        others = stages_with_kv(group, self.layout, len(self.specs)) if keeps_kv else ()
+        others = others_with_kv(group, self.layout, len(self.specs)) if keeps_kv else ()
         self._tables = {rank: SlotTables() for rank in (*group.workers, *others)}
         sizes = self.n_slots, self.n_host_slots, cluster.token_block
         self.pool = PoolBook(
@@ -254,16 +262,19 @@ class RanksExecutor(Executor):
             shared_host=room.shared_host,
         )
 
-    def _kv_workers(self, stages: Sequence[int]) -> list[KVWorker]:
-        """The attention workers, and last what model ranks keep: this one, and the other ``stages``."""
+    def _kv_workers(self, others: Sequence[int]) -> list[KVWorker]:
+        """The attention workers, and last what model ranks keep, this one and ``others``: stages together, of
+        whose layers each token has some on each; shards one by one, by heads as attention workers."""
         workers = self.group.workers if self.layout.has_pool else ()
-        self._remote = {rank: RemoteWorker(self.group, rank) for rank in (*workers, *stages)}
+        self._remote = {rank: RemoteWorker(self.group, rank) for rank in (*workers, *others)}
         found: list[KVWorker] = [self._remote[rank] for rank in workers]
-        if self._side.kv is not None:
-            each: list[KVWorker] = [self._side.kv, *(self._remote[rank] for rank in stages)]
-            n_layers = [len(self.layout.local_layers(rank, len(self.specs))) for rank in (0, *stages)]
-            found.append(each[0] if len(each) == 1 else LayersApart(each, n_layers))
-        return found
+        if self._side.kv is None:
+            return found
+        each: list[KVWorker] = [self._side.kv, *(self._remote[rank] for rank in others)]
+        if len(each) == 1 or not self.layout.stages:
+            return found + each
+        n_layers = [len(self.layout.local_layers(rank, len(self.specs))) for rank in (0, *others)]
+        return [*found, LayersApart(each, n_layers)]
 
     @property
     def device(self) -> jax.Device:
@@ -462,8 +473,8 @@ class RanksExecutor(Executor):
         if not self.layout.attends_locally:
             return None
         if self.layout.by_heads:
-            own = sum(spec.n_kv_heads for spec in self._side.own_specs)
-            share = own / max(1, sum(spec.n_kv_heads for spec in self.specs))
+            n_heads = [spec.n_kv_heads for spec in self.specs]
+            share = sum(map(self.layout.local_heads, n_heads)) / max(1, sum(n_heads))
             return {"partition": "heads", "share": share, "wanted": share}
         wishes = self.pool.wishes
         n = wishes.n_local + wishes.n_remote

@@ -85,16 +85,15 @@ class WeightShares:
 
 def share_out(
     group: Group,
-    model: ModelFn,
+    shares: WeightShares,
     params: Params,
     source: CausalLM | None,
     kv_dtype: str,
     partition: str,
     share: float | Literal["auto"],
-) -> tuple[dict[str, jax.Array], WeightShares]:
+) -> dict[str, jax.Array]:
     """Sends the other model ranks and prefill workers the model and their weights: all, or what each is to
-    hold. Gives this rank's, and how all are shared out."""
-    shares = WeightShares(group, model, params)
+    hold. Gives this rank's."""
     if shares.others and (source is None or source.origin is None):
         raise UserError(
             "several model workers need a model that each can make by itself: name the function that makes "
@@ -113,7 +112,7 @@ def share_out(
         return m.SetupModel(dict(source.origin), dtype, kv_dtype, names, *how)
 
     shares.send(params, setup_for)
-    return shares.of(params, 0), shares
+    return shares.of(params, 0)
 
 
 def setup_of(
@@ -169,15 +168,15 @@ def allocate(
     less than is wanted. ``measure``: also how long attention takes, unless both pools share one host's
     cores."""
     group.next_model()
-    others = stages_with_kv(group, layout, len(setup.layers))
+    others = others_with_kv(group, layout, len(setup.layers))
     for rank in (*group.workers, *others):
         group.send(rank, setup)
     of_rank_0 = own()
-    of_workers, of_stages = (
+    of_workers, of_others = (
         [group.receive(rank, m.SlotsFound, PREPARE_DEADLINE_S) for rank in ranks]
         for ranks in (group.workers, others)
     )
-    of_model = [*([] if of_rank_0 is None else [of_rank_0]), *of_stages]
+    of_model = [*([] if of_rank_0 is None else [of_rank_0]), *of_others]
     keepers = (*(of_workers if layout.has_pool else ()), *of_model)
     n_host_slots = min(x.n_host_slots for x in keepers)
     found = [x.n_slots for x in of_workers]
@@ -209,8 +208,11 @@ def set_up_prompts(group: Group, n_slots: int, setup: m.Setup) -> None:
         group.receive(rank, m.Allocated, PREPARE_DEADLINE_S)
 
 
-def stages_with_kv(group: Group, layout: Layout, n_layers: int) -> tuple[int, ...]:
-    """The model ranks but this one that keep a share of the KV: of attention operators of their own."""
+def others_with_kv(group: Group, layout: Layout, n_layers: int) -> tuple[int, ...]:
+    """The model ranks but this one that keep a share of the KV: of attention operators of their own, or of
+    heads of their own."""
+    if layout.heads_over > 1 and layout.attends_locally:
+        return group.replicas
     if not layout.stages:
         return ()
     return tuple(rank for rank in group.replicas if layout.local_layers(rank, n_layers))

@@ -27,7 +27,8 @@ class Layout:
     only whether there may be any: which tokens, `jaxlamina.kv.pool_book` decides.
 
     ``heads_over``: the model ranks that each have an equal share of every layer's heads, 0 … n - 1, where
-    they share out the one replica that there is: `links` says which of them talks to whom.
+    they share out the one replica that there is: `links` says which of them talks to whom. Each of them keeps
+    KV of as many of its heads.
     """
 
     workers: tuple[int, ...]  # their ranks
@@ -55,18 +56,36 @@ class Layout:
         return self.partition == "heads" or n_keepers == 1
 
     def local_heads(self, n_kv_heads: int) -> int:
-        """Of a layer's KV heads, those whose KV model ranks keep: the last ones."""
+        """Of a layer's KV heads, those whose KV model ranks keep, all together: the last ones of each."""
         if self.attends_locally and not self.by_heads:
             return n_kv_heads
-        found = local_heads(n_kv_heads, len(self.workers), self.local_share)
+        found = local_heads(n_kv_heads, len(self.workers), self.local_share, self.heads_over)
         assert found is not None, "checked_partition has seen to it"
         return found
+
+    def own_heads(self, index: int, n_kv_heads: int) -> range:
+        """Those of them that the model rank of this index keeps.
+
+        >>> Layout((2,), "heads", local_share=0.5, heads_over=2).own_heads(1, 8)
+        range(6, 8)
+        """
+        stop = _part(n_kv_heads, index, self.heads_over).stop
+        return range(stop - self.local_heads(n_kv_heads) // self.heads_over, stop)
+
+    def pooled_heads(self, n_kv_heads: int) -> list[int]:
+        """By heads, those whose KV attention workers keep, in the order in which they share them out.
+
+        >>> Layout((2,), "heads", local_share=0.5, heads_over=2).pooled_heads(8)
+        [0, 1, 4, 5]
+        """
+        kept = {h for i in range(self.heads_over) for h in self.own_heads(i, n_kv_heads)}
+        return [h for h in range(n_kv_heads) if h not in kept]
 
     def links(self, replica: int, n_kv_heads: int) -> tuple[HeadsLink, ...]:
         """Who of a replica's ranks, or which prefill worker, exchanges which of a layer's heads with whom.
 
-        n_kv_heads: as attention workers have together; each has all of them, unless they share them out. In
-        the order in which all do it: by ranks, then by workers.
+        n_kv_heads: as attention workers have together (`pooled_heads`); each has all of them, unless they
+        share them out. In the order in which all do it: by ranks, then by workers.
 
         >>> Layout((2, 3), "heads", heads_over=2).links(0, 4)
         (HeadsLink(rank=0, worker=2, heads=range(0, 2)), HeadsLink(rank=1, worker=3, heads=range(2, 4)))
@@ -119,17 +138,21 @@ def _part(n: int, index: int, of: int) -> range:
     return range(index * n // of, (index + 1) * n // of)
 
 
-def local_heads(n_kv_heads: int, n_workers: int, share: float) -> int | None:
-    """How many of a layer's KV heads a model rank keeps: as near to ``share`` as leaves each of the attention
-    workers an equal number. None where there is no such number; a share between 0 and 1 leaves both sides
-    some.
+def local_heads(n_kv_heads: int, n_workers: int, share: float, n_ranks: int = 1) -> int | None:
+    """How many of a layer's KV heads model ranks keep, each of ``n_ranks`` that share them out as many: as
+    near to ``share`` as leaves each of the attention workers an equal number, too. None where there is no
+    such number; a share between 0 and 1 leaves both sides some.
 
     >>> [local_heads(8, 1, x) for x in (0, 0.25, 0.3, 0.01, 1)], local_heads(8, 3, 0.5)
     ([0, 2, 2, 1, 8], 5)
+    >>> [local_heads(8, 1, x, 2) for x in (0.25, 0.3, 0.01)], local_heads(6, 2, 0.5, 3)
+    ([2, 2, 2], None)
     >>> local_heads(1, 1, 0.5) is None
     True
     """
+    if n_kv_heads % n_ranks and share:
+        return None
     if share in (0, 1):
         return round(share * n_kv_heads)
-    able = [n for n in range(1, n_kv_heads) if (n_kv_heads - n) % n_workers == 0]
+    able = [n for n in range(n_ranks, n_kv_heads, n_ranks) if (n_kv_heads - n) % n_workers == 0]
     return min(able, key=lambda n: abs(n - share * n_kv_heads), default=None)

@@ -16,8 +16,8 @@ _LAYOUTS = {
     "two copies, rotational": Layout((2, 3), "heads", 2, "rotational"),
     "two copies, fixed": Layout((2, 3), "heads", 2, "fixed"),
     "two stages": Layout((2, 3), "heads", 1, "stages", (0, 0, 1)),
-    "one model worker that keeps a share, by heads": Layout((1, 2), "heads", local_share=0.5),
-    "the same, by tokens": Layout((1, 2), "tokens", local_share=0.5),
+    "a share on one model worker, or on shards of one, by heads": Layout((1, 2), "heads", local_share=0.5),
+    "a share on one model worker, by tokens": Layout((1, 2), "tokens", local_share=0.5),
 }
 _ROWS = StepShape("decode", 12, 1, 16, rows=12, new=12)
 _CHUNK = StepShape("chunk", 1, 8, 16, rows=1, new=8)
