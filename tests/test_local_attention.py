@@ -200,7 +200,7 @@ def test_shards_share_is_a_number_of_each_ones_heads() -> None:
     assert partition_of(cluster, [8]) == "heads"  # tokens cannot be: as near to it as heads come
     assert local_share_of(replace(cluster, local_attention="auto"), "heads", [8]) == 0
     auto = replace(cluster, local_attention="auto", partition="heads")
-    assert [local_share_of(auto, "heads", [k]) for k in (8, 2, 3)] == [0.5, 0, 0]
+    assert [local_share_of(auto, "heads", [k]) for k in (8, 2, 3)] == [2 / 3, 0, 0]  # as much on each
     assert local_share_of(auto, "heads", [8], "other operands") == 0
     with pytest.raises(UserError, match="of a layer's 3 KV heads.*take local_attention=0"):
         partition_of(cluster, [3])

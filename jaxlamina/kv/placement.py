@@ -70,11 +70,13 @@ def why_chosen(
 def share_by_heads(
     local_share: LocalShare, n_workers: int, n_kv_heads: Sequence[int], n_ranks: int = 1
 ) -> float:
-    """By heads a share is one from the start, so "auto" is a half, or none where heads do not divide so."""
+    """By heads a share is one from the start, so "auto" is that by which every device attends to as much, or
+    none where heads do not divide."""
     if not isinstance(local_share, str):
         return local_share
-    divide = [local_heads(k, n_workers, 0.5, n_ranks) is not None for k in n_kv_heads]
-    return 0.5 if divide and all(divide) else 0.0
+    even = n_ranks / (n_ranks + n_workers)
+    divide = [local_heads(k, n_workers, even, n_ranks) is not None for k in n_kv_heads]
+    return even if divide and all(divide) else 0.0
 
 
 def _by_heads(n_workers: int, n_kv_heads: Sequence[int], share: LocalShare) -> bool:
