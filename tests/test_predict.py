@@ -23,7 +23,7 @@ def test_a_third_of_the_counted_points_calibrate_and_the_rule_is_the_order():
     found = measured()
     assert len(found.steps) > 150
     assert len(found.calibrating) <= len(found.counted) / 3
-    assert found.calibrating == found.counted[2::3]
+    assert found.calibrating == tuple(point for point in found.counted if not point.later)[2::3]
     assert all(point.table and point.date and point.measured_ms > 0 for point in found.steps)
     assert set(KNOWN.points) == {f"{point.table}: {point}" for point in found.calibrating}
 
@@ -41,7 +41,7 @@ def test_points_that_do_not_repeat_themselves_are_not_counted():
 
 def test_held_out_steps_are_predicted_within_the_aims():
     found = prediction.predicted(measured(), KNOWN)
-    held_out = [one for one in found if one.is_held_out]
+    held_out = [one for one in found if one.is_held_out and not one.point.later]
     assert len(held_out) >= 2 * sum(one.was_fitted for one in found)
     errors = prediction.Errors.of("held out", held_out)
     assert errors.median <= prediction.MEDIAN_AIM
@@ -49,14 +49,24 @@ def test_held_out_steps_are_predicted_within_the_aims():
     assert errors.met
 
 
+def test_steps_that_were_measured_later_are_predicted_within_the_aims_but_for_one():
+    later = [one for one in prediction.predicted(measured(), KNOWN) if one.is_held_out and one.point.later]
+    assert len(later) >= 20 and not any(one.was_fitted for one in later)
+    assert prediction.Errors.of("later", later).median <= prediction.MEDIAN_AIM
+    assert [str(one.point) for one in later if abs(one.error) > prediction.WORST_AIM] == [
+        "llama-3-8b, B 66 x 4096, DOP (2, 1), memory, split, staggered, 3 batches"
+    ]
+
+
 def test_the_layout_that_is_predicted_to_be_fastest_is_nearly_so():
     found = prediction.predicted(measured(), KNOWN)
     ranked = prediction.rankings(found)
-    assert len(ranked) == 17 and all(len(one.layouts) > 1 and "2 GPUs" in one.name for one in ranked)
-    assert sum(one.agrees for one in ranked) == 15 and sum(one.loss == 0 for one in ranked) == 14
+    assert len(ranked) == 22 and all(len(one.layouts) > 1 for one in ranked)
+    assert sum("2 GPUs" in one.name for one in ranked) == 17
+    assert sum(one.agrees for one in ranked) == 20 and sum(one.loss == 0 for one in ranked) == 19
     assert max(one.loss for one in ranked) < 0.05
     every = prediction.rankings(found, with_left_out=True)
-    assert len(every) == 24 and sum(one.agrees for one in every) == 19
+    assert len(every) == 30 and sum(one.agrees for one in every) == 25
     [first] = [one for one in ranked if one.name == "llama-3-8b, B 64 x 4096, 2 GPUs, memory"]
     assert first.chosen == first.best and first.best[:2] == ("2 unsplit copies", 9.12)
 
