@@ -92,12 +92,6 @@ class ShardedExecutor(UnsplitExecutor):
     def _everywhere(self) -> NamedSharding:
         return NamedSharding(self._mesh, _EVERYWHERE)
 
-    def _inputs(self, step: Step) -> tuple[Any, ...]:
-        """All arrays put where the program takes them: for one of the host's, JAX leaves its quick way of
-        calling programs of several devices."""
-        weights, k_pools, v_pools, *given = super()._inputs(step)
-        return weights, k_pools, v_pools, *jax.device_put(given, self._everywhere)
-
     def _given(self, tokens: Any) -> jax.Array:
         return jax.device_put(tokens, self._everywhere)
 
