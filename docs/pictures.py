@@ -219,6 +219,15 @@ def rooms() -> str:
             return arrow((side, y + TALL / 2), (tx + BOX / 2, y + TALL / 2), (tx + BOX / 2, ty))
         near = tx if to > c else tx + BOX
         lane = near + (-GAP / 2 if to > c else GAP / 2)
+        if any(between in place.values() for between in ((k, r) for k in range(c + 1, to))):
+            under = y + TALL + DROP / 2  # a box is in its row's way
+            return arrow(
+                (middle, y + TALL),
+                (middle, under),
+                (lane, under),
+                (lane, ty + TALL / 2),
+                (near, ty + TALL / 2),
+            )
         return arrow((side, y + TALL / 2), (lane, y + TALL / 2), (lane, ty + TALL / 2), (near, ty + TALL / 2))
 
     def parts() -> Iterator[str]:
