@@ -254,7 +254,7 @@ class Run:
         n = len(restarts(server))
         assert check.recoveries <= n <= max(check.recoveries, check.recoveries_at_most), self.story()
         if check.cause:
-            assert check.cause in restarts(server)[-1]
+            assert check.cause in restarts(server)[-1], self.story()
         own = server.get("/metrics").decode()
         counted = re.findall(r"^jaxlamina:recoveries_total\{.*\} (\S+)$", own, re.MULTILINE)
         assert sum(map(float, counted)) == n
