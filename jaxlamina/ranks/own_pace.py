@@ -28,10 +28,10 @@ from jaxlamina.steps.tasks import Send
 from jaxlamina.transports import Program, Transport, compiler_options
 from jaxlamina.workers.capacity import resolve_slots
 from jaxlamina.workers.kv_pools import KVPools
-from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params, trace_step
-from jaxlamina.workers.prompts import prompt_attention
+from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
-from jaxlamina.workers.streamed import Filled, with_streamed_products
+from jaxlamina.workers.streamed import with_streamed_products
+from jaxlamina.workers.whole_model import attend_in_pools, filled, prompt_attention, prompt_logits
 from pallas_kernels import Pool
 from pallas_kernels.order import zero_after
 
@@ -93,7 +93,7 @@ class PromptWorker:
         if key not in self._programs:
             after()
             step = partial(self._traced, follows=start > 0, of_all=scored)
-            streamed = with_streamed_products(step, self._transport.device, _filled)
+            streamed = with_streamed_products(step, self._transport.device, filled)
             options = compiler_options(self._transport.device)
             lowered = jax.jit(streamed, donate_argnums=(1, 2)).lower(*args)
             self._programs[key] = lowered.compile(compiler_options=options)
@@ -118,20 +118,19 @@ class PromptWorker:
         own = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         slots = jnp.where(own <= logits_at, start + own, self._n_slots)[None]
         table = jnp.arange(self._n_slots if follows else 0, dtype=jnp.int32)[None]
-        layers = {spec: jax.jit(partial(prompt_attention, spec)) for spec in dict.fromkeys(self._specs)}
+        pools = k_pools, v_pools
+        layers = attend_in_pools(
+            lambda spec: partial(prompt_attention, spec), self._specs, *pools, slots, table, start
+        )
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             keys.append(k)
             values.append(v)
-            pools = k_pools[i], v_pools[i]
-            k_pools[i], v_pools[i], out = layers[self._specs[i]](q, k, v, *pools, slots, table, start)
-            return out
+            return layers(i, q, k, v)
 
-        traced = trace_step(self._function, self._model.like, *tokens.shape, of_all=of_all)
-        inputs = (tokens, positions) if of_all else (tokens, positions, logits_at)
-        with jax.default_device(self._transport.device):  # kernels are picked by it
-            logits = traced.eval(params, *inputs, attend=attend).astype(jnp.float32)
-        return k_pools, v_pools, Came(keys, values, logits if of_all else logits[:, -1])
+        known = self._function, self._model.like, self._transport.device, attend
+        logits = prompt_logits(*known, params, tokens, positions, logits_at, of_all=of_all)
+        return k_pools, v_pools, Came(keys, values, logits.astype(jnp.float32))
 
     # --- what came of it ---
     def compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Program, None]]:
@@ -175,8 +174,3 @@ class PromptWorker:
 
 def _one(n: int) -> Int32[jax.Array, " 1"]:
     return jnp.full(1, n, jnp.int32)
-
-
-def _filled(*args: Any) -> Filled | None:
-    tokens, _, logits_at = args[3:6]
-    return Filled.of(tokens, logits_at)

@@ -25,15 +25,19 @@ from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import HowManySlots, resolve_host_slots, resolve_slots
 from jaxlamina.workers.kv_pools import KVPools, Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params, trace_step
-from jaxlamina.workers.prompts import prompt_attention
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 from jaxlamina.workers.streamed import Filled, with_streamed_products
+from jaxlamina.workers.whole_model import (
+    Attend,
+    attend_in_pools,
+    filled,
+    prompt_attention,
+    prompt_logits,
+)
 from jaxlamina.workers.workspace import LargestStep, ints, placed, pool_shapes, program_bytes
 from pallas_kernels import Pool, decode_attention
 from pallas_kernels.order import tied
 from splitter import SplitReport
-
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class UnsplitExecutor(Executor):
@@ -60,8 +64,8 @@ class UnsplitExecutor(Executor):
 
         self._decode = self._jitted(self._traced_decode)
         self._mixed = self._jitted(self._traced_mixed, _filled_beside_rows)
-        self._prefill = self._jitted(self._traced_prefill, _filled)
-        self._prefill_all = self._jitted(partial(self._traced_prefill, of_all=True), _filled)
+        self._prefill = self._jitted(self._traced_prefill, filled)
+        self._prefill_all = self._jitted(partial(self._traced_prefill, of_all=True), filled)
         self._compiled: dict[tuple[Any, ...], Any] = {}  # before their steps, by sizes
 
         def needs_bytes(_: jax.Device) -> int:
@@ -208,7 +212,8 @@ class UnsplitExecutor(Executor):
     ) -> tuple[list[Pool], list[Pool], jax.Array]:
         self.programs.compiled(f"whole step, batch {len(tokens)}, context {slot_table.shape[1]}")
         k_pools, v_pools = list(k_pools), list(v_pools)
-        attend = self._decode_attend(k_pools, v_pools, slot_table, lengths, new_slots)
+        given = slot_table, lengths, new_slots
+        attend = attend_in_pools(self._decode_kernel, self.specs, k_pools, v_pools, *given)
         traced = trace_step(self._model, self.params, *tokens.shape)
         with jax.default_device(self.device):  # kernels are picked by it
             logits = traced.eval(params, tokens, positions, attend=attend)
@@ -232,12 +237,11 @@ class UnsplitExecutor(Executor):
         after += ", logits of all" if of_all else ""
         self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens{after}")
         k_pools, v_pools = list(k_pools), list(v_pools)
-        attend = self._prefill_attend(k_pools, v_pools, slots, slot_table, lengths)
-        traced = trace_step(self._model, self.params, *tokens.shape, of_all=of_all)
-        inputs = (tokens, positions) if of_all else (tokens, positions, logits_at)
-        with jax.default_device(self.device):
-            logits = traced.eval(params, *inputs, attend=attend)
-        return k_pools, v_pools, logits if of_all else logits[:, -1]
+        given = slots, slot_table, lengths
+        attend = attend_in_pools(self._prompt_kernel, self.specs, k_pools, v_pools, *given)
+        known = self._model, self.params, self.device, attend
+        logits = prompt_logits(*known, params, tokens, positions, logits_at, of_all=of_all)
+        return k_pools, v_pools, logits
 
     def _traced_mixed(
         self,
@@ -255,8 +259,10 @@ class UnsplitExecutor(Executor):
         what = f"whole step, batch {n}, context {batch.slot_table.shape[1]}"
         self.programs.compiled(f"{what}, with {n_tokens} tokens{after}")
         pools = list(k_pools), list(v_pools)
-        of_rows = self._decode_attend(*pools, batch.slot_table, batch.lengths, batch.new_slots)  # type: ignore[arg-type]
-        of_chunk = self._prefill_attend(*pools, chunk.slots, chunk.slot_table, chunk.lengths)  # type: ignore[arg-type]
+        rows_given = batch.slot_table, batch.lengths, batch.new_slots
+        of_rows = attend_in_pools(self._decode_kernel, self.specs, *pools, *rows_given)
+        chunk_given = chunk.slots, chunk.slot_table, chunk.lengths
+        of_chunk = attend_in_pools(self._prompt_kernel, self.specs, *pools, *chunk_given)
 
         def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             rows_out = of_rows(i, q[:n], k[:n], v[:n])
@@ -285,51 +291,6 @@ class UnsplitExecutor(Executor):
         weights, context = ends.slice_params(ends.n, params), context_at(rows, context, final)
         logits: jax.Array = final.final(weights, context, out[rows])
         return logits[:, -1]
-
-    def _decode_attend(
-        self,
-        k_pools: list[Pool],
-        v_pools: list[Pool],
-        slot_table: jax.Array,
-        lengths: jax.Array,
-        new_slots: jax.Array,
-    ) -> Attend:
-        """Attention of a decode step's rows, which puts the pools with the new tokens in the old ones'
-        place."""
-        # jitted, so that equal layers' attention is traced and lowered once
-        attends = {spec: jax.jit(self._decode_kernel(spec)) for spec in dict.fromkeys(self.specs)}
-
-        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            layer = attends[self.specs[i]]
-            pools = k_pools[i], v_pools[i]
-            k_pools[i], v_pools[i], out = layer(q, k, v, *pools, slot_table, lengths, new_slots)
-            return out
-
-        return attend
-
-    def _prefill_attend(
-        self,
-        k_pools: list[Pool],
-        v_pools: list[Pool],
-        slots: jax.Array,
-        slot_table: jax.Array,
-        lengths: jax.Array,
-    ) -> Attend:
-        """The same of prompts, or of what follows stored tokens."""
-        attends = {spec: jax.jit(self._prompt_kernel(spec)) for spec in dict.fromkeys(self.specs)}
-
-        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            layer = attends[self.specs[i]]
-            pools = k_pools[i], v_pools[i]
-            k_pools[i], v_pools[i], out = layer(q, k, v, *pools, slots, slot_table, lengths)
-            return out
-
-        return attend
-
-
-def _filled(*args: Any) -> Filled | None:
-    tokens, _, logits_at = args[3:6]
-    return Filled.of(tokens, logits_at)
 
 
 def _filled_beside_rows(*args: Any) -> Filled | None:
