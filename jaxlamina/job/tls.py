@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
+from jaxlamina.process.certificates import load_certificate
 
 _RECORD_BYTES = 1 << 14
 
@@ -104,14 +105,14 @@ def tls_of(cluster: Cluster) -> JobTls | None:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         files = f"control_certfile {certificate}" + ("" if key is None else f", control_keyfile {key}")
-        needed = "they must be a certificate and its own key in PEM form, and the key without a passphrase"
         try:
-            # Without a password it would ask at the terminal.
-            context.load_cert_chain(certificate, key, password=lambda: "")
-            files, needed = f"control_cafile {authority}", "it must hold certificates in PEM form"
+            load_certificate(context, certificate, key, files)
+            files = f"control_cafile {authority}"
             context.load_verify_locations(authority)
         except ssl.SSLError as error:
-            raise UserError(f"{files}: {error.reason or error}; {needed}") from None
+            raise UserError(
+                f"{files}: {error.reason or error}; it must hold certificates in PEM form"
+            ) from None
         except OSError as error:
             raise UserError(f"{files}: {error.strerror}") from None
         made.append(context)

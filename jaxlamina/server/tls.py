@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxlamina.errors import UserError
+from jaxlamina.process.certificates import load_certificate
 
 _ACCEPT_AGAIN_S = 0.1
 _log = logging.getLogger("uvicorn.error")
@@ -31,14 +32,9 @@ def tls_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext | 
         if path is not None and not path.is_file():
             raise UserError(f"{name} {path}: there is no such file")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    given = f"--ssl-certfile {certificate}" + ("" if key is None else f" and --ssl-keyfile {key}")
     try:
-        context.load_cert_chain(certificate, key, password=lambda: "")  # else it would ask at the terminal
-    except ssl.SSLError as error:
-        given = f"--ssl-certfile {certificate}" + ("" if key is None else f" and --ssl-keyfile {key}")
-        raise UserError(
-            f"{given}: {error.reason or error}; they must be a certificate and its own key in PEM form, and "
-            "the key without a passphrase"
-        ) from None
+        load_certificate(context, certificate, key, given)
     except OSError as error:
         raise UserError(f"--ssl-certfile, --ssl-keyfile: {error.strerror}") from None
     return context
