@@ -20,7 +20,7 @@ from jaxlamina.models.causal_lm import HasConfig
 from jaxlamina.models.config_files import model_config
 from jaxlamina.text.tokenizer import Tokenizer, tokenizer_from_folder
 from jaxlamina.weights.checkpoint import eos_token_ids_of
-from jaxlamina.weights.later import Later
+from jaxlamina.weights.later import Later, made
 from jaxlamina.weights.streaming import Progress
 
 
@@ -40,10 +40,7 @@ class Drawn(HasConfig):
 
     def later(self, dtype: Any) -> dict[str, Later]:
         """The same numbers as `load`'s, each drawn where it is put."""
-        return {
-            name: Later(tuple(s.shape), np.dtype(s.dtype), partial(_drawn_at, i, s.shape, dtype))
-            for i, (name, s) in enumerate(abstract_params(self.config, dtype).items())
-        }
+        return _undrawn(self.config, dtype)
 
     def tokenizer(self) -> Tokenizer | None:
         return None
@@ -75,16 +72,31 @@ class DummyCheckpoint(Drawn):
 
 def random_weights(config: ModelConfig, dtype: Any, progress: Progress | None = None) -> dict[str, jax.Array]:
     """Drawn on the default device, tensor by tensor, small enough that activations stay near unit size."""
-    found: dict[str, jax.Array] = {}
-    shapes = abstract_params(config, dtype)
-    total = sum(s.size for s in shapes.values()) * np.dtype(dtype).itemsize
-    done = 0
-    for i, (name, s) in enumerate(shapes.items()):
-        found[name] = _draw(i, s.shape, dtype)
-        done += found[name].nbytes
+    undrawn, found, done = _undrawn(config, dtype), {}, 0
+    total = sum(x.nbytes for x in undrawn.values())
+    for name, x in undrawn.items():
+        found[name] = made(x)
+        done += x.nbytes
         if progress is not None:
             progress(done, total)
     return found
+
+
+def _undrawn(config: ModelConfig, dtype: Any) -> dict[str, Later]:
+    return {
+        name: Later(tuple(s.shape), np.dtype(s.dtype), partial(_drawn_at, i, s.shape, dtype))
+        for i, (name, s) in enumerate(abstract_params(config, dtype).items())
+    }
+
+
+def _drawn_at(i: int, shape: tuple[int, ...], dtype: Any, where: jax.sharding.Sharding | None) -> jax.Array:
+    drawn: jax.Array = _drawing_at(where)(i, shape, dtype)
+    return drawn
+
+
+@cache
+def _drawing_at(where: jax.sharding.Sharding | None) -> Any:
+    return jax.jit(_drawn, static_argnums=(1, 2), out_shardings=where)
 
 
 def _drawn(i: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -92,15 +104,3 @@ def _drawn(i: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return jnp.ones(shape, dtype)
     key = jax.random.fold_in(jax.random.key(0), i)
     return (jax.random.normal(key, shape, dtype) * shape[-1] ** -0.5).astype(dtype)
-
-
-_draw = jax.jit(_drawn, static_argnums=(1, 2))
-
-
-def _drawn_at(i: int, shape: tuple[int, ...], dtype: Any, where: jax.sharding.Sharding | None) -> jax.Array:
-    return _drawing_at(where)(i, shape, dtype)
-
-
-@cache
-def _drawing_at(where: jax.sharding.Sharding | None) -> Any:
-    return jax.jit(_drawn, static_argnums=(1, 2), out_shardings=where)
