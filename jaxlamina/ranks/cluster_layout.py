@@ -13,6 +13,7 @@ from jaxlamina.job.cluster import Cluster
 from jaxlamina.kv.placement import AUTO, LocalShare, chosen_partition, share_by_heads
 from jaxlamina.kv.wishes import Wishes
 from jaxlamina.steps.layout import Layout
+from jaxlamina.transports import Transport
 
 Tie = jax.Array | None
 
@@ -60,6 +61,16 @@ def local_share_of(
         return 0.0
     known = cluster.n_attention, n_kv_heads, cluster.tensor_parallel
     return share_by_heads(share, *known) if partition == "heads" else share
+
+
+def q_first_of(cluster: Cluster, transport: Transport) -> bool:
+    """Whether q goes by itself, before k and v are computed: the cluster's word, or else whether that gains
+    more than one message more costs, as measured (docs/benchmarks.md): between accelerators over XLA's
+    collectives it does; by memory that both reach, between ranks on CPUs, and by MPI through hosts' memory,
+    it does not."""
+    if cluster.q_first is not None:
+        return cluster.q_first
+    return transport.name == "xla" and transport.device.platform != "cpu" and not transport.by_memory
 
 
 def wishes_of(

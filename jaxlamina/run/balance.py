@@ -35,7 +35,7 @@ _LEAST_STAGGERED_GAIN = 0.1
 _REMEMBERED = 9  # steps of a kind
 _N_TRIALS = 4  # of a kind that has not been seen
 # What is predicted to take more than so many times as long as another is not tried.
-_MAY_PAY = 1.25
+MAY_PAY = 1.25
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Balance:
         for n in sorted(untried, key=lambda n: known[n] or 0.0):
             predicted = None if self._predict(n_rows, n) is None else known[n]
             may_pay = (
-                predicted < _MAY_PAY * least
+                predicted < MAY_PAY * least
                 if predicted is not None
                 else n == 1 or self._may_pay(n_rows, n, n_local, n_remote)
             )

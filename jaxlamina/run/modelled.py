@@ -129,8 +129,7 @@ def _deployment(
         return Deployment(
             config, known.terms, n_model=n, tensor_parallel=n, model_link=known.in_host, **sizes
         )
-    from jaxlamina.ranks.cluster_layout import local_share_of
-    from jaxlamina.run.ranks import pays_q_first
+    from jaxlamina.ranks.cluster_layout import local_share_of, q_first_of
 
     cluster = group.cluster
     if cluster.attention_platform != cluster.model_platform:
@@ -150,7 +149,7 @@ def _deployment(
         mode="fixed" if cluster.pipelining_mode == "fixed" else "rotational",
         mini_batches=cluster.mini_batches,
         pipeline_parallel=cluster.pipeline_parallel,
-        q_first=pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first,
+        q_first=q_first_of(cluster, group.transport),
         **sizes,
     )
 

@@ -33,13 +33,13 @@ from jaxlamina.kv.pool_book import KVWorker, LayersApart, PoolBook
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
-from jaxlamina.ranks.cluster_layout import layout_of, local_share_of, partition_of, wishes_of
+from jaxlamina.ranks.cluster_layout import layout_of, local_share_of, partition_of, q_first_of, wishes_of
 from jaxlamina.ranks.kv_copies import RankCopies, copies_at
 from jaxlamina.ranks.model_rank import told_replica
 from jaxlamina.ranks.model_side import ModelSide, OwnWeights, receiver, shards_of
 from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.ranks.shards import shard_like, shard_model
-from jaxlamina.run.balance import LINKS, Balance, Speeds
+from jaxlamina.run.balance import LINKS, MAY_PAY, Balance, Speeds
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.modelled import ModelledSteps
 from jaxlamina.run.parts import Part, computed_part, mixed_part, prompts_part, rows_part
@@ -60,7 +60,7 @@ from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.plans import plan_of, why_not
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import PromptPart, Step
-from jaxlamina.transports import Program, Transport
+from jaxlamina.transports import Program
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.calibration import Calibration, channel_scales
 from jaxlamina.workers.capacity import is_accelerator
@@ -71,8 +71,6 @@ from jaxlamina.workers.workspace import LargestStep, tree_bytes
 from splitter import SplitReport
 
 _SAY_EACH_S = 10.0
-# What is predicted to take more than so many times as long as one batch is not tried.
-_MAY_PAY = 1.25
 _USUAL_BYTES_PER_S = 1e10  # at which a host reads KV, where it was not measured
 _log = logging.getLogger("uvicorn.error")  # the server's log
 _WHY_NO_SHARE = (
@@ -172,7 +170,7 @@ class RanksExecutor(Executor):
         # The other pool's devices are not known here, but that they are of the same platform.
         alike = cluster.attention_platform == cluster.model_platform
         self._bucket_cut: Cut = bucket_cut(self.specs, group.device) if alike else "coarse"
-        self.q_first = pays_q_first(group.transport) if cluster.q_first is None else cluster.q_first
+        self.q_first = q_first_of(cluster, group.transport)
         self.n_batches = cluster.n_batches_on(group.device.platform)
         self.latest_n_batches = 1  # of the last decode step
         self.mini_batches = cluster.mini_batches
@@ -414,7 +412,7 @@ class RanksExecutor(Executor):
             return True
         predicted = self._predicted_s(n_rows, context)
         if predicted and len(predicted) > 1:
-            return min(s for n, s in predicted.items() if n > 1) < _MAY_PAY * predicted[1]
+            return min(s for n, s in predicted.items() if n > 1) < MAY_PAY * predicted[1]
         if cluster.attention_platform != cluster.model_platform:
             return True
         kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
@@ -767,10 +765,3 @@ class RanksExecutor(Executor):
 def _without_padding(logits: jax.Array, batch: DecodeBatch) -> jax.Array:
     n_rows = len(batch.tokens)
     return logits if len(logits) == n_rows else logits[:n_rows]
-
-
-def pays_q_first(transport: Transport) -> bool:
-    """Whether sending q by itself gains more than one message more costs, as measured (docs/benchmarks.md):
-    between accelerators over XLA's collectives it does; by memory that both reach, between ranks on CPUs, and
-    by MPI through hosts' memory, it does not."""
-    return transport.name == "xla" and transport.device.platform != "cpu" and not transport.by_memory
