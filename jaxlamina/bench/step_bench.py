@@ -337,8 +337,7 @@ class _CaseRun:
         self._steps: dict[str, Callable[[], Any]] = {}
         self._places: dict[str, tuple[Any, LocalShare | None]] = {}  # executor and share on the model rank
         self._results: dict[str, StepResult] = {}
-        self._at_own_pace: dict[str, OwnPaceRun] = {}
-        self._options: dict[str, dict[str, Any]] = {}  # of these
+        self._at_own_pace: dict[str, tuple[Way, OwnPaceRun]] = {}
         options, known = bench.options, (bench.n_slots, bench.model.vocab_size)
         self._batch = shuffled_batch(case, *known)
         self._part = shuffled_batch(StepCase(case.batch // options.n_devices, case.context), *known)
@@ -366,23 +365,20 @@ class _CaseRun:
                     self._results[name].alone_ms.append(alone(step, max(3, turns[name] // 2)) * 1e3)
                 except _FAILURES as error:
                     self._fail(name, error)
-            for name, run in self._at_own_pace.items():
-                self._store(*self._places[name])
-                self._set(name)
-                run.round()
+            for name, (way, own_pace_run) in self._at_own_pace.items():
+                executor, share = self._places[name]
+                self._store(executor, share)
+                _set(executor, way)
+                own_pace_run.round()
         return list(self._results.values())
-
-    def _set(self, way: str) -> None:
-        executor, _ = self._places[way]
-        for name, value in self._options[way].items():
-            setattr(executor, name, value)
 
     def _prepare_own_pace(self, executor: RanksExecutor, way: Way) -> None:
         assert self._chunk is not None
-        self._places[way.name], self._options[way.name] = (executor, None), way.options
+        self._places[way.name] = executor, None
         self._store(executor, None)
-        self._set(way.name)
-        run = self._at_own_pace[way.name] = OwnPaceRun(executor, self._batch, self._chunk)
+        _set(executor, way)
+        run = OwnPaceRun(executor, self._batch, self._chunk)
+        self._at_own_pace[way.name] = way, run
         began = time.perf_counter()
         run.warm_up()
         n_tokens, n_stored = self._chunk.tokens.shape[1], int(self._chunk.lengths[0])
@@ -560,12 +556,17 @@ def _staggered(n: int) -> str:
     return f", {n} staggered" if n > 1 else ""
 
 
+def _set(executor: Any, way: Way) -> None:
+    """For the steps that come."""
+    for name, value in way.options.items():
+        setattr(executor, name, value)
+
+
 def _run(
     executor: Any, way: Way, batch: DecodeBatch, chunk: PrefillBatch | None
 ) -> tuple[jax.Array | None, ...]:
     """Logits of the batch, and of the chunk if there is one."""
-    for name, value in way.options.items():
-        setattr(executor, name, value)
+    _set(executor, way)
     if way.chunk is None or chunk is None:
         return (executor.decode(batch),)
     if way.chunk == "alongside":
