@@ -76,7 +76,7 @@ class Cluster(ModelOptions):
         LOCAL_ATTENTION + "`auto`: the share at which a step is predicted to be shortest, by tokens unless "
         "`partition` says otherwise; it follows the load. 0 where model workers are copies, have "
         "`mini_batches`, or share out weights by `tensor_parallel`; with these and `partition` `heads`: "
-        "half of each one's heads.",
+        "the share by which every device attends to as much.",
         least=0,
         most=1,
         rule="from 0 to 1, or 'auto'",
