@@ -47,9 +47,16 @@ def test_each_way_has_all_devices_once(n: int, on_gpus: bool) -> None:
     for way in ways(n, [(1, n - 1)], ["0"], on_gpus=on_gpus):
         if on_gpus:
             used = [gpu for job in way.jobs for gpu in job.environment["CUDA_VISIBLE_DEVICES"].split(",")]
-            assert len(used) == len(set(used)) == n
+            n_idle = int(way.name.split(", ")[-1].split()[0]) if way.name.endswith("idle") else 0
+            assert len(used) == len(set(used)) == n - n_idle and n_idle < n / 2
         parts = [job.words[job.words.index("--part") + 1] for job in way.jobs if "--part" in job.words]
         assert parts in ([], [f"{i}/{len(way.jobs)}" for i in range(len(way.jobs))])
+
+
+def test_three_gpus_are_compared_with_two_that_share_the_weights() -> None:
+    names = [way.name for way in ways(3, [], [], on_gpus=True)]
+    of_two = "unsplit, tensor parallel over 2, 1 idle"
+    assert names == ["unsplit, 3 copies", of_two, "unsplit, tensor parallel over 3"]
 
 
 def record(rate: float, tbt: tuple[float, float]) -> dict:
@@ -129,6 +136,7 @@ def test_pools_beside_copies_and_tensor_parallelism(tmp_path: Path) -> None:
     path.write_text(json.dumps(MODELS["llama"] | {"max_position_embeddings": 512, "vocab_size": 64}))
     options = ["--config", str(path), "--dtype", "float32", "--gpus", "2", "--num-prompts", "8"]
     options += ["--max-num-seqs", "4", "--max-model-len", "500", "--rounds", "1", "--profile-s", "0.2"]
+    options += ["--to-the-end"]
     found, shown = bench("lamina", *options, "--local-attention", "0,0.5")
     assert not found["left_out"]
     assert [row["way"] for row in found["results"]] == [

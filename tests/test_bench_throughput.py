@@ -43,6 +43,16 @@ def test_all_requests_are_served_to_their_full_length(folder: Path) -> None:
     assert {"device", "versions", "date", "load"} <= record.keys()
 
 
+def test_a_steady_run_ends_when_no_request_waits(folder: Path) -> None:
+    options = ["--config", str(folder / "config.json"), "--dataset-name", "random", "--input-len", "7"]
+    options += ["--output-len", "10", "--max-num-seqs", "4", "--kv-present", "--steady", "--rounds", "2"]
+    record, _ = bench("throughput", *options, "--num-prompts", "11")
+    for run in record["results"][OURS]:  # four, and another four; when the last three begin, none waits
+        assert run["n_requests"] == 8 and run["batch"] > 3.5 and run["most_at_once"] == 4
+        assert 80 <= run["n_output"] <= 90 and 8 * 7 <= run["n_prompt"] <= 11 * 7
+    assert "ask for more" in refused("throughput", *options, "--num-prompts", "4")
+
+
 def test_a_padded_kv_cache_of_the_same_bytes_has_smaller_batches(folder: Path) -> None:
     options = ["--model", str(folder), "--dataset-name", "alpaca-like", "--max-model-len", "40"]
     options += ["--num-prompts", "12", "--max-num-seqs", "8", "--kv-slots", "120", "--padded"]
@@ -71,6 +81,7 @@ def test_a_shape_with_random_weights_is_served_unsplit(folder: Path) -> None:
         (["--config", "llama-3-8b", "--one-at-a-time", "33"], "at most --num-prompts 32"),
         (["--config", "llama-3-8b", "--dataset-name", "random", "--input-len", "9000"], "9128 tokens"),
         (["--layers", "1"], "--layers is for --config"),
+        (["--steady", "--padded"], "leave one out"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(options: list[str], what: str) -> None:

@@ -84,15 +84,17 @@ class LaminaReport:
 def ways(
     n_devices: int, dops: Sequence[tuple[int, int]], shares: Sequence[str], *, on_gpus: bool
 ) -> list[ComparedWay]:
-    """What can be compared on ``n_devices``: unsplit copies, unsplit by tensor parallelism over 2 and more,
-    and each DOP with each share of the attention on model workers. Two model workers and more share out the
-    weights, and keep a share of heads. CPU processes all have the same processor."""
+    """What can be compared on ``n_devices``: unsplit copies, unsplit by tensor parallelism over 2 and more
+    (what divides them, and powers of two, which may leave devices idle), and each DOP with each share of the
+    attention on model workers. Two model workers and more share out the weights, and keep a share of heads.
+    CPU processes all have the same processor."""
     found = [ComparedWay(f"unsplit, {n_devices} copies", _copies(n_devices, 1, on_gpus))]
     for n in range(2, n_devices + 1):
-        if n_devices % n == 0:
-            n_copies = n_devices // n
+        n_copies, n_idle = divmod(n_devices, n)
+        if not n_idle or n.bit_count() == 1:
             name = f"unsplit, tensor parallel over {n}"
             name += f", {n_copies} copies" if n_copies > 1 else ""
+            name += f", {n_idle} idle" if n_idle else ""
             found.append(ComparedWay(name, _copies(n_copies, n, on_gpus)))
     platform = "cuda" if on_gpus else "cpu"
     platforms = [f'{key}="{platform}"' for key in ("model_platform", "attention_platform")]

@@ -44,6 +44,10 @@ def lamina_command(
     with_prefill: Annotated[
         bool, option("Compute prompts, too. Default: their KV is taken to be there.", "--with-prefill")
     ] = False,
+    steady: Annotated[
+        bool,
+        option("Measure until no request waits any more, or until all are done.", "--steady/--to-the-end"),
+    ] = True,
     rounds: Rounds = 2,
     profile_s: Annotated[
         float, option("Record so many seconds of one more run: pools' bubbles. 0: none.", min=0)
@@ -73,6 +77,7 @@ def lamina_command(
     for name, value in (("layers", layers), ("max-model-len", max_model_len), ("kv-slots", kv_slots)):
         words += [] if value is None else [f"--{name}", str(value)]
     words += [] if with_prefill else ["--kv-present"]
+    words += ["--steady"] if steady else []
     compared = lamina_bench.ways(n, dops, shares, on_gpus=on_gpus)
     with progress() as on_progress:
         found = lamina_bench.measure(compared, words, way_s=way_s, on_progress=on_progress)
@@ -85,6 +90,7 @@ def lamina_command(
         "dataset_name": dataset_name,
         "num_prompts": num_prompts,
         "with_prefill": with_prefill,
+        "steady": steady,
         "seed": seed,
     }
     parts = _parts(found, f"{config}, {dtype}, {num_prompts} requests of {dataset_name}, {n} devices")

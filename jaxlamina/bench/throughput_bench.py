@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from jaxlamina.bench.prompts import prompts as passages
 from jaxlamina.bench.rounds import ratios, record_of, seconds_of
 from jaxlamina.bench.shapes import kv_token_bytes
 from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
+from jaxlamina.engine.outputs import TokenEvent
 from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM, InMemoryModel
 from jaxlamina.models.causal_lm import HasModel
@@ -44,6 +45,7 @@ class ThroughputOptions:
     function. ``n_alone``: of the requests
     the first so many are also served one after another. ``padded``: also serve all with a padded KV cache.
     ``profile_s``: seconds that are recorded of one more run. ``kv_present``: prompts are not computed.
+    ``steady``: a run of ours ends once no request waits any more, so that its batches are full.
     Other options as of `LLM`."""
 
     model: str | None
@@ -61,6 +63,7 @@ class ThroughputOptions:
     profile_s: float = 0.0
     kv_present: bool = False
     tensor_parallel: int = 1
+    steady: bool = False
 
     @property
     def kv_token_bytes(self) -> int:
@@ -68,14 +71,15 @@ class ThroughputOptions:
 
     def to_dict(self) -> dict[str, Any]:
         names = ["dtype", "split", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"]
-        names += ["kv_headroom", "kv_present"]
+        names += ["kv_headroom", "kv_present", "steady"]
         said = {name: getattr(self, name) for name in names}
         return said | {"n_layers": len(self.source.model.kv)}
 
 
 @dataclass(frozen=True)
 class Run:
-    """All requests of one way, once. ``batch``: sequences that got a token, mean over the engine's steps.
+    """All requests of one way, once; steady: those that were done, and all tokens, until no request waited.
+    ``batch``: sequences that got a token, mean over the engine's steps.
     ``wait_s``: in which the host waited for results; None where that is not known. ``local_attention``: where
     attention was computed at the end, as of `LLM.stats`; None where there is no choice.
     ``most_at_once``: sequences that ran. ``tbt_ms``: the time between a request's tokens, median and 99th
@@ -245,6 +249,10 @@ def _round(ours: _Ours, load: _Load, n_alone: int, report: ThroughputReport) -> 
         report.runs.setdefault(ALONE, []).append(load.part(0, n_alone).run(alone_s))
 
 
+class _NoneWaits(Exception):
+    """Ends a steady run."""
+
+
 class _Ours:
     """The engine, without a tokenizer and without a prefix cache: every round does all the work."""
 
@@ -252,6 +260,7 @@ class _Ours:
         self, options: ThroughputOptions, longest: int, group: Group | None, kv_manager: str = "token"
     ) -> None:
         self.tokens: list[list[int]] = []
+        self._steady = options.steady
         self._llm = LLM(
             _source(options, group),
             dtype=options.dtype,
@@ -296,8 +305,12 @@ class _Ours:
         def more(key: str) -> Any:
             return after[key] - before[key]
 
-        return load.run(
-            seconds,
+        counted = load.run(seconds)
+        if self._steady:
+            n_prompt, n_output = more("n_prompt_tokens"), more("n_generated_tokens")
+            counted = Run(len(self.tokens), n_prompt, n_output, seconds)
+        return replace(
+            counted,
             n_steps=more("n_steps"),
             batch=more("n_generated_tokens") / more("n_steps"),
             n_preemptions=more("n_preemptions"),
@@ -329,10 +342,31 @@ class _Ours:
     def _generate(self, load: _Load) -> list[list[int]]:
         asked = [{"prompt_token_ids": prompt} for prompt in load.prompts]
         params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in load.n_outputs]
+        if self._steady:
+            return self._until_none_waits(asked, params)
         found = [list(output.token_ids) for output in self._llm.generate(asked, params, use_tqdm=False)]
         if [len(tokens) for tokens in found] != load.n_outputs:
             raise UserError("some outputs are shorter than asked for: the KV of one request does not fit")
         return found
+
+    def _until_none_waits(self, asked: Any, params: list[SamplingParams]) -> list[list[int]]:
+        """Tokens of those requests that are done one step after the last has begun. Others are ended."""
+        engine, done, last_step = self._llm.engine, list[list[int]](), -1
+
+        def look(event: TokenEvent) -> None:
+            nonlocal last_step
+            if 0 <= last_step < engine.stats.n_steps:
+                raise _NoneWaits
+            if event.output is not None:
+                done.append(list(event.output.token_ids))
+            if not engine.scheduler.waiting:
+                last_step = engine.stats.n_steps
+
+        with suppress(_NoneWaits):
+            self._llm.generate(asked, params, use_tqdm=False, on_token=look)
+        if not done:
+            raise UserError(f"{len(asked)} requests have room at once, so none waits: ask for more of them")
+        return done
 
 
 class _StepClock:

@@ -67,6 +67,10 @@ def throughput_command(
             "--kv-present",
         ),
     ] = False,
+    steady: Annotated[
+        bool,
+        option("Measure until no request waits any more, and end the rest: full batches alone.", "--steady"),
+    ] = False,
     part: Annotated[
         str, option("Of the requests I/N alone: the I-th, counted from 0, of N equal shares, as 0/2.")
     ] = "0/1",
@@ -92,6 +96,10 @@ def throughput_command(
     source, encode = opened()
     if compare not in (None, "transformers"):
         raise UserError(f"--compare {compare!r} must be transformers")
+    if steady and (compare or padded or one_at_a_time):
+        raise UserError(
+            "--steady ends requests early, so nothing else can be compared on them: leave one out"
+        )
     if one_at_a_time > num_prompts:
         raise UserError(f"--one-at-a-time {one_at_a_time} must be at most --num-prompts {num_prompts}")
     group = ranks.current()
@@ -107,7 +115,7 @@ def throughput_command(
     options = throughput_bench.ThroughputOptions(
         model, source, dtype, max_num_seqs or DEFAULT_SEQS, max_num_batched_tokens,
         split, rounds, one_at_a_time, compare is not None, kv_slots, padded, kv_headroom, profile_s,
-        kv_present, tensor_parallel,
+        kv_present, tensor_parallel, steady,
     )  # fmt: skip
     with progress() as on_progress:
         found = throughput_bench.measure(options, sizes, encode=encode, group=group, on_progress=on_progress)
