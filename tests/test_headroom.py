@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,8 @@ def test_most_wanted_is_what_playing_it_through_wants(rows):
         wanted += sum(to_come >= step for to_come, _ in rows)
         most = max(most, wanted)
         wanted -= sum(to_come + held for to_come, held in rows if to_come == step)
-    assert most_wanted(rows) == most
+    to_come, held = np.array(rows, int).reshape(-1, 2).T
+    assert most_wanted(to_come, held) == most
 
 
 def ended(n_generated: int, max_tokens: int):
@@ -35,13 +37,12 @@ def ended(n_generated: int, max_tokens: int):
 
 def test_the_share_is_the_mean_of_those_that_have_ended_and_the_last_ones_count_most() -> None:
     headroom = Headroom()
-    assert headroom.share == 0.5 and headroom.of(ended(0, 21)) == 10
-    assert headroom.of(ended(0, 100_000)) == 512
+    assert headroom.share == 0.5 and headroom.of([ended(0, 21), ended(0, 100_000)]).tolist() == [10, 512]
     headroom.ended(ended(0, 10))  # never ran
     assert headroom.share == 0.5
     headroom.ended(ended(1, 10))
     headroom.ended(ended(3, 10))
-    assert headroom.share == pytest.approx((0.1 + 0.3) / 2) and headroom.of(ended(0, 100_001)) == 20_000
+    assert headroom.share == pytest.approx((0.1 + 0.3) / 2) and headroom.of([ended(0, 100_001)]) == 20_000
     for _ in range(1000):
         headroom.ended(ended(10, 10))
     assert headroom.share == pytest.approx(1)
@@ -55,8 +56,9 @@ def test_a_fixed_share(share: float, expected: int) -> None:
     headroom = Headroom(share)
     headroom.ended(ended(1, 10))
     assert headroom.share == share
-    assert headroom.of(ended(2, 10)) == expected == max(1, math.ceil(share * 7))
-    assert headroom.of(ended(9, 10)) == 1  # its last token's slot is never taken; one is left all the same
+    assert expected == max(1, math.ceil(share * 7))
+    # The last token's slot is never taken; one is left all the same.
+    assert headroom.of([ended(2, 10), ended(9, 10)]).tolist() == [expected, 1]
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])

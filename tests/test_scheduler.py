@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxlamina.engine.request import Request, RequestState
 from jaxlamina.engine.room import n_distinct
+from jaxlamina.engine.scheduled_step import in_place
 from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
@@ -695,3 +696,14 @@ def test_a_step_too_many_leaves_nothing():
     assert scheduler.prefix_cache is not None
     assert scheduler.slots.n_used == scheduler.prefix_cache.match_length([0, 1, 2, 3, 7]) == 4
     assert scheduler.idle
+
+
+@given(st.permutations(range(12)), st.permutations(range(12)), st.integers(0, 12), st.integers(0, 12))
+def test_who_goes_on_keeps_its_row(before, now, n_before, n_now) -> None:
+    """But those whose rows are no more."""
+    requests = [request(str(i), 1, 1) for i in range(12)]
+    were, are = ([requests[i] for i in order] for order in (before[:n_before], now[:n_now]))
+    rows = in_place(are, were)
+    assert len(rows) == n_now and set(rows) == set(are)
+    for i, r in enumerate(were[:n_now]):
+        assert rows[i] is r or r not in are

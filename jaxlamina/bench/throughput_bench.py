@@ -279,6 +279,7 @@ class _Ours:
         if options.kv_present:
             engine = self._llm.engine
             engine.executor = KvPresent(engine.executor, options.source.model.vocab_size)
+            engine.scheduler.max_prefill_tokens = options.max_num_seqs * longest  # they take no time
         self.kv_slots = int(self._llm.stats()["kv_slots"])
         self.device = self._llm.model_device
 
@@ -295,12 +296,12 @@ class _Ours:
         return alone_s + seconds_of(lambda: self._generate(load))
 
     def run(self, load: _Load) -> Run:
-        before, clock = self._llm.stats(), _StepClock(self._llm.engine)
-        began_s = time.perf_counter()
+        clock = _StepClock(self._llm.engine)
+        self._begin()
         with clock:
             self.tokens = self._generate(load)
+        (began_s, before), after = self._begun, self._llm.stats()
         seconds = time.perf_counter() - began_s
-        after = self._llm.stats()
 
         def more(key: str) -> Any:
             return after[key] - before[key]
@@ -319,6 +320,9 @@ class _Ours:
             most_at_once=clock.most_at_once,
             tbt_ms=clock.tbt_ms(),
         )
+
+    def _begin(self) -> None:
+        self._begun = time.perf_counter(), self._llm.stats()
 
     def recorded(self, load: _Load, for_s: float, usual_s: float) -> UnderLoad | None:
         """What devices do from a quarter of a run on, for so many seconds; None if nothing could be
@@ -350,11 +354,15 @@ class _Ours:
         return found
 
     def _until_none_waits(self, asked: Any, params: list[SamplingParams]) -> list[list[int]]:
-        """Tokens of those requests that are done one step after the last has begun. Others are ended."""
-        engine, done, last_step = self._llm.engine, list[list[int]](), -1
+        """Tokens of those requests that are done one step after the last has begun. Others are ended. The
+        first step, which admits as many as have room, is left out of what is counted."""
+        engine, done, last_step, is_full = self._llm.engine, list[list[int]](), -1, False
 
         def look(event: TokenEvent) -> None:
-            nonlocal last_step
+            nonlocal last_step, is_full
+            if not is_full:
+                self._begin()
+                is_full = True
             if 0 <= last_step < engine.stats.n_steps:
                 raise _NoneWaits
             if event.output is not None:

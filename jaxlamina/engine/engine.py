@@ -26,7 +26,7 @@ from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.engine.policies import Policy
 from jaxlamina.engine.postprocess import EngineStats, Postprocess
 from jaxlamina.engine.request import Request
-from jaxlamina.engine.scheduled_step import OwnChunk, RunTogether, ScheduledStep
+from jaxlamina.engine.scheduled_step import OwnChunk, RunTogether, ScheduledStep, in_place
 from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import UserError, contained
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
@@ -109,6 +109,7 @@ class Engine:
         self.mixed_steps = mixed_steps
         self._keeping: Keeping | None = None
         self._ahead: LaunchedStep | None = None  # launched, and not read
+        self._rows: tuple[Request, ...] = ()  # of the latest decode step
         self._again: list[TokenEvent] = []  # of tokens that are there already, until the next step
         self._stands_still = False
         self.n_weight_updates = 0
@@ -393,7 +394,8 @@ class Engine:
         if run.computed is not None:
             return [self._run_computed(run.computed)]
         of_rows, of_prompts = self._sizes(run)
-        batch = None if of_rows is None else self._decode_batch(run.decodes, of_rows)
+        self._rows = rows = in_place(run.decodes, self._rows) if run.decodes else self._rows
+        batch = None if of_rows is None else self._decode_batch(rows, of_rows)
         parts = [
             PromptPart(self._prefill_batch(request, span, size), request.scores_prompt, request.worker)
             for (request, span), size in zip(run.prompts, of_prompts, strict=True)
@@ -404,7 +406,7 @@ class Engine:
         found = []
         if batch is not None:
             assert logits.decodes is not None
-            found.append(self._launched(self.drawing.draw(run.decodes, logits.decodes, batch.tokens)))
+            found.append(self._launched(self.drawing.draw(rows, logits.decodes, batch.tokens)))
         for prompt, of_prompt in zip(run.prompts, logits.prompts, strict=True):
             found.append(self._prefilled(*prompt, of_prompt))
         return found

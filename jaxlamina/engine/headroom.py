@@ -9,9 +9,11 @@ draw lengths from those of requests that have ended). Where it is too low, reque
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int64
 
 from jaxlamina.options import EngineOptions, definitions
 
@@ -40,23 +42,24 @@ class Headroom:
             self._n_seen = min(_MEMORY, self._n_seen + 1)
             self._learned += (request.n_generated / request.max_tokens - self._learned) / self._n_seen
 
-    def of(self, request: Request) -> int:
-        """Slots that a request is expected to take after those that it has, or will start with: 1 at least.
-        The last token takes none."""
-        n = math.ceil(self.share * (request.max_tokens - request.n_generated - 1))
+    def of(self, requests: Sequence[Request]) -> Int64[np.ndarray, " n"]:
+        """Slots that each is expected to take after those that it has, or will start with: 1 at least. The
+        last token takes none."""
+        left = np.array([r.max_tokens - len(r.output_token_ids) - r.n_in_flight - 1 for r in requests])
+        n = np.ceil(self.share * left).astype(np.int64)
         if self._fixed is None and not self._n_seen:  # a chat's max_tokens may be all that the model can
-            n = min(n, _FIRST_TOKENS)
-        return max(1, n)
+            n = np.minimum(n, _FIRST_TOKENS)
+        return np.maximum(1, n)
 
 
-def most_wanted(rows: Iterable[tuple[int, int]]) -> int:
-    """Slots that will be wanted at once beside those in use, for rows of ``(slots to come, slots given back
-    at its end)`` that all take one a step. The most are wanted when one of them is about to end."""
-    ordered = sorted(rows, reverse=True)
-    held_in_all = sum(held for _, held in ordered)
-    most = held = 0
-    for n_longer, (to_come, own) in enumerate(ordered):
-        held += own
-        # Those before it in this order run on; those after it have ended, and given back all they took.
-        most = max(most, (n_longer + 1) * to_come - (held_in_all - held))
-    return most
+def most_wanted(to_come: Int64[np.ndarray, " n"], held: Int64[np.ndarray, " n"]) -> int:
+    """Slots that will be wanted at once beside those in use, by rows that all take one a step, each as many
+    as are ``to_come``, and gives back those and the ``held`` ones at its end. The most are wanted when one of
+    them is about to end."""
+    if not len(to_come):
+        return 0
+    order = np.lexsort((held, to_come))[::-1]
+    to_come, held = to_come[order], held[order]
+    # Those before one in this order run on; those after it have ended, and given back all they took.
+    given_back = held.sum() - np.cumsum(held)
+    return max(0, int((np.arange(1, len(order) + 1) * to_come - given_back).max()))

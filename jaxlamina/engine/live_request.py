@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxlamina.engine.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput
 from jaxlamina.errors import contained
-from jaxlamina.sampling.adjustments import Adjusted, bans_of
+from jaxlamina.sampling.adjustments import NOT_ADJUSTED, Adjusted, bans_of
 from jaxlamina.sampling.beam import BeamSearch, Hypothesis
 from jaxlamina.sampling.params import SamplingParams, seed_of
 from jaxlamina.sampling.sampler import Row
@@ -83,6 +83,11 @@ class LiveRequest:
         """Whether its tokens so far are all that another process needs to go on with it."""
         return self.beams is None and self.params.n_sequences == 1 and not self._wants_entries
 
+    @cached_property
+    def draws_as_it_is(self) -> bool:
+        """Whether its rows never ask for more than their parameters say: no bans, beams or grammars."""
+        return self.beams is None and not (self.params.adjusts or self.params.min_tokens)
+
     @property
     def _wants_entries(self) -> bool:
         return self.params.needed_logprobs is not None or self.params.prompt_logprobs is not None
@@ -108,7 +113,7 @@ class LiveRequest:
         too_early = len(known) + n_in_flight < p.min_tokens
         ends = self.end_ids if too_early else ()
         if not p.adjusts:
-            return Row(p, c.seed, position, Adjusted(banned=ends))
+            return Row(p, c.seed, position, Adjusted(banned=ends) if ends else NOT_ADJUSTED)
         written = known[:-1] if newest_follows and not n_in_flight else known
         banned, banned_after = bans_of(self.bad_words, written, newest_follows=newest_follows)
         asked = Adjusted(

@@ -86,8 +86,8 @@ class Postprocess:
                 continue
             stats.n_generated_tokens += len(wanted)
             for row, request in wanted:
-                if not self.is_live(request):  # ended with another of its sequences
-                    continue
+                if request.payload.params.n_sequences > 1 and not self.is_live(request):
+                    continue  # it has ended with another of its sequences
                 if request.lockstep:
                     assert found.candidates is not None
                     tokens, logprobs = found.candidates

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,3 +88,15 @@ class ScheduledStep:
         if self.decodes and not turns:
             turns.append([])
         return [RunTogether(() if i else self.decodes, tuple(turn)) for i, turn in enumerate(turns)]
+
+
+def in_place(requests: Sequence[Request], before: Sequence[Request]) -> tuple[Request, ...]:
+    """``requests`` in the order that leaves as many as can be in the rows that they had ``before``: newcomers
+    take the rows of those that are gone, then the last ones do. So of a large slot table little changes from
+    step to step."""
+    going_on, were = set(requests), set(before)
+    new = deque(request for request in requests if request not in were)
+    rows = [r if r in going_on else new.popleft() if new else None for r in before]
+    last = [r for r in rows[len(requests) :] if r is not None]
+    kept = [r if r is not None else last.pop() for r in rows[: len(requests)]]
+    return (*kept, *new)

@@ -495,15 +495,19 @@ class Scheduler:
         n_new = len(unit) * unit[0].n_tokens
         if self.slots.n_free - n_new > self.max_num_seqs * (self._longest_output + 1):
             return 0  # there is room for all that could be wanted: how much that is, need not be known
-        rows = []
-        preemptive = self.policy.preemptive
-        for request in (*self.running, *unit):
-            new = request.state is RequestState.WAITING
-            n = 1 if preemptive and not new and self._displaces(request) else self.headroom.of(request)
-            # What was there before it may be others'.
-            rows.append((n, request.n_tokens if new else len(request.slots) - request.n_cached))
-            rows += [(n, 0)] * (request.width - 1)
-        return most_wanted(rows)
+        rows = [*self.running, *unit]
+        to_come = self.headroom.of(rows)
+        if self.policy.preemptive:
+            to_come[[i for i, request in enumerate(self.running) if self._displaces(request)]] = 1
+        # What was there before one came may be others'.
+        held = np.array([len(r.slots) - r.n_cached for r in self.running] + [r.n_tokens for r in unit])
+        n_more = np.array([request.width - 1 for request in rows])  # sequences, which begin with nothing
+        if n_more.any():
+            to_come, held = (
+                np.append(to_come, np.repeat(to_come, n_more)),
+                np.append(held, np.zeros(n_more.sum(), int)),
+            )
+        return most_wanted(to_come, held)
 
     def _would_fit(self) -> bool:
         """Whether the first that waits can be admitted in this step, whose decodes have not taken their slots

@@ -262,7 +262,7 @@ class PoolBook:
             context, n_batches = batch.slot_table.shape[1], n_batches if self._layout.has_pool else 1
             shape = StepShape(kind, b, t, context, q_first=q_first, n_batches=n_batches)
             known = batch.slot_table, batch.lengths, new_slots
-            table, lengths, new = (np.concatenate(_staggered(x, n_batches)) for x in known)
+            table, lengths, new = (_batch_after_batch(x, n_batches) for x in known)
             slots = (_segment(table, lengths, new.reshape(-1), {}),)
             of_rank = slots if self._layout.attends_locally else ()
             return PlannedRows(shape, [slots] * len(self._layout.workers), (), of_rank)
@@ -610,6 +610,10 @@ def _stored(batch: DecodeBatch | PrefillBatch) -> Int[np.ndarray, " n"]:
 
 def _staggered(rows: np.ndarray, n: int) -> list[np.ndarray]:
     return [rows[j::n] for j in range(n)]
+
+
+def _batch_after_batch(rows: np.ndarray, n: int) -> np.ndarray:
+    return np.concatenate(_staggered(rows, n)) if n > 1 else rows  # tables are large
 
 
 def _one_after_another(plans: Sequence[RowsPlan]) -> RowsPlan:

@@ -43,6 +43,9 @@ class Adjusted:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
+NOT_ADJUSTED = Adjusted()
+
+
 class Penalties(NamedTuple):
     presence: Any  # [B] float32
     frequency: Any  # [B] float32
@@ -92,6 +95,8 @@ def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
 def build(rows: Sequence[Adjusted], size: int, newest: Any = None) -> Adjustments:
     """``Adjustments`` of ``rows``, padded to ``size``. ``newest`` [size, 1] int32: what came after each row's
     ``written``, on the host or the device; None: nothing did, or ``written`` has it."""
+    if all(row is NOT_ADJUSTED for row in rows):  # as most are, in every step
+        return Adjustments()
     after = [[token for pair in row.banned_after for token in pair] for row in rows]
     banned_after = _table(after, size)
     penalties = _penalties(rows, size) if any(row.penalised for row in rows) else None

@@ -8,6 +8,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jaxlamina.errors import UserError
@@ -273,30 +274,30 @@ class SamplingParams:
         if self.stop:
             raise UserError(f"stop={self.stop!r}: beam search ends at tokens only, use stop_token_ids")
 
-    @property
+    @cached_property
     def n_sequences(self) -> int:
         """How many sequences are written at once for the prompt."""
         return (self.beam_width if self.use_beam_search else None) or self.best_of or self.n
 
-    @property
+    @cached_property
     def chosen_at_end(self) -> bool:
         """Whether only the end shows which sequences are given: then none is streamed."""
         return self.use_beam_search or self.n_sequences > self.n
 
-    @property
+    @cached_property
     def needed_logprobs(self) -> int | None:
         """``logprobs``, or 0 where sequences are ranked by the log-probability of their own tokens."""
         return 0 if self.logprobs is None and self.chosen_at_end else self.logprobs
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
+    @cached_property
     def penalises(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
-    @property
+    @cached_property
     def adjusts(self) -> bool:
         """Whether logits are changed before anything is done with them."""
         return self.penalises or bool(
@@ -317,7 +318,7 @@ class SamplingParams:
         n = room if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return prompt_token_ids[-n:]
 
-    @property
+    @cached_property
     def filters(self) -> bool:
         """Whether any of top_k, top_p and min_p leaves tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxlamina.process.compile_ahead import ProgramAhead
 from jaxlamina.sampling import adjustments
-from jaxlamina.sampling.adjustments import NO_TOKEN, Adjusted, Adjustments, power_of_4
+from jaxlamina.sampling.adjustments import NO_TOKEN, NOT_ADJUSTED, Adjusted, Adjustments, power_of_4
 from jaxlamina.sampling.params import MAX_LOGPROBS, SamplingParams
 
 _LANES = 64  # floats side by side in a reduction
@@ -48,6 +48,21 @@ class Knobs(NamedTuple):
     seeds: Any  # [B, 2] uint32: low and high word
     positions: Any  # [B] int32: the position the chosen token will have
 
+    @classmethod
+    def of(cls, rows: Sequence[Row], size: int) -> Knobs:
+        """Those of ``rows``, padded with greedy ones to ``size``."""
+        params = [row.params for row in rows]
+        seeds = np.zeros((size, 2), np.uint32)
+        seeds[: len(rows)] = [(row.seed & 0xFFFFFFFF, row.seed >> 32) for row in rows]
+        return cls(
+            temperature=_column([p.temperature for p in params], size, 0, np.float32),
+            top_k=_column([p.top_k if p.top_k > 0 else NO_TOKEN for p in params], size, NO_TOKEN, np.int32),
+            top_p=_column([p.top_p for p in params], size, 1, np.float32),
+            min_p=_column([p.min_p for p in params], size, 0, np.float32),
+            seeds=seeds,
+            positions=_column([row.position for row in rows], size, 0, np.int32),
+        )
+
 
 class Row(NamedTuple):
     """One request's part of a batch."""
@@ -55,15 +70,14 @@ class Row(NamedTuple):
     params: SamplingParams
     seed: int  # what it draws by, 0 … 2**64 - 1
     position: int  # the one the chosen token will have
-    adjusted: Adjusted = Adjusted()
+    adjusted: Adjusted = NOT_ADJUSTED
 
 
 class SamplingBatch(NamedTuple):
     """B requests as arrays, and what of the sampler they need (static)."""
 
-    knobs: Knobs
+    knobs: Knobs | None  # None: all are greedy
     adjustments: Adjustments
-    draws: bool  # some row is not greedy
     filters: bool  # some row that draws has top_k, top_p or min_p
     n_top: int | None  # logprobs of so many tokens, None: no logprobs at all
 
@@ -72,20 +86,9 @@ class SamplingBatch(NamedTuple):
         """``rows``, padded with greedy ones to ``size``; ``newest`` [size, 1] int32 as `adjustments.build`
         has it."""
         params = [row.params for row in rows]
-        seeds = np.zeros((size, 2), np.uint32)
-        seeds[: len(rows)] = [(row.seed & 0xFFFFFFFF, row.seed >> 32) for row in rows]
-        knobs = Knobs(
-            temperature=_column([p.temperature for p in params], size, 0, np.float32),
-            top_k=_column([p.top_k if p.top_k > 0 else NO_TOKEN for p in params], size, NO_TOKEN, np.int32),
-            top_p=_column([p.top_p for p in params], size, 1, np.float32),
-            min_p=_column([p.min_p for p in params], size, 0, np.float32),
-            seeds=seeds,
-            positions=_column([row.position for row in rows], size, 0, np.int32),
-        )
         return cls(
-            knobs,
+            None if all(p.greedy for p in params) else Knobs.of(rows, size),
             adjustments.build([row.adjusted for row in rows], size, newest),
-            draws=any(not p.greedy for p in params),
             filters=any(p.filters and not p.greedy for p in params),
             n_top=_logprobs_width([p.needed_logprobs for p in params]),
         )
@@ -125,11 +128,10 @@ class Sampler:
 
     def __call__(self, logits: jax.Array, batch: SamplingBatch) -> Sampled:
         """``logits`` [B, V] float32 → ``Sampled`` on the same device. Errors of shape are jax's."""
-        knobs = batch.knobs if batch.draws else None  # a greedy step ships none of them
         adjusted = logits
         for stage, arrays in adjustments.stages(batch.adjustments):
             adjusted = self._adjust[stage](adjusted, *arrays)
-        tokens, column = self._choose(adjusted, knobs, filters=batch.filters)
+        tokens, column = self._choose(adjusted, batch.knobs, filters=batch.filters)
         sampled = Sampled(tokens) if batch.n_top is None else self.report(logits, tokens, batch.n_top)
         return sampled._replace(column=column)
 
