@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina import dtypes
+from jaxlamina.engine import chunk_size as chunk_sizes
 from jaxlamina.engine.engine import Engine, TokenEvent
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import load_policy
@@ -168,6 +170,7 @@ class LLM:
         self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
         calibration = self._calibration(o.kv_dtype, calibration_tokens, calibration_headroom)
         self.modelled = maker.modelled
+        most_prompt_tokens, chunk_size = self._chunks()
         maker.check(weights=not source.in_memory)
         with _loading(o.use_tqdm_on_load and on_load is None) as progress:
             later = source.later(self.dtype) if self.place.shares_weights else None
@@ -187,7 +190,8 @@ class LLM:
             seed=o.seed,
             prefix_caching=o.prefix_caching,
             host_kv_slots=self.executor.n_host_slots,
-            max_num_batched_tokens=o.max_num_batched_tokens,
+            max_num_batched_tokens=most_prompt_tokens,
+            chunk_size=chunk_size,
             mixed_steps=o.mixed_steps,
             async_scheduling=o.async_scheduling,
             policy=policy,
@@ -201,6 +205,13 @@ class LLM:
         if o.keeps_kv:
             self._of_weights = fingerprint(params)
             self.keep_kv(o.kept_kv_folder, o.kept_kv_slots)
+
+    def _chunks(self) -> tuple[int | None, chunk_sizes.ChunkSize | None]:
+        """`chunk_sizes.chosen`. Prefill workers compute beside decode steps, whose price is without them."""
+        o, group = self.options, self.place.group
+        is_priced = self.modelled is not None and not (group is not None and group.cluster.prefill_workers)
+        predict = partial(self.modelled.with_prompt_s, o.mixed_steps) if is_priced and self.modelled else None
+        return chunk_sizes.chosen(o.max_num_batched_tokens, o.tpot_slo_ms, predict)
 
     def keep_kv(self, folder: str | None, n: int | str | None) -> None:
         """Keeps KV in host memory by content from now on, as ``kept_kv_folder`` and ``kept_kv_slots`` have
@@ -412,6 +423,7 @@ class LLM:
             "kv_headroom": self.engine.scheduler.headroom.share,
             **({"staggering": staggering} if staggering is not None else {}),
             **({"local_attention": local} if local is not None else {}),
+            "prompt_chunk_tokens": self.engine.scheduler.prefill_chunk,
             "model_device": self.place.compute_pool,
             "attention_device": self.place.attention_pool,
         }

@@ -226,12 +226,21 @@ class EngineOptions(Options):
         "chat, 4.",
         least=1,
     )
-    max_num_batched_tokens: int | None = option(
-        2048,
+    max_num_batched_tokens: int | Literal["auto"] | None = option(
+        "auto",
         "Prompt tokens computed in one step; longer prompts come in chunks, between which running "
-        "requests get tokens. None, in Python alone: prompts are computed whole.",
+        "requests get tokens. auto: while others write, as many as the cost model says tpot_slo_ms allows, "
+        "corrected by what steps take, and 2048 at most; always 2048 with prefill workers, and where no cost "
+        "is known. None, in Python alone: prompts are computed whole.",
         least=1,
-        rule="at least 1, or None",
+        rule="at least 1, 'auto' or None",
+    )
+    tpot_slo_ms: float | None = option(
+        None,
+        "Of max_num_batched_tokens=auto: the milliseconds that a step with prompt tokens may take while "
+        "others write. Default: 5 decode steps' time.",
+        least=0,
+        above=True,
     )
     mixed_steps: bool = option(
         False,

@@ -45,6 +45,7 @@ BY_COMMAND = {
     "--prefill": "tokens of a bench's prompt, or workers more",
     "--timeout": "for an answer's next bytes, for a job to be ready",
     "--dtype": "benches of shapes have bfloat16, convert and split a dtype of their own",
+    "--max-num-batched-tokens": "bench throughput gives its peers the same number",
     "--max-model-len": "bench throughput draws no longer requests",
     "--config": "a cluster, or a model's shape",
     "--layers": "counts to go through, or one",

@@ -119,6 +119,7 @@ POLICY = (
     "splitter/draw/groups.py",
     "jaxlamina/steps/buckets.py",
     "jaxlamina/job/cluster.py",
+    "jaxlamina/engine/chunk_size.py",
     "jaxlamina/engine/policies.py",
     "jaxlamina/run/staggering.py",
     "jaxlamina/job/roles.py",

@@ -48,7 +48,9 @@ def throughput_command(
     input_len: model_options.InputLen = 256,
     output_len: model_options.OutputLen = 128,
     max_num_seqs: model_options.MaxNumSeqs = None,
-    max_num_batched_tokens: model_options.MaxNumBatchedTokens = 2048,
+    max_num_batched_tokens: Annotated[
+        int, option("Prompt tokens computed in one step, of ours and of peers.", min=1)
+    ] = 2048,
     max_model_len: Annotated[
         int | None, option("Draw no longer requests. Default: the model's length.", min=2)
     ] = None,

@@ -303,7 +303,8 @@ def _simulate(found: FoundPlans, numbers: list[dict[str, Any]], trace: str) -> s
 
     question, scores = found.question, []
     for plan, its in zip(_shown(found), numbers, strict=True):
-        run = simulated(plan, traces.named(trace), question.workload.context, question.with_prefill)
+        context = question.workload.context
+        run = simulated(plan, traces.named(trace), context, question.with_prefill, question.slo_s)
         if run is None:
             continue
         its["simulated"] = {

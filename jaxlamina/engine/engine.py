@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxlamina.engine.admission import Admission
+from jaxlamina.engine.chunk_size import ChunkSize
 from jaxlamina.engine.in_flight import LaunchedRows, LaunchedStep, StepTimes
 from jaxlamina.engine.keeping import Keeping
 from jaxlamina.engine.live_request import LiveRequest
@@ -52,8 +54,9 @@ class Engine:
     ``host_kv_slots``: tokens whose KV may wait in host memory while others need the room; the executor must
     have as many. ``kv_slot_bytes``: a token's KV, for the counters. ``max_num_batched_tokens``: a longer
     prompt is computed in chunks of so many tokens, a step each, so that running requests go on meanwhile;
-    None: prompts are computed whole. ``mixed_steps``: a step's first prompt or chunk is computed in the
-    program of its decodes, which then reads weights once for both; there is a program for each pair of sizes.
+    None: prompts are computed whole. ``chunk_size``: chooses fewer tokens, for each step; it is told what
+    steps took. ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes,
+    which then reads weights once for both; there is a program for each pair of sizes.
     An executor with prefill workers computes all prompts on these, beside the decodes, one prompt or chunk of
     each worker a step, or at these workers' own pace. ``async_scheduling``: launch each step before the
     tokens of the one before it are looked at. Results are the same. ``policy`` (None: first come, first
@@ -75,6 +78,7 @@ class Engine:
         host_kv_slots: int = 0,
         kv_slot_bytes: int = 0,
         max_num_batched_tokens: int | None = None,
+        chunk_size: ChunkSize | None = None,
         mixed_steps: bool = False,
         async_scheduling: bool = True,
         policy: Policy | None = None,
@@ -100,13 +104,17 @@ class Engine:
             headroom=headroom,
             n_prefill_workers=self.capabilities.n_prefill_workers,
             own_pace_tokens=self.capabilities.own_pace_tokens,
+            chunk_size=chunk_size,
         )
         self.drawing = Drawing(max_num_seqs, self.sizes, vocab_size, len(eos_token_ids))
         self.stats = EngineStats()
         self.async_scheduling = async_scheduling
         if mixed_steps and (why := self.capabilities.why_not_mixed):
             raise UserError(why)
-        self.mixed_steps = mixed_steps
+        self.mixed_steps, self.max_num_batched_tokens = mixed_steps, max_num_batched_tokens
+        self.chunk_size = chunk_size
+        if chunk_size is not None:
+            chunk_size.padded = partial(self._chunk_tokens, max_model_len)
         self._keeping: Keeping | None = None
         self._ahead: LaunchedStep | None = None  # launched, and not read
         self._rows: tuple[Request, ...] = ()  # of the latest decode step
@@ -284,6 +292,8 @@ class Engine:
         events = self.postprocess.take_in(step, self._times, self.stats)
         if self._keeping is not None:
             self._keeping.keep(self.scheduler.running)
+        if self.chunk_size is not None and step.sizes is not None:
+            self.chunk_size.took(*step.sizes, step.seconds)
         return events
 
     def _lose(self) -> None:
@@ -362,7 +372,8 @@ class Engine:
             self.drawing.begin()
             n_workers = self.capabilities.n_prefill_workers
             runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps)
-            launched = LaunchedStep([rows for run in runs for rows in self._run(run)])
+            sizes = None if self.chunk_size is None else self._sizes_to_tell(step)
+            launched = LaunchedStep([rows for run in runs for rows in self._run(run)], sizes)
         for chunk in step.begun:  # behind what the same worker is to send
             self.executor.begin_prompt(self._own_part(chunk))
         return launched
@@ -425,6 +436,21 @@ class Engine:
         rows = self.sizes.fit(replace(rows, alongside=prompt))
         assert rows.alongside is not None
         return rows, [rows.alongside]
+
+    def _chunk_tokens(self, most: int, n_tokens: int, n_stored: int) -> int:
+        """`CompiledSizes.chunk_tokens`, as far as a request can be that long."""
+        n_stored = min(n_stored, most - 2)
+        return self.sizes.chunk_tokens(min(n_tokens, most - n_stored), n_stored, mixed=self.mixed_steps)
+
+    def _sizes_to_tell(self, step: ScheduledStep) -> tuple[int, int, int, int] | None:
+        """`LaunchedStep.sizes` of rows with one prompt at most, between which no KV moves."""
+        if not step.decodes or len(step.prefills) > 1 or step.moves_out or step.moves_in or step.brought:
+            return None
+        rows = len(step.decodes), sum([len(request.slots) for request in step.decodes]) - len(step.decodes)
+        if not step.prefills:
+            return *rows, 0, 0
+        [(start, stop)] = step.spans
+        return *rows, self._chunk_tokens(self.admission.max_model_len, stop - start, start), start
 
     def _decode_batch(self, requests: Sequence[Request], size: StepSizes) -> DecodeBatch:
         known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]

@@ -78,6 +78,9 @@ class LaunchedStep:
     """A step that has been launched, batch by batch."""
 
     batches: list[LaunchedRows] = field(default_factory=list)
+    # Rows, their stored tokens, prompt tokens as padded, and stored tokens before these; None: it has more.
+    sizes: tuple[int, int, int, int] | None = None
+    seconds: float = 0.0  # of what has been read
 
     @property
     def shapes_next(self) -> bool:

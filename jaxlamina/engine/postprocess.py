@@ -71,6 +71,7 @@ class Postprocess:
         for rows in step.batches:
             found, seconds, waited = times.read(rows)
             stats.wait_s += waited
+            step.seconds += seconds
             wanted = [(row, r) for row, r in enumerate(rows.requests) if self.is_live(r)]
             n_wanted += len(wanted)
             if rows.is_decode:

@@ -42,6 +42,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlamina.engine.chunk_size import ChunkSize
 from jaxlamina.engine.headroom import Headroom, most_wanted
 from jaxlamina.engine.policies import Fifo, Policy, Turns
 from jaxlamina.engine.request import Request, RequestState
@@ -64,6 +65,8 @@ class Scheduler:
     ``n_prefill_workers``: 0 if prompts are computed by who decodes. ``own_pace_tokens``: how many tokens of a
     prompt they compute at once at their own pace; 0: they keep step with those who decode. So does, in any
     case, a prompt of which a longer beginning than that is there already, which only who decodes reaches.
+    ``chunk_size``: chooses ``prefill_chunk``, at most the one given, for each step; while others write, all
+    prompts of a step have as many tokens together. Not with prefill workers.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Scheduler:
         headroom: float | None = None,
         n_prefill_workers: int = 0,
         own_pace_tokens: int = 0,
+        chunk_size: ChunkSize | None = None,
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_prefill_tokens": max_prefill_tokens}
         for name, n in {
@@ -102,6 +106,8 @@ class Scheduler:
         self.headroom = Headroom(headroom)
         self.n_prefill_workers = n_prefill_workers
         self.own_pace_tokens = own_pace_tokens
+        self.chunk_size = chunk_size
+        self._most_prefilled = max_prefill_tokens  # in the coming step
         # By worker, what it computes at its own pace, or has computed.
         self._at_work: dict[int, OwnChunk] = {}
         self._done: set[int] = set()  # workers that have
@@ -168,6 +174,7 @@ class Scheduler:
         prefills: list[Request] = []
         moves_in: list[Move] = []
         begun = sorted(self._begun(), key=self._place)
+        self._choose_chunk(decodes, begun)
         if may_admit and (self.n_prefill_workers or not begun or self._displaces(begun[0])):
             only_first = bool(preempted or (begun and not self.n_prefill_workers))
             prefills, resumed, moves_in = self._admit(only_first=only_first)
@@ -191,6 +198,15 @@ class Scheduler:
             tuple(computed),
             tuple(map(self._begin_chunk, at_own_pace)),
         )
+
+    def _choose_chunk(self, decodes: Sequence[Request], begun: Sequence[Request]) -> None:
+        if self.chunk_size is None or not (begun or self.waiting):
+            return
+        n_stored = sum([len(request.slots) for request in decodes]) - len(decodes)
+        first = begun[0].n_computed or 0 if begun else 0
+        n = self.chunk_size.next(len(decodes), n_stored, first)
+        self.prefill_chunk = self.room.prefill_chunk = n
+        self._most_prefilled = min(n, self.max_prefill_tokens) if decodes else self.max_prefill_tokens
 
     def _next_chunk(self, request: Request) -> tuple[int, int]:
         """A prompt's positions that this step computes. With the last, the prefix cache gets the prompt."""
@@ -421,7 +437,7 @@ class Scheduler:
         prefills: list[Request] = []
         resumed: list[Request] = []
         moves: list[Move] = []
-        room = self.max_prefill_tokens
+        room = self._most_prefilled
         while self.waiting:
             unit = self._next_unit()
             worker = self._worker_for(unit, prefills)

@@ -19,7 +19,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.planner import inputs
 from jaxlamina.planner.calibration import DeviceCalibration, for_device
-from jaxlamina.planner.costs import Deployment, StepCost, step_cost
+from jaxlamina.planner.costs import Deployment, StepCost, prefill_s, step_cost
 from jaxlamina.run.balance import Speeds
 from jaxlamina.workers.spec import AttentionSpec
 
@@ -68,6 +68,21 @@ class ModelledSteps:
         """Of a decode step; ``share``: of the KV on model workers, None: the deployment's."""
         cost = self._cost(n_rows, context, n_batches, share)
         return None if cost is None else cost.step_s
+
+    def with_prompt_s(
+        self, mixed: bool, n_rows: int, n_stored: int, n_prompt: int, prompt_stored: int
+    ) -> float | None:
+        """Of a step of ``n_rows`` with ``n_stored`` tokens together, and ``n_prompt`` tokens of a prompt
+        after ``prompt_stored``: in one program, or one after the other."""
+        try:
+            if mixed and n_prompt:
+                context = n_stored / n_rows
+                return step_cost(self.deployment, n_rows, context, n_prompt, prompt_stored).step_s
+            prompt_s = prefill_s(self.deployment, n_prompt, prompt_stored) if n_prompt else 0.0
+        except UserError:
+            return None
+        decode_s = self.step_s(n_rows, n_stored / n_rows, 1)
+        return None if decode_s is None else decode_s + prompt_s
 
     def by_n_batches(self, n_rows: int, context: float, numbers: Sequence[int]) -> Mapping[int, float] | None:
         """Seconds of a step by how many staggered batches; None where not all of them have a price."""

@@ -73,6 +73,11 @@ _GAUGES = (
         "That share at which a step is predicted to be shortest.",
         "wanted_share",
     ),
+    (
+        "jaxlamina:prompt_chunk_tokens",
+        "Prompt tokens that the latest step with any could compute; 0 where prompts are computed whole.",
+        "prompt_chunk_tokens",
+    ),
     ("jaxlamina:host_kv_slots", "KV slots in host memory there are.", "host_kv_slots"),
     ("jaxlamina:host_kv_slots_used", "KV slots in host memory in use.", "host_kv_slots_used"),
     ("jaxlamina:kept_kv_slots", "Tokens whose KV can be kept by content.", "kept_kv_slots"),
@@ -108,6 +113,16 @@ _PREDICTED = (
         "Of the decode steps since the time before that this was asked for, their mean over that.",
         "measured_over_predicted",
     ),
+    (
+        "jaxlamina:predicted_prompt_step_seconds",
+        "What the latest step of rows and prompt tokens was predicted to take, where chunks are auto.",
+        "predicted_prompt_step_s",
+    ),
+    (
+        "jaxlamina:measured_over_predicted_prompt_step",
+        "What that step took over that.",
+        "measured_over_predicted_prompt",
+    ),
 )
 
 
@@ -129,6 +144,10 @@ def snapshot(engine: Engine) -> dict[str, float]:
     found["local_share"], found["wanted_share"] = local.get("share") or 0.0, local.get("wanted") or 0.0
     found["n_waiting"] = len(engine.scheduler.waiting) + len(engine.scheduler.held or ())
     found["paused"], found["n_weight_updates"] = engine.is_paused, engine.n_weight_updates
+    found["prompt_chunk_tokens"] = engine.scheduler.prefill_chunk or 0
+    if engine.chunk_size is not None and (latest := engine.chunk_size.latest) is not None:
+        found["predicted_prompt_step_s"] = latest.predicted_s
+        found["measured_over_predicted_prompt"] = latest.measured_s / latest.predicted_s
     found["kv_usage"] = found["kv_slots_used"] / found["kv_slots"]
     return found
 

@@ -325,8 +325,8 @@ def _info(llm: LLM, settings: Settings) -> dict[str, Any]:
 
 def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
     """What is to be compiled before requests are taken, as far as it can be known."""
-    most = llm.options.max_num_batched_tokens
-    in_chunks = most is not None and most < llm.max_model_len
+    most = llm.engine.max_num_batched_tokens
+    in_chunks = most is not None and (most < llm.max_model_len or llm.engine.chunk_size is not None)
     return shapes(
         llm.buckets,
         max_model_len=llm.max_model_len,

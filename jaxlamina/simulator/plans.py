@@ -32,15 +32,21 @@ class SimulatedPlan(NamedTuple):
     mean_batch: float
 
 
-def simulated(plan: PoolPlan, trace: Trace, context: float, with_prefill: bool) -> SimulatedPlan | None:
+def simulated(
+    plan: PoolPlan, trace: Trace, context: float, with_prefill: bool, slo_s: float | None = None
+) -> SimulatedPlan | None:
     """``context``: mean tokens of a live request, to which the trace's lengths are stretched.
-    ``with_prefill``: prompts take time of model workers. None for a plan with prefill workers, which the
-    simulator does not know."""
+    ``with_prefill``: prompts take time of model workers; ``slo_s``: for which their chunks are chosen. None
+    for a plan with prefill workers, which the simulator does not know."""
     if plan.n_prefill:
         return None
     asked = _as_asked(trace, context, plan)
     policy = ServingPolicy(
-        max_num_seqs=plan.n_rows, kv_slots=plan.n_slots, with_prefill=with_prefill, kept_kv=False
+        max_num_seqs=plan.n_rows,
+        kv_slots=plan.n_slots,
+        with_prefill=with_prefill,
+        kept_kv=False,
+        tpot_slo_ms=None if slo_s is None or not with_prefill else 1e3 * slo_s,
     )
     run = simulate(plan.setup, asked, policy)
     end_s = float(run.arrival_s[-1])

@@ -16,10 +16,12 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxlamina.engine import chunk_size
 from jaxlamina.engine.policies import load_policy
 from jaxlamina.engine.request import Request, RequestState
 from jaxlamina.engine.scheduled_step import PromptSpan, ScheduledStep
@@ -62,7 +64,8 @@ class ServingPolicy:
 
     scheduling_policy: str = "fifo"
     max_num_seqs: int = DEFAULT_SEQS
-    max_num_batched_tokens: int | None = 2048
+    max_num_batched_tokens: int | Literal["auto"] | None = "auto"
+    tpot_slo_ms: float | None = None
     mixed_steps: bool = False
     async_scheduling: bool = True
     kv_headroom: float | None = None
@@ -166,6 +169,12 @@ class _Simulation:
         self._prefill_fs = self._down_fs = 0
         self._mixed: list[StepCost] = []
         self._times = ModelledTimes(self.setup, self.policy.batch_sizes)
+        predict = partial(self._times.with_prompt_s, self.policy.mixed_steps)
+        self._most_prompt_tokens, self._chunk_size = chunk_size.chosen(
+            self.policy.max_num_batched_tokens,
+            self.policy.tpot_slo_ms,
+            predict if self.policy.with_prefill else None,
+        )
         self._live: dict[int, _Life] = {}
         self._come: list[int] = []  # and not taken in yet
         self._n_starts = 0  # of the job: steps of an earlier start are lost
@@ -194,7 +203,8 @@ class _Simulation:
         self._scheduler = Scheduler(
             SlotAllocator(self.n_slots),
             max_num_seqs=self.policy.max_num_seqs,
-            prefill_chunk=self.policy.max_num_batched_tokens,
+            prefill_chunk=self._most_prompt_tokens,
+            chunk_size=self._chunk_size,
             policy=load_policy(self.policy.scheduling_policy),
             headroom=self.policy.kv_headroom,
         )

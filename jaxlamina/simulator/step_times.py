@@ -132,6 +132,15 @@ class ModelledTimes:
         rows = zip(cell.at_lo, cell.at_hi, self._added(*at, lo), self._added(*at, hi), strict=True)
         return StepCost(*(a + share * (b - a) + c + more * (d - c) for a, b, c, d in rows))
 
+    def with_prompt_s(
+        self, is_mixed: bool, n_rows: int, n_stored: int, n_prompt: int, prompt_stored: int
+    ) -> float:
+        """As `jaxlamina.run.modelled.ModelledSteps.with_prompt_s`."""
+        if is_mixed and n_prompt:
+            return self.mixed(n_rows, n_stored, n_prompt).step_s
+        fs = self.cell(n_rows, n_stored).fs(n_stored)
+        return (fs + (self.prefill_fs(n_prompt, prompt_stored) if n_prompt else 0)) / FS
+
     def _of_prompt(self, n_rows: int, context: int, n_prompt: int) -> StepCost:
         """What a prompt adds to a decode step."""
         without = self._corner(n_rows, context)

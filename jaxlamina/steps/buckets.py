@@ -190,18 +190,33 @@ class CompiledSizes:
         found = self.buckets.fit(wanted)
         if found in self._shapes:
             return found
-        holding = [shape for shape in self._shapes if shape.holds(wanted)]
-        if not holding:
+        taken = _smallest(self._shapes, wanted)
+        if taken is None:
             return found
-        taken = min(holding, key=lambda shape: shape.room)
         self.wanted[found] += 1 + max(0, taken.room[0] - found.room[0])
         return taken
+
+    def chunk_tokens(self, n_tokens: int, context: int, *, mixed: bool) -> int:
+        """To how many tokens a prompt's ``n_tokens`` after ``context`` are padded, by themselves or ``mixed``
+        with rows, whose number is left out of account."""
+        wanted = StepSizes("chunk" if context else "prefill", 1, n_tokens, context)
+        found = self.buckets.fit(wanted)
+        known = [shape.alongside if mixed else shape for shape in self._shapes if shape.has_prompt]
+        prompts = [shape for shape in known if shape is not None and shape.kind != "decode"]
+        taken = None if found in prompts else _smallest(prompts, wanted)
+        return (taken or found).n_tokens
 
     def rows(self, n: int) -> int:
         """Rows that ``n`` sequences of one prompt, whose logits are all they have, are padded to."""
         sizes = {bucket(n, self.buckets.batch)}
         known = {shape.batch for shape in self._shapes if shape.kind == "decode" and shape.batch >= n}
         return min(known & sizes or known or sizes)
+
+
+def _smallest(shapes: Sequence[StepSizes], wanted: StepSizes) -> StepSizes | None:
+    """Of those that hold it."""
+    holding = [shape for shape in shapes if shape.holds(wanted)]
+    return min(holding, key=lambda shape: shape.room, default=None)
 
 
 def _batches(most: int, cut: Cut) -> tuple[int, ...]:
