@@ -150,9 +150,10 @@ def test_every_plan_is_one_that_a_cluster_file_can_say(tmp_path):
         question = Question(
             model_config(model), work, *devices, LinkTerms(1e-5, 4e10), 60.0, with_prefill=True
         )
-        seen = set()
+        seen, shares_on_shards = set(), 0
         for one in search(question).split:
             setup = one.setup
+            shares_on_shards += setup.tensor_parallel > 1 and setup.local_share > 0
             kind = (setup.n_model, setup.n_batches, setup.partition, setup.local_share > 0, one.n_prefill)
             if kind in seen:
                 continue
@@ -162,7 +163,7 @@ def test_every_plan_is_one_that_a_cluster_file_can_say(tmp_path):
             assert cluster.n_replicas == setup.n_replicas and cluster.local_share == setup.local_share
             if cluster.n_replicas > 1:
                 assert cluster.pipelining_mode == setup.mode
-        assert len(seen) > 5
+        assert len(seen) > 5 and shares_on_shards
 
 
 # --- this machine ---

@@ -25,8 +25,10 @@ from jaxlamina.planner.search import (
     least_link_bytes_s,
     search,
     slots,
+    split_setups,
 )
 from jaxlamina.planner.workload import Workload
+from jaxlamina.steps.layout import local_heads
 
 MODELS = {name: model_config(name) for name in ("llama-3-8b", "llama-33b", "llama-65b", "llama-3-70b")}
 FHBN = LinkTerms(16.5e-6, 45.7e9, by_nic=True)
@@ -117,6 +119,39 @@ def test_a_batch_that_fills_the_kernels_tiles_goes_before_a_larger_one():
         plan = evaluate(question("llama-3-8b", compute=device, memory=None, most_requests=most), setup, 1)
         assert plan.n_rows == n_rows
         assert plan.tokens_s >= most / step_cost(setup, most, CONVERSATION.context).step_s
+
+
+def test_shards_of_a_model_keep_shares_of_their_own_heads():
+    """As measured on three H200 (docs/benchmarks.md): three quarters on two model ranks beat none."""
+    h200 = inputs.device("h200")
+    asked = question(
+        "llama-3-8b", compute=h200, memory=h200, link=h200.in_host, budget_usd_h=None,
+        counts={h200.name: 3}, workload=CONVERSATION.at_context(4096), most_requests=64, with_prefill=True,
+    )  # fmt: skip
+    found = search(asked)
+    on_shards = [plan for plan in found.split if plan.setup.tensor_parallel == 2]
+    kept = {plan.setup.local_share: plan for plan in on_shards if plan.setup.local_share}
+    assert kept.keys() == {0.25, 0.5, 0.75}
+    for plan in kept.values():
+        setup = plan.setup
+        assert (setup.partition, setup.n_batches, plan.n_prefill) == ("heads", 1, 0)
+        assert setup.layout.local_heads(8) == 8 * setup.local_share
+    assert on_shards[0] is kept[0.75]
+    alone = Deployment(MODELS["llama-3-8b"], h200.terms)
+    assert 0.5 < kept[0.75].cost.step_s / step_cost(alone, 64, 4096).step_s < 0.65  # measured: 0.60
+
+
+@pytest.mark.parametrize(("n_shards", "n_workers"), [(2, 1), (2, 3), (4, 2), (8, 1), (8, 8)])
+def test_every_share_of_shards_is_one_that_layouts_have(n_shards, n_workers):
+    h100, h20 = sheet("h100"), sheet("h20")
+    asked = question(counts={h100.name: n_shards, h20.name: n_workers}, budget_usd_h=None)
+    shares = {
+        setup.local_share
+        for setup in split_setups(asked)
+        if (setup.n_model, setup.n_attention, setup.tensor_parallel) == (n_shards, n_workers, n_shards)
+    } - {0.0}
+    able = {local_heads(8, n_workers, n / 8, n_shards) for n in range(1, 8)} - {None}
+    assert shares == {n / 8 for n in able}
 
 
 def test_what_model_workers_keep_is_bounded_by_their_memory():

@@ -198,7 +198,7 @@ class FoundPlans:
 def search(question: Question) -> FoundPlans:
     """All plans within the money or the devices, the memory and the SLO. ``UserError`` where there is none,
     with the least that it would take."""
-    setups = [*_whole(question), *_split(question)]
+    setups = [*_whole(question), *split_setups(question)]
     if not setups:
         raise UserError(why_nothing_fits(question))
     plans = [
@@ -359,7 +359,9 @@ def _copies(question: Question, setup: Deployment, n_prefill: int) -> tuple[int,
 
 
 def _prefill_workers(question: Question, setup: Deployment) -> tuple[int, ...]:
-    can = question.with_prefill and setup.is_split and _fits(question, question.compute, 1)
+    has_own_heads = setup.local_share > 0 and setup.layout.by_heads  # of which a prefill worker sends none
+    can = question.with_prefill and setup.is_split and not has_own_heads
+    can = can and _fits(question, question.compute, 1)
     return (0, *_PREFILL_WORKERS) if can else (0,)
 
 
@@ -400,9 +402,10 @@ def _whole(question: Question) -> Iterator[Deployment]:
                 yield setup
 
 
-def _split(question: Question) -> Iterator[Deployment]:
+def split_setups(question: Question) -> Iterator[Deployment]:
     """As `jaxlamina.job.cluster` takes them: copies of the model or shards of one, and a share of the KV on
-    model workers only where there is one of them."""
+    one model worker, or on the shards of one, by heads. There in one batch: staggered ones took up to twice
+    what they are predicted to take (docs/findings.md)."""
     if question.memory is None:
         return
     pools = [
@@ -419,6 +422,16 @@ def _split(question: Question) -> Iterator[Deployment]:
             if a == 1:
                 for x in _SHARES:
                     yield from staggered(replace(base, partition="tokens", local_share=x))
+            elif n_shards > 1:
+                for x in _shares_by_heads(question.config.num_key_value_heads, a, b):
+                    yield replace(base, partition="heads", local_share=x)
+
+
+def _shares_by_heads(n_kv_heads: int, n_shards: int, n_workers: int) -> Iterator[float]:
+    """Those between 0 and 1 that leave each shard, and each attention worker, an equal number of heads."""
+    for n in range(n_shards, n_kv_heads, n_shards):
+        if (n_kv_heads - n) % n_workers == 0:
+            yield n / n_kv_heads
 
 
 def staggered(base: Deployment) -> Iterator[Deployment]:
