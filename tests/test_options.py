@@ -60,6 +60,7 @@ BY_COMMAND = {
     "--profile-s": "of a server in between, or of a bench that runs as long",
     "--ignore-eos": "bench serve asks a server for it",
     "--peers": "peers of the bench",
+    "--steady": "bench lamina measures full batches unless told otherwise, bench throughput where asked",
     "--steps": "of a figure, or of a recording",
     "--out": "what a bench writes: a device's calibration, or the package's own, fitted anew",
     "--calibration": "what measured steps are compared with, or what is planned with",
