@@ -124,6 +124,7 @@ POLICY = (
     "jaxlamina/run/staggering.py",
     "jaxlamina/job/roles.py",
     "jaxlamina/planner/costs.py",
+    "jaxlamina/planner/failures.py",
     "jaxlamina/planner/task_times.py",
     "jaxlamina/planner/terms.py",
     "jaxlamina/planner/walk.py",

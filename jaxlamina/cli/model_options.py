@@ -94,6 +94,26 @@ LinkGbS = Annotated[
 LinkUs = Annotated[
     float | None, typer.Option("--link-us", help="An empty message between the pools, one way.")
 ]
+MtbfHours = Annotated[
+    float | None,
+    typer.Option(
+        "--mtbf-hours", help="Mean time between failures of one device. Each has the whole job start again."
+    ),
+]
+NoticeS = Annotated[float, typer.Option("--notice-s", help="With --mtbf-hours: until a failure is noticed.")]
+StartS = Annotated[
+    float,
+    typer.Option(
+        "--start-s", help="With --mtbf-hours: until the job is ready again; with a spare about 0.5."
+    ),
+]
+KvReturnGbS = Annotated[
+    float,
+    typer.Option(
+        "--kv-return-gb-s",
+        help="With --mtbf-hours: at which kept KV comes back to each device that holds some.",
+    ),
+]
 # Options of models that benches have as well.
 Model = Annotated[str, as_typer(_MODEL["model"])]
 Revision = Annotated[str | None, as_typer(_MODEL["revision"])]

@@ -7,7 +7,7 @@ Knows options and how plans look; `jaxlamina.planner` searches and says why.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,6 +70,10 @@ def plan(
     with_prefill: Annotated[
         bool, typer.Option("--with-prefill", help="Prompts take time, of model or prefill workers.")
     ] = False,
+    mtbf_hours: model_options.MtbfHours = None,
+    notice_s: model_options.NoticeS = 1.0,
+    start_s: model_options.StartS = 32.0,
+    kv_return_gb_s: model_options.KvReturnGbS = 1.1,
     simulate: Annotated[
         bool,
         typer.Option(
@@ -99,6 +103,7 @@ def plan(
     from jaxlamina.console.figures import check_figure
     from jaxlamina.planner import inputs, sweeps
     from jaxlamina.planner.calibration import DeviceCalibration
+    from jaxlamina.planner.failures import FailureRate
 
     check_figure(pareto, "--pareto")
     if what_if is not None:
@@ -131,6 +136,8 @@ def plan(
     question = _question(
         name, inputs.workload(trace, context), pools, linked.link, budget, slo, batch, with_prefill
     )
+    if mtbf_hours is not None:
+        question = replace(question, failures=FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s))
     notes = [inputs.terms_note(*both), linked.note]
     _answer(question, _Asked(name, what_if, pareto, toml, trace if simulate else None, as_json), notes)
 
@@ -373,6 +380,7 @@ def _numbers(question: Question, plan: PoolPlan) -> dict[str, Any]:
         "attention_idle": plan.attention_idle if is_split else None,
         "tpot_p50_ms": 1e3 * plan.tpot_p50_s,
         "tpot_p99_ms": 1e3 * plan.tpot_p99_s,
+        "available": None if question.failures is None else plan.available,
         "tokens_s": plan.tokens_s,
         "usd_h": plan.usd_h,
         "tokens_per_usd": plan.tokens_per_usd,
@@ -400,6 +408,7 @@ _ROWS = (
     ("attention_idle", "  attention workers idle", "{:.0%}"),
     ("tpot_p50_ms", "TPOT, median, ms", "{:.1f}"),
     ("tpot_p99_ms", "TPOT, 99th percentile, ms", "{:.1f}"),
+    ("available", "availability", "{:.2%}"),
     ("tokens_s", "tokens a second, of all", "{:,.0f}"),
     ("simulated tpot_p50_ms", "simulated: TPOT, median, ms", "{:.1f}"),
     ("simulated tpot_p99_ms", "simulated: TPOT, 99th percentile, ms", "{:.1f}"),
@@ -418,6 +427,7 @@ def _show(said: Verdict, what: str, notes: list[str], drawn: list[Any], plans: l
     from jaxlamina.console.tables import print_table
 
     out: Any = Console()
+    has_failures = any(numbers["available"] is not None for numbers in plans)
     was_simulated = any("simulated" in numbers for numbers in plans)
     for numbers in plans:
         numbers["scaled_terms"] = ", ".join(numbers["scaled_terms"]) or None
@@ -427,7 +437,7 @@ def _show(said: Verdict, what: str, notes: list[str], drawn: list[Any], plans: l
     for numbers in plans:
         table.add_column(numbers["plan"], justify="right")
     for key, name, form in _ROWS:
-        if key.startswith("simulated") and not was_simulated:
+        if (key.startswith("simulated") and not was_simulated) or (key == "available" and not has_failures):
             continue
         values = [numbers.get(key) for numbers in plans]
         cells = ["–" if value is None else form.format(value) for value in values]

@@ -66,6 +66,11 @@ def simulate(
             "seconds, such as 3600,attention,40; may be repeated.",
         ),
     ] = None,
+    mtbf_hours: model_options.MtbfHours = None,
+    notice_s: model_options.NoticeS = 1.0,
+    start_s: model_options.StartS = 32.0,
+    kv_return_gb_s: model_options.KvReturnGbS = 1.1,
+    seed: Annotated[int, typer.Option(min=0, help="Of failures' random times.")] = 0,
     kept_kv: Annotated[
         bool, typer.Option("--kept-kv/--no-kept-kv", help="KV outlives a failure in host memory.")
     ] = True,
@@ -77,6 +82,7 @@ def simulate(
 
     from jaxlamina import simulator
     from jaxlamina.console.progress import bar
+    from jaxlamina.planner.failures import FailureRate
 
     setup = _setup(
         model,
@@ -103,8 +109,9 @@ def simulate(
         kept_kv=kept_kv,
     )
     failures = [_failure(text) for text in failure or []]
+    rate = None if mtbf_hours is None else FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s, seed)
     with bar(Console(stderr=True), "requests", line_every_s=10) as on_progress:
-        run = simulator.simulate(setup, load, policy, failures=failures, on_progress=on_progress)
+        run = simulator.simulate(setup, load, policy, failures=failures, rate=rate, on_progress=on_progress)
     if as_json:
         asked = {"model": model, "trace": trace, "hours": hours, "speedup": speedup, "compute": compute}
         print(json.dumps(asked | {"memory": memory, "dop": dop} | run.to_dict()))
@@ -232,5 +239,7 @@ def _rows(run: SimulatedRun) -> Iterator[tuple[str, str]]:
     yield "preempted", f"{run.n_preemptions:,}"
     for pool, share in run.bubbles.items():
         yield f"bubbles, {pool} pool", f"{share:.1%}"
-    if run.down_s:
-        yield "down (s)", f"{run.down_s:,.1f}"
+    if run.n_failures:
+        yield "failures", f"{run.n_failures:,}"
+        yield "down (s), share", f"{run.down_s:,.1f}, {run.down_s / run.seconds:.2%}"
+        yield "KV comes back (s)", f"{run.kv_return_s:,.1f}"

@@ -32,6 +32,7 @@ from jaxlamina.planner.costs import (
     prefill_s,
     step_cost,
 )
+from jaxlamina.planner.failures import FailureRate
 from jaxlamina.planner.hardware import GIB
 from jaxlamina.planner.workload import Workload
 
@@ -66,6 +67,7 @@ class Question:
 
     ``most_requests``: never more at once, over all copies. ``ratio``: only plans with so many attention
     workers for each model worker. ``memory`` None: there is nothing to split onto.
+    ``failures``: tokens are those of the time in which instances write.
     """
 
     config: ModelConfig
@@ -79,6 +81,7 @@ class Question:
     most_requests: int | None = None
     with_prefill: bool = False
     ratio: float | None = None
+    failures: FailureRate | None = None
 
     def __post_init__(self) -> None:
         if self.budget_usd_h is None and self.counts is None:
@@ -137,6 +140,7 @@ class PoolPlan:
     tpot_p99_s: float
     tokens_s: float
     usd_h: float | None
+    available: float = 1.0  # share of time in which an instance writes
 
     @property
     def tokens_per_usd(self) -> float | None:
@@ -294,9 +298,12 @@ def _plan(
     step_s = _with_prompts_s(question, setup, n_prefill, n_rows, cost.step_s)
     slow_s = _tpot_p99_s(question, setup, n_prefill, n_rows, n_slots)
     usd_h = instance_usd_h(question, setup, n_prefill)
+    available, rate = 1.0, question.failures
+    if rate is not None:
+        available = rate.available(setup, n_prefill, n_rows * question.workload.context)
     return PoolPlan(
         setup, copies, n_prefill, n_rows, n_slots, cost, step_s, slow_s,
-        copies * n_rows / step_s, None if usd_h is None else copies * usd_h,
+        available * copies * n_rows / step_s, None if usd_h is None else copies * usd_h, available,
     )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ def simulated(
 ) -> SimulatedPlan | None:
     """``context``: mean tokens of a live request, to which the trace's lengths are stretched.
     ``with_prefill``: prompts take time of model workers; ``slo_s``: for which their chunks are chosen. None
-    for a plan with prefill workers, which the simulator does not know."""
+    for a plan with prefill workers, which the simulator does not know. Of failures only the share of time is
+    counted in which the plan writes."""
     if plan.n_prefill:
         return None
     asked = _as_asked(trace, context, plan)
@@ -54,7 +55,7 @@ def simulated(
     there = (run.end_s > begin_s) & (run.first_s < end_s)
     of_window = run.tpot_s[there[run.n_output > 1]]
     p50, p99 = (float(x) for x in np.percentile(of_window, (50, 99)))
-    tokens = plan.copies * _tokens_within(run, begin_s, end_s) / (end_s - begin_s)
+    tokens = plan.available * plan.copies * _tokens_within(run, begin_s, end_s) / (end_s - begin_s)
     return SimulatedPlan(tokens, p50, p99, run.mean_batch)
 
 
@@ -71,7 +72,7 @@ def _as_asked(trace: Trace, context: float, plan: PoolPlan) -> Trace:
     arrivals = (trace.arrival_us[:n] - trace.arrival_us[0])[fits].astype(float)
     first = min(plan.n_rows, len(arrivals) - 1)
     later = np.maximum(0.0, arrivals - arrivals[first])
-    seconds = float(outputs[first:].sum()) / (plan.tokens_s / plan.copies)
+    seconds = float(outputs[first:].sum()) / (plan.tokens_s / plan.available / plan.copies)
     return Trace((later * (1e6 * seconds / max(later[-1], 1.0))).astype(int), prompts, outputs)
 
 

@@ -31,6 +31,7 @@ class OverTime(NamedTuple):
 class SimulatedRun:
     """Times are seconds after the trace's first arrival, in the trace's order. ``decoding``: seconds of all
     decode steps, and how long pools were busy in them; ``prefill_s``: of steps that computed prompts alone.
+    ``down_s``: after failures, until the job was ready; ``kv_return_s``: in which kept KV came back then.
     """
 
     setup: Deployment
@@ -46,7 +47,9 @@ class SimulatedRun:
     n_slots_left: int  # in use at the end
     decoding: StepCost
     prefill_s: float
+    n_failures: int
     down_s: float
+    kv_return_s: float
     over_time: OverTime
 
     @property
@@ -97,7 +100,8 @@ class SimulatedRun:
         """All but the times of single requests and the run over time."""
         names = (
             "seconds", "output_per_s", "requests_per_s", "mean_batch", "bubbles", "n_preemptions",
-            "n_decode_steps", "n_prompt_steps", "n_kv_slots", "n_slots_left", "prefill_s", "down_s",
+            "n_decode_steps", "n_prompt_steps", "n_kv_slots", "n_slots_left", "prefill_s",
+            "n_failures", "down_s", "kv_return_s",
         )  # fmt: skip
         found = {name: getattr(self, name) for name in names}
         found |= {"n_requests": len(self.end_s), "decode_s": self.decoding.step_s}

@@ -32,6 +32,7 @@ from jaxlamina.kv.kept import EVERY_STEPS
 from jaxlamina.options import DEFAULT_SEQS
 from jaxlamina.planner import costs
 from jaxlamina.planner.costs import Deployment, StepCost
+from jaxlamina.planner.failures import FailureRate
 from jaxlamina.planner.traces import Trace
 from jaxlamina.process import garbage
 from jaxlamina.simulator.results import OverTime, SimulatedRun
@@ -56,10 +57,10 @@ class ServingPolicy:
 
     ``kv_slots``: None for what the setup's memory holds. ``max_tokens``: what each request asks for, of which
     it writes what the trace says; None: it asks for just this. ``kept_kv``: KV is also kept in host memory,
-    so that after a failure requests go on with all but their last few tokens (docs/reliability.md); the time
-    to copy it back is not counted. ``batch_sizes``: a step's requests cost as
-    many as the next of these, which programs are compiled for; none: as many as they are.
-    ``with_prefill``: False: prompts take no time, as where the papers count decode steps alone.
+    so that after a failure requests go on with all but their last few tokens (docs/reliability.md).
+    ``batch_sizes``: a step's requests cost as many as the next of these, which programs are compiled for;
+    none: as many as they are. ``with_prefill``: False: prompts take no time, as where the papers count decode
+    steps alone.
     """
 
     scheduling_policy: str = "fifo"
@@ -82,17 +83,20 @@ def simulate(
     policy: ServingPolicy | None = None,
     *,
     failures: Sequence[tuple[float, Literal["attention", "model"], float] | Failure] = (),
+    rate: FailureRate | None = None,
     one_by_one: bool = False,
     on_progress: Callable[[int, int], object] = lambda n_done, n_all: None,
 ) -> SimulatedRun:
-    """All requests of ``trace``, until the last has ended. ``on_progress``: how many have ended, and all.
+    """All requests of ``trace``, until the last has ended. ``rate``: failures at random times beside
+    ``failures``; with it KV that is kept takes time to come back. ``on_progress``: how many have ended, and
+    all.
 
     ``UserError`` for a request that the setup's KV slots could not hold, and for failures that cannot be.
     """
     policy = policy or ServingPolicy()
     known = [_checked(Failure(*failure), setup) for failure in failures]
     with garbage.young_only():
-        return _Simulation(setup, trace, policy, known, one_by_one, on_progress).run()
+        return _Simulation(setup, trace, policy, known, rate, one_by_one, on_progress).run()
 
 
 def _checked(failure: Failure, setup: Deployment) -> Failure:
@@ -136,6 +140,7 @@ class _Launched:
     n_stored: int  # of the decodes, before it
     prompts: list[PromptSpan]
     alongside: bool  # the first prompt goes in the program of the decodes
+    n_returned: int  # tokens whose kept KV comes back before it
 
 
 def _is_late(step: _Launched) -> bool:
@@ -148,7 +153,8 @@ class _Simulation:
     setup: Deployment
     trace: Trace
     policy: ServingPolicy
-    failures: Sequence[Failure]
+    failures: list[Failure]
+    rate: FailureRate | None
     one_by_one: bool
     on_progress: Callable[[int, int], object]
     events: list[tuple[int, int, int]] = field(default_factory=list)  # (fs, what, which or which start)
@@ -166,7 +172,9 @@ class _Simulation:
         )
         self._first_s, self._end_s = array("d", bytes(8 * n)), array("d", bytes(8 * n))
         self._n_ended, self._n_preemptions, self._n_prompt_steps = 0, 0, 0
-        self._prefill_fs = self._down_fs = 0
+        self._prefill_fs = self._down_fs = self._return_fs = self._n_failures = 0
+        n_devices = self.setup.n_model + self.setup.n_attention
+        self._random = None if self.rate is None else self.rate.times(n_devices)
         self._mixed: list[StepCost] = []
         self._times = ModelledTimes(self.setup, self.policy.batch_sizes)
         predict = partial(self._times.with_prompt_s, self.policy.mixed_steps)
@@ -177,6 +185,7 @@ class _Simulation:
         )
         self._live: dict[int, _Life] = {}
         self._come: list[int] = []  # and not taken in yet
+        self._next_random = -1  # of `failures`
         self._n_starts = 0  # of the job: steps of an earlier start are lost
         self._ready_at = 0
         self._is_down = False
@@ -208,7 +217,7 @@ class _Simulation:
             policy=load_policy(self.policy.scheduling_policy),
             headroom=self.policy.kv_headroom,
         )
-        if self.policy.kept_kv and self.failures:
+        if self.policy.kept_kv and (self.failures or self.rate):
             self._scheduler.room.kept = _KeptKv()
         for life in self._live.values():
             self._add(life)
@@ -229,6 +238,7 @@ class _Simulation:
         events.append((self._arrivals[0] * FS_US, _ARRIVAL, 0))
         events += [(round(FS * f.at_s), _FAILURE, i) for i, f in enumerate(self.failures)]
         heapq.heapify(events)
+        self._await_failure()
         n = len(self.trace)
         while self._n_ended < n:
             now, what, which = heapq.heappop(events)
@@ -244,12 +254,24 @@ class _Simulation:
                     self._turn(now)
             elif what == _FAILURE:
                 self._fail(now, self.failures[which])
+                if which == self._next_random:
+                    self._await_failure()
             elif now == self._ready_at and self._is_down:
                 self._is_down = False
                 self._start()
                 self._turn(now)
         self.on_progress(n, n)
         return self._found()
+
+    def _await_failure(self) -> None:
+        """The next one at a random time, if there are such."""
+        if self._random is None or self.rate is None:
+            return
+        at_s, device = next(self._random)
+        pool: Literal["attention", "model"] = "model" if device < self.setup.n_model else "attention"
+        self._next_random = len(self.failures)
+        self.failures.append(Failure(at_s, pool, self.rate.downtime_s))
+        heapq.heappush(self.events, (round(FS * at_s), _FAILURE, self._next_random))
 
     def _turn(self, now: int) -> None:
         """A step is over, or the engine was idle: the next one begins."""
@@ -284,6 +306,7 @@ class _Simulation:
         self._down_fs += ready_at - max(now, self._ready_at)
         self._ready_at, self._is_down, self._is_idle = ready_at, True, False
         self._n_starts += 1
+        self._n_failures += 1
         for life in self._live.values():
             request = life.request
             assert request is not None
@@ -321,7 +344,8 @@ class _Simulation:
                 if stop == request.n_tokens:
                     rows.append(request)
                     request.n_in_flight += 1
-        return _Launched(rows, len(step.decodes), n_stored, prompts, alongside)
+        n_returned = sum(len(move.target) for move in step.brought)
+        return _Launched(rows, len(step.decodes), n_stored, prompts, alongside, n_returned)
 
     def _fs(self, step: _Launched) -> int:
         """How long a step takes; it is counted."""
@@ -340,6 +364,10 @@ class _Simulation:
             prompt_fs = self._times.prefill_fs(stop - start, start) if self.policy.with_prefill else 0
             self._prefill_fs += prompt_fs
             fs += prompt_fs
+        if step.n_returned and self.rate is not None:
+            return_fs = round(FS * self.rate.return_s(self.setup, step.n_returned))
+            self._return_fs += return_fs
+            fs += return_fs
         return fs
 
     def _accept(self, step: _Launched, now: int) -> None:
@@ -422,6 +450,8 @@ class _Simulation:
             if parts
             else StepCost(0, 0, 0, 0),
             prefill_s=self._prefill_fs / FS,
+            n_failures=self._n_failures,
             down_s=self._down_fs / FS,
+            kv_return_s=self._return_fs / FS,
             over_time=OverTime(*(np.asarray(x) for x in self._over_time)),
         )

@@ -1,0 +1,77 @@
+"""What failures of devices cost: how often a job ends, and how long until it writes again.
+
+Whoever dies, the runtime starts its whole job again (docs/reliability.md). So a job of n devices fails n
+times as often as one. Each failure costs the time until it is noticed, the time until the job is ready again,
+and the time until its KV is back. Failures are independent and come at a constant rate. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxlamina.errors import UserError
+from jaxlamina.planner import roofline
+from jaxlamina.planner.costs import Deployment
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """``mtbf_hours``: mean time between failures of one device. The job stands still for ``notice_s`` +
+    ``start_s`` after a failure; then KV comes back from host memory at ``kv_gb_s`` (GB/s of each device that
+    holds some). The defaults are one H100's without a spare (docs/reliability.md). ``seed``: of random times.
+
+    ``UserError`` for numbers that cannot be.
+    """
+
+    mtbf_hours: float
+    notice_s: float = 1.0
+    start_s: float = 32.0
+    kv_gb_s: float = 1.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("mtbf_hours", "kv_gb_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name):g} must be finite and above 0")
+        for name in ("notice_s", "start_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name):g} must be finite and at least 0")
+
+    @property
+    def downtime_s(self) -> float:
+        """From a failure until the job is ready, without KV."""
+        return self.notice_s + self.start_s
+
+    def every_s(self, n_devices: int) -> float:
+        """Mean time between failures of a job. ``UserError`` where it would hardly ever be ready."""
+        found = 3600 * self.mtbf_hours / n_devices
+        if found <= self.downtime_s:
+            raise UserError(
+                f"mtbf_hours={self.mtbf_hours:g}: a job of {n_devices} device{'s' if n_devices > 1 else ''} "
+                f"fails every {found:.3g} s, and starts again in {self.downtime_s:g} s: take a longer one"
+            )
+        return found
+
+    def times(self, n_devices: int) -> Iterator[tuple[float, int]]:
+        """Without end: (seconds, which device) of each failure, in order."""
+        drawn, at_s, every_s = random.Random(self.seed), 0.0, self.every_s(n_devices)
+        while True:
+            at_s += drawn.expovariate(1 / every_s)
+            yield at_s, drawn.randrange(n_devices)
+
+    def return_s(self, setup: Deployment, n_tokens: float) -> float:
+        """Until so many tokens' KV is back: every device that holds some copies its part."""
+        holds = setup.n_attention if setup.has_pool else 0
+        if not setup.has_pool or setup.layout.attends_locally:
+            holds += setup.n_model
+        n_bytes = n_tokens * roofline.kv_bytes_per_token(setup.config, setup.kv_bytes)
+        return n_bytes / (holds * self.kv_gb_s * 1e9)
+
+    def available(self, setup: Deployment, n_prefill: int, n_tokens: float) -> float:
+        """The share of time in which a job with so many stored tokens writes: it does if there was no failure
+        for as long as a recovery takes, which is e^(-recovery / time between failures)."""
+        every_s = self.every_s(setup.n_model + setup.n_attention + n_prefill)
+        return math.exp(-(self.downtime_s + self.return_s(setup, n_tokens)) / every_s)
