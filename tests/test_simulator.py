@@ -214,6 +214,14 @@ def test_a_failure_costs_its_downtime_and_what_is_computed_again():
             simulate(UNSPLIT, trace, failures=failures)
 
 
+def test_a_prompt_costs_as_many_tokens_as_are_computed_for_it():
+    run, whole = (
+        simulate(UNSPLIT, trace_of([(0, n, 1)]), ServingPolicy(prompt_multiple=multiple))
+        for n, multiple in ((81, 16), (96, 1))
+    )
+    assert run.prefill_s == whole.prefill_s > simulate(UNSPLIT, trace_of([(0, 81, 1)])).prefill_s
+
+
 def test_times_between_the_grids_points_are_near_the_planners():
     times = ModelledTimes(UNSPLIT)
     for n_rows in (1, 7, 30, 333):

@@ -26,8 +26,9 @@ from jaxlamina.planner.traces import Trace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
 
-# (requests, stored tokens of each) and prompts of the steps that terms are fitted to. Programs compute a part
-# of a prompt's padding, so these prompts are between the sizes that programs are compiled for.
+# (requests, stored tokens of each) and prompts of the steps that terms are fitted to. Products compute a
+# prompt's rows by vectors of 16 (of AVX-512; `pallas_kernels/native/product_kernel.cc`) and no other padding.
+_VECTOR = 16
 DECODES = ((1, 16), (2, 400), (4, 16), (8, 400), (8, 16), (1, 400))
 PROMPTS = (40, 200, 400)
 _STEPS = 12  # timed, of each
@@ -53,7 +54,8 @@ class ServedSlice(NamedTuple):
 
 
 class MeasuredStep(NamedTuple):
-    """A decode step of ``n_rows`` requests, or for 0 a prompt: tokens together, and its median seconds."""
+    """A decode step of ``n_rows`` requests, or for 0 a prompt: tokens together, of a prompt as many as are
+    computed for it, and its median seconds."""
 
     n_rows: int
     n_tokens: int
@@ -62,7 +64,7 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """``rounds``: each live, and simulated with the terms that were fitted just before it.
+    """``rounds``: each live, and simulated with terms that are fitted to steps just before and after it.
     ``held_out_error``: of single steps, each by terms that are fitted to the others."""
 
     trace: Trace
@@ -150,17 +152,23 @@ def measure(
         max_num_batched_tokens=1024,
         kv_slots=1024 * max_num_seqs,
         batch_sizes=engine.buckets.batch,
+        prompt_multiple=_VECTOR,
     )
     rounds, errors, held_out = [], [], []
     for i in range(n_rounds + 1):  # by the first of them all is compiled
         on_progress(f"round {i} of {n_rounds}: single steps" if i else "compiling")
-        steps = _steps(engine, read)
-        terms = fitted(config, steps)
-        setup = Deployment(config, terms, kv_bytes=_FLOAT32_BYTES, weight_bytes=_FLOAT32_BYTES)
+        before = _steps(engine, read)
         if i:
             on_progress(f"round {i} of {n_rounds}: {len(trace)} requests")
         live = _live(engine, trace, read)
         if i:
+            # A machine's pace drifts by more than the aim within a minute: steps of both its ends.
+            steps = [
+                a._replace(seconds=(a.seconds + b.seconds) / 2)
+                for a, b in zip(before, _steps(engine, read), strict=True)
+            ]
+            terms = fitted(config, steps)
+            setup = Deployment(config, terms, kv_bytes=_FLOAT32_BYTES, weight_bytes=_FLOAT32_BYTES)
             found: SimulatedRun = simulate(setup, trace, policy)
             rounds.append((live, ServedSlice.of(trace, found.first_s, found.end_s)))
             errors.append(statistics.median(_error(config, terms, step) for step in steps))
@@ -205,7 +213,7 @@ def _steps(engine: Engine, read: Callable[[], float]) -> list[MeasuredStep]:
             while not engine.idle:
                 engine.step()
             several.append(clock.now())
-        found.append(MeasuredStep(0, n, statistics.median(several)))
+        found.append(MeasuredStep(0, -(-n // _VECTOR) * _VECTOR, statistics.median(several)))
     return found
 
 

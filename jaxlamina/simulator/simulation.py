@@ -59,7 +59,8 @@ class ServingPolicy:
     it writes what the trace says; None: it asks for just this. ``kept_kv``: KV is also kept in host memory,
     so that after a failure requests go on with all but their last few tokens (docs/reliability.md).
     ``batch_sizes``: a step's requests cost as many as the next of these, which programs are compiled for;
-    none: as many as they are. ``with_prefill``: False: prompts take no time, as where the papers count decode
+    none: as many as they are. ``prompt_multiple``: a prompt's tokens in a step of their own cost as many as
+    the next multiple of it. ``with_prefill``: False: prompts take no time, as where the papers count decode
     steps alone.
     """
 
@@ -74,6 +75,7 @@ class ServingPolicy:
     max_tokens: int | None = None
     kept_kv: bool = True
     batch_sizes: tuple[int, ...] = ()
+    prompt_multiple: int = 1
     with_prefill: bool = True
 
 
@@ -360,8 +362,10 @@ class _Simulation:
             cell.count(1, step.n_stored)
             fs = cell.fs(step.n_stored)
         self._n_prompt_steps += len(prompts)
+        multiple = self.policy.prompt_multiple
         for _, (start, stop) in prompts:
-            prompt_fs = self._times.prefill_fs(stop - start, start) if self.policy.with_prefill else 0
+            n_tokens = -(-(stop - start) // multiple) * multiple
+            prompt_fs = self._times.prefill_fs(n_tokens, start) if self.policy.with_prefill else 0
             self._prefill_fs += prompt_fs
             fs += prompt_fs
         if step.n_returned and self.rate is not None:
