@@ -20,9 +20,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,19 @@ OTHER_HEADS: dict[str, dict[str, Any]] = {
         "head_dim": 4,
     },
     "shards' heads, three workers": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
+}
+# What they are made of is in others, too: `test_layouts` runs them as slow tests.
+LIKE_OTHERS = {
+    "two workers by requests, q first",
+    "two shards, by heads, q first",  # as with three workers, of whose heads a rank has some
+    "two stages, by tokens",  # as "stages' tokens", whose workers have part of them
+    "a model rank's heads, q first",
+    "a model rank's heads, mini-batches",
+    "a model rank's requests",
+    "all on the model rank",
+    "stages' heads",
+    "all on shards",
+    "all on stages",
 }
 KINDS = ("decode", "staggered", "prefill", "chunk", "scored", "decode with chunk", "decode beside chunks")
 
@@ -203,20 +216,27 @@ def _exchange(op: str, peer: int, message: Any, like: Any, *after: jax.Array) ->
     return result
 
 
-class TracedProgram(NamedTuple):
-    """``values``: a hash of what it computes from what, ``hash``: also of what waits for what; ``list``: what
-    it exchanges, in order."""
+@dataclass(frozen=True, eq=False)
+class TracedProgram:
+    """``list``: what it exchanges, in order. Hashes are made when they are asked for, for they take as long as
+    a trace."""
 
-    hash: str
-    values: str
+    jaxpr: Any
     list: tuple[Exchange, ...]
 
     @classmethod
     def of(cls, closed: Any) -> TracedProgram:
-        jaxpr, consts = compat.open_jaxpr(closed)
-        return cls(
-            *(_graph(jaxpr, consts, ties=ties)[:20] for ties in (True, False)), tuple(_exchanges(jaxpr))
-        )
+        return cls(closed, tuple(_exchanges(compat.open_jaxpr(closed)[0])))
+
+    @cached_property
+    def values(self) -> str:
+        """A hash of what it computes from what."""
+        return _graph(*compat.open_jaxpr(self.jaxpr), ties=False)[:20]
+
+    @cached_property
+    def hash(self) -> str:
+        """Also of what waits for what."""
+        return _graph(*compat.open_jaxpr(self.jaxpr), ties=True)[:20]
 
     def exchanges(self) -> tuple[Exchange, ...]:
         return self.list

@@ -13,6 +13,7 @@ import pytest
 from program_oracle import (
     KINDS,
     LAYOUTS,
+    LIKE_OTHERS,
     N_SLOTS,
     OTHER_HEADS,
     Job,
@@ -156,22 +157,8 @@ def _apart(stored: PrefillBatch) -> list[tuple[PrefillBatch, bool]]:
     ]
 
 
-SLOW = {
-    *("a model rank's heads, q first", "a model rank's heads, mini-batches", "all on the model rank"),
-    *(
-        "stages' heads",
-        "all on stages",
-        "all on shards",
-        "a model rank's requests",
-        "two workers by requests, q first",
-    ),
-    "two stages, by tokens",  # as "stages' tokens", whose workers have part of them
-    "two shards, by heads, q first",  # as with three workers, of whose heads a rank has some
-}
-
-
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in LAYOUTS]
 )
 def test_every_kind_of_step_gives_what_unsplit_execution_gives(layout: str) -> None:
     job = job_of(layout)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_jobs import DEADLINE_S, TRANSPORTS, check_greedy, mpi, run_job, started
+from rank_jobs import DEADLINE_S, ROOT, TRANSPORTS, check_greedy, mpi, run_job, started
 
 SMOLLM2 = "smollm2-135m-instruct"
 SHAPES = [(1, "heads"), (2, "heads"), (2, "requests"), (2, "tokens"), (3, "requests"), (3, "tokens")]
@@ -131,6 +133,14 @@ def test_three_workers_cannot_share_two_heads() -> None:
     found = run_job("xla", 3, [("refused", {"model": "llama"})], partition="heads")
     assert "2 KV heads" in found[0]["line"] and "3 attention workers" in found[0]["line"]
     assert "partition='tokens' or partition='requests'" in found[0]["line"]
+
+
+def test_attention_ranks_start_without_flax() -> None:
+    """It is half of what a model rank imports, and models alone need it."""
+    command = (
+        "from jaxlamina import ranks; import sys; assert 'jax' in sys.modules and 'flax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True, timeout=DEADLINE_S)
 
 
 # --- programs that do not fit ---

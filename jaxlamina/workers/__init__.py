@@ -1,15 +1,11 @@
 """The two pools at work: model workers hold weights and run slices, attention workers hold KV and attend."""
 
-from jaxlamina.process.compile_counts import Programs
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
-from jaxlamina.workers.model_worker import ModelWorker
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 
 __all__ = [
     "AttentionSpec",
     "ChannelScales",
     "DecodeBatch",
-    "ModelWorker",
     "PrefillBatch",
-    "Programs",
 ]
