@@ -5,10 +5,12 @@ Knows nothing of what is tested.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,10 +164,18 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, *gc.get_threshold()[1:])
 
 
+@pytest.hookimpl(trylast=True)  # when its fixtures are gone
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Models and programs of a file go with it."""
+    """Models and programs of a file go with it: JAX would keep what it has traced and compiled, gigabytes and
+    millions of objects by the end of a run, which each collection goes through. What is left stays."""
     if nextitem is None or nextitem.path != item.path:
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        for value in vars(item.module).values():
+            if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == item.module.__name__:
+                value.cache_clear()
         gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

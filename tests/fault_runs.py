@@ -266,7 +266,7 @@ class Run:
             # Of a prompt its last token, and of an answer what came after the last round, and what was being
             # written: without kept KV it is a thousand.
             n = self.counter("jaxlamina:recomputed_tokens_total", own)
-            assert n <= check.recomputed_at_most
+            assert n <= check.recomputed_at_most, f"{n:.0f} tokens were computed again{self.story()}"
 
     def story(self) -> str:
         """What the supervisor and its job have said."""
