@@ -47,6 +47,11 @@ def why_no_hosts() -> str | None:
     return None
 
 
+def why_no_rates() -> str | None:
+    """What keeps a link's rate from being limited, or None."""
+    return None if shutil.which("tc") else "no tc: apt-get install iproute2"
+
+
 class Hosts:
     """Two of them; use as a context manager. ``addresses`` and ``names`` go together. ``memory``: what the
     second one has as /dev/shm, which the first one's processes could not reach if they had not this path."""
@@ -132,6 +137,16 @@ class Hosts:
     def mend(self) -> None:
         for name, other in zip(self.names, reversed(self.addresses), strict=True):
             _ip("-n", name, "neigh", "del", other, "dev", "cable")
+
+    def limit(self, mbit_per_s: float) -> None:
+        """Holds the cable to a rate each way; 0: to none."""
+        for name in self.names:
+            on = ("qdisc", "dev", "cable", "root")
+            subprocess.run(["tc", "-n", name, on[0], "del", *on[1:]], check=False, capture_output=True)
+            if not mbit_per_s:
+                continue
+            rate = ("rate", f"{mbit_per_s:g}mbit", "burst", "32kbit", "latency", "400ms")
+            subprocess.run(["tc", "-n", name, on[0], "add", *on[1:], "tbf", *rate], check=True)
 
     def hostfile(self, *slots: int) -> Path:
         """One that gives each host so many ranks."""

@@ -52,7 +52,7 @@ def entry(*lines: str, before: str = "") -> str:
 def test_mpi_calls_are_listed_in_order_without_the_tie(version):
     hlo = text("mpi", version)
     assert hlo.count("mpi_allreduce_ffi") == 1
-    assert mpi_exchanges(hlo) == (send(1, 4, 8, dtype="uint16"), send(2, 4, 8), recv(1, 4, 8))
+    assert mpi_exchanges(hlo, 0) == (send(1, 4, 8, dtype="uint16"), send(2, 4, 8), recv(1, 4, 8))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -61,25 +61,34 @@ def test_mpi_calls_of_one_communicator(version):
     world = int(re.search(r"mpi_send_ffi.*comm = (\d+)", hlo)[1])
     alone = int(re.search(r"mpi_allreduce_ffi.*comm = (\d+)", hlo)[1])
     assert world != alone
-    assert mpi_exchanges(hlo, world) == mpi_exchanges(hlo)
-    assert mpi_exchanges(hlo, alone) == (everyone(),)
+    assert mpi_exchanges(hlo, 0, world) == mpi_exchanges(hlo, 0)
+    assert mpi_exchanges(hlo, 0, alone) == (everyone(),)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_mpi_calls_in_loops_are_repeated(version):
     turn = (send(1, 4, 8), *3 * (recv(1, 4, 8),))
-    assert mpi_exchanges(text("mpi-loop", version)) == (*5 * turn, recv(2, dtype="int8"))
+    assert mpi_exchanges(text("mpi-loop", version), 0) == (*5 * turn, recv(2, dtype="int8"))
 
 
-def test_sendrecv_is_refused():
-    hlo = text("mpi", VERSIONS[1]).replace("mpi_recv_ffi", "mpi_sendrecv_ffi")
-    with pytest.raises(ValueError, match="send and recv, not sendrecv"):
-        mpi_exchanges(hlo)
+def test_of_mpi_messages_that_fall_together_both_ranks_list_the_lower_ones_first():
+    def swapping(peer, out, back):
+        attributes = f"{{dest = {peer} : i64, source = {peer} : i64, comm = 7 : i64}}"
+        call = f'custom-call(%p), custom_call_target="mpi_sendrecv_ffi", backend_config={attributes}'
+        return entry(f"%p = {out} parameter(0)", f"%r = {back} {call}")
+
+    lists = {
+        rank: mpi_exchanges(swapping(1 - rank, out, back), rank)
+        for rank, (out, back) in enumerate([("f32[4,8]{1,0}", "u16[2]{0}"), ("u16[2]{0}", "f32[4,8]{1,0}")])
+    }
+    assert lists[0] == (send(1, 4, 8), recv(1, 2, dtype="uint16"))
+    assert lists[1] == (recv(0, 4, 8), send(0, 2, dtype="uint16"))
+    assert first_difference(lists) is None
 
 
 def test_another_way_of_writing_attributes_is_an_error_and_no_empty_list():
     with pytest.raises(ValueError, match="no dest in the MPI call"):
-        mpi_exchanges(text("mpi", VERSIONS[1]).replace("dest = ", "destination: "))
+        mpi_exchanges(text("mpi", VERSIONS[1]).replace("dest = ", "destination: "), 0)
 
 
 # ---- XLA's collectives
@@ -118,13 +127,13 @@ def test_xla_collectives_in_loops_are_repeated(version):
     assert first_difference(lists) is None
 
 
-@pytest.mark.parametrize("read", [mpi_exchanges, lambda hlo: xla_exchanges(hlo, 0)])
+@pytest.mark.parametrize("read", [mpi_exchanges, xla_exchanges])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_loop_without_a_trip_count_is_an_error(read, version):
     name = "mpi-loop" if read is mpi_exchanges else "xla-loop"
     hlo = re.sub(r',"known_trip_count":\{"n":"5"\}', "", text(name, version))
     with pytest.raises(ValueError, match="the loop 'while.*no fixed number of turns"):
-        read(hlo)
+        read(hlo, 0)
 
 
 def test_a_loop_without_exchanges_may_be_of_any_length():
@@ -249,7 +258,7 @@ def test_what_is_not_understood_is_an_error_and_no_empty_list():
     with pytest.raises(ValueError, match="scheduled module"):
         xla_exchanges(text("xla", VERSIONS[1]).replace("is_scheduled=true, ", ""), 0)
     with pytest.raises(ValueError, match="no ENTRY"):
-        mpi_exchanges("HloModule m, is_scheduled=true\n")
+        mpi_exchanges("HloModule m, is_scheduled=true\n", 0)
     with pytest.raises(ValueError, match="send made from a permute"):
         xla_exchanges(entry("%s = (f32[4]{0}, u32[], token[]) send(%p, %t), channel_id=2"), 0)
     with pytest.raises(ValueError, match="groups of 'r' are written"):

@@ -90,8 +90,8 @@ class Cluster(ModelOptions):
         "copies (with a "
         "pipeline, two for each stage), on the steps that come, and keeps the faster; only where all KV "
         "that a step can "
-        "read is at least half of the weights, since each staggered batch reads them again. Left out: "
-        "`auto` where ranks have "
+        "read is at least half of the weights, since each staggered batch reads them again, or messages go "
+        "by `mpi`, whose links may be slow. Left out: `auto` where ranks have "
         "accelerators; 1 on CPUs alone, or with several copies one more than those; 1 with `mini_batches`.",
         least=1,
     )

@@ -406,14 +406,15 @@ class RanksExecutor(Executor):
 
         Staggered batches read all weights once each. On one model worker beside attention workers of its
         kind that pays only where attention, and the exchanges, would be waited for as long: not where all the
-        KV that a step can read is less than half of the weights."""
+        KV that a step can read is less than half of the weights. Over MPI exchanges may take any time: a link
+        between hosts may be slow, and staggered batches use both of its directions at once."""
         cluster = self.group.cluster
         if self.layout.n_replicas > 1 or self.layout.stages:
             return True
         predicted = self._predicted_s(n_rows, context)
         if predicted and len(predicted) > 1:
             return min(s for n, s in predicted.items() if n > 1) < MAY_PAY * predicted[1]
-        if cluster.attention_platform != cluster.model_platform:
+        if cluster.attention_platform != cluster.model_platform or self.group.transport.name == "mpi":
             return True
         kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
         return kv_bytes > tree_bytes(self.model.params) / 2

@@ -36,8 +36,9 @@ _RAGGED = "ragged-all-to-all"
 _Reader = Callable[[Instruction, Mapping[str, Instruction]], Sequence[Any]]
 
 
-def mpi_exchanges(hlo: str, world: int | None = None) -> tuple[Exchange, ...]:
-    """What a program sends and receives by mpi4jax, in the order in which it does.
+def mpi_exchanges(hlo: str, rank: int, world: int | None = None) -> tuple[Exchange, ...]:
+    """What a program sends and receives by mpi4jax as ``rank``, in the order in which it does; of what falls
+    together (sendrecv) the lower rank's message first.
 
     hlo: text of the scheduled module. Types MPI lacks are listed as the bits that travel (uint16 for
     bfloat16). world: handle of the communicator of all ranks. Given, other communicators' calls are left out
@@ -45,7 +46,7 @@ def mpi_exchanges(hlo: str, world: int | None = None) -> tuple[Exchange, ...]:
     meet nobody. Raises ValueError where the list cannot be known: a loop of unknown length, branches that
     differ.
     """
-    return _expand(_scheduled(hlo), lambda i, others: _mpi(i, others, world))
+    return _expand(_scheduled(hlo), lambda i, others: _mpi(i, others, rank, world))
 
 
 def xla_exchanges(hlo: str, rank: int) -> tuple[Exchange, ...]:
@@ -73,7 +74,8 @@ def by_instruction(hlo: str, rank: int | None) -> dict[str, list[Exchange]]:
     """Instruction -> what it exchanges: by XLA's collectives as partition ``rank``, or by mpi4jax (None)."""
     every = {i.name: i for i in _scheduled(hlo).instructions()}
     found = {
-        name: _mpi(i, every, None) if rank is None else _xla(i, every, rank) for name, i in every.items()
+        name: _mpi(i, every, None, None) if rank is None else _xla(i, every, rank)
+        for name, i in every.items()
     }
     return {name: list(exchanges) for name, exchanges in found.items() if exchanges}
 
@@ -250,22 +252,26 @@ def _called(i: Instruction, computation: Callable[[str], tuple[Any, ...]]) -> Se
     return ()
 
 
-def _mpi(i: Instruction, others: Mapping[str, Instruction], world: int | None) -> Sequence[Exchange]:
+def _mpi(
+    i: Instruction, others: Mapping[str, Instruction], rank: int | None, world: int | None
+) -> Sequence[Exchange]:
+    """``rank``: None where the order of what falls together does not matter."""
     target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
     if not target:
         return ()
     call, communicator = target[1], _integer(i, "comm")
     if world is not None and communicator != world:
         return ()
-    if call == "recv":
-        ((shape, dtype),) = i.arrays
-        return (Exchange("recv", _integer(i, "source"), shape, dtype),)
     operands = [array for name in i.operands for array in others[name].arrays]
-    if call == "send":
-        ((shape, dtype),) = operands
-        return (Exchange("send", _integer(i, "dest"), shape, dtype),)
-    if call == "sendrecv":
-        raise ValueError("a program must use send and recv, not sendrecv, which has no place in an order")
+    if call in ("send", "recv", "sendrecv"):
+        found = []
+        if call != "recv":
+            ((shape, dtype),) = operands
+            found.append(Exchange("send", _integer(i, "dest"), shape, dtype))
+        if call != "send":
+            ((shape, dtype),) = i.arrays
+            found.append(Exchange("recv", _integer(i, "source"), shape, dtype))
+        return found if rank is None or rank < found[0].peer else found[::-1]
     if world is None:
         return ()
     return tuple(Exchange("all", -1, shape, dtype) for shape, dtype in operands or [((), "bool")])

@@ -58,24 +58,27 @@ class MpiTransport(Transport):
         return self.send_each([x], [to], after)
 
     def recv(self, like: jax.ShapeDtypeStruct, source: int, after: jax.Array | None = None) -> jax.Array:
-        return self._recv(like, source, self._place(like))
+        with jax.named_scope(SPAN):
+            got = self._mpi.recv(self._place(like), source=source, comm=self._world)
+        return self._unwired(got, like)
 
     def _place(self, like: jax.ShapeDtypeStruct) -> jax.Array:
         """An array as MPI writes one like ``like``."""
         dtype = np.dtype(like.dtype)
         return jnp.zeros(like.shape, dtype if dtype in _ITS_OWN else _BITS[dtype.itemsize])
 
-    def _recv(self, like: jax.ShapeDtypeStruct, source: int, place: jax.Array) -> jax.Array:
-        with jax.named_scope(SPAN):
-            got = self._mpi.recv(place, source=source, comm=self._world)
+    def _unwired(self, got: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         return got if np.dtype(like.dtype) in _ITS_OWN else lax.bitcast_convert_type(got, like.dtype)
+
+    def _wire(self, x: jax.Array) -> jax.Array:
+        """``x`` in a type that MPI has."""
+        dtype = np.dtype(x.dtype)
+        return x if dtype in _ITS_OWN else lax.bitcast_convert_type(x, _BITS[dtype.itemsize])
 
     def send_each(self, xs: Sequence[jax.Array], to: Sequence[int], after: jax.Array | None = None) -> Sent:
         for x, rank in zip(xs, to, strict=True):
-            x, dtype = tied(x, after), np.dtype(x.dtype)
-            wire = x if dtype in _ITS_OWN else lax.bitcast_convert_type(x, _BITS[dtype.itemsize])
             with jax.named_scope(SPAN):
-                self._mpi.send(wire, dest=rank, comm=self._world)
+                self._mpi.send(self._wire(tied(x, after)), dest=rank, comm=self._world)
         return self._mpi.allreduce(jnp.zeros((), jnp.float32), op=self._sum, comm=self._self)
 
     def swap_each(
@@ -85,11 +88,18 @@ class MpiTransport(Transport):
         with_: Sequence[int],
         after: jax.Array | None = None,
     ) -> list[jax.Array]:
-        # This end receives first and the other sends first: neither waits for the other however large
-        # messages are. And only once ``xs`` are there, since whoever waits for a message computes nothing.
-        got = [self._recv(like, rank, tied(self._place(like), xs[0])) for rank in with_]
-        self.send_each(xs, with_, after)
-        return got
+        return [self.swap_part(x, like, rank, 1, after) for x, rank in zip(xs, with_, strict=True)]
+
+    def swap_part(
+        self, x: jax.Array, like: jax.ShapeDtypeStruct, with_: int, of: int, after: jax.Array | None = None
+    ) -> jax.Array:
+        """One call at both ends: a link carries both messages at a time, and neither end waits for the other
+        however large they are."""
+        with jax.named_scope(SPAN):
+            got = self._mpi.sendrecv(
+                self._wire(tied(x, after)), self._place(like), source=with_, dest=with_, comm=self._world
+            )
+        return self._unwired(got, like)
 
     def compile_later(
         self,
@@ -104,7 +114,8 @@ class MpiTransport(Transport):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
         options = compiler_options(self.device, self.traceable, behind)
         jitted = jax.jit(function, donate_argnums=tuple(donate_argnums), compiler_options=options)
-        program = MpiProgram(jitted, shapes)  # compiling traces it once more, which is this thread's affair
+        # compiling traces it once more, which is this thread's affair
+        program = MpiProgram(jitted, shapes, self.rank)
         return lambda: program
 
     def name_of(self, *what: object) -> str | None:
@@ -121,9 +132,9 @@ class MpiProgram:
     """A jitted function: its lowered form is compiled for its list alone, since such objects fail at a second
     call."""
 
-    def __init__(self, jitted: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, jitted: Any, args: tuple[Any, ...], rank: int) -> None:
         self._jitted, self._args = jitted, args
-        self._exchanges = mpi_exchanges(self.hlo())
+        self._exchanges = mpi_exchanges(self.hlo(), rank)
 
     def __call__(self, *args: Any) -> Any:
         return self._jitted(*args)
