@@ -208,9 +208,10 @@ class LLM:
 
     def _chunks(self) -> tuple[int | None, chunk_sizes.ChunkSize | None]:
         """`chunk_sizes.chosen`. Prefill workers compute beside decode steps, whose price is without them."""
-        o, group = self.options, self.place.group
-        is_priced = self.modelled is not None and not (group is not None and group.cluster.prefill_workers)
-        predict = partial(self.modelled.with_prompt_s, o.mixed_steps) if is_priced and self.modelled else None
+        o, group, modelled = self.options, self.place.group, self.modelled
+        if group is not None and group.cluster.prefill_workers:
+            modelled = None
+        predict = None if modelled is None else partial(modelled.with_prompt_s, o.mixed_steps)
         return chunk_sizes.chosen(o.max_num_batched_tokens, o.tpot_slo_ms, predict)
 
     def keep_kv(self, folder: str | None, n: int | str | None) -> None:

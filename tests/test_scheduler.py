@@ -492,6 +492,11 @@ def test_prefill_tokens_of_a_step_are_bounded_but_one_always_goes():
     assert run_step(scheduler).prefills == (a,)
     assert run_step(scheduler).prefills == (b,)
     assert run_step(scheduler).prefills == (c,)
+    scheduler.max_prefill_tokens = 20  # as `bench throughput --kv-present`, whose prompts take no time
+    d, e = request("d", 11, 2), request("e", 9, 2)
+    for r in (d, e):
+        scheduler.add(r)
+    assert run_step(scheduler).prefills == (d, e)
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers():

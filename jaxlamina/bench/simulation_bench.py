@@ -155,24 +155,24 @@ def measure(
         prompt_multiple=_VECTOR,
     )
     rounds, errors, held_out = [], [], []
-    for i in range(n_rounds + 1):  # by the first of them all is compiled
-        on_progress(f"round {i} of {n_rounds}: single steps" if i else "compiling")
-        before = _steps(engine, read)
-        if i:
-            on_progress(f"round {i} of {n_rounds}: {len(trace)} requests")
+    on_progress("compiling")
+    _steps(engine, read)
+    _live(engine, trace, read)
+    on_progress("single steps")
+    after = _steps(engine, read)
+    for i in range(1, n_rounds + 1):
+        on_progress(f"round {i} of {n_rounds}: {len(trace)} requests")
         live = _live(engine, trace, read)
-        if i:
-            # A machine's pace drifts by more than the aim within a minute: steps of both its ends.
-            steps = [
-                a._replace(seconds=(a.seconds + b.seconds) / 2)
-                for a, b in zip(before, _steps(engine, read), strict=True)
-            ]
-            terms = fitted(config, steps)
-            setup = Deployment(config, terms, kv_bytes=_FLOAT32_BYTES, weight_bytes=_FLOAT32_BYTES)
-            found: SimulatedRun = simulate(setup, trace, policy)
-            rounds.append((live, ServedSlice.of(trace, found.first_s, found.end_s)))
-            errors.append(statistics.median(_error(config, terms, step) for step in steps))
-            held_out.append(statistics.median(held_out_errors(config, steps)))
+        on_progress(f"round {i} of {n_rounds}: single steps")
+        before, after = after, _steps(engine, read)
+        # A machine's pace drifts by more than the aim within a minute: steps of both its ends.
+        steps = [a._replace(seconds=(a.seconds + b.seconds) / 2) for a, b in zip(before, after, strict=True)]
+        terms = fitted(config, steps)
+        setup = Deployment(config, terms, kv_bytes=_FLOAT32_BYTES, weight_bytes=_FLOAT32_BYTES)
+        found: SimulatedRun = simulate(setup, trace, policy)
+        rounds.append((live, ServedSlice.of(trace, found.first_s, found.end_s)))
+        errors.append(statistics.median(_error(config, terms, step) for step in steps))
+        held_out.append(statistics.median(held_out_errors(config, steps)))
     return SimulationReport(trace, rounds, statistics.median(errors), statistics.median(held_out), terms)
 
 

@@ -45,7 +45,7 @@ class Headroom:
     def of(self, requests: Sequence[Request]) -> Int64[np.ndarray, " n"]:
         """Slots that each is expected to take after those that it has, or will start with: 1 at least. The
         last token takes none."""
-        left = np.array([r.max_tokens - len(r.output_token_ids) - r.n_in_flight - 1 for r in requests])
+        left = np.array([request.n_tokens_left - 1 for request in requests])
         n = np.ceil(self.share * left).astype(np.int64)
         if self._fixed is None and not self._n_seen:  # a chat's max_tokens may be all that the model can
             n = np.minimum(n, _FIRST_TOKENS)

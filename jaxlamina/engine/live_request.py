@@ -83,11 +83,6 @@ class LiveRequest:
         """Whether its tokens so far are all that another process needs to go on with it."""
         return self.beams is None and self.params.n_sequences == 1 and not self._wants_entries
 
-    @cached_property
-    def draws_as_it_is(self) -> bool:
-        """Whether its rows never ask for more than their parameters say: no bans, beams or grammars."""
-        return self.beams is None and not (self.params.adjusts or self.params.min_tokens)
-
     @property
     def _wants_entries(self) -> bool:
         return self.params.needed_logprobs is not None or self.params.prompt_logprobs is not None

@@ -152,8 +152,6 @@ def _row_of(request: Request, newest: Any) -> Row:
     """How a request's next token is drawn. One that cannot say gets any token, and is ended with it
     (``Job.error``)."""
     job: LiveRequest = request.payload
-    if job.draws_as_it_is:
-        return Row(job.params, job.continuations[request.index].seed, request.n_tokens)
     if job.error is None:
         try:
             return job.row(

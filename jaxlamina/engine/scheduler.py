@@ -107,7 +107,6 @@ class Scheduler:
         self.n_prefill_workers = n_prefill_workers
         self.own_pace_tokens = own_pace_tokens
         self.chunk_size = chunk_size
-        self._most_prefilled = max_prefill_tokens  # in the coming step
         # By worker, what it computes at its own pace, or has computed.
         self._at_work: dict[int, OwnChunk] = {}
         self._done: set[int] = set()  # workers that have
@@ -174,10 +173,10 @@ class Scheduler:
         prefills: list[Request] = []
         moves_in: list[Move] = []
         begun = sorted(self._begun(), key=self._place)
-        self._choose_chunk(decodes, begun)
+        most = self._choose_chunk(decodes, begun)
         if may_admit and (self.n_prefill_workers or not begun or self._displaces(begun[0])):
             only_first = bool(preempted or (begun and not self.n_prefill_workers))
-            prefills, resumed, moves_in = self._admit(only_first=only_first)
+            prefills, resumed, moves_in = self._admit(most, only_first=only_first)
             decodes += resumed
         busy = {request.worker for request in prefills} | self._at_work.keys()
         for request in begun:
@@ -199,14 +198,15 @@ class Scheduler:
             tuple(map(self._begin_chunk, at_own_pace)),
         )
 
-    def _choose_chunk(self, decodes: Sequence[Request], begun: Sequence[Request]) -> None:
+    def _choose_chunk(self, decodes: Sequence[Request], begun: Sequence[Request]) -> int:
+        """Chooses ``prefill_chunk`` where that is to be; prompt tokens of the coming step at most."""
         if self.chunk_size is None or not (begun or self.waiting):
-            return
+            return self.max_prefill_tokens
         n_stored = sum([len(request.slots) for request in decodes]) - len(decodes)
         first = begun[0].n_computed or 0 if begun else 0
         n = self.chunk_size.next(len(decodes), n_stored, first)
         self.prefill_chunk = self.room.prefill_chunk = n
-        self._most_prefilled = min(n, self.max_prefill_tokens) if decodes else self.max_prefill_tokens
+        return min(n, self.max_prefill_tokens) if decodes else self.max_prefill_tokens
 
     def _next_chunk(self, request: Request) -> tuple[int, int]:
         """A prompt's positions that this step computes. With the last, the prefix cache gets the prompt."""
@@ -432,12 +432,12 @@ class Scheduler:
 
     # --- newcomers, and those who come back ---
 
-    def _admit(self, *, only_first: bool) -> tuple[list[Request], list[Request], list[Move]]:
-        """(to prefill, to decode since their KV comes back from the host, the copies for that)."""
+    def _admit(self, room: int, *, only_first: bool) -> tuple[list[Request], list[Request], list[Move]]:
+        """(to prefill, to decode since their KV comes back from the host, the copies for that). ``room``:
+        prompt tokens at most."""
         prefills: list[Request] = []
         resumed: list[Request] = []
         moves: list[Move] = []
-        room = self._most_prefilled
         while self.waiting:
             unit = self._next_unit()
             worker = self._worker_for(unit, prefills)

@@ -187,7 +187,6 @@ class _Simulation:
         )
         self._live: dict[int, _Life] = {}
         self._come: list[int] = []  # and not taken in yet
-        self._next_random = -1  # of `failures`
         self._n_starts = 0  # of the job: steps of an earlier start are lost
         self._ready_at = 0
         self._is_down = False
@@ -240,6 +239,7 @@ class _Simulation:
         events.append((self._arrivals[0] * FS_US, _ARRIVAL, 0))
         events += [(round(FS * f.at_s), _FAILURE, i) for i, f in enumerate(self.failures)]
         heapq.heapify(events)
+        n_known = len(self.failures)
         self._await_failure()
         n = len(self.trace)
         while self._n_ended < n:
@@ -256,7 +256,7 @@ class _Simulation:
                     self._turn(now)
             elif what == _FAILURE:
                 self._fail(now, self.failures[which])
-                if which == self._next_random:
+                if which >= n_known:  # a random one
                     self._await_failure()
             elif now == self._ready_at and self._is_down:
                 self._is_down = False
@@ -271,9 +271,8 @@ class _Simulation:
             return
         at_s, device = next(self._random)
         pool: Literal["attention", "model"] = "model" if device < self.setup.n_model else "attention"
-        self._next_random = len(self.failures)
+        heapq.heappush(self.events, (round(FS * at_s), _FAILURE, len(self.failures)))
         self.failures.append(Failure(at_s, pool, self.rate.downtime_s))
-        heapq.heappush(self.events, (round(FS * at_s), _FAILURE, self._next_random))
 
     def _turn(self, now: int) -> None:
         """A step is over, or the engine was idle: the next one begins."""
