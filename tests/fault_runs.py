@@ -263,8 +263,7 @@ class Run:
             n_stalls = self.counter("jaxlamina:recovery_stall_seconds_count", own)
             assert min(n_stalls, self.counter("jaxlamina:resumed_requests_total", own)) >= least
         if check.recomputed_at_most is not None:
-            # Of a prompt its last token, and of an answer what came after the last round, and what was being
-            # written: without kept KV it is a thousand.
+            # tests/faults/README.md says where the bound comes from.
             n = self.counter("jaxlamina:recomputed_tokens_total", own)
             assert n <= check.recomputed_at_most, f"{n:.0f} tokens were computed again{self.story()}"
 
