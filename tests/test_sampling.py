@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxlamina.errors import UserError
 from jaxlamina.sampling.adjustments import Adjusted
 from jaxlamina.sampling.params import SamplingParams, seed_of
-from jaxlamina.sampling.sampler import Knobs, Row, Sampler, SamplingBatch, filter_logits
+from jaxlamina.sampling.sampler import Knobs, Row, Sampler, SamplingBatch, choose, filter_logits
 from jaxlamina.sampling.structured import StructuredOutputs
 
 V = 50
@@ -120,6 +120,28 @@ def test_same_seed_same_tokens_whatever_else_is_in_the_batch():
         alone = sample(rows[:1], [mine], positions=[position])
         last = sample(rows[[1, 2, 3, 0]], [*others, mine], positions=[0, 3, 9, position], size=None)
         assert int(alone.tokens[0]) == int(last.tokens[3])
+
+
+def test_many_rows_are_drawn_block_by_block():
+    n_tokens = 2**20  # of which 16 rows are drawn at once
+    rows = np.random.default_rng(0).normal(0, 2, (20, n_tokens))
+    params = [SamplingParams(seed=i, temperature=i % 3, top_p=(1, 0.7)[i % 2]) for i in range(20)]
+    together = sample(rows, params).tokens
+    apart = [sample(rows[part], params[part]).tokens for part in (slice(0, 10), slice(10, 20))]
+    assert together.tolist() == np.concatenate(apart).tolist()
+    assert len(set(together.tolist())) > 10
+
+
+def test_the_memory_of_drawing_does_not_follow_the_rows():
+    def temp_bytes(n_rows: int, params: SamplingParams) -> int:
+        logits = jax.ShapeDtypeStruct((n_rows, 2**17), jnp.float32)
+        batch = SamplingBatch.build([Row(params, 0, 0)] * n_rows, n_rows)
+        chosen = jax.jit(choose, static_argnames="filters").lower(logits, batch.knobs, filters=batch.filters)
+        return chosen.compile().memory_analysis().temp_size_in_bytes
+
+    for params in SamplingParams(), SamplingParams(top_p=0.7):
+        least = temp_bytes(1024, SamplingParams(temperature=0.0))
+        assert temp_bytes(1024, params) <= least + 1.1 * temp_bytes(128, params)
 
 
 def test_seed_words_and_position_all_matter():

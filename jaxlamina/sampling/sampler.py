@@ -23,6 +23,7 @@ from jaxlamina.sampling.adjustments import NO_TOKEN, NOT_ADJUSTED, Adjusted, Adj
 from jaxlamina.sampling.params import MAX_LOGPROBS, SamplingParams
 
 _LANES = 64  # floats side by side in a reduction
+_MOST_DRAWN = 2**24  # logits that are drawn from at once: 128 rows of 128,256 tokens
 
 
 class Sampled(NamedTuple):
@@ -180,6 +181,23 @@ def _argmax(logits: jax.Array) -> jax.Array:
 
 
 def _drawn(logits: jax.Array, knobs: Knobs, *, filters: bool) -> jax.Array:
+    """One token a row, drawn: int32 [B]. Block by block, as random bits take a multiple of the logits'
+    memory; the last block may have rows of the one before, whose tokens are the same again."""
+    n_rows, n_tokens = logits.shape
+    n = min(n_rows, max(1, _MOST_DRAWN // n_tokens))
+    if n == n_rows:
+        return _drawn_at_once(logits, knobs, filters=filters)
+
+    def block(i: jax.Array, tokens: jax.Array) -> jax.Array:
+        at = jnp.minimum(i * n, n_rows - n)
+        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, n), (logits, knobs))
+        found = _drawn_at_once(*part, filters=filters)
+        return jax.lax.dynamic_update_slice_in_dim(tokens, found, at, 0)
+
+    return jax.lax.fori_loop(0, -(-n_rows // n), block, jnp.zeros(n_rows, jnp.int32))
+
+
+def _drawn_at_once(logits: jax.Array, knobs: Knobs, *, filters: bool) -> jax.Array:
     scaled = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)[:, None]
     if filters:
         scaled = filter_logits(scaled, knobs.top_k, knobs.top_p, knobs.min_p)
