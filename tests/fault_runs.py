@@ -14,6 +14,7 @@ import socket
 import sqlite3
 import subprocess
 import time
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,8 +59,9 @@ PROMPTS = {
         "/v1/completions",
         {"prompt": f"w{n} w2 w3 " * 150, "max_tokens": 5, "stream": True, "seed": n, "temperature": n % 2},
     )
-    for n in range(10, 16)
+    for n in range(10, 22)
 }
+_AT_ONCE = 6  # of these
 SMALL_DISK = "size=32m"
 
 
@@ -92,6 +94,7 @@ class Run:
         self.asked: dict[str, Asked] = {}
         self.changes: list[tuple[Asked, int | None]] = []
         self._folders: set[Path] = set()  # of sockets and pipes, that processes had when a fault came
+        self._struck: set[int] = set()  # all of a job that was struck: it may take a moment to end
         self._n_logged = 0  # lines of the log when prompts were asked for
 
     @property
@@ -117,7 +120,8 @@ class Run:
             pid = find(event.whom, self.server.process.pid) if early else 0
             self.wait_for(event)
             if event.whom and not pid and not event.cut:
-                pid = find(event.whom, self.server.process.pid)
+                old = self._struck if event.during == "recovering" else ()
+                pid = find(event.whom, self.server.process.pid, old)
             self.happen(event, pid)
         self.check_answers(expected)
         self.check_recoveries()
@@ -170,11 +174,11 @@ class Run:
         status = self.server.get("/v1/fault_tolerance/status")
         if moment == "scaling":
             return status["spare"] == "starting"
-        return status["status"] == "recovering" and self.is_there(whom)
+        return status["status"] == "recovering" and self.is_there(whom, self._struck)
 
-    def is_there(self, whom: str) -> bool:
+    def is_there(self, whom: str, apart_from: Collection[int] = ()) -> bool:
         """Of a starter's ranks those on the other host are no children of the supervisor."""
-        if is_there(whom, self.server):
+        if is_there(whom, self.server, apart_from):
             return True
         other = self.hosts.pids(1) if self.hosts is not None and whom != "rank 0" else []
         return any("launch" in words_of(pid) for pid in other)
@@ -185,7 +189,8 @@ class Run:
         server = self.server
         if event.ask:
             self._n_logged = len(server.lines)
-            self.ask(PROMPTS)
+            more = [name for name in PROMPTS if name not in self.asked][:_AT_ONCE]
+            self.ask({name: PROMPTS[name] for name in more})
         if event.pause:
             server.post("/pause", None)
         if event.apply:
@@ -193,6 +198,7 @@ class Run:
             self.changes.append((change, event.status))
         if event.signal:
             self._folders |= folders(server.process.pid)
+            self._struck |= set(children(server.process.pid))
             os.kill(pid, getattr(signal, event.signal))
             if (event.signal, event.whom) == ("SIGKILL", "supervisor"):
                 server.process.wait(20)
@@ -249,7 +255,10 @@ class Run:
     def check_recoveries(self) -> None:
         server, check = self.server, self.scenario.check
         # Answers may have ended just before a process did, which is seen a moment later.
-        wait_until(lambda: len(restarts(server)) >= check.recoveries, 30)
+        try:
+            wait_until(lambda: len(restarts(server)) >= check.recoveries, 30)
+        except AssertionError:
+            raise AssertionError(f"less than {check.recoveries} recoveries{self.story()}") from None
         wait_until(lambda: server.request("GET", "/health")[0] == 200)
         n = len(restarts(server))
         assert check.recoveries <= n <= max(check.recoveries, check.recoveries_at_most), self.story()

@@ -228,8 +228,10 @@ def _after(fault: Fault) -> tuple[Event, ...]:
     if fault.what == "packets":
         found.append(Event(lift=True, after_recoveries=1 + (fault.when == "recovery")))
     has_prompts = fault.when in ("prefill", "chunk", "compile")
-    if fault.what == "memory" and fault.who != "supervisor" and not has_prompts:
-        found.append(Event(ask=True))  # else it may need none for long
+    # Else one without memory may need none for long, and nobody asks a prefill worker for anything.
+    may_be_missed = (fault.what, fault.who) == ("spin", "prefill") and not has_prompts
+    if may_be_missed or (fault.what == "memory" and fault.who != "supervisor"):
+        found.append(Event(ask=True))
     if fault.what == "disk":
         found.append(Event(lift=True))
     if fault.what == "memory" and fault.who == "supervisor":

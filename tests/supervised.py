@@ -96,11 +96,12 @@ def words_of(pid):
     return []
 
 
-def find(whom, supervisor):
-    """The process that a scenario names."""
+def find(whom, supervisor, apart_from=()):
+    """The process that a scenario names; none of ``apart_from``."""
     if whom == "supervisor":
         return supervisor
-    below = sorted(children(supervisor), key=began)  # of two jobs the one that runs
+    below = set(children(supervisor)) - set(apart_from)
+    below = sorted(below, key=began)  # of two jobs the one that runs
     if whom == "starter":
         return next(pid for pid in below if "launch.local" in words_of(pid))
     if whom == "server":
@@ -227,6 +228,6 @@ def restarts(server):
     return [line for line in server.lines if "it is started again" in line]
 
 
-def is_there(whom, server):
+def is_there(whom, server, apart_from=()):
     with contextlib.suppress(StopIteration, AssertionError):
-        return find(whom, server.process.pid)
+        return find(whom, server.process.pid, apart_from)
