@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import re
 import shlex
 import sys
@@ -75,11 +76,12 @@ def children(pid):
     """All processes below one."""
     found, left = [], [pid]
     while left:
-        for task in Path(f"/proc/{left.pop()}/task").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                new = [int(x) for x in (task / "children").read_text().split()]
-                found += new
-                left += new
+        with contextlib.suppress(OSError):
+            for task in os.listdir(pid_folder := f"/proc/{left.pop()}/task"):
+                with contextlib.suppress(OSError):
+                    new = [int(x) for x in Path(pid_folder, task, "children").read_text().split()]
+                    found += new
+                    left += new
     return found
 
 
