@@ -242,13 +242,14 @@ def _after(fault: Fault) -> tuple[Event, ...]:
 def _check(fault: Fault) -> Check:
     """How often the job is started again: for the fault, unless it is the supervisor's own affair, and for the
     kill or the change that it comes during."""
-    least = 0 if fault.who == "supervisor" else 1
+    # What memory a process has may do for all that it has still to do: then nothing has happened.
+    least = 0 if fault.who == "supervisor" or fault.what == "memory" else 1
     if fault.who == "supervisor" and fault.what in ("kill", "spin"):
         return Check(recoveries=0)  # of the next supervisor
     more = fault.when == "recovery"
     if fault.who == "supervisor" and fault.what == "memory":
         return Check(recoveries=0, recoveries_at_most=3)  # it may not hear the job's answers, or end itself
-    most = least + more
+    most = (fault.who != "supervisor") + more
     if fault.when == "scale":
         most += 1  # the change may have been made before the fault is found
     if fault.what == "packets":
