@@ -14,6 +14,7 @@ import shlex
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 from serving import WORDS_TEMPLATE, Server
@@ -39,6 +40,11 @@ REQUESTS = {
     "two of two": (
         "/v1/completions",
         {"prompt": ["w1", "w2 w3"], "n": 2, "seed": 8, "stream": True, **SAMPLED, "max_tokens": 200}
+        | {"ignore_eos": True},
+    ),
+    "prompts": (
+        "/v1/completions",
+        {"prompt": ["w1 w5", "w2"], "seed": 9, "stream": True, **SAMPLED, "max_tokens": 200}
         | {"ignore_eos": True},
     ),
     "logprobs": (
@@ -153,7 +159,7 @@ class Asked(threading.Thread):
                 return
             event = ""
             for line in answer:
-                event += re.sub(r"^id: \d+\n", "", line.decode())
+                event += re.sub(r"^id: [\d,]+\n", "", line.decode())
                 if event.endswith("\n\n"):
                     self.events.append(event)
                     event = ""
@@ -170,7 +176,16 @@ class Asked(threading.Thread):
         """Asks a new supervisor for the rest."""
         self.port, self.broke = port, False
         had, self.events = self.events, []
-        self.ask("GET", f"/v1/requests/{self.key}/stream?from={len(had)}")
+        prompts = self.body.get("prompt")
+        n_choices = self.body.get("n", 1) * (len(prompts) if isinstance(prompts, list) else 1)
+        of_each = Counter(map(continuation, had))
+        counts = [of_each[i] for i in range(n_choices)] if n_choices > 1 else [len(had)]
+        path = f"/v1/requests/{self.key}/stream?from="
+        if n_choices > 1 and had:
+            self.ask("GET", f"{path}{len(had)}")
+            assert self.status == 400, "in what order events came the new supervisor cannot know"
+            self.events = []
+        self.ask("GET", path + ",".join(map(str, counts)))
         self.events = had + self.events
 
     @property

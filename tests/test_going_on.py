@@ -284,7 +284,7 @@ def test_what_a_supervisor_is_told(tiny, tmp_path):
             assert time.monotonic() < until and process.poll() is None
             time.sleep(0.1)
         pieces = [msgspec.json.decode(line, type=Piece) for line in lines.splitlines()]
-        assert pieces[0].opening == Opening(is_stream=False, n_prompt_tokens=(1,))
+        assert pieces[0].opening == Opening(is_stream=False, n_prompt_tokens=(1,), n_choices=1)
         assert [piece.of for piece in pieces[1:-1]] == [(0, 0)] * 2 and pieces[-1].status == 200
         assert json.loads(pieces[-1].answer)["id"] == "cmpl-k"
         for headers in ({}, {"X-JaxLamina-Supervisor": "abd"}):

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from checkpoint_examples import tiny_words_folder
 from serving import ROOT, environment
-from supervised import Asked, Supervised, children, find, is_there, plain, restarts, wait_until
+from supervised import Asked, Supervised, children, continuation, find, is_there, plain, restarts, wait_until
 
 from jaxlamina.supervisor.changes import Change, JobCommand, Workers
 
@@ -62,6 +62,24 @@ def test_a_request_can_be_asked_for_again(server):
         _, rest = ask(server, f"/v1/requests/{key}/stream{from_}", headers=KEY | headers)
         wanted = [f"id: {n}\n{event}" for n, event in enumerate(events, 1)][150:]
         assert rest.decode().split("\n\n")[:-1] == wanted
+
+
+def test_events_of_several_choices_are_asked_for_by_choice(server):
+    asked = Asked(server.port, "/v1/completions", LONG | {"prompt": ["w1", "w2"], "stream": True}, KEY)
+    asked.join(60)
+    assert asked.ends
+    of_each = [[event for event in asked.events if continuation(event) == i] for i in range(2)]
+    path = f"/v1/requests/{asked.key}/stream"
+    for from_, headers in (("?from=7,190", {}), ("", {"Last-Event-ID": "7,190"})):
+        _, rest = ask(server, path + from_, headers=KEY | headers)
+        ids, rest = zip(*(event.split("\n", 1) for event in rest.decode().split("\n\n")[:-1]), strict=True)
+        found = [[f"{event}\n\n" for event in rest if continuation(event) == i] for i in range(2)]
+        assert found == [of_each[0][7:], of_each[1][190:]] and rest[-1] == "data: [DONE]"
+        assert ids[-1] == f"id: {len(of_each[0])},{len(of_each[1])}"
+    _, all_of_it = ask(server, path)
+    assert all_of_it.count(b"data: ") == len(asked.events)
+    status, answer = ask(server, f"{path}?from=1,2,3")
+    assert status == 400 and "2 choices" in answer["error"]["message"]
 
 
 JSON = {"Content-Type": "application/json"}

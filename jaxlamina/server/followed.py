@@ -38,7 +38,8 @@ class FollowedAnswer:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         form, outputs = self._form, dict[int, RequestOutput]()
         try:
-            opening = Opening(self._is_stream, self._answers.n_prompt_tokens)
+            n_tokens = self._answers.n_prompt_tokens
+            opening = Opening(self._is_stream, n_tokens, len(n_tokens) * form.n)
             yield Piece(self._text(form.opening()), opening=opening).line()
             async for which, event in self._answers:
                 if event.output is not None:

@@ -37,10 +37,12 @@ class Follow(msgspec.Struct, frozen=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """Whether an answer is a stream, and how many tokens each of its prompts has."""
+    """Whether an answer is a stream, how many tokens each of its prompts has, and how many continuations it
+    gives, of all prompts together."""
 
     is_stream: bool
     n_prompt_tokens: tuple[int, ...]
+    n_choices: int = 1
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
 import httpx
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -168,24 +169,27 @@ class Front:
         return JsonResponse(found)
 
     async def _stream(self, request: Request) -> Response:
-        """Events after the first ``from``, or after `Last-Event-ID`; of an answer in one piece, that."""
+        """Events after those that ``from``, or `Last-Event-ID`, says; of an answer in one piece, that."""
         answer = self._found(request)
         asked = request.query_params.get("from", request.headers.get("last-event-id", "0"))
-        if not asked.isdecimal():
-            raise ApiError(
-                400, f"from={asked!r:.40} must be how many events there were already", param="from"
-            )
-        n = int(asked)
+        if not all(word.isdecimal() for word in asked.split(",")):
+            reason = f"from={asked!r:.40} must be how many events there were already; of several choices"
+            raise ApiError(400, f"{reason} how many of each, as 12,11", param="from")
+        had = [int(word) for word in asked.split(",")]
         await unless_gone(request, answer.begun())
         if not answer.is_stream:
             await unless_gone(request, answer.over())
             return _whole(answer)
-
-        async def numbered() -> AsyncIterator[str]:
-            async for at, event in answer.events_from(n):
-                yield f"id: {at}\n{event}"
-
-        return StreamingResponse(numbered(), media_type="text/event-stream", headers=_named(answer))
+        n = answer.n_choices
+        if len(had) not in (1, n) or (n > 1 and answer.is_of_before and len(had) == 1 and had[0]):
+            # Choices' events come among each other otherwise in another process.
+            example = ",".join(["12"] * min(n, 3) + ["…"] * (n > 3))
+            reason = f"the answer has {n} choices: say how many events there were of each, as from={example}"
+            raise ApiError(400, reason, param="from")
+        if n > 1 and had == [0]:
+            had *= n
+        events = _after_each(answer, had) if len(had) > 1 else _after(answer, had[0])
+        return StreamingResponse(events, media_type="text/event-stream", headers=_named(answer))
 
     def _found(self, request: Request) -> FollowedRequest:
         key = request.path_params["key"]
@@ -300,6 +304,40 @@ class Front:
         if (length := found.headers.get("content-length")) is not None:
             kept["content-length"] = length
         return EndingStream(found.aiter_raw(), found.aclose, status_code=found.status_code, headers=kept)
+
+
+class _Choice(msgspec.Struct):
+    index: int
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+def _choice_of(event: str) -> int | None:
+    """Whose it is; None: of all, as usage and the stream's end."""
+    try:
+        choices = msgspec.json.decode(event.removeprefix("data: "), type=_Chunk).choices
+    except msgspec.MsgspecError:
+        return None
+    return choices[0].index if choices else None
+
+
+async def _after(answer: FollowedRequest, n: int) -> AsyncIterator[str]:
+    """A stream's events after the first ``n``, each with how many there are with it as its id."""
+    async for at, event in answer.events_from(n):
+        yield f"id: {at}\n{event}"
+
+
+async def _after_each(answer: FollowedRequest, had: Sequence[int]) -> AsyncIterator[str]:
+    """The same of several choices: events after the first ``had`` of each, and those of no choice."""
+    n = [0] * len(had)
+    async for _, event in answer.events_from(0):
+        choice = _choice_of(event)
+        if choice is not None:
+            n[choice] += 1
+        if choice is None or n[choice] > had[choice]:
+            yield f"id: {','.join(str(max(*x)) for x in zip(n, had, strict=True))}\n{event}"
 
 
 def _named(answer: FollowedRequest) -> dict[str, str]:

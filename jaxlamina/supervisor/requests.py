@@ -55,8 +55,10 @@ class FollowedRequest:
     ``is_stream``: None until a job has accepted it."""
 
     entry: Entry
+    is_of_before: bool = False  # an earlier supervisor accepted it, and may have given it some events
     events: list[str] = field(default_factory=list)
     is_stream: bool | None = None
+    n_choices: int = 1
     status: int = 0
     content: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class FollowedRequests:
         if self._model_before in (model, None):
             self._ended_before = {entry.key: entry for entry in entries if entry.has_ended}
             for entry in left:
-                self._begin(entry)
+                self._begin(entry, is_of_before=True)
             return len(left), 0
         for entry in entries:
             request = self._all[entry.key] = FollowedRequest(entry)
@@ -175,7 +177,7 @@ class FollowedRequests:
         """One that runs or has ended lately; what an earlier supervisor has seen ended is made again of its
         tokens."""
         if key in self._ended_before:
-            return self._begin(self._ended_before.pop(key))
+            return self._begin(self._ended_before.pop(key), is_of_before=True)
         return self._all.get(key)
 
     def abandon(self, request: FollowedRequest) -> None:
@@ -191,8 +193,8 @@ class FollowedRequests:
         while tasks := [a.task for a in self._all.values() if a.task is not None and not a.task.done()]:
             await asyncio.wait(tasks)
 
-    def _begin(self, entry: Entry) -> FollowedRequest:
-        request = FollowedRequest(entry)
+    def _begin(self, entry: Entry, *, is_of_before: bool = False) -> FollowedRequest:
+        request = FollowedRequest(entry, is_of_before)
         for which, tokens in entry.wrote.items():
             request.tokens[which, 0] = list(tokens)
         request.n_cached = dict(entry.n_cached)
@@ -284,7 +286,7 @@ class FollowedRequests:
 
     def _opened(self, request: FollowedRequest, piece: Piece) -> None:
         assert piece.opening is not None
-        request.is_stream = piece.opening.is_stream
+        request.is_stream, request.n_choices = piece.opening.is_stream, piece.opening.n_choices
         if not request.is_open:
             self._give(request, piece.text)  # first, as in `_token`
             request.is_open = True
