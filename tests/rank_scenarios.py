@@ -115,11 +115,11 @@ def held_worker(group: Any, model: str, folder: str, n_steps: int = 3) -> dict[s
 
     def begun(part: Any) -> None:
         begin(part)
-        at_beginning[group.n_chunks] = engine.stats.n_decode_steps
+        at_beginning[group.chunks.n] = engine.stats.n_decode_steps
 
     def ran(step: Any) -> Any:
         if any(part.ready for part in step.prompts):
-            meanwhile.append(engine.stats.n_decode_steps - at_beginning[group.n_chunks])
+            meanwhile.append(engine.stats.n_decode_steps - at_beginning[group.chunks.n])
         return run(step)
 
     tokens: dict[str, list[int]] = {}
@@ -134,11 +134,11 @@ def held_worker(group: Any, model: str, folder: str, n_steps: int = 3) -> dict[s
                 tokens.setdefault(event.request_id, []).append(event.token_id)
             if first in tokens and not names:
                 names = [engine.add_request([*prompt], greedy) for prompt in ([*long, 4], long)]
-            if names and group.n_chunks == 5:
+            if names and group.chunks.n == 5:
                 engine.abort(names[0])
-            n_since = engine.stats.n_decode_steps - at_beginning.get(group.n_chunks, 0)
-            if group.n_chunks == 4 or n_since >= n_steps:
-                (Path(folder) / f"{group.n_chunks}").touch()
+            n_since = engine.stats.n_decode_steps - at_beginning.get(group.chunks.n, 0)
+            if group.chunks.n == 4 or n_since >= n_steps:
+                (Path(folder) / f"{group.chunks.n}").touch()
         engine.check_integrity()
     alone = LLM(source(model), split=False, max_num_seqs=4, max_model_len=96)
     [want] = alone.generate({"prompt_token_ids": long}, greedy)

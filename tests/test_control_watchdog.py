@@ -11,7 +11,9 @@ import time
 
 import pytest
 
+from jaxlamina.job.control.messages import Compiles, Computed
 from jaxlamina.job.control.watchdog import Watchdog
+from jaxlamina.job.group import PREPARE_DEADLINE_S, OwnPaceChunks
 
 
 @pytest.fixture
@@ -83,6 +85,30 @@ def test_what_waited_for_something_that_is_done_has_its_time_again(clocked):
     watchdog.done(long)
 
 
+def test_a_chunk_is_late_whatever_steps_go_on_but_may_take_longer_to_compile(clocked):
+    watchdog, clock, lines = clocked
+    chunks = OwnPaceChunks(watchdog, 60)
+    first, second, third = (chunks.begin(f"prefill worker {i}") for i in range(3))
+    for _ in range(5):
+        clock.seconds += 10
+        watchdog.restart()  # a step is done
+    chunks.hear(Compiles(second))
+    chunks.hear(Computed(third))
+    clock.seconds += 10
+    watchdog.check()
+    late = "chunk 1 of a prompt, by prefill worker 0, was not done within 60 s"
+    assert lines == [late] and chunks.computed() == [third]
+    clock.seconds += PREPARE_DEADLINE_S
+    watchdog.check()
+    assert lines == [late]
+    chunks.hear(Computed(second))
+    chunks.hear(Computed(7))  # nobody was told of it
+    clock.seconds += 100
+    watchdog.check()
+    assert lines == [late] and chunks.computed(wait_s=1) == [second] and chunks.computed() == []
+    chunks.hear(Computed(first))
+
+
 def test_the_thread_tells_of_every_late_ticket_in_real_time():
     told: queue.Queue[tuple[str, float]] = queue.Queue()
     watchdog = Watchdog(0.3, lambda line: told.put((line, time.monotonic())))
@@ -131,7 +157,9 @@ def test_a_deadline_is_above_0(deadline_s):
 
 STOPPED = """
 import time
+from jaxlamina.job.control.messages import Compiles, Computed
 from jaxlamina.job.control.watchdog import Watchdog
+from jaxlamina.job.group import PREPARE_DEADLINE_S, OwnPaceChunks
 watchdog = Watchdog(2.0, lambda line: print(line, flush=True))
 watchdog.begin("step")
 print("began", flush=True)

@@ -26,7 +26,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import FAILED
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control.channel import ControlServer
-from jaxlamina.job.control.messages import Message
+from jaxlamina.job.control.messages import Compiles, Computed, Message
 from jaxlamina.job.control.watchdog import Watchdog
 from jaxlamina.job.secret import secret_of
 from jaxlamina.job.tls import tls_of
@@ -104,6 +104,46 @@ class Watch:
             last = now
 
 
+class OwnPaceChunks:
+    """Chunks of prompts that prefill workers compute at their own pace. One that a worker neither computes
+    nor compiles for within ``deadline_s`` is late, whatever steps go on meanwhile."""
+
+    def __init__(self, watchdog: Watchdog, deadline_s: float) -> None:
+        self._watchdog, self._deadline_s = watchdog, deadline_s
+        self.n = 0  # that were begun
+        self._at_work: dict[int, tuple[str, int]] = {}  # what it is, and the watchdog's ticket
+        self._computed: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def begin(self, who: str) -> int:
+        """The number of a chunk that ``who`` is about to be told of."""
+        self.n += 1
+        what = f"chunk {self.n} of a prompt, by {who},"
+        self._at_work[self.n] = what, self._watchdog.begin(what, self._deadline_s, in_turn=False)
+        return self.n
+
+    def hear(self, message: Compiles | Computed) -> None:
+        """What a worker says of one; in any thread, since nobody may be asking for it."""
+        chunk = message.chunk
+        if chunk not in self._at_work:
+            return
+        what, ticket = self._at_work.pop(chunk)
+        self._watchdog.done(ticket)
+        if isinstance(message, Compiles):
+            seconds = PREPARE_DEADLINE_S + self._deadline_s
+            self._at_work[chunk] = what, self._watchdog.begin(what, seconds, in_turn=False)
+        else:
+            self._computed.put(chunk)
+
+    def computed(self, wait_s: float = 0.0) -> list[int]:
+        """Those that are computed since this was asked last; waits for one for so long at most."""
+        found: list[int] = []
+        with suppress(queue.Empty):
+            found.append(self._computed.get(timeout=wait_s) if wait_s else self._computed.get_nowait())
+            while True:
+                found.append(self._computed.get_nowait())
+        return found
+
+
 class Group:
     """Rank 0's side of a job. Made by `join`."""
 
@@ -113,7 +153,6 @@ class Group:
         self.replicas = tuple(range(1, cluster.n_model))  # model ranks but this one
         self.prefill_ranks = tuple(cluster.pools.prefill_ranks)
         self.n_steps = 0
-        self.n_chunks = 0  # of prompts, that prefill workers were told to compute at their own pace
         self.owed: str | None = None  # a step that the others were told of, until this rank has begun it
         self._closed = False
         self._failing = Failing(cluster, 0)
@@ -133,6 +172,8 @@ class Group:
         self._failing.last_words = lambda line: self.last_words(line)
         self.last_words: Callable[[str], None] = lambda line: None  # before this process ends with its job
         self.watch = Watch(cluster.step_deadline_s, self._failing.of_own, lambda: self.transport.where())
+        self.chunks = OwnPaceChunks(self.watch.watchdog, cluster.step_deadline_s)
+        self.control.on_chunk = self.chunks.hear
 
     @property
     def load_device(self) -> jax.Device:
@@ -174,18 +215,6 @@ class Group:
 
     def receive(self, rank: int, kind: type[M], deadline_s: float | None = None) -> M:
         return self.control.receive(rank, kind, deadline_s or self.cluster.step_deadline_s)  # type: ignore[type-var]
-
-    def computed_chunks(self, wait_s: float = 0.0) -> list[int]:
-        """Chunks that prefill workers have computed since this was asked last; waits for one for so long at
-        most."""
-        found: list[int] = []
-        with suppress(queue.Empty):
-            found.append(
-                self.control.computed.get(timeout=wait_s) if wait_s else self.control.computed.get_nowait()
-            )
-            while True:
-                found.append(self.control.computed.get_nowait())
-        return found
 
     def begin_step(self, shape: StepShape, workers: Sequence[int]) -> int:
         """With these attention workers."""

@@ -139,11 +139,16 @@ class ModelRank(ServedRank):
             message.logits_at.numpy(),
             message.start,
             scored=message.scored,
-            after=lambda: None if self._last is None else self._last.block_until_ready(),
+            before_compiling=lambda: self._compiles(message.chunk),
             begin=lambda: self._watch.begin(what),
         )
         self._last = done
         self._watch.until(ticket, done, lambda _: self._say_computed(message.chunk))
+
+    def _compiles(self, chunk: int) -> None:
+        self._client.send(m.Compiles(chunk))
+        if self._last is not None:  # no program may run meanwhile
+            self._last.block_until_ready()
 
     def _say_computed(self, chunk: int) -> None:
         with suppress(ControlError):  # the job is over, which another thread finds out, too

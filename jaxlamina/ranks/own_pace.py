@@ -82,16 +82,16 @@ class PromptWorker:
         start: int,
         *,
         scored: bool,
-        after: Callable[[], object] = lambda: None,
+        before_compiling: Callable[[], object] = lambda: None,
         begin: Callable[[], int],
     ) -> tuple[int, jax.Array]:
         """Launches a chunk: what ``begin`` gave right before, and the logits, which are there when all is.
-        ``after()`` is called before anything is compiled: no program may run meanwhile
+        ``before_compiling()`` is called before anything is: no program may run meanwhile
         (`transports.compiler_options`)."""
         args = self._model.params, self._kv.k, self._kv.v, tokens, positions, logits_at, _one(start)
         key = tokens.shape[1], start > 0, scored
         if key not in self._programs:
-            after()
+            before_compiling()
             step = partial(self._traced, follows=start > 0, of_all=scored)
             streamed = with_streamed_products(step, self._transport.device, filled)
             options = compiler_options(self._transport.device)

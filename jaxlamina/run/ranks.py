@@ -176,7 +176,7 @@ class RanksExecutor(Executor):
         self.mini_batches = cluster.mini_batches
         self.prefill_workers = cluster.prefill_workers
         self._own_pace_tokens = cluster.prefill_chunk if cluster.prefill_pace == "own" else 0
-        self._at_work: dict[int, tuple[int, int]] = {}  # by chunk: the worker's index, and the watch's ticket
+        self._at_work: dict[int, int] = {}  # by chunk, the worker's index
         self.choice = Choice(
             (1, cluster.usual_n_batches),
             on_chosen=_say_choice,
@@ -358,30 +358,25 @@ class RanksExecutor(Executor):
         """The worker knows its tokens' KV by position; slots are the attention ranks' affair."""
         self._check_current()
         batch, group = part.batch, self.group
-        group.n_chunks += 1
         rank = group.prefill_ranks[part.worker]
-        what = f"chunk {group.n_chunks} of a prompt, by {group.cluster.describe(rank)},"
-        # It may have to compile first; when it computes, its own deadline is that of a step.
-        ticket = group.watch.begin(what, PREPARE_DEADLINE_S + group.cluster.step_deadline_s)
-        self._at_work[group.n_chunks] = part.worker, ticket
+        chunk = group.chunks.begin(group.cluster.describe(rank))
+        self._at_work[chunk] = part.worker
         tokens, positions, logits_at = map(m.Array.of, (batch.tokens, batch.positions, batch.logits_at))
         start = int(batch.lengths[0])
-        group.send(rank, m.Compute(group.n_chunks, start, tokens, positions, logits_at, part.scored))
+        group.send(rank, m.Compute(chunk, start, tokens, positions, logits_at, part.scored))
 
     def computed(self, wait_s: float = 0.0) -> list[int]:
         found: list[int] = []
-        for chunk in self.group.computed_chunks(wait_s if self._at_work else 0.0):
+        for chunk in self.group.chunks.computed(wait_s if self._at_work else 0.0):
             if chunk in self._at_work:  # else another model's
-                worker, ticket = self._at_work.pop(chunk)
-                self.group.watch.watchdog.done(ticket)
-                found.append(worker)
+                found.append(self._at_work.pop(chunk))
         return found
 
     def _take_in(self, part: PromptPart) -> StepLogits:
         """What comes of a chunk is on its prefill worker: it goes to attention ranks between two steps of the
         rows, while model ranks are at a step's last slice and the next one's first, and by programs that are
         few."""
-        if any(worker == part.worker for worker, _ in self._at_work.values()):
+        if part.worker in self._at_work.values():
             raise ValueError(f"prefill worker {part.worker} has not computed it yet")
         rank = self.group.prefill_ranks[part.worker]
         logits = self._launch([computed_part(self.pool, part.batch, scored=part.scored, rank=rank)])

@@ -263,7 +263,8 @@ class Compute(_Message, frozen=True):
     """To the same: compute a prompt's tokens after its first ``start``, which it has computed before, and
     keep what comes of it for the step that takes it in. ``tokens``, ``positions`` int32 ``[1, T]``;
     ``logits_at`` int32 ``[1]``, the last token that is no padding; ``scored``: logits of all. It answers
-    Computed once all of it is on its device, whatever else it is asked meanwhile."""
+    Compiles first, if it has to, and Computed once all of it is on its device, whatever else it is asked
+    meanwhile."""
 
     chunk: int
     start: int
@@ -271,6 +272,12 @@ class Compute(_Message, frozen=True):
     positions: Array
     logits_at: Array
     scored: bool = False
+
+
+class Compiles(_Message, frozen=True):
+    """That ``chunk`` takes longer, since its program has to be compiled first."""
+
+    chunk: int
 
 
 class Computed(_Message, frozen=True):
@@ -506,6 +513,7 @@ Message = (
     | RunStep
     | SetupPrompts
     | Compute
+    | Compiles
     | Computed
     | CopySlots
     | MoveOut

@@ -24,6 +24,7 @@ from jaxlamina.job.control.messages import (
     Admitted,
     AnyHello,
     Bye,
+    Compiles,
     Computed,
     Fault,
     Hello,
@@ -108,7 +109,8 @@ class ControlServer:
         self._n_refused = 0
         listener = listen(address)
         self.address = address_text(listener.getsockname())
-        self.computed: queue.SimpleQueue[int] = queue.SimpleQueue()  # chunks, as `Computed` has them
+        # Of chunks of prompts at a prefill worker's own pace; in the readers' threads.
+        self.on_chunk: Callable[[Compiles | Computed], None] = lambda message: None
         self._door = Door(listener, self._hear, self._stranger, tls)
 
     def gather(self, deadline_s: float) -> None:
@@ -308,8 +310,8 @@ class ControlServer:
     def _take(self, rank: int, message: Message) -> None:
         if isinstance(message, Fault):
             self._bad_news(message.rank, message.line, rank)
-        elif isinstance(message, Computed):  # nobody waits for it among answers
-            self.computed.put(message.chunk)
+        elif isinstance(message, Compiles | Computed):  # nobody waits for it among answers
+            self.on_chunk(message)
         else:
             member = self._members[rank]
             member.inbox.put((message, member.connection.epoch))

@@ -21,6 +21,7 @@ class _Job:
     what: str
     deadline_s: float
     until: float
+    in_turn: bool
 
 
 class Watchdog:
@@ -51,11 +52,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
-    def begin(self, what: str, deadline_s: float | None = None) -> int:
+    def begin(self, what: str, deadline_s: float | None = None, *, in_turn: bool = True) -> int:
         """A ticket for ``what``, as in "step 12 (decode, batch 8, context 256)"; ``deadline_s``: another than
-        usual."""
+        usual. ``in_turn``: it may have to wait for others, as `restart` has it."""
         seconds = deadline_s or self.deadline_s
-        job = _Job(what, seconds, self._now() + seconds)
+        job = _Job(what, seconds, self._now() + seconds, in_turn)
         with self._lock:
             ticket = next(self._tickets)
             self._jobs[ticket] = job
@@ -67,11 +68,13 @@ class Watchdog:
             self._jobs.pop(ticket, None)
 
     def restart(self) -> None:
-        """What is not done has all of its time again: it had to wait for something that is done now."""
+        """What goes in turn and is not done has all of its time again: it had to wait for something that is
+        done now."""
         with self._lock:
             now = self._now()
             for job in self._jobs.values():
-                job.until = max(job.until, now + job.deadline_s)
+                if job.in_turn:
+                    job.until = max(job.until, now + job.deadline_s)
 
     def check(self) -> float:
         """Tells of what is late by now; returns in how many seconds the next can be."""
