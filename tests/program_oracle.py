@@ -70,6 +70,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two copies, rotational": {"dop": (2, 1), "n_batches": 3},
     "two copies, fixed": {"dop": (2, 2), "n_batches": 2, "pipelining": "fixed"},
     "two copies, by requests": {"dop": (2, 2), "n_batches": 3, "partition": "requests"},
+    "unequal heads": {"dop": (1, 2), "partition": "heads"},
+    "unequal heads, q first, three workers": {"dop": (1, 3), "partition": "heads", "q_first": True},
+    "unequal heads, mini-batches": {"dop": (1, 2), "partition": "heads", "mini_batches": 2},
+    "unequal heads, two copies": {"dop": (2, 2), "partition": "heads", "n_batches": 3},
+    "unequal heads, two shards": {"dop": (2, 3), "partition": "heads", "tensor_parallel": 2},
+    "unequal heads, a prefill worker": {"dop": (1, 2), "partition": "heads", "prefill_workers": 1},
     "two shards": {"dop": (2, 1), "tensor_parallel": 2},
     "two shards, by heads, q first": {"dop": (2, 2), "tensor_parallel": 2, "q_first": True},
     "two shards, by requests": {"dop": (2, 2), "tensor_parallel": 2, "partition": "requests"},
@@ -109,11 +115,27 @@ OTHER_HEADS: dict[str, dict[str, Any]] = {
         "head_dim": 4,
     },
     "shards' heads, three workers": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
-}
+    "unequal heads, q first, three workers": {
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+        "head_dim": 8,
+    },
+    "unequal heads, two shards": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
+} | {
+    name: {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+    for name in (
+        "unequal heads", "unequal heads, mini-batches", "unequal heads, two copies",
+        "unequal heads, a prefill worker",
+    )
+}  # fmt: skip
 # What they are made of is in others, too: `test_layouts` runs them as slow tests.
 LIKE_OTHERS = {
     "two workers by requests, q first",
     "two shards, by heads, q first",  # as with three workers, of whose heads a rank has some
+    "unequal heads",  # as with three workers
+    "unequal heads, mini-batches",
+    "unequal heads, two copies",
+    "unequal heads, a prefill worker",
     "two stages, by tokens",  # as "stages' tokens", whose workers have part of them
     "a model rank's heads, q first",
     "a model rank's heads, mini-batches",
@@ -479,15 +501,14 @@ def _programs(job: Job, shape: StepShape) -> dict[int, list[TracedProgram]]:
         likes = [jax.ShapeDtypeStruct((*part.logits_of, n_words), jnp.float32) for part in shape.prefills]
         transport = OracleTransport(0, cluster.n_ranks)
         found[0].append(receiver(transport, likes, [part.rank for part in shape.prefills]))  # type: ignore[arg-type]
-    heads = [
-        heads_on_worker(job.layout, spec, n) for spec, n in zip(job.specs, job.n_query_heads, strict=True)
-    ]
-    specs = [replace(spec, n_kv_heads=of.k) for spec, of in zip(job.specs, heads, strict=True)]
-    pools = [pool_shapes(spec) for spec in specs]
     asked = plan_of(job.layout, shape, len(job.specs)).pool
-    for rank in job.layout.workers if asked else ():
+    for index, rank in enumerate(job.layout.workers if asked else ()):
+        known = zip(job.specs, job.n_query_heads, strict=True)
+        heads = [heads_on_worker(job.layout, spec, n, index) for spec, n in known]
+        specs = [replace(spec, n_kv_heads=of.k) for spec, of in zip(job.specs, heads, strict=True)]
+        pools = [pool_shapes(spec) for spec in specs]
         transport = OracleTransport(rank, cluster.n_ranks)
-        traced = AttentionProgram(transport, job.layout, specs, [of.n for of in heads], shape)
+        traced = AttentionProgram(transport, job.layout, specs, heads, shape)
         args = pools, pools, step_inputs_of(job.layout, shape, specs)
         found[rank] = [transport.compile(traced.step, *args)]
     return found

@@ -250,7 +250,7 @@ def test_options_of_several_continuations_and_of_kv(capsys, tiny_folder):
     assert "--beam-width 2" in one_error(capsys, *model, "--n", "3", "--beam-width", "2")
     assert "--kv-dtype int4 must be one of auto, int8" in one_error(capsys, *model, "--kv-dtype", "int4")
     line = one_error(capsys, *model, "--attention-workers", "3", "--partition", "heads")
-    assert "2 KV heads do not divide evenly over 3 attention workers: take 1 or 2 of them" in line
+    assert "2 KV heads for 3 attention workers, each of which needs one: take at most 2 of them" in line
     assert line.endswith("or --partition tokens or --partition requests")
     assert "--max-tokens 0 must be a whole number at least 1" in one_error(
         capsys, *model, "--max-tokens", "0"

@@ -50,14 +50,20 @@ class World:
 
     def __init__(self, job: Job) -> None:
         self.job, self.layout, self.cluster = job, job.layout, job.cluster
-        heads = [heads_on_worker(self.layout, *one) for one in zip(job.specs, job.n_query_heads, strict=True)]
-        self.n_query_heads = [of.n for of in heads]
-        self.specs = [
-            AttentionSpec(of.k, of.h, of.dtype, spec.scale, spec.window, spec.softcap)
-            for spec, of in zip(job.specs, heads, strict=True)
-        ]
+        layers = [*zip(job.specs, job.n_query_heads, strict=True)]
+        self.heads = {
+            rank: [heads_on_worker(self.layout, *one, i) for one in layers]
+            for i, rank in enumerate(self.layout.workers)
+        }
+        self.specs = {
+            rank: [
+                AttentionSpec(of.k, of.h, of.dtype, spec.scale, spec.window, spec.softcap)
+                for spec, of in zip(job.specs, heads, strict=True)
+            ]
+            for rank, heads in self.heads.items()
+        }
         self.pools = [
-            KVPools(self.specs, n, DEVICE) for n, _ in zip(capacities(job), self.layout.workers, strict=False)
+            KVPools(specs, n, DEVICE) for n, specs in zip(capacities(job), self.specs.values(), strict=False)
         ]
         self.book = book_of(job, self.pools)
         self.sides: dict[int, ModelSide] = {}
@@ -101,8 +107,8 @@ class World:
         n_model = len(jobs)
         asked = self.layout.workers if plan_of(self.layout, shape, len(self.job.specs)).pool else ()
         for rank, kv, *slots in zip(asked, self.pools, *(part.rows.slots for part in parts), strict=False):
-            known = self.end(rank), self.layout, self.specs, self.n_query_heads, shape
-            inputs = step_inputs_of(self.layout, shape, self.specs)
+            known = self.end(rank), self.layout, self.specs[rank], self.heads[rank], shape
+            inputs = step_inputs_of(self.layout, shape, self.specs[rank])
             program = self.end(rank).compile(
                 AttentionProgram(*known).step, *shapes((kv.k, kv.v)), inputs, donate_argnums=(0, 1)
             )

@@ -293,7 +293,7 @@ def test_bad_requests_are_refused_in_one_line_and_leave_nothing_behind(small: LL
         ({"attention_workers": 0}, "attention_workers=0 must be at least 1"),
         (
             {"attention_workers": 4, "partition": "heads"},
-            "2 KV heads do not divide evenly over 4 attention workers",
+            "2 KV heads for 4 attention workers, each of which needs one",
         ),
         ({"partition": "layers"}, "partition='layers' must be one of auto, heads, requests, tokens"),
         ({"attention_workers": 2, "split": False}, "attention_workers=2 needs the model split"),

@@ -86,8 +86,9 @@ def test_a_job_chooses_its_partition_by_the_model():
     assert layout_of(cluster, partition_of(cluster, [3])).partition == "tokens"
     with pytest.raises(UserError, match="take partition='heads', or mini_batches=1"):
         partition_of(replace(cluster, mini_batches=2), [3])
-    with pytest.raises(UserError, match="3 KV heads do not divide evenly over 2 attention workers"):
-        partition_of(replace(cluster, partition="heads"), [3])
+    assert partition_of(replace(cluster, partition="heads"), [3]) == "heads"
+    with pytest.raises(UserError, match="3 KV heads for 4 attention workers, each of which needs one"):
+        partition_of(replace(cluster, dop=(1, 4), partition="heads"), [3, 8])
 
 
 def test_a_wish_is_granted_where_there_is_room():

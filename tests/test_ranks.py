@@ -56,6 +56,35 @@ def test_ranks_give_the_unsplit_models_tokens(transport: str, n_workers: int, pa
         assert more["same"], more
 
 
+@pytest.mark.parametrize(
+    ("transport", "dop", "n_heads", "more"),
+    [
+        ("xla", (1, 2), 3, {}),
+        mpi((1, 2), 3, {"n_batches": 2}),
+        slow("xla", (1, 3), 5, {"n_batches": 2, "q_first": False}),
+        slow("xla", (2, 2), 3, {"n_batches": 3}),
+        slow("xla", (2, 3), 8, {"tensor_parallel": 2}),
+        slow("xla", (2, 2), 3, {"pipeline_parallel": 2}),
+        slow("xla", (1, 2), 3, {"prefill_workers": 1, "prefill_chunk": 8}),
+        slow("mpi", (1, 3), 4, {"mini_batches": 2}),
+    ],
+)
+def test_workers_share_heads_that_they_do_not_divide(
+    transport: str, dop: tuple[int, int], n_heads: int, more: dict[str, Any]
+) -> None:
+    changes = {"num_attention_heads": 2 * n_heads, "num_key_value_heads": n_heads, "head_dim": 8}
+    model = ["llama", changes]
+    scenarios: list[tuple[str, dict[str, Any]]] = [("greedy", {"model": model})]
+    if transport == "xla" and dop == (1, 2):
+        few_slots = {"kv_slots": 150, "host_kv_slots": 64, "kv_headroom": 0.0}
+        scenarios += [("greedy", {"model": model} | few_slots)]
+        scenarios += [("greedy", {"model": model, "kv_dtype": dtype}) for dtype in ("int8", "int8-channel")]
+    found = run_job(transport, dop, scenarios, partition="heads", **more)
+    for one in found:
+        assert one["same"], one
+    assert all(one["n_preemptions"] for one in found[1:2]), found
+
+
 @pytest.mark.parametrize("transport", [mpi(), slow("xla")])
 def test_q_with_k_and_v_gives_the_same_tokens(transport: str, tmp_path: Path) -> None:
     found = run_job(transport, 2, [("greedy", {"model": "llama"})], q_first=False, frozen=tmp_path)
@@ -131,7 +160,7 @@ def test_scored_prompts_over_several_model_workers(transport: str, more: dict) -
 
 def test_three_workers_cannot_share_two_heads() -> None:
     found = run_job("xla", 3, [("refused", {"model": "llama"})], partition="heads")
-    assert "2 KV heads" in found[0]["line"] and "3 attention workers" in found[0]["line"]
+    assert "2 KV heads for 3 attention workers, each of which needs one" in found[0]["line"]
     assert "partition='tokens' or partition='requests'" in found[0]["line"]
 
 

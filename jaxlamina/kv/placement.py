@@ -94,8 +94,8 @@ def checked_partition(
     local_share: LocalShare = 0.0,
     n_ranks: int = 1,
 ) -> None:
-    """``UserError`` for a partition that is none, and for heads that do not divide evenly. ``n_ranks``: model
-    ranks that share out a layer's heads."""
+    """``UserError`` for a partition that is none, and for too few heads, or a share of them that leaves
+    workers unequal ones. ``n_ranks``: model ranks that share out a layer's heads."""
     if partition not in PARTITIONS:
         raise UserError(f"{partition=} must be one of {', '.join((AUTO, *PARTITIONS))}")
     if n_workers < 1:
@@ -119,12 +119,10 @@ def checked_partition(
                 "partition='requests'"
             )
         return
-    uneven = [k for k in n_kv_heads if k % n_workers]
-    if uneven:
-        fits = [b for b in range(1, min(uneven) + 1) if not any(k % b for k in n_kv_heads)]
+    if n_workers > (n := min(n_kv_heads)):
         raise UserError(
-            f"{uneven[0]} KV heads do not divide evenly over {n_workers} attention workers: take "
-            f"{' or '.join(map(str, fits))} of them, or partition='tokens' or partition='requests'"
+            f"partition='heads' has {n} KV heads for {n_workers} attention workers, each of which needs one: "
+            f"take at most {n} of them, or partition='tokens' or partition='requests'"
         )
 
 

@@ -22,6 +22,7 @@ from jaxlamina.ranks.wires import (
     HeadsOf,
     Links,
     answer_of,
+    heads_on_worker,
     links_of_worker,
     pack_partial,
     put_together,
@@ -40,21 +41,17 @@ from pallas_kernels.order import zero_after
 
 
 class AttentionProgram:
-    """Traces one bucket's step. ``specs`` are of this worker: its own heads."""
+    """Traces one bucket's step. ``specs`` and ``heads`` are of this worker: what `heads_on_worker` gives."""
 
     def __init__(
         self,
         transport: TracedEnd,
         layout: Layout,
         specs: Sequence[AttentionSpec],
-        n_query_heads: Sequence[int],
+        heads: Sequence[HeadsOf],
         shape: StepShape,
     ) -> None:
-        self.t, self.layout, self.specs = transport, layout, specs
-        self.heads = [
-            HeadsOf(n, spec.n_kv_heads, spec.head_dim, spec.dtype)
-            for spec, n in zip(specs, n_query_heads, strict=True)
-        ]
+        self.t, self.layout, self.specs, self.heads = transport, layout, specs, heads
         self.plan = plan_of(layout, shape, len(specs))
         self.formats = [Format(layout, batch) for batch in self.plan.batches]
         # Without a kernel of its own, attention gathers stored keys and values first, for which it needs no
@@ -72,6 +69,11 @@ class AttentionProgram:
         """With which model ranks this worker exchanges which of its heads."""
         heads = self.heads[payload.layer]
         return links_of_worker(self.layout, self.t.rank, replica, heads)
+
+    def n_alike(self, payload: Payload) -> int:
+        """How many workers' messages are alike, and may be one exchange (`Transport.send_each`)."""
+        n, heads = len(self.layout.workers), self.heads[payload.layer]
+        return 1 if self.layout.by_heads and heads.of % n else n
 
     def adds_own(self, segment: StepShape) -> bool:
         """Whether new tokens are added here to what is attended, and not on the model rank."""
@@ -94,7 +96,6 @@ class _AttentionStep:
     ) -> None:
         self.p, self.t = program, program.t
         self.kv = StoredKV(program.specs, k_pools, v_pools, inputs)
-        self.n_workers = len(program.layout.workers)
         self.q: dict[_Operator, list[jax.Array]] = {}  # of each segment that asks
         self.new: dict[_Operator, jax.Array] = {}  # keys and values to be stored
         self.messages: dict[_Operator, jax.Array] = {}  # the last one that came
@@ -115,20 +116,22 @@ class _AttentionStep:
                 self.kv.append(task, self.p.plan.batches[task.batch], new)
             elif isinstance(task, Receive):
                 likes, messages = self._likes(task.payload, task.peer), list[jax.Array]()
+                n = self.p.n_alike(task.payload)
                 for rank, like in likes:
                     after = messages[-1] if messages else self.last
-                    messages.append(self.t.recv_part(like, rank, self.n_workers, after))
+                    messages.append(self.t.recv_part(like, rank, n, after))
                 self._received(task.payload, task.peer, messages)
             elif isinstance(task, Send):
+                n = self.p.n_alike(task.payload)
                 for rank, answer, after in self._answers(task.payload, task.peer):
-                    self.last = self.t.send_part(answer, rank, self.n_workers, after)
+                    self.last = self.t.send_part(answer, rank, n, after)
             else:
                 assert isinstance(task, Swap)
                 before, messages = self.last, []
                 answers = self._answers(task.send, task.peer)
-                likes = self._likes(task.receive, task.peer)
+                likes, n = self._likes(task.receive, task.peer), self.p.n_alike(task.send)
                 for (rank, answer, after), (_, like) in zip(answers, likes, strict=True):
-                    self.last = self.t.swap_part(answer, like, rank, self.n_workers, after)
+                    self.last = self.t.swap_part(answer, like, rank, n, after)
                     messages.append(self.last)
                 self.last = before
                 self._received(task.receive, task.peer, messages)
@@ -207,7 +210,7 @@ def attention_workspace_bytes(
         pools = [pool_shapes(spec)]
         for shape in steps:
             end = LocalTransport(1, 2, device)
-            program = AttentionProgram(end, layout, [spec], [n], shape)
+            program = AttentionProgram(end, layout, [spec], [heads_on_worker(layout, spec, n, 0)], shape)
             inputs = step_inputs_of(layout, shape, [spec])
             traced = end.compile_later(program.step, pools, pools, inputs, donate_argnums=(0, 1))()
             messages = (e for e in traced.exchanges() if e.op == "recv")

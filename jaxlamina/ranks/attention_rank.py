@@ -25,10 +25,10 @@ from jaxlamina.ranks.attention_programs import AttentionProgram, attention_works
 from jaxlamina.ranks.attention_speed import seconds_per_token
 from jaxlamina.ranks.cluster_layout import layout_of
 from jaxlamina.ranks.kv_room import moving_handlers, scales_of, slots_found
-from jaxlamina.ranks.rank_kv import RankKV, of_worker, own_scales
+from jaxlamina.ranks.rank_kv import RankKV, own_scales
 from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.ranks.served_rank import ServedRank
-from jaxlamina.ranks.wires import heads_on_worker
+from jaxlamina.ranks.wires import HeadsOf, heads_on_worker
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.transports import Program, Transport
@@ -41,31 +41,34 @@ class _Layers:
     """What Setup said, as this rank needs it: its own heads."""
 
     specs: list[AttentionSpec]
-    n_query_heads: list[int]
+    heads: list[HeadsOf]
     layout: Layout
     n_kv_heads: list[int]  # of the model, each layer's
 
     @classmethod
-    def of(cls, setup: m.Setup, layout: Layout) -> _Layers:
+    def of(cls, setup: m.Setup, layout: Layout, index: int) -> _Layers:
+        """Of the worker of this index."""
         specs, heads = [], []
         for layer in setup.layers:
             whole = AttentionSpec(
                 layer.n_kv_heads, layer.head_dim, np.dtype(jnp.dtype(layer.dtype)), layer.scale,
                 layer.window, layer.softcap, layer.kv,
             )  # fmt: skip
-            of = heads_on_worker(layout, whole, layer.n_query_heads)
+            of = heads_on_worker(layout, whole, layer.n_query_heads, index)
             specs.append(replace(whole, n_kv_heads=of.k))
-            heads.append(of.n)
+            heads.append(of)
         return cls(specs, heads, layout, [layer.n_kv_heads for layer in setup.layers])
 
-    def heads(self, index: int) -> list[Int[np.ndarray, " k"]]:
+    @property
+    def n_query_heads(self) -> list[int]:
+        return [of.n for of in self.heads]
+
+    def own_heads(self, index: int) -> list[Int[np.ndarray, " k"]]:
         """The worker's of each layer's KV heads."""
         if not self.layout.by_heads:
             return [np.arange(k) for k in self.n_kv_heads]
-        pairs = zip(self.specs, self.n_kv_heads, strict=True)
-        return [
-            np.asarray(self.layout.pooled_heads(k))[of_worker(index, spec.n_kv_heads)] for spec, k in pairs
-        ]
+        pooled = [np.asarray(self.layout.pooled_heads(k)) for k in self.n_kv_heads]
+        return [heads[np.asarray(self.layout.heads_of_worker(index, len(heads)))] for heads in pooled]
 
 
 class AttentionRank(ServedRank):
@@ -97,7 +100,7 @@ class AttentionRank(ServedRank):
         self._epoch += 1
         how = setup.partition, setup.stages, setup.local_share, setup.heads_over
         layout = layout_of(self._cluster, *how)
-        self._setup, self._layers = setup, _Layers.of(setup, layout)
+        self._setup, self._layers = setup, _Layers.of(setup, layout, self._index)
         if not layout.has_pool:
             self._client.send(m.SlotsFound(0, 0))
             return
@@ -109,7 +112,7 @@ class AttentionRank(ServedRank):
 
     def _on_allocate(self, message: m.Allocate) -> None:
         assert self._setup is not None and self._layers is not None
-        own = own_scales(scales_of(self._setup), self._layers.heads(self._index))
+        own = own_scales(scales_of(self._setup), self._layers.own_heads(self._index))
         self._kv = RankKV(self._transport, self._layers.specs, message.n_slots, own, message.n_host_slots)
         known = self._kv, self._layers.specs, self._layers.n_query_heads
         self._client.send(m.Allocated(seconds_per_token(*known) if message.measure else 0.0))
@@ -126,7 +129,7 @@ class AttentionRank(ServedRank):
     def _compile_later(self, part: StepShape, behind: bool) -> Callable[[], tuple[Program, Any]]:
         assert self._layers is not None and self._kv is not None
         specs, layout = self._layers.specs, self._layers.layout
-        traced = AttentionProgram(self._transport, layout, specs, self._layers.n_query_heads, part)
+        traced = AttentionProgram(self._transport, layout, specs, self._layers.heads, part)
         args = *self._kv.like, step_inputs_of(layout, part, specs)
         name = self._name(part, behind)
         compiles = self._transport.compile_later(

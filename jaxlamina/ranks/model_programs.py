@@ -281,7 +281,9 @@ class _ModelStep:
             self.tie = self.p.to_ranks.send(logits, task.peer, after=self._after(of))
             return
         messages, workers = self._messages(payload), self._workers(payload)
-        self.tie = self.t.send_each(messages, workers, after=self._after_all(payload))
+        self.tie = self._after_all(payload)
+        for _, some in _alike(messages):
+            self.tie = self.t.send_each(messages[some], workers[some], after=self.tie)
         self._sent(payload)
 
     def _receive(self, task: Receive) -> None:
@@ -367,9 +369,9 @@ class _ModelStep:
             self.new[of] = k, v
 
 
-def _alike(likes: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[jax.ShapeDtypeStruct, slice]]:
+def _alike(likes: Sequence[Any]) -> list[tuple[Any, slice]]:
     """Messages that are one exchange: all, if they are alike, else each by itself."""
-    if len(set(likes)) == 1:
+    if len({(like.shape, like.dtype) for like in likes}) == 1:
         return [(likes[0], slice(None))]
     return [(like, slice(i, i + 1)) for i, like in enumerate(likes)]
 

@@ -98,11 +98,6 @@ class RankKV:
         self.plain.put_bytes(slots, rows)
 
 
-def of_worker(index: int, n_heads: int) -> slice:
-    """An attention worker's KV heads, of which each has as many."""
-    return slice(index * n_heads, (index + 1) * n_heads)
-
-
 def own_scales(
     layers: Sequence[ChannelScales] | None, heads: Sequence[slice | Int[np.ndarray, " k"]]
 ) -> list[ChannelScales] | None:

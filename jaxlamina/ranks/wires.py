@@ -55,6 +55,7 @@ class HeadsOf(NamedTuple):
     h: int  # head dim
     dtype: np.dtype
     first: int = 0  # of the KV heads that an end of the exchange has, which of them is the first of these
+    of: int = 0  # of a worker's: how many KV heads all workers have together
 
     @property
     def queries(self) -> slice:
@@ -125,13 +126,13 @@ def sizes_of(layout: Layout, segment: StepShape) -> Sizes:
     return Sizes(segment.rows, segment.new, segment.tokens)
 
 
-def heads_on_worker(layout: Layout, spec: AttentionSpec, n_query_heads: int) -> HeadsOf:
-    """One layer's heads on each attention worker: by heads an equal share of those that model ranks do not
-    keep."""
-    if not layout.by_heads:
-        return HeadsOf(n_query_heads, spec.n_kv_heads, spec.head_dim, spec.dtype)
-    k = (spec.n_kv_heads - layout.local_heads(spec.n_kv_heads)) // len(layout.workers)
-    return HeadsOf(k * (n_query_heads // spec.n_kv_heads), k, spec.head_dim, spec.dtype)
+def heads_on_worker(layout: Layout, spec: AttentionSpec, n_query_heads: int, index: int) -> HeadsOf:
+    """One layer's heads on the attention worker of this index: by heads a share of those that model ranks do
+    not keep."""
+    pooled = spec.n_kv_heads - (layout.local_heads(spec.n_kv_heads) if layout.by_heads else 0)
+    k = len(layout.heads_of_worker(index, pooled))
+    n_each = n_query_heads // spec.n_kv_heads
+    return HeadsOf(k * n_each, k, spec.head_dim, spec.dtype, of=pooled)
 
 
 Links = Sequence[tuple[int, HeadsOf]]
@@ -150,8 +151,7 @@ def links_of_rank(layout: Layout, replica: int, rank: int, spec: AttentionSpec, 
 
 def links_of_worker(layout: Layout, worker: int, replica: int, heads: HeadsOf) -> Links:
     """An attention worker's with a replica's ranks, or a prefill worker; ``heads``: those that it has."""
-    all_heads = heads.k * (len(layout.workers) if layout.by_heads else 1)
-    own = [link for link in layout.links(replica, all_heads) if link.worker == worker]
+    own = [link for link in layout.links(replica, heads.of) if link.worker == worker]
     first, n_each = own[0].heads.start, heads.n // max(1, heads.k)
     return [(link.rank, _linked(link.heads, first, heads, n_each)) for link in own]
 

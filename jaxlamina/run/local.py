@@ -23,7 +23,7 @@ from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
 from jaxlamina.ranks.cluster_layout import wishes_of
 from jaxlamina.ranks.model_side import ModelSide, model_workspace_bytes
-from jaxlamina.ranks.rank_kv import of_worker, own_scales
+from jaxlamina.ranks.rank_kv import own_scales
 from jaxlamina.ranks.wires import heads_on_worker
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
 from jaxlamina.run.parts import Part, mixed_part, prompts_part, rows_part
@@ -104,20 +104,23 @@ class LocalExecutor(Executor):
         self.n_host_slots = resolve_host_slots(n_host_slots, self.specs, keepers, self.n_slots)
         known = model, self.model.params, self.specs, calibration
         scales = channel_scales(*known, n_positions=largest.context if largest else 1024)
-        heads = [
-            heads_on_worker(self.layout, *one) for one in zip(self.specs, self._n_query_heads, strict=True)
+        known_heads = [*zip(self.specs, self._n_query_heads, strict=True)]
+        self._heads = [[heads_on_worker(self.layout, *one, w) for one in known_heads] for w in range(b)]
+        self._own_specs = [
+            [replace(spec, n_kv_heads=of.k) for spec, of in zip(self.specs, heads, strict=True)]
+            for heads in self._heads
         ]
-        self._own_specs = [replace(spec, n_kv_heads=of.k) for spec, of in zip(self.specs, heads, strict=True)]
-        self._own_n_query_heads = [of.n for of in heads]
         by_heads = self.layout.by_heads
         each = [self.n_slots if by_heads else -(-self.n_slots // b)] * b
         each = each if self.layout.has_pool else [1] * b
         self.pools = tuple(
             KVPools(
-                self._own_specs,
+                self._own_specs[w],
                 n,
                 device,
-                channel_scales=own_scales(scales, [of_worker(w if by_heads else 0, of.k) for of in heads]),
+                channel_scales=own_scales(
+                    scales, [np.asarray(self.layout.heads_of_worker(w, of.of)) for of in self._heads[w]]
+                ),
                 n_host_slots=self.n_host_slots,
             )
             for w, (n, device) in enumerate(zip(each, devices, strict=True))
@@ -224,8 +227,9 @@ class LocalExecutor(Executor):
 
     def _attention(self, w: int, shape: StepShape) -> RankProgram:
         end = LocalTransport(w + 1, len(self.pools) + 1, self.pools[w].device)
-        known = end, self.layout, self._own_specs, self._own_n_query_heads, shape
-        inputs = step_inputs_of(self.layout, shape, self._own_specs)
+        specs = self._own_specs[w]
+        known = end, self.layout, specs, self._heads[w], shape
+        inputs = step_inputs_of(self.layout, shape, specs)
         step = AttentionProgram(*known).step
         return end.compile_later(step, *self._pools_like[w], inputs, donate_argnums=(0, 1))()
 

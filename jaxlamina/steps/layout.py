@@ -81,6 +81,15 @@ class Layout:
         kept = {h for i in range(self.heads_over) for h in self.own_heads(i, n_kv_heads)}
         return [h for h in range(n_kv_heads) if h not in kept]
 
+    def heads_of_worker(self, index: int, n_kv_heads: int) -> range:
+        """Those of as many as attention workers have together that the worker of this index has: by heads
+        their numbers differ by one at most.
+
+        >>> [Layout((1, 2), "heads").heads_of_worker(i, 3) for i in range(2)]
+        [range(0, 1), range(1, 3)]
+        """
+        return _part(n_kv_heads, index, len(self.workers)) if self.by_heads else range(n_kv_heads)
+
     def links(self, replica: int, n_kv_heads: int) -> tuple[HeadsLink, ...]:
         """Who of a replica's ranks, or which prefill worker, exchanges which of a layer's heads with whom.
 
@@ -93,12 +102,11 @@ class Layout:
         [(3, range(3, 4)), (4, range(4, 6))]
         """
         ranks = range(self.heads_over) if replica < self.heads_over else (replica,)
-        n_parts = len(self.workers) if self.by_heads else 1
         found = []
         for i, rank in enumerate(ranks):
             for j, worker in enumerate(self.workers):
                 of_rank = _part(n_kv_heads, i, len(ranks))
-                of_worker = _part(n_kv_heads, j % n_parts, n_parts)
+                of_worker = self.heads_of_worker(j, n_kv_heads)
                 both = range(max(of_rank.start, of_worker.start), min(of_rank.stop, of_worker.stop))
                 if both or not n_kv_heads:
                     found.append(HeadsLink(rank, worker, both))
