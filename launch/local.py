@@ -23,7 +23,7 @@ from jaxlamina.errors import UserError
 from jaxlamina.exit_codes import BAD_INPUT
 from jaxlamina.job.cluster import JOB, Cluster
 from jaxlamina.process.host_memory import memory_folder
-from jaxlamina.process.owned_folder import owned_folder
+from jaxlamina.process.owned_folder import PIPES, owned_folder
 from launch.commands import (
     handing_on,
     is_open_mpi,
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _on_free_ports(options)
         cluster = options.cluster()
         # Another host must not have it, as it may have /tmp.
-        with owned_folder(memory_folder(), "jaxlamina-pipes") as folder:
+        with owned_folder(memory_folder(), PIPES) as folder:
             return _job(cluster, options, str(folder)).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -299,7 +299,7 @@ class Run:
         if self.hosts is not None:
             wait_until(lambda: not any("launch" in words_of(pid) for pid in self.hosts.pids(1)), 20)
         left = [folder for folder in self._folders if folder.exists()]
-        assert not left, "folders of processes that were killed"
+        assert not left, f"folders of processes that were killed: {left}{self.story()}"
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", server.port)), "its port is still open"
         if (path := self.folder / "journal" / "journal.sqlite").exists():

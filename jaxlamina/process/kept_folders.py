@@ -48,7 +48,7 @@ def hold(folder: Path) -> None:
     _held[folder] = lock = open_lock(folder)
     with suppress(BlockingIOError):  # the supervisor has it
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    remove_left(folder, _KIND, _LEFT_S)
+    remove_left(folder.parent, _KIND, folder, _LEFT_S)
 
 
 def main(cluster: Cluster, rank: int) -> int:

@@ -19,6 +19,8 @@ from typing import TextIO
 
 from jaxlamina.errors import UserError
 
+PIPES = "jaxlamina-pipes"
+"""The kind of those that launchers make in memory."""
 _LOCK = "lock"
 _NEW_S = 60.0  # until a folder has its lock
 
@@ -31,7 +33,7 @@ def owned_folder(base: Path, kind: str, name: str | None = None) -> Iterator[Pat
     none, ``UserError`` where it is another user's."""
     own = base / f"{kind}-{os.getuid()}-{name or secrets.token_hex(6)}"
     with _locked(own):
-        remove_left(own, kind)
+        remove_left(base, kind, own)
         try:
             yield own
         finally:
@@ -48,10 +50,11 @@ def open_lock(folder: Path) -> TextIO:
     return open(folder / _LOCK, "w")
 
 
-def remove_left(own: Path, kind: str, left_s: float = 0.0) -> None:
-    """Removes the folders of this kind and user beside ``own`` that nobody has locked, whose locks were
-    opened ``left_s`` ago, or that have none and are older than a folder that is just made."""
-    for other in own.parent.glob(f"{kind}-{os.getuid()}-*"):
+def remove_left(base: Path, kind: str, own: Path | None = None, left_s: float = 0.0) -> None:
+    """Removes the folders of this kind and user below ``base``, but for ``own``, that nobody has locked,
+    whose locks were opened ``left_s`` ago, or that have none and are older than a folder that is just
+    made."""
+    for other in base.glob(f"{kind}-{os.getuid()}-*"):
         if other != own:
             with suppress(OSError):
                 _remove(other, left_s)

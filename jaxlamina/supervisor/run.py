@@ -23,9 +23,10 @@ from starlette.applications import Starlette
 
 from jaxlamina.exit_codes import FAILED
 from jaxlamina.process import kept_folders
+from jaxlamina.process.host_memory import memory_folder
 from jaxlamina.process.kept_folders import kept_folder
 from jaxlamina.process.memory_reserve import MemoryReserve
-from jaxlamina.process.owned_folder import owned_folder
+from jaxlamina.process.owned_folder import PIPES, owned_folder, remove_left
 from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.connections import protocol
 from jaxlamina.server.listening import DrainingServer
@@ -80,6 +81,7 @@ def supervise(
             return code
         finally:
             journal.close()
+            remove_left(memory_folder(), PIPES)  # of launchers that were killed: a change ends its job so
 
 
 def _remove_elsewhere(command: JobCommand, kv_folder: Path) -> None:
