@@ -102,10 +102,13 @@ def _json(body: Any) -> str:
     return msgspec.json.encode(body).decode()
 
 
-async def ask(http: aiohttp.ClientSession, target: Target, prompt: Prompt, size: Size) -> TimedAnswer:
-    """Sends one request and reads its answer to the end. What goes wrong is in the answer's ``error``."""
+async def ask(
+    http: aiohttp.ClientSession, target: Target, prompt: Prompt, size: Size, stream: Stream | None = None
+) -> TimedAnswer:
+    """Sends one request and reads its answer to the end. What goes wrong is in the answer's ``error``.
+    ``stream``: a new one, for who looks at the answer meanwhile."""
     sent_s = time.perf_counter()
-    stream = Stream()
+    stream = stream or Stream()
     try:
         url = target.base_url + PATHS[target.endpoint]
         async with http.post(url, json=target.body(prompt, size.n_output)) as response:
@@ -128,7 +131,7 @@ class Stream:
     """A server-sent stream of chunks, line by line."""
 
     def __init__(self) -> None:
-        self._text_s: list[float] = []
+        self.text_s: list[float] = []
         self._end_s: float | None = None
         self._is_whole = False
         self._usage: _Usage | None = None
@@ -146,7 +149,7 @@ class Stream:
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
             if choice.text or (choice.delta is not None and choice.delta.any):
-                self._text_s.append(now_s)
+                self.text_s.append(now_s)
                 self._end_s = now_s
             if choice.finish_reason is not None:
                 self._is_whole, self._end_s = True, now_s
@@ -158,12 +161,12 @@ class Stream:
     def answer(self, size: Size, sent_s: float) -> TimedAnswer:
         end_s = self._end_s
         assert end_s is not None
-        usage = self._usage or _Usage(size.n_prompt, len(self._text_s))
+        usage = self._usage or _Usage(size.n_prompt, len(self.text_s))
         return TimedAnswer(
             usage.prompt_tokens,
             usage.completion_tokens,
             sent_s,
-            tuple(self._text_s) or (end_s,),
+            tuple(self.text_s) or (end_s,),
             end_s,
             usage=self._usage is not None,
         )
