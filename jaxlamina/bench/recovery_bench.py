@@ -168,9 +168,9 @@ class _Bench:
         async def until(holds: Callable[[], object], what: str) -> None:
             await self._until(holds, what, check)
 
-        await until(lambda: all(len(s.text_s) >= load.after for s in streams), "tokens of all streams")
         before = await self._counters(http)
         pid = find(whom, self._server.pid, (await self._status(http))["workers"])
+        await until(lambda: all(len(s.text_s) >= load.after for s in streams), "tokens of all streams")
         if any(task.done() for task in asked):
             raise UserError("streams had ended before the fault: give a greater --output-len")
         os.kill(pid, FAULTS[fault])

@@ -63,14 +63,14 @@ def recovery_command(
             line, load, fault=strike, whom=whom, times=times, deadline_s=deadline, on_progress=on_progress
         )
     rows = [asdict(one) | {"median_s": one.median_s, "last_s": one.last_s} for one in found]
+    middle = _medians(rows)
     record = {"command": words, "strike": strike, "whom": whom, "streams": asdict(load), "faults": rows}
-    record["median"] = _medians(rows)
-    shown = [*rows, record["median"] | {"cause": "median"}] if times > 1 else rows
+    shown = [*rows, middle | {"cause": "median"}] if times > 1 else rows
     note = (
         f"Seconds after the fault ({strike}, {whom}). {streams} streams of {input_len} prompt tokens had "
         f"written {after} tokens or more. Brought: kept KV, and how long hosts were at it."
     )
-    tell("recovery", record, where, [table(shown, COLUMNS), dim(note)], as_json=as_json)
+    tell("recovery", record | {"median": middle}, where, [table(shown, COLUMNS), dim(note)], as_json=as_json)
 
 
 def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
