@@ -45,8 +45,7 @@ def test_a_server_is_struck(tmp_path: Path) -> None:
     assert 0 < found["noticed_s"] < found["ready_s"] < min(found["next_s"]) < 30
     assert len(found["next_s"]) == 3 and found["last_s"] == max(found["next_s"])
     assert 3 * (40 + 20) <= found["n_tokens"] <= 3 * 940
-    # All prompts are the same here, as no word is known: once one is back, others share it. A token has 256
-    # bytes, in two layers of two heads.
-    assert found["brought_s"] > 0 and found["brought_bytes"] / 256 >= found["n_tokens"] / 3 - 20
+    n_brought = found["brought_bytes"] / 256  # of a token, in two layers of two heads
+    assert found["brought_s"] > 0 and n_brought + found["n_recomputed"] >= found["n_tokens"] - 3
     assert found["n_recomputed"] <= 3 * 17 and found["spare_s"] > found["ready_s"]
     assert record["median"]["ready_s"] == found["ready_s"]

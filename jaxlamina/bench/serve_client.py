@@ -36,7 +36,7 @@ Prompt = str | list[int]
 @dataclass(frozen=True)
 class Target:
     """Where requests go and what they have in common. ``silence_s``: a server that says nothing for so long
-    is given up."""
+    is given up. ``gives_ids``: each token is told, also one without text (vLLM's `return_token_ids`)."""
 
     base_url: str  # without "/v1"
     endpoint: str  # a key of `PATHS`
@@ -44,6 +44,7 @@ class Target:
     api_key: str | None = None
     ignore_eos: bool = False
     silence_s: float = 600.0
+    gives_ids: bool = False
 
     def body(self, prompt: Prompt, n_output: int) -> dict[str, Any]:
         common: dict[str, Any] = {
@@ -54,6 +55,8 @@ class Target:
         }
         if self.ignore_eos:
             common["ignore_eos"] = True
+        if self.gives_ids:
+            common["return_token_ids"] = True
         if self.endpoint == "chat":
             message = {"role": "user", "content": prompt}
             return common | {"messages": [message], "max_completion_tokens": n_output}
@@ -74,6 +77,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Text | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -148,7 +152,7 @@ class Stream:
             raise RefusedByServer(_message(data))
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
-            if choice.text or (choice.delta is not None and choice.delta.any):
+            if choice.text or choice.token_ids or (choice.delta is not None and choice.delta.any):
                 self.text_s.append(now_s)
                 self._end_s = now_s
             if choice.finish_reason is not None:
