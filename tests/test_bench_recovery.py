@@ -38,7 +38,7 @@ def test_a_server_is_struck(tmp_path: Path) -> None:
     folder = tiny_words_folder(tmp_path, max_position_embeddings=2048)
     command = ["--", "serve", "--model", str(folder), "--max-num-seqs", "4", "--max-model-len", "1000"]
     command += ["--no-warm-up", "--spare", "1"]
-    load = ["--streams", "3", "--input-len", "40", "--output-len", "900", "--after", "20"]
+    load = ["--streams", "3", "--input-len", "40", "--output-len", "900", "--written", "20"]
     record, shown = bench("recovery", "--times", "1", "--deadline", "60", *load, *command)
     [found] = record["faults"]
     assert found["cause"] == "killed by SIGKILL" and "killed by SIGKILL" in shown

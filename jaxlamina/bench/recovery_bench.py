@@ -65,11 +65,11 @@ class Struck:
 
 @dataclass(frozen=True)
 class RecoveryLoad:
-    """``n_streams`` of ``size`` at once. The fault comes once each has written ``after`` tokens."""
+    """``n_streams`` of ``size`` at once. The fault comes once each has written ``n_written`` tokens."""
 
     n_streams: int
     size: Size
-    after: int
+    n_written: int
 
 
 def supervised_command(words: Sequence[str]) -> list[str]:
@@ -168,19 +168,23 @@ class _Bench:
     ) -> Struck:
         load = self._load
 
+        def all_go_on() -> bool:
+            ready = self._said(_READY, number + 1)
+            return bool(ready) and all(s.text_s[-1] > ready[number][0] for s in streams)
+
         def check() -> None:
             for task in asked:
                 if task.done() and task.result().error is not None:
                     raise UserError(f"a request failed: {task.result().error}")
+            if any(task.done() for task in asked) and not all_go_on():
+                raise UserError("streams ended before they could go on: give a greater --output-len")
 
         async def until(holds: Callable[[], object], what: str) -> None:
             await self._until(holds, what, check)
 
         before = await self._counters(http)
         pid = find(whom, self._server.pid, (await self._status(http))["workers"])
-        await until(lambda: all(len(s.text_s) >= load.after for s in streams), "tokens of all streams")
-        if any(task.done() for task in asked):
-            raise UserError("streams had ended before the fault: give a greater --output-len")
+        await until(lambda: all(len(s.text_s) >= load.n_written for s in streams), "tokens of all streams")
         os.kill(pid, FAULTS[fault])
         struck_s = time.perf_counter()
         n_tokens = sum(load.size.n_prompt + len(s.text_s) for s in streams)
@@ -188,7 +192,7 @@ class _Bench:
         noticed_s, line = self._said(_ENDED, number + 1)[number]
         await until(lambda: self._said(_READY, number + 1), "the job")
         ready_s, _ = self._said(_READY, number + 1)[number]
-        await until(lambda: all(s.text_s[-1] > ready_s for s in streams), "streams, which do not go on")
+        await until(all_go_on, "streams, which do not go on")
         next_s = tuple(next(t for t in s.text_s if t > ready_s) - struck_s for s in streams)
         after = await self._counters(http)
         spare_s = None

@@ -42,7 +42,7 @@ def recovery_command(
     streams: Annotated[int, option("Requests at once.", min=1)] = 8,
     input_len: model_options.InputLen = 250,
     output_len: model_options.OutputLen = 200,
-    after: Annotated[int, option("Tokens that each stream has when the fault comes.", min=1)] = 60,
+    written: Annotated[int, option("Tokens that each stream has when the fault comes.", min=1)] = 60,
     deadline: Annotated[float, option("Seconds for whatever is waited for.", min=1)] = 600.0,
     as_json: AsJson = False,
 ) -> None:
@@ -55,7 +55,7 @@ def recovery_command(
     from jaxlamina.bench.loads import Size
 
     words = list(command or ["serve"])
-    load = recovery_bench.RecoveryLoad(streams, Size(input_len, output_len), after)
+    load = recovery_bench.RecoveryLoad(streams, Size(input_len, output_len), written)
     line = recovery_bench.supervised_command(words)
     where = machine.describe(["aiohttp"])
     with progress() as on_progress:
@@ -68,7 +68,7 @@ def recovery_command(
     shown = [*rows, middle | {"cause": "median"}] if times > 1 else rows
     note = (
         f"Seconds after the fault ({strike}, {whom}). {streams} streams of {input_len} prompt tokens had "
-        f"written {after} tokens or more. Brought: kept KV, and how long hosts were at it."
+        f"written {written} tokens or more. Brought: kept KV, and how long hosts were at it."
     )
     tell("recovery", record | {"median": middle}, where, [table(shown, COLUMNS), dim(note)], as_json=as_json)
 
