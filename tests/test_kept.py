@@ -327,6 +327,21 @@ def test_a_later_process_goes_on_after_what_is_kept(way, tmp_path):
     assert all(len(w) - 17 <= o.n_cached_tokens < len(w) for w, o in zip(whole, last, strict=True))
 
 
+@pytest.mark.parametrize("way", ["unsplit", "two by tokens"])
+def test_a_spare_maps_ahead_what_another_keeps(way, tmp_path):
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640} | WAYS[way]
+    first = LLM(model(), **options, kept_kv_folder=str(tmp_path))
+    spare = LLM(model(), **options, kept_kv_slots=1)
+    spare.foresee_kv(str(tmp_path))
+    outputs = first.generate(prompts(), GREEDY)
+    if way == "unsplit":
+        wait_until(lambda: spare.executor.kv._ahead.n_populated >= 36 + 19 + 63, 20)
+    spare.keep_kv(str(tmp_path), None)
+    again = spare.generate(prompts(), GREEDY)
+    assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
+    assert [o.n_cached_tokens for o in again] == [36, 19, 63]
+
+
 def test_other_weights_or_another_kind_of_kv_find_nothing(tmp_path):
     options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640, "kept_kv_folder": str(tmp_path)}
     LLM(model(), **options).generate(prompts(), GREEDY)
