@@ -218,9 +218,17 @@ class LLM:
         """Keeps KV in host memory by content from now on, as ``kept_kv_folder`` and ``kept_kv_slots`` have
         it; of a model that was made to keep some. Not while a step runs."""
         self._kept_as = folder, n
-        follows_from = f"{self._of_weights} {self.dtype} {self.options.kv_dtype} {self._of_scales}"
-        wanted = KeptWanted(folder, follows_from, n if isinstance(n, int) else None)
+        wanted = self._kept_wanted(folder, n)
         self.engine.keep_kv(kept_prefixes(wanted, self.executor.open_kept(wanted)))
+
+    def foresee_kv(self, folder: str) -> None:
+        """Makes ready for `keep_kv` in ``folder``, where another process still keeps KV: its files are mapped
+        as they fill."""
+        self.executor.open_kept(self._kept_wanted(folder, None)._replace(ahead=True))
+
+    def _kept_wanted(self, folder: str | None, n: int | str | None) -> KeptWanted:
+        follows_from = f"{self._of_weights} {self.dtype} {self.options.kv_dtype} {self._of_scales}"
+        return KeptWanted(folder, follows_from, n if isinstance(n, int) else None)
 
     def update_weights(
         self,

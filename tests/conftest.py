@@ -116,6 +116,7 @@ LONG_FILES = (
     "test_partition",
     "test_tensor_parallel",
     "test_bench_start",
+    "test_bench_recovery",
     "test_exchange_bench",
     "test_server",
     "test_pipeline_parallel",

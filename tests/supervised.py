@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import re
 import shlex
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from serving import WORDS_TEMPLATE, Server
 
+from jaxlamina.bench.job_processes import began, children, words_of
 from launch.commands import OPEN_MPI
 
 DEADLINE_S = 150
@@ -76,32 +76,6 @@ class Supervised(Server):
         server.port = int(server.wait_for("serving ").rpartition(":")[2])
         server.wait_for("ready: ")
         return server
-
-
-def children(pid):
-    """All processes below one."""
-    found, left = [], [pid]
-    while left:
-        with contextlib.suppress(OSError):
-            for task in os.listdir(pid_folder := f"/proc/{left.pop()}/task"):
-                with contextlib.suppress(OSError):
-                    new = [int(x) for x in Path(pid_folder, task, "children").read_text().split()]
-                    found += new
-                    left += new
-    return found
-
-
-def began(pid):
-    """When, in the kernel's ticks."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return float("inf")
-
-
-def words_of(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    return []
 
 
 def find(whom, supervisor, apart_from=()):

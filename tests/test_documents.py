@@ -126,7 +126,9 @@ def check_options(words: list[str], where: str) -> None:
         words = words[words.index("--") + 1 :]
         if words == ["x"]:
             return
-    if words[:2] == ["bench", "start"] and "--" in words:  # what it starts is a command, too
+    if (
+        words[:2] in (["bench", "start"], ["bench", "recovery"]) and "--" in words
+    ):  # what it starts is a command, too
         at = words.index("--")
         check_options(words[at + 1 :], where)
         words = words[:at]

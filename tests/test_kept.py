@@ -3,22 +3,30 @@ whole models that go on after what an earlier one has computed."""
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from supervised import wait_until
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
-from jaxlamina.workers.kept_kv import KeptKV, kept_prefixes
+from jaxlamina.workers.kept_kv import KeptKV, MappedAhead, kept_prefixes
+from jaxlamina.workers.kv_pools import KVPools
+from jaxlamina.workers.spec import AttentionSpec
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
@@ -139,6 +147,71 @@ def test_what_fails_to_be_written_is_heard_of(tmp_path):
         store.later(fails)
 
 
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("packs", [False, True])
+def test_what_is_brought_is_what_was_kept_there(kv, packs, tmp_path):
+    """Many pieces, through the few arrays that they are read into: places at random, in a row, of all sizes;
+    one after another with nobody waiting for the device."""
+    n = 3000
+    spec = AttentionSpec(2, 4, np.dtype(np.float32), 1.0, None, None, kv)
+    pools = KVPools([spec] * 2, n, jax.devices()[0])
+    pools._packs = packs  # as beside an accelerator
+    pools.open_kept("worker0", KeptWanted(str(tmp_path), "one", n))
+    rng = np.random.default_rng(0)
+    filled = jnp.asarray(rng.integers(-99, 99, (n, 2, 4)), jnp.int8)
+    pools.k = [
+        jax.tree.map(lambda x, i=i: x.at[:].set(filled + i if x.ndim == 3 else filled[:, :, 0]), of_layer)
+        for i, of_layer in enumerate(pools.k)
+    ]
+    slots = np.arange(n)
+    pools.keep(slots, slots, np.ones(n, np.uint64))
+    kept = pools.kept_rows(slots).copy()
+    assert len(np.unique(kept, axis=0)) > n // 2
+    for size in (1, 2, 15, 16, 17, 255, 256, 257, 700, 1500, 2999, 3000):
+        rounds = [rng.permutation(n)[:size] for _ in range(3)] + [np.arange(size)]
+        to = [rng.permutation(n)[:size] for _ in rounds]
+        expected = {}
+        for places, at in zip(rounds, to, strict=True):
+            pools.bring(places, at)
+            expected |= dict(zip(at.tolist(), places.tolist(), strict=True))
+        at, places = np.asarray([*expected]), np.asarray([*expected.values()])
+        marks = np.ones(len(at), np.uint64)
+        pools.keep(at, at, marks)
+        assert (pools.kept_rows(at) == kept[places]).all(), size
+        pools.kept.put(slots, np.ones(n, np.uint64), [kept])
+    with pytest.raises(IndexError, match="places"):
+        pools.bring(np.asarray([n]), np.asarray([0]))
+    with pytest.raises(IndexError, match="places"):
+        pools.bring(np.asarray([-1]), np.asarray([0]))
+    pools.kept.close()
+
+
+def test_a_file_is_mapped_ahead_as_it_fills_and_takes_no_memory(tmp_path):
+    """In memory, where reading what nobody has written would take pages."""
+    row_bytes = 3 * mmap.PAGESIZE // 2
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "0.kv"
+        store = KeptKV(path, row_bytes, "one", 64, 1)
+        store._has_room(63)
+        ahead = MappedAhead(path, row_bytes, "one")
+        taken = path.stat().st_blocks
+        rows = np.random.default_rng(0).integers(0, 256, (64, row_bytes), np.uint8)
+        for places in ([3, 4, 5, 9], [0, 63], [*range(20, 40)]):
+            store.put(np.asarray(places), np.ones(len(places), np.uint64), [rows[places]])
+            n = int((store.marks != 0).sum())
+            wait_until(lambda n=n: ahead.n_populated == n, 20)
+        assert path.stat().st_blocks == taken
+        store.close()
+        again = KeptKV(path, row_bytes, "one", 64, 1, ahead)
+        marked = np.flatnonzero(again.marks)
+        assert len(marked) == 26 and (again.rows_at(marked) == rows[marked]).all()
+        again.put(np.asarray([7]), np.ones(1, np.uint64), [rows[7:8]])
+        assert (again.rows_at(np.asarray([7])) == rows[7]).all()
+        again.close()
+        assert MappedAhead(path, row_bytes, "two").n_populated == 0
+        assert MappedAhead(path, row_bytes, "two").taken(0, 0) is None
+
+
 def write_for_ever(path, ready):
     store = KeptKV(path, 2**16, "one", 64, 1)
     n = 0
@@ -238,6 +311,9 @@ def test_a_later_process_goes_on_after_what_is_kept(way, tmp_path):
     assert [o.n_cached_tokens for o in again] == [36, 19, 63]  # the last token gives the next one
     stats = second.stats()
     assert stats["n_kept_hit_tokens"] == 36 + 19 + 63 and stats["n_prompt_tokens_computed"] == 3
+    each = {"float32": 256, "bfloat16": 128}.get(second.dtype, 0)
+    assert stats["kept_kv_brought_bytes"] == 118 * each, stats["kept_kv_brought_bytes"] / 118
+    assert stats["kept_kv_brought_s"] > 0 == first.stats()["kept_kv_brought_s"]
     second.engine.check_integrity()
     # What was written is there, too, but for what came after the last round.
     whole = [[*o.prompt_token_ids, *o.token_ids][:-4] for o in outputs]
@@ -249,6 +325,21 @@ def test_a_later_process_goes_on_after_what_is_kept(way, tmp_path):
     if way != "bfloat16":  # rounds otherwise where it is computed with others
         assert [list(o.token_ids) for o in last] == [list(o.token_ids[-4:]) for o in outputs]
     assert all(len(w) - 17 <= o.n_cached_tokens < len(w) for w, o in zip(whole, last, strict=True))
+
+
+@pytest.mark.parametrize("way", ["unsplit", "two by tokens"])
+def test_a_spare_maps_ahead_what_another_keeps(way, tmp_path):
+    options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640} | WAYS[way]
+    first = LLM(model(), **options, kept_kv_folder=str(tmp_path))
+    spare = LLM(model(), **options, kept_kv_slots=1)
+    spare.foresee_kv(str(tmp_path))
+    outputs = first.generate(prompts(), GREEDY)
+    if way == "unsplit":
+        wait_until(lambda: spare.executor.kv._ahead.n_populated >= 36 + 19 + 63, 20)
+    spare.keep_kv(str(tmp_path), None)
+    again = spare.generate(prompts(), GREEDY)
+    assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
+    assert [o.n_cached_tokens for o in again] == [36, 19, 63]
 
 
 def test_other_weights_or_another_kind_of_kv_find_nothing(tmp_path):

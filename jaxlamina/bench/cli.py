@@ -14,6 +14,7 @@ from jaxlamina.bench.lamina_cli import lamina_command
 from jaxlamina.bench.overhead_cli import overhead_command
 from jaxlamina.bench.predict_cli import predict_command
 from jaxlamina.bench.prefix_cli import prefix_command
+from jaxlamina.bench.recovery_cli import recovery_command
 from jaxlamina.bench.serve_cli import serve_command
 from jaxlamina.bench.simulation_cli import simulation_command
 from jaxlamina.bench.split_cli import split_command
@@ -36,6 +37,7 @@ add(app, "lamina", lamina_command)
 add(app, "overhead", overhead_command)
 add(app, "predict", predict_command)
 add(app, "prefix", prefix_command)
+add(app, "recovery", recovery_command)
 add(app, "serve", serve_command)
 add(app, "simulation", simulation_command)
 add(app, "start", start_command)

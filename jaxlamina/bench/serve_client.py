@@ -36,7 +36,7 @@ Prompt = str | list[int]
 @dataclass(frozen=True)
 class Target:
     """Where requests go and what they have in common. ``silence_s``: a server that says nothing for so long
-    is given up."""
+    is given up. ``gives_ids``: each token is told, also one without text (vLLM's `return_token_ids`)."""
 
     base_url: str  # without "/v1"
     endpoint: str  # a key of `PATHS`
@@ -44,6 +44,7 @@ class Target:
     api_key: str | None = None
     ignore_eos: bool = False
     silence_s: float = 600.0
+    gives_ids: bool = False
 
     def body(self, prompt: Prompt, n_output: int) -> dict[str, Any]:
         common: dict[str, Any] = {
@@ -54,6 +55,8 @@ class Target:
         }
         if self.ignore_eos:
             common["ignore_eos"] = True
+        if self.gives_ids:
+            common["return_token_ids"] = True
         if self.endpoint == "chat":
             message = {"role": "user", "content": prompt}
             return common | {"messages": [message], "max_completion_tokens": n_output}
@@ -74,6 +77,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Text | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -102,10 +106,13 @@ def _json(body: Any) -> str:
     return msgspec.json.encode(body).decode()
 
 
-async def ask(http: aiohttp.ClientSession, target: Target, prompt: Prompt, size: Size) -> TimedAnswer:
-    """Sends one request and reads its answer to the end. What goes wrong is in the answer's ``error``."""
+async def ask(
+    http: aiohttp.ClientSession, target: Target, prompt: Prompt, size: Size, stream: Stream | None = None
+) -> TimedAnswer:
+    """Sends one request and reads its answer to the end. What goes wrong is in the answer's ``error``.
+    ``stream``: a new one, for who looks at the answer meanwhile."""
     sent_s = time.perf_counter()
-    stream = Stream()
+    stream = stream or Stream()
     try:
         url = target.base_url + PATHS[target.endpoint]
         async with http.post(url, json=target.body(prompt, size.n_output)) as response:
@@ -128,7 +135,7 @@ class Stream:
     """A server-sent stream of chunks, line by line."""
 
     def __init__(self) -> None:
-        self._text_s: list[float] = []
+        self.text_s: list[float] = []
         self._end_s: float | None = None
         self._is_whole = False
         self._usage: _Usage | None = None
@@ -145,8 +152,8 @@ class Stream:
             raise RefusedByServer(_message(data))
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
-            if choice.text or (choice.delta is not None and choice.delta.any):
-                self._text_s.append(now_s)
+            if choice.text or choice.token_ids or (choice.delta is not None and choice.delta.any):
+                self.text_s.append(now_s)
                 self._end_s = now_s
             if choice.finish_reason is not None:
                 self._is_whole, self._end_s = True, now_s
@@ -158,12 +165,12 @@ class Stream:
     def answer(self, size: Size, sent_s: float) -> TimedAnswer:
         end_s = self._end_s
         assert end_s is not None
-        usage = self._usage or _Usage(size.n_prompt, len(self._text_s))
+        usage = self._usage or _Usage(size.n_prompt, len(self.text_s))
         return TimedAnswer(
             usage.prompt_tokens,
             usage.completion_tokens,
             sent_s,
-            tuple(self._text_s) or (end_s,),
+            tuple(self.text_s) or (end_s,),
             end_s,
             usage=self._usage is not None,
         )

@@ -23,6 +23,10 @@ class Server:
         self._process = process
         self.lines: list[str] = []
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def read(self, on_line: Callable[[str], None]) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:

@@ -114,6 +114,8 @@ def serve(
             is_own = settings.supervisor is None  # else the supervisor says so
             on_ready = partial(say, f"ready: {address}/v1") if is_own else lambda: None
             if stands_by:
+                if asked.keeps_kv and asked.kept_kv_folder is not None:
+                    llm.foresee_kv(asked.kept_kv_folder)
                 stand_by(llm, settings, on_progress)
                 if asked.keeps_kv:
                     llm.keep_kv(asked.kept_kv_folder, asked.kept_kv_slots)

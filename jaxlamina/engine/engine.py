@@ -93,6 +93,7 @@ class Engine:
         slots = SlotAllocator(executor.n_slots)
         if self.capabilities.places_tokens:
             slots.note_freed()
+        self._kv_slot_bytes = kv_slot_bytes
         self.scheduler = Scheduler(
             slots,
             max_num_seqs=max_num_seqs,
@@ -333,14 +334,15 @@ class Engine:
         """From now on KV is kept by content at the places of ``prefixes``, which the executor has opened, and
         found there."""
         least = self.scheduler.min_prefix_tokens
-        self._keeping = self.scheduler.room.kept = Keeping(self.executor, prefixes, min_tokens=least)
+        how = {"min_tokens": least, "bytes_per_token": self._kv_slot_bytes}
+        self._keeping = self.scheduler.room.kept = Keeping(self.executor, prefixes, **how)
 
     def check_integrity(self) -> None:
         """Raises ``RuntimeError`` unless every slot in use belongs to exactly the requests that run and the
         cache."""
         self.scheduler.check_integrity()
 
-    def kv_stats(self) -> dict[str, int]:
+    def kv_stats(self) -> dict[str, float]:
         """`Room.stats` of its slots."""
         return self.scheduler.room.stats()
 

@@ -7,6 +7,7 @@ store outlives it. Knows requests, and an executor that copies; nothing of sched
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -21,8 +22,11 @@ class Keeping:
     """``find`` for a newcomer, ``bring`` what was found before the step that goes on after it, ``keep`` after
     each step."""
 
-    def __init__(self, executor: Executor, prefixes: KeptPrefixes, *, min_tokens: int) -> None:
-        self._executor, self._min_tokens = executor, min_tokens
+    def __init__(
+        self, executor: Executor, prefixes: KeptPrefixes, *, min_tokens: int, bytes_per_token: int
+    ) -> None:
+        self._executor, self._min_tokens, self._bytes_per_token = executor, min_tokens, bytes_per_token
+        self._n_brought, self._brought_s = 0, 0.0
         self.prefixes = prefixes
         self._n_steps = 0
 
@@ -37,10 +41,13 @@ class Keeping:
 
     def bring(self, moves: Sequence[Move]) -> None:
         """``source``: places, ``target``: slots."""
-        if moves:
-            self._executor.bring(
-                *(np.concatenate(x) for x in zip(*((m.source, m.target) for m in moves), strict=True))
-            )
+        if not moves:
+            return
+        places, slots = (np.concatenate(x) for x in zip(*((m.source, m.target) for m in moves), strict=True))
+        began_s = time.perf_counter()
+        self._executor.bring(places, slots)
+        self._brought_s += time.perf_counter() - began_s
+        self._n_brought += len(slots)
 
     def keep(self, running: Sequence[Request]) -> None:
         """What of them is in the pools and not kept yet."""
@@ -68,13 +75,15 @@ class Keeping:
         for request in requests:
             request.digests, request.n_kept = NO_DIGESTS, 0
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         prefixes = self.prefixes
         return {
             "kept_kv_slots": prefixes.n_places,
             "kept_kv_slots_used": prefixes.n_used,
             "n_kept_tokens": prefixes.n_kept_tokens,
             "n_kept_hit_tokens": prefixes.n_found_tokens,
+            "kept_kv_brought_bytes": self._n_brought * self._bytes_per_token,
+            "kept_kv_brought_s": self._brought_s,
         }
 
     def _digests(self, request: Request, n: int) -> Digests:

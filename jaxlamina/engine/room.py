@@ -19,11 +19,13 @@ from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, a
 
 # Tokens computed in one step of a prompt that is scored: there are logits of each, a row of the vocabulary.
 SCORED_CHUNK = 512
-_NOTHING_KEPT = {
+_NOTHING_KEPT: dict[str, float] = {
     "kept_kv_slots": 0,
     "kept_kv_slots_used": 0,
     "n_kept_tokens": 0,
     "n_kept_hit_tokens": 0,
+    "kept_kv_brought_bytes": 0,
+    "kept_kv_brought_s": 0.0,
 }
 
 
@@ -32,7 +34,7 @@ class KeptPlaces(Protocol):
 
     def find(self, request: Request, n_cached: int) -> Sequence[int] | np.ndarray: ...
 
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, float]: ...
 
 
 class Room:
@@ -90,7 +92,7 @@ class Room:
                 "lower max_tokens or give more kv_slots"
             )
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Slots that requests hold, those that several do, slots that only the prefix cache holds, and what
         went to the host and back."""
         host, n_used = self.host, self.n_used

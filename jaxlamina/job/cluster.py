@@ -69,7 +69,8 @@ class Cluster(ModelOptions):
     partition: Literal["auto", "heads", "requests", "tokens"] = option(
         "auto",
         "What attention workers share out: `heads`, `requests` or `tokens`; `auto`: heads where the model's "
-        "KV heads divide evenly, else tokens, which a line on stderr says.",
+        "KV heads divide evenly, else tokens, which a line on stderr says. By `heads` there may be as many "
+        "workers as KV heads; their numbers of heads differ by one where they do not divide.",
     )
     local_attention: float | Literal["auto"] = option(
         "auto",

@@ -77,12 +77,14 @@ class Kept(NamedTuple):
 class KeptWanted(NamedTuple):
     """What workers are told of what they are to keep. ``folder``: where, None: in their own memory.
     ``identity``: what KV depends on beside tokens. ``n_places``: a worker's, None: as many as it has slots,
-    as far as memory goes, of which ``n_sharing`` processes of a host have an equal part each."""
+    as far as memory goes, of which ``n_sharing`` processes of a host have an equal part each. ``ahead``: only
+    to be made ready for, since another process still keeps KV there."""
 
     folder: str | None
     identity: str
     n_places: int | None
     n_sharing: int = 1
+    ahead: bool = False
 
     def of_layout(self, heads: str) -> KeptWanted:
         """``heads``: which of them a row has, and of which layers."""

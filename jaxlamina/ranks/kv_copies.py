@@ -342,6 +342,8 @@ class RankCopies:
         self, pools: KVPools, name: str, wanted: KeptWanted, copy_at: str | None
     ) -> UInt64[np.ndarray, " places"]:
         """As of `KVPools`, with a copy at an address. Where that is not to be had, KV is kept once."""
+        if wanted.ahead:
+            return pools.open_kept(name, wanted)
         if self._copying is not None:
             self._copying.close()
             self._copying = None

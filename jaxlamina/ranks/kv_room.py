@@ -73,7 +73,9 @@ def moving_handlers(
         client.send(m.Rows(tuple(map(m.Array.of, rows))))
 
     def open_kept(message: m.OpenKept) -> None:
-        wanted = KeptWanted(message.folder, message.identity, message.n_places, message.n_sharing)
+        wanted = KeptWanted(
+            message.folder, message.identity, message.n_places, message.n_sharing, message.ahead
+        )
         found = copies.open_kept(kv().plain, message.name, wanted, message.copy_at)
         client.send(m.KeptMarks(m.Array.of(found)))
 

@@ -541,8 +541,9 @@ class RanksExecutor(Executor):
         replicas = self.group.cluster.kv_replicas
         wanted = wanted._replace(n_sharing=self.group.cluster.n_ranks * (1 + replicas))
         at: dict[int, str] = {}
-        if replicas and wanted.folder is not None:  # else KV does not outlive this process
-            at = copies_at(self.group, self._copies, tuple(self._remote), wanted.folder, wanted.n_sharing)
+        folder = None if wanted.ahead else wanted.folder
+        if replicas and folder is not None:  # else KV does not outlive this process
+            at = copies_at(self.group, self._copies, tuple(self._remote), folder, wanted.n_sharing)
         for rank, worker in self._remote.items():
             worker.copy_at = at.get(rank)
         return self.pool.open_kept(wanted)
@@ -557,6 +558,8 @@ class RanksExecutor(Executor):
     def bring(self, places: Slots, slots: Slots) -> None:
         self._check_current()
         self.pool.bring(as_slots(places), as_slots(slots))
+        for worker in self._remote.values():  # so that it is known how long that took
+            worker.kept_rows(as_slots(()))
 
     def release(self, slots: Slots) -> None:
         self.pool.release(as_slots(slots))

@@ -96,6 +96,8 @@ _COUNTERS = (
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "n_prefix_hit_tokens"),
     ("jaxlamina:kept_kv_tokens", "Tokens whose KV was copied to where it is kept.", "n_kept_tokens"),
     ("jaxlamina:kept_kv_hits", "Tokens whose KV came from there.", "n_kept_hit_tokens"),
+    ("jaxlamina:kept_kv_brought_bytes", "Their KV, in all layers.", "kept_kv_brought_bytes"),
+    ("jaxlamina:kept_kv_brought_seconds", "How long hosts were at it.", "kept_kv_brought_s"),
     ("jaxlamina:weight_updates", "Times that the weights were replaced.", "n_weight_updates"),
     ("jaxlamina:engine_steps", "Steps of the engine.", "n_steps"),
 )

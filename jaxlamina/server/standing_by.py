@@ -1,5 +1,5 @@
 """A server that is all but begun, for when the one that answers ends: weights are loaded and programs
-compiled, and no file, no journal and no kept KV is touched before its supervisor says that it takes over.
+compiled, and no file, no journal and no kept KV is written to before its supervisor says that it takes over.
 
 They speak by files beside the socket that the server will listen at.
 """

@@ -129,7 +129,7 @@ class _KeptKv:
         life: _Life = request.payload
         return np.arange(n_cached, min(life.n_kept, request.n_known - 1))
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         return {}
 
 

@@ -31,6 +31,8 @@ _HEAD_BYTES = 4096
 _VERSION = "jaxlamina kept KV 1"
 _RESERVED_BYTES, _AHEAD_BYTES = 2**26, 2**28
 _MOST_WAITING = 8  # copies that have been begun and not written; whoever begins more waits
+_LOOK_S, _POPULATED_BYTES = 1.0, 2**25
+_MADV_POPULATE_READ = 22  # Linux 5.14 or later
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -42,23 +44,81 @@ class Copied(NamedTuple):
     rows: UInt8[np.ndarray, "n row_bytes"]
 
 
+class MappedAhead:
+    """A file that another process still writes to, mapped for when this one goes on with it.
+
+    A thread has the kernel enter pages into this process's page tables as they come to hold KV: first touches
+    are most of the time in which KV is read otherwise. Only places with marks are touched, so no page is
+    allocated, and nothing is written. A file that is not of these rows and ``identity`` is left alone.
+    """
+
+    def __init__(self, path: Path, row_bytes: int, identity: str) -> None:
+        self.n_populated = 0  # places
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kept KV ahead", daemon=True)
+        self._mapping: mmap.mmap | None = None
+        n = places_kept(path, row_bytes, identity)
+        if not n:
+            return
+        self._row_bytes, self._n_places = row_bytes, n
+        self._file = _open(path)
+        self._mapping = mmap.mmap(self._file, _n_bytes(n, row_bytes))
+        self._thread.start()
+
+    def taken(self, file: int, n_bytes: int) -> mmap.mmap | None:
+        """The mapping, if it is of all of ``file``. Nothing is populated any more."""
+        if self._mapping is None:
+            return None
+        self._over.set()
+        self._thread.join()
+        is_same = os.path.sameopenfile(self._file, file) and len(self._mapping) == n_bytes
+        os.close(self._file)
+        return self._mapping if is_same else None
+
+    def _run(self) -> None:
+        assert self._mapping is not None
+        n, row_bytes = self._n_places, self._row_bytes
+        is_done = np.zeros(n, bool)
+        try:
+            while not self._over.is_set():
+                marks = np.frombuffer(os.pread(self._file, 8 * n, _HEAD_BYTES), np.uint64)
+                new = np.flatnonzero((marks != 0) & ~is_done)  # ValueError of a file that was cut off
+                for run in np.split(new, np.flatnonzero(np.diff(new) != 1) + 1) if len(new) else ():
+                    first, last = (_n_bytes(n, 0) + int(i) * row_bytes for i in (run[0], run[-1] + 1))
+                    for at in range(first - first % mmap.PAGESIZE, last, _POPULATED_BYTES):
+                        if self._over.is_set():
+                            return
+                        self._mapping.madvise(_MADV_POPULATE_READ, at, min(_POPULATED_BYTES, last - at))
+                is_done[new] = True
+                self.n_populated = int(is_done.sum())
+                self._over.wait(_LOOK_S)
+        except (OSError, ValueError) as error:
+            _log.debug("kept KV is not mapped ahead: %s", error)
+
+
 class KeptKV:
     """``row_bytes``: of a token's KV. ``identity``: whatever KV depends on, beside tokens. ``path``: None for
     memory of this process's own; a file of the same rows and ``identity`` is gone on with, and has as many
     places as it has. ``n_places``: of a new one, as far as there is memory for them, of which ``n_sharing``
-    files of this host have an equal part each; there may be none. ``changed`` is set whenever something was
-    put.
+    files of this host have an equal part each; there may be none. ``ahead``: of the same path. ``changed`` is
+    set whenever something was put.
     """
 
     def __init__(
-        self, path: Path | None, row_bytes: int, identity: str, n_places: int, n_sharing: int
+        self,
+        path: Path | None,
+        row_bytes: int,
+        identity: str,
+        n_places: int,
+        n_sharing: int,
+        ahead: MappedAhead | None = None,
     ) -> None:
         self.row_bytes = row_bytes
         head = _head(row_bytes, identity)
         self._file = _open(path)
         found = _places_of(self._file, head, self.row_bytes)
         self.n_places = found if found is not None else self._make(head, n_places, n_sharing)
-        self._map()
+        self._map(ahead)
         self.changed = threading.Event()
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
         self._failed: BaseException | None = None
@@ -73,20 +133,21 @@ class KeptKV:
 
     @property
     def _n_bytes(self) -> int:
-        return _HEAD_BYTES + self.n_places * (8 + self.row_bytes)
+        return _n_bytes(self.n_places, self.row_bytes)
 
     def _make(self, head: bytes, most: int, n_sharing: int) -> int:
         free = os.statvfs(self._file)
         room = min(host_free_bytes(), free.f_bavail * free.f_frsize)
         n = max(0, min(most, int(FRACTION * room / n_sharing) // (self.row_bytes + 8)))
         os.ftruncate(self._file, 0)
-        os.ftruncate(self._file, _HEAD_BYTES + n * (8 + self.row_bytes))
+        os.ftruncate(self._file, _n_bytes(n, self.row_bytes))
         os.pwrite(self._file, n.to_bytes(8, "little") + head, 0)
         return n
 
-    def _map(self) -> None:
-        whole = np.frombuffer(mmap.mmap(self._file, self._n_bytes), np.uint8)
-        at = _HEAD_BYTES + 8 * self.n_places
+    def _map(self, ahead: MappedAhead | None) -> None:
+        mapping = None if ahead is None else ahead.taken(self._file, self._n_bytes)
+        whole = np.frombuffer(mapping or mmap.mmap(self._file, self._n_bytes), np.uint8)
+        at = _n_bytes(self.n_places, 0)
         self.marks: UInt64[np.ndarray, " places"] = whole[_HEAD_BYTES:at].view(np.uint64)
         self._data = whole[at:].reshape(self.n_places, self.row_bytes)
 
@@ -114,7 +175,7 @@ class KeptKV:
 
     def _has_room(self, last: int) -> None:
         """Waits until the places up to ``last`` are reserved."""
-        wanted = _HEAD_BYTES + 8 * self.n_places + (last + 1) * self.row_bytes
+        wanted = _n_bytes(self.n_places, 0) + (last + 1) * self.row_bytes
         with self._reserved:
             self._n_wanted = max(wanted, self._n_wanted)
             self._reserved.notify_all()
@@ -156,6 +217,15 @@ class KeptKV:
         self.flush()
         found: np.ndarray = self._data[_in_a_row(places)]
         return found
+
+    def read(self, places: Int[np.ndarray, " n"], out: UInt8[np.ndarray, "m row_bytes"]) -> None:
+        """As `rows_at`, into the first rows of ``out`` and without a `flush`; in any thread. Into memory that
+        is used again, since a new array's pages are touched for the first time: that takes longer than the
+        copy."""
+        if len(places) and not 0 <= places.min() <= places.max() < self.n_places:
+            raise IndexError(f"places {places} must be within 0 … {self.n_places - 1}")
+        # Any other mode than "raise" writes to `out` itself, and not to a copy of it.
+        np.take(self._data, places, axis=0, out=out[: len(places)], mode="clip")
 
     def later(self, write: Callable[[], None]) -> None:
         """Has a thread call ``write``, which waits for a device and puts; in the order of the calls."""
@@ -206,6 +276,11 @@ def places_kept(path: Path, row_bytes: int, identity: str) -> int:
         return _places_of(file, _head(row_bytes, identity), row_bytes) or 0
     finally:
         os.close(file)
+
+
+def _n_bytes(n_places: int, row_bytes: int) -> int:
+    """Of a file: what it is, a mark each, and a row each."""
+    return _HEAD_BYTES + n_places * (8 + row_bytes)
 
 
 def _head(row_bytes: int, identity: str) -> bytes:
@@ -286,5 +361,5 @@ def _places_of(file: int, head: bytes, row_bytes: int) -> int | None:
     if first[8:40] != head:
         return None
     n = int.from_bytes(first[:8], "little")
-    is_whole = os.fstat(file).st_size == _HEAD_BYTES + n * (8 + row_bytes)
+    is_whole = os.fstat(file).st_size == _n_bytes(n, row_bytes)
     return n if n and is_whole else None

@@ -6,7 +6,9 @@ out by the caller too.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +21,15 @@ from jaxtyping import Int, Int32, Int64, Shaped, UInt8, UInt64
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.workers.capacity import is_accelerator
-from jaxlamina.workers.kept_kv import KeptKV
+from jaxlamina.workers.kept_kv import KeptKV, MappedAhead
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
 from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
 
 # A move is made in pieces of at most _MOST slots, each padded to a power of two: five programs serve all
 # sizes.
 _LEAST, _MOST = 16, 256
+# Pieces of kept KV in host memory at once: two that are read, while others are copied to the device.
+_N_READERS, _N_READ = 2, 4
 
 Slots = Sequence[int] | np.ndarray
 Pools = tuple[list[Pool], list[Pool]]  # keys and values of each layer
@@ -54,6 +58,9 @@ class KVPools:
         self.k, self.v = _empty(specs, n_slots, device, channel_scales, sharding)
         self.host = HostStore(n_host_slots, device, sharding)
         self._of_kept: KeptKV | None = None
+        self._ahead: MappedAhead | None = None
+        self._read: list[UInt8[np.ndarray, "256 row_bytes"]] = []
+        self._put_of: list[jax.Array | None] = [None] * _N_READ  # of each, ready once it may be written to
         self._copy = jax.jit(_copied, donate_argnums=0)
         self._put = jax.jit(_with_rows, donate_argnums=0)
         self._take = jax.jit(_rows_at)
@@ -112,15 +119,17 @@ class KVPools:
         """Stores what another worker's `take_rows` gave."""
         to = padded(slots, self.n_slots)
         flat = [np.pad(x, [(0, len(to) - len(slots))] + [(0, 0)] * (x.ndim - 1)) for x in rows]
-        per_pool = len(flat) // (2 * len(self.k))
-        grouped: Rows = [tuple(flat[i : i + per_pool]) for i in range(0, len(flat), per_pool)]
-        self.put(to, grouped)
+        self.put(to, self._per_pool(flat))
 
     def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
         """Begins to keep KV in host memory, or goes on with what an earlier process kept as ``name``: the
-        marks of its places. What moves it is compiled."""
+        marks of its places. What moves it is compiled. With ``ahead`` what is kept stays what it was."""
         row_bytes = self.row_bytes
         path = None if wanted.folder is None else Path(wanted.folder, f"{name}.kv")
+        if wanted.ahead:
+            if path is not None and self._ahead is None:
+                self._ahead = MappedAhead(path, row_bytes, wanted.identity)
+            return self.kept.marks
         most = self.n_slots if wanted.n_places is None else wanted.n_places
         if self._of_kept is not None:
             self._of_kept.close()
@@ -128,7 +137,8 @@ class KVPools:
             for size in move_sizes(_MOST):
                 self._parts_at(np.zeros(size, np.int64))
                 self.put_bytes(np.full(size, self.n_slots), np.zeros((size, row_bytes), np.uint8))
-        self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing)
+        ahead, self._ahead = self._ahead, None
+        self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing, ahead)
         return self._of_kept.marks
 
     @property
@@ -153,9 +163,25 @@ class KVPools:
             self.kept.later(partial(_put, self.kept, places[piece], marks[piece], parts))
 
     def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
-        """Copies what is kept at ``places`` into ``slots``; it stays kept."""
-        for piece in pieces(len(slots)):
-            self.put_bytes(slots[piece], self.kept.rows_at(places[piece]))
+        """Copies what is kept at ``places`` into ``slots``; it stays kept. Pieces are read into a few arrays
+        that are used again and again, while others are copied to the device."""
+        self.kept.flush()
+        if not self._read:
+            self._read = [np.empty((_MOST, self.row_bytes), np.uint8) for _ in range(_N_READ)]
+        todo = list(pieces(len(slots)))
+
+        def read(i: int) -> UInt8[np.ndarray, "n row_bytes"]:
+            which, n = i % _N_READ, todo[i].stop - todo[i].start
+            jax.block_until_ready(self._put_of[which])
+            self.kept.read(places[todo[i]], self._read[which])
+            return self._read[which][: _width(n)]
+
+        with ThreadPoolExecutor(_N_READERS, "kept KV reader") as readers:
+            reads = deque(readers.submit(read, i) for i in range(min(_N_READ, len(todo))))
+            for i, piece in enumerate(todo):
+                self._put_of[i % _N_READ] = self._put_read(slots[piece], reads.popleft().result())
+                if i + _N_READ < len(todo):
+                    reads.append(readers.submit(read, i + _N_READ))
 
     def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
         """What is kept at ``places``."""
@@ -163,19 +189,30 @@ class KVPools:
 
     def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
         """Stores what another worker's `kept_rows` gave (at most a piece of `pieces`)."""
-        if not self._packs:
-            parts, at = [], 0
-            for x in self._arrays():
-                bits = np.ascontiguousarray(rows[:, at : at + x.nbytes // len(x)])
-                parts.append(bits.view(x.dtype).reshape(len(slots), *x.shape[1:]))
-                at += bits.shape[1]
-            self.put_rows(slots, parts)
-            return
+        self._put_read(slots, np.pad(rows, [(0, _width(len(slots)) - len(slots)), (0, 0)]))
+
+    def _put_read(
+        self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "width row_bytes"]
+    ) -> jax.Array | None:
+        """Stores the first of ``rows``, as many as a program exists for. They may be written to again once
+        the number is ready; None: at once."""
         to = padded(slots, self.n_slots)
-        packed = rows.view(_packed_dtype(self._arrays()))
-        if len(packed) < len(to):
-            packed = np.pad(packed, [(0, len(to) - len(packed)), (0, 0)])
-        self.k, self.v = self._put_packed((self.k, self.v), packed, to)
+        if self._packs:
+            packed = rows.view(_packed_dtype(self._arrays()))
+            (self.k, self.v), done = self._put_packed((self.k, self.v), packed, to)
+            return done
+        parts, at = [], 0
+        for x in self._arrays():
+            bits = rows[:, at : at + x.nbytes // len(x)].copy()
+            parts.append(bits.view(x.dtype).reshape(len(to), *x.shape[1:]))
+            at += bits.shape[1]
+        self.put(to, self._per_pool(parts))
+        return None
+
+    def _per_pool(self, flat: Sequence[Shaped[np.ndarray, "M ..."]]) -> Rows:
+        """What is in the order of `_arrays`, pool by pool."""
+        n = len(flat) // (2 * len(self.k))
+        return [tuple(flat[i : i + n]) for i in range(0, len(flat), n)]
 
     def _parts_at(self, slots: Int[np.ndarray, " n"]) -> list[jax.Array]:
         """All layers' KV of ``slots`` (at most a piece of `pieces`), padded, in what is copied at once."""
@@ -403,7 +440,11 @@ def _packed_at(pools: Pools, slots: Int32[jax.Array, " n"]) -> Shaped[jax.Array,
     return jnp.concatenate([x.reshape(len(slots), -1) for x in rows], axis=1)
 
 
-def _with_packed(pools: Pools, packed: Shaped[jax.Array, "n row"], slots: Int32[jax.Array, " n"]) -> Pools:
+def _with_packed(
+    pools: Pools, packed: Shaped[jax.Array, "n row"], slots: Int32[jax.Array, " n"]
+) -> tuple[Pools, Int32[jax.Array, ""]]:
+    """And a number that is ready once ``packed`` is not read any more. ``packed`` itself is no sign of that:
+    on a CPU it may be the host's own array, whatever `device_put` is asked for (JAX 0.10.2)."""
     found: Rows = []
     at = 0
     for pool in jax.tree.leaves(pools, is_leaf=_is_pool):
@@ -415,7 +456,7 @@ def _with_packed(pools: Pools, packed: Shaped[jax.Array, "n row"], slots: Int32[
             of_pool.append(lax.bitcast_convert_type(packed[:, at : at + n].reshape(shape), x.dtype))
             at += n
         found.append(tuple(of_pool))
-    return _with_rows(pools, found, slots)
+    return _with_rows(pools, found, slots), slots.sum(dtype=jnp.int32)
 
 
 def _copied(pools: Pools, src: Int32[jax.Array, " n"], dst: Int32[jax.Array, " n"]) -> Pools:

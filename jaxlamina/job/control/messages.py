@@ -334,6 +334,7 @@ class OpenKept(_Message, frozen=True):
     identity: str
     n_places: int | None
     n_sharing: int
+    ahead: bool
     copy_at: str | None = None
 
 

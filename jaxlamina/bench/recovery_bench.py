@@ -1,0 +1,249 @@
+"""What clients of a supervised server notice when one of its processes dies or is stuck, and where the time
+goes: until it is noticed, until a job is ready, until kept KV is back, until each stream goes on.
+
+Knows a supervisor's lines, status and counters, and clients that stream; nothing of models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from jaxlamina.bench.job_processes import FAULTS, find, supervised
+from jaxlamina.bench.loads import Size
+from jaxlamina.bench.serve_client import Stream, Target, ask, look, prompts, session
+from jaxlamina.bench.serve_metrics import TimedAnswer
+from jaxlamina.bench.server_process import Server
+from jaxlamina.bench.start_bench import command_of
+from jaxlamina.errors import UserError
+
+_POLL_S = 0.005
+_TOKEN_IDS = range(20, 60)  # that any vocabulary has; a shape has no tokenizer
+_ENDED, _READY, _SPARE = "the job ended: ", "the job is ready again", "a spare stands by"
+# A counter, by the name it has in `Counters`.
+_COUNTERS = {
+    "brought_bytes": "jaxlamina:kept_kv_brought_bytes_total",
+    "brought_s": "jaxlamina:kept_kv_brought_seconds_total",
+    "n_recomputed": "jaxlamina:recomputed_tokens_total",
+}
+
+
+@dataclass(frozen=True)
+class Struck:
+    """Seconds from the fault, which ``cause`` says as the supervisor has it. ``brought_bytes``,
+    ``brought_s``: kept KV that came back, and how long hosts were at it. ``n_recomputed`` of the ``n_tokens``
+    that streams had, prompts included. ``spare_s``: until the next spare stood by, None where there is
+    none."""
+
+    cause: str
+    noticed_s: float
+    ready_s: float
+    brought_bytes: float
+    brought_s: float
+    next_s: tuple[float, ...]  # of each stream, until its first token after that
+    n_recomputed: int
+    n_tokens: int
+    spare_s: float | None
+
+    @property
+    def median_s(self) -> float:
+        return median(self.next_s)
+
+    @property
+    def last_s(self) -> float:
+        return max(self.next_s)
+
+
+@dataclass(frozen=True)
+class RecoveryLoad:
+    """``n_streams`` of ``size`` at once. The fault comes once each has written ``n_written`` tokens."""
+
+    n_streams: int
+    size: Size
+    n_written: int
+
+
+def supervised_command(words: Sequence[str]) -> list[str]:
+    """The command line of a supervised server on a free port. ``UserError`` where ``words`` start none."""
+    words = list(words) or ["serve"]
+    if "--no-supervise" in words:
+        raise UserError("--no-supervise: without a supervisor nothing recovers; leave it out")
+    if "--supervise" not in words and "serve" in words:
+        words.insert(len(words) - words[::-1].index("serve"), "--supervise")
+    return command_of(words)
+
+
+def measure(
+    command: Sequence[str],
+    load: RecoveryLoad,
+    *,
+    fault: str,
+    whom: str,
+    times: int,
+    deadline_s: float,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> list[Struck]:
+    """One server of ``command`` (`supervised_command`), which is struck so many times, with new streams each
+    time. ``deadline_s``: for whatever is waited for. ``UserError`` for what is not in time, or fails."""
+    lines: list[tuple[float, str]] = []
+
+    def note(line: str) -> None:
+        lines.append((time.perf_counter(), line))
+
+    on_progress("the server starts")
+    with supervised(command, os.environ, note) as server:
+        server.wait_for("ready: ", deadline_s)
+        url = server.wait_for("serving ", deadline_s).rpartition(" at ")[2]
+        bench = _Bench(server, url, load, lines, deadline_s, has_spare=_has_spare(command))
+        found = []
+        for i in range(times):
+            on_progress(f"fault {i + 1} of {times}")
+            found.append(asyncio.run(bench.strike(fault, whom, i)))
+        return found
+
+
+def _has_spare(command: Sequence[str]) -> bool:
+    said = re.search(r" --spare[ =](\d+)", " ".join(command))
+    return said is not None and int(said[1]) > 0
+
+
+class _Bench:
+    def __init__(
+        self,
+        server: Server,
+        url: str,
+        load: RecoveryLoad,
+        lines: list[tuple[float, str]],
+        deadline_s: float,
+        *,
+        has_spare: bool,
+    ) -> None:
+        self._server, self._url, self._load = server, url, load
+        self._lines, self._deadline_s, self._has_spare = lines, deadline_s, has_spare
+
+    async def strike(self, fault: str, whom: str, number: int) -> Struck:
+        load = self._load
+        served = await look(self._url, None, None)
+        target = Target(
+            self._url,
+            "completions",
+            served.model,
+            ignore_eos=True,
+            silence_s=self._deadline_s,
+            gives_ids=True,
+        )
+        async with session(target) as http:
+            if self._has_spare:
+                await self._until(lambda: self._said(_SPARE, number + 1), "the spare")
+            texts = prompts([load.size] * load.n_streams, _TOKEN_IDS, seed=number)
+            streams = [Stream() for _ in texts]
+            asked = [
+                asyncio.create_task(ask(http, target, text, load.size, stream))
+                for text, stream in zip(texts, streams, strict=True)
+            ]
+            try:
+                return await self._struck(http, fault, whom, number, streams, asked)
+            finally:
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _struck(
+        self,
+        http: aiohttp.ClientSession,
+        fault: str,
+        whom: str,
+        number: int,
+        streams: Sequence[Stream],
+        asked: Sequence[asyncio.Task[TimedAnswer]],
+    ) -> Struck:
+        load = self._load
+
+        def all_go_on() -> bool:
+            ready = self._said(_READY, number + 1)
+            return bool(ready) and all(s.text_s[-1] > ready[number][0] for s in streams)
+
+        def check() -> None:
+            for task in asked:
+                if task.done() and task.result().error is not None:
+                    raise UserError(f"a request failed: {task.result().error}")
+            if any(task.done() for task in asked) and not all_go_on():
+                raise UserError("streams ended before they could go on: give a greater --output-len")
+
+        async def until(holds: Callable[[], object], what: str) -> None:
+            await self._until(holds, what, check)
+
+        before = await self._counters(http)
+        pid = find(whom, self._server.pid, (await self._status(http))["workers"])
+        await until(lambda: all(len(s.text_s) >= load.n_written for s in streams), "tokens of all streams")
+        os.kill(pid, FAULTS[fault])
+        struck_s = time.perf_counter()
+        n_tokens = sum(load.size.n_prompt + len(s.text_s) for s in streams)
+        await until(lambda: self._said(_ENDED, number + 1), "the supervisor, who has not noticed")
+        noticed_s, line = self._said(_ENDED, number + 1)[number]
+        await until(lambda: self._said(_READY, number + 1), "the job")
+        ready_s, _ = self._said(_READY, number + 1)[number]
+        await until(all_go_on, "streams, which do not go on")
+        next_s = tuple(next(t for t in s.text_s if t > ready_s) - struck_s for s in streams)
+        after = await self._counters(http)
+        spare_s = None
+        if self._has_spare:
+            for task in asked:  # what they would write yet shows nothing
+                task.cancel()
+            await self._until(lambda: self._said(_SPARE, number + 2), "the next spare")
+            spare_s = self._said(_SPARE, number + 2)[number + 1][0] - struck_s
+        return Struck(
+            cause=line.partition(_ENDED)[2].partition("; it is started")[0],
+            noticed_s=noticed_s - struck_s,
+            ready_s=ready_s - struck_s,
+            brought_bytes=after["brought_bytes"],  # of a job that is new
+            brought_s=after["brought_s"],
+            next_s=next_s,
+            n_recomputed=int(after["n_recomputed"] - before["n_recomputed"]),
+            n_tokens=n_tokens,
+            spare_s=spare_s,
+        )
+
+    def _said(self, what: str, n: int) -> list[tuple[float, str]]:
+        """The supervisor's lines of it, if there are so many."""
+        found = [(at, line) for at, line in list(self._lines) if what in line]
+        return found if len(found) >= n else []
+
+    async def _until(
+        self, holds: Callable[[], object], what: str, check: Callable[[], None] = lambda: None
+    ) -> None:
+        until_s = time.perf_counter() + self._deadline_s
+        while not holds():
+            check()
+            self._server.check()
+            if time.perf_counter() > until_s:
+                last = self._server.last_line()
+                raise UserError(f"waited {self._deadline_s:g} s (--deadline) for {what}; last line: {last}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _get(self, http: aiohttp.ClientSession, path: str) -> bytes:
+        try:
+            async with http.get(self._url + path) as answer:
+                return await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise UserError(f"the server does not say {path}: {error}") from None
+
+    async def _status(self, http: aiohttp.ClientSession) -> dict[str, Any]:
+        return msgspec.json.decode(await self._get(http, "/v1/fault_tolerance/status"), type=dict[str, Any])
+
+    async def _counters(self, http: aiohttp.ClientSession) -> dict[str, float]:
+        text = (await self._get(http, "/metrics")).decode()
+        found = {}
+        for name, of in _COUNTERS.items():
+            said = re.search(rf"^{of}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+            found[name] = float(said[1]) if said else 0.0
+        return found

@@ -1,0 +1,82 @@
+"""`jaxlamina bench recovery`: its options, and how its results look."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import typer
+
+from jaxlamina.bench.flags import AsJson, option
+from jaxlamina.bench.report import Columns, dim, progress, table, tell
+from jaxlamina.cli import model_options
+
+COLUMNS: Columns = (
+    ("what ended the job", lambda s: s["cause"], "<"),
+    ("noticed\ns", lambda s: s["noticed_s"], ".2f"),
+    ("job\nready s", lambda s: s["ready_s"], ".2f"),
+    ("next token s\nmedian", lambda s: s["median_s"], ".2f"),
+    ("last", lambda s: s["last_s"], ".2f"),
+    ("KV brought\nMB", lambda s: s["brought_bytes"] / 1e6, ".1f"),
+    ("in s", lambda s: s["brought_s"], ".3f"),
+    ("tokens\nrecomputed", lambda s: s["n_recomputed"], ".0f"),
+    ("of", lambda s: s["n_tokens"], ".0f"),
+    ("next spare\ns", lambda s: s["spare_s"], ".1f"),
+)
+
+
+def recovery_command(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND", help="serve …, or launch … -- serve …. Default: serve."),
+    ] = None,
+    strike: Annotated[
+        Literal["kill", "stop", "spin"], option("SIGKILL, SIGSTOP, or a main thread that spins for ever.")
+    ] = "kill",
+    whom: Annotated[
+        Literal["server", "model", "attention", "prefill"],
+        option("The server (rank 0), or the last worker of a kind."),
+    ] = "server",
+    times: Annotated[int, option("Faults, one after another.", min=1)] = 2,
+    streams: Annotated[int, option("Requests at once.", min=1)] = 8,
+    input_len: model_options.InputLen = 250,
+    output_len: model_options.OutputLen = 200,
+    written: Annotated[int, option("Tokens that each stream has when the fault comes.", min=1)] = 60,
+    deadline: Annotated[float, option("Seconds for whatever is waited for.", min=1)] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Time what clients of a supervised server notice when one of its processes dies or is stuck.
+
+    Streams go on all the while: until the fault is noticed, a job is ready, kept KV is back, and each has its
+    next token.
+    """
+    from jaxlamina.bench import machine, recovery_bench
+    from jaxlamina.bench.loads import Size
+
+    words = list(command or ["serve"])
+    load = recovery_bench.RecoveryLoad(streams, Size(input_len, output_len), written)
+    line = recovery_bench.supervised_command(words)
+    where = machine.describe(["aiohttp"])
+    with progress() as on_progress:
+        found = recovery_bench.measure(
+            line, load, fault=strike, whom=whom, times=times, deadline_s=deadline, on_progress=on_progress
+        )
+    rows = [asdict(one) | {"median_s": one.median_s, "last_s": one.last_s} for one in found]
+    middle = _medians(rows)
+    record = {"command": words, "strike": strike, "whom": whom, "streams": asdict(load), "faults": rows}
+    shown = [*rows, middle | {"cause": "median"}] if times > 1 else rows
+    note = (
+        f"Seconds after the fault ({strike}, {whom}). {streams} streams of {input_len} prompt tokens had "
+        f"written {written} tokens or more. Brought: kept KV, and how long hosts were at it."
+    )
+    tell("recovery", record | {"median": middle}, where, [table(shown, COLUMNS), dim(note)], as_json=as_json)
+
+
+def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each number."""
+    found: dict[str, Any] = {}
+    for name in rows[0].keys() - {"cause", "next_s"}:
+        values = [row[name] for row in rows if row[name] is not None]
+        found[name] = median(values) if values else None
+    return found

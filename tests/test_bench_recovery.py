@@ -1,0 +1,51 @@
+"""`bench recovery`: a real server that is struck, and what is made of its command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from benches import bench
+from checkpoint_examples import tiny_words_folder
+
+from jaxlamina.bench.job_processes import find
+from jaxlamina.bench.recovery_bench import supervised_command
+from jaxlamina.errors import UserError
+
+
+def test_the_server_is_supervised() -> None:
+    assert supervised_command([])[3:] == ["serve", "--port", "0", "--supervise"]
+    words = ["launch", "--dop", "1,1", "--", "serve", "--seed", "1"]
+    assert supervised_command(words)[3:] == [*words[:5], "--port", "0", "--supervise", *words[5:]]
+    with pytest.raises(UserError, match="nothing recovers"):
+        supervised_command(["serve", "--no-supervise"])
+    with pytest.raises(UserError, match="starts no server"):
+        supervised_command(["generate", "hello"])
+
+
+def test_what_is_not_there_cannot_be_struck() -> None:
+    with pytest.raises(UserError, match="--whom attention: the job is one process"):
+        find("attention", os.getpid(), None)
+    workers = {"model": 1, "attention": 1, "prefill": 0}
+    with pytest.raises(UserError, match="--whom prefill: the job has none"):
+        find("prefill", os.getpid(), workers)
+    with pytest.raises(UserError, match="--whom model: no such process"):
+        find("model", os.getpid(), workers)
+
+
+def test_a_server_is_struck(tmp_path: Path) -> None:
+    folder = tiny_words_folder(tmp_path, max_position_embeddings=2048)
+    command = ["--", "serve", "--model", str(folder), "--max-num-seqs", "4", "--max-model-len", "1000"]
+    command += ["--no-warm-up", "--spare", "1"]
+    load = ["--streams", "3", "--input-len", "40", "--output-len", "900", "--written", "20"]
+    record, shown = bench("recovery", "--times", "1", "--deadline", "60", *load, *command)
+    [found] = record["faults"]
+    assert found["cause"] == "killed by SIGKILL" and "killed by SIGKILL" in shown
+    assert 0 < found["noticed_s"] < found["ready_s"] < min(found["next_s"]) < 30
+    assert len(found["next_s"]) == 3 and found["last_s"] == max(found["next_s"])
+    assert 3 * (40 + 20) <= found["n_tokens"] <= 3 * 940
+    n_brought = found["brought_bytes"] / 256  # of a token, in two layers of two heads
+    assert found["brought_s"] > 0 and n_brought + found["n_recomputed"] >= found["n_tokens"] - 3
+    assert found["n_recomputed"] <= 3 * 17 and found["spare_s"] > found["ready_s"]
+    assert record["median"]["ready_s"] == found["ready_s"]
