@@ -13,20 +13,12 @@ from hypothesis import strategies as st
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import figures, inputs, roofline, sweeps, traces
+from jaxlamina.planner.candidates import instance_usd_h, split_setups
 from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, step_cost
 from jaxlamina.planner.hardware import GIB, Hardware
+from jaxlamina.planner.question import Device, Question
 from jaxlamina.planner.reasons import LEAST_GAIN, break_even_usd_h, verdict
-from jaxlamina.planner.search import (
-    SIGMAS_P99,
-    Device,
-    Question,
-    evaluate,
-    instance_usd_h,
-    least_link_bytes_s,
-    search,
-    slots,
-    split_setups,
-)
+from jaxlamina.planner.search import SIGMAS_P99, evaluate, least_link_bytes_s, search, slots
 from jaxlamina.planner.workload import Workload
 from jaxlamina.steps.layout import local_heads
 

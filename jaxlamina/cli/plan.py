@@ -19,8 +19,9 @@ from jaxlamina.errors import UserError
 if TYPE_CHECKING:
     from jaxlamina.planner.calibration import DeviceCalibration
     from jaxlamina.planner.costs import LinkTerms
+    from jaxlamina.planner.question import Device, Question
     from jaxlamina.planner.reasons import Verdict
-    from jaxlamina.planner.search import Device, FoundPlans, PoolPlan, Question
+    from jaxlamina.planner.search import FoundPlans, PoolPlan
 
 _MODEL, _TRACE = "llama-3-8b", "azure-conversation"
 
@@ -203,7 +204,7 @@ def _question(
 ) -> Question:
     from jaxlamina.models.config_files import model_config
     from jaxlamina.planner import inputs
-    from jaxlamina.planner.search import Question
+    from jaxlamina.planner.question import Question
 
     return Question(
         model_config(model),

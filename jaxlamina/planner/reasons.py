@@ -13,7 +13,8 @@ from typing import Literal
 
 from jaxlamina.errors import UserError
 from jaxlamina.planner.costs import LinkTerms, step_cost
-from jaxlamina.planner.search import FoundPlans, PoolPlan, Question, border, describe, search
+from jaxlamina.planner.question import Question
+from jaxlamina.planner.search import FoundPlans, PoolPlan, border, describe, search
 
 Reason = Literal["split", "one device", "equal devices", "link", "batch too small", "prices", "dead zone"]
 LEAST_GAIN = 1.02  # a smaller one is within what these formulas cannot tell
