@@ -7,8 +7,10 @@ Pure; knows no time of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from jaxlamina.planner.costs import Deployment
 from jaxlamina.planner.hardware import GIB
@@ -69,13 +71,20 @@ def split_setups(question: Question) -> Iterator[Deployment]:
             base = split_over(question, a, b, n_shards)
             if not most_copies(question, base):
                 break
-            yield from staggered(base)
-            if a == 1:
-                for x in _SHARES:
-                    yield from staggered(replace(base, partition="tokens", local_share=x))
-            elif n_shards > 1:
-                for x in _shares_by_heads(question.config.num_key_value_heads, a, b):
-                    yield replace(base, partition="heads", local_share=x)
+            yield from _ways(base)
+
+
+@lru_cache(1 << 11)
+def _ways(base: Deployment) -> tuple[Deployment, ...]:
+    """Of the same pools. The same objects for all searches, which know them again quickly then."""
+    found = [*staggered(base)]
+    if base.n_model == 1:
+        for x in _SHARES:
+            found += staggered(replace(base, partition="tokens", local_share=x))
+    elif base.tensor_parallel > 1:
+        for x in _shares_by_heads(base.config.num_key_value_heads, base.n_model, base.n_attention):
+            found.append(replace(base, partition="heads", local_share=x))
+    return tuple(found)
 
 
 def _shares_by_heads(n_kv_heads: int, n_shards: int, n_workers: int) -> Iterator[float]:
@@ -93,36 +102,47 @@ def staggered(base: Deployment) -> Iterator[Deployment]:
             yield replace(base, n_batches=n, mode="rotational" if n == r + 1 else "fixed")
 
 
+class _Instance(NamedTuple):
+    usd_h: float | None
+    most_copies: int
+
+
 def instance_usd_h(question: Question, setup: Deployment, n_prefill: int = 0) -> float | None:
-    prices = {device.name: device.usd_h for device in question.devices}
-    total = 0.0
-    for name, n in _uses(setup, n_prefill).items():
-        price = prices[name]
-        if price is None:
-            return None
-        total += n * price
-    return total
-
-
-def _uses(setup: Deployment, n_prefill: int) -> dict[str, int]:
-    """Devices of one instance, by name."""
-    used = {setup.compute.hardware.name: setup.n_model + n_prefill}
-    if setup.memory is not None:
-        name = setup.memory.hardware.name
-        used[name] = used.get(name, 0) + setup.n_attention
-    return used
+    return _instance(question, setup, n_prefill).usd_h
 
 
 def most_copies(question: Question, setup: Deployment, n_prefill: int = 0) -> int:
     """Instances within the money and the devices."""
+    return _instance(question, setup, n_prefill).most_copies
+
+
+def _instance(question: Question, setup: Deployment, n_prefill: int) -> _Instance:
+    """Reckoned once for all setups on the same devices."""
+    memory = None if setup.memory is None else setup.memory.hardware.name
+    key = setup.compute.hardware.name, setup.n_model + n_prefill, memory, setup.n_attention
+    if key not in question.instances:
+        used = {key[0]: key[1]}
+        if memory is not None:
+            used[memory] = used.get(memory, 0) + setup.n_attention
+        question.instances[key] = _instance_of(question, used)
+    found: _Instance = question.instances[key]
+    return found
+
+
+def _instance_of(question: Question, used: Mapping[str, int]) -> _Instance:
+    """``used``: devices by name."""
+    prices = {device.name: device.usd_h for device in question.devices}
+    usd_h: float | None = 0.0
+    for name, n in used.items():
+        price = prices[name]
+        usd_h = None if price is None or usd_h is None else usd_h + n * price
     limits = []
     if question.budget_usd_h is not None:
-        usd_h = instance_usd_h(question, setup, n_prefill)
         assert usd_h is not None, "Question has seen to it"
         limits.append(int(question.budget_usd_h / usd_h + 1e-9))
     if question.counts is not None:
-        limits += [question.counts.get(name, 0) // n for name, n in _uses(setup, n_prefill).items()]
-    return min(limits)
+        limits += [question.counts.get(name, 0) // n for name, n in used.items()]
+    return _Instance(usd_h, min(limits))
 
 
 def copies_of(question: Question, setup: Deployment, n_prefill: int) -> tuple[int, ...]:

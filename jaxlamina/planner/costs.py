@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from jaxlamina.steps.tasks import FRONT, POOL
 
 __all__ = ["Deployment", "LinkTerms", "StepCost", "Terms", "kv_slots", "prefill_s", "step_cost", "step_costs"]
 
-_FEWEST_AT_ONCE = 8  # steps that arrays are quicker for than one after the other
+_FEWEST_AT_ONCE = 4  # steps that arrays are quicker for than one after the other
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,17 @@ class Deployment:
                 f"{k} KV heads with a share of {self.local_share:g} on the model worker are not shared out "
                 f"evenly over {self.n_attention} attention workers: take partition='requests' or 'tokens'"
             )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is remembered: hashes of texts are each process's own."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def terms(self) -> tuple[Terms, ...]:
@@ -281,4 +292,4 @@ def prefill_s(setup: Deployment, n_tokens: int, n_stored: int = 0) -> float:
     works, n_layers = times.works, setup.config.num_hidden_layers
     attention_s = n_layers * times.pairs_s(n_tokens * (n_stored + n_tokens / 2))
     slices_s = works["first whole"] + (n_layers - 1) * works["slice whole"] + works["last"]
-    return setup.compute.step_fixed_s + slices_s + attention_s + times.moved_s
+    return float(setup.compute.step_fixed_s + slices_s + attention_s + times.moved_s)

@@ -5,9 +5,10 @@ Pure; knows no device at hand, no file and no terminal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 from jaxlamina.errors import UserError
 from jaxlamina.models.config import ModelConfig
@@ -68,6 +69,11 @@ class Question:
         memory = [] if self.memory is None or self.memory.name == self.compute.name else [self.memory]
         return (self.compute, *memory)
 
+    @cached_property
+    def instances(self) -> dict[Hashable, Any]:
+        """What `jaxlamina.planner.candidates` knows of instances by their devices."""
+        return {}
+
     def at_memory_price(self, usd_h: float) -> Question:
         """The same with another price of a memory device."""
         assert self.memory is not None
@@ -83,8 +89,7 @@ class Question:
         key = setup.compute.hardware.name, n_shards
         if key not in self._prompts_s:
             alone = unsplit(self.config, setup.compute, setup.model_link, n_shards)
-            times_s = [prefill_s(alone, max(1, round(n))) for n in self.workload.prompts]
-            self._prompts_s[key] = sum(times_s) / len(times_s)
+            self._prompts_s[key] = _mean_prefill_s(alone, self.workload.prompts)
         return self._prompts_s[key]
 
     @cached_property
@@ -94,6 +99,12 @@ class Question:
     @cached_property
     def weight_bytes(self) -> float:
         return roofline.ELEMENT_BYTES * roofline.n_params(self.config)
+
+
+@lru_cache(256)
+def _mean_prefill_s(alone: Deployment, prompts: tuple[float, ...]) -> float:
+    times_s = [prefill_s(alone, max(1, round(n))) for n in prompts]
+    return sum(times_s) / len(times_s)
 
 
 def unsplit(config: ModelConfig, terms: Terms, in_host: LinkTerms | None, n_shards: int = 1) -> Deployment:

@@ -15,9 +15,10 @@ Pure; knows no device at hand, no file and no terminal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from jaxlamina.errors import UserError
 from jaxlamina.planner.candidates import (
@@ -31,7 +32,9 @@ from jaxlamina.planner.candidates import (
     why_nothing_fits,
 )
 from jaxlamina.planner.costs import Deployment, StepCost, kv_slots, pool_slots, step_costs
+from jaxlamina.planner.failures import FailureRate
 from jaxlamina.planner.question import Question
+from jaxlamina.planner.workload import Workload
 
 SIGMAS_P99 = 2.326  # of a normal distribution, its 99th percentile
 
@@ -126,32 +129,76 @@ def search(question: Question) -> FoundPlans:
 
 
 def search_all(questions: Sequence[Question]) -> list[FoundPlans | UserError]:
-    """`search` of each question, all at once, which takes a tenth of the time."""
-    setups = [[*whole_setups(question), *split_setups(question)] for question in questions]
-    pricings = [
-        [
-            _evaluation(question, setup, copies, n_prefill)
-            for setup in its
-            for n_prefill in prefill_workers(question, setup)
-            for copies in copies_of(question, setup, n_prefill)
-        ]
-        for question, its in zip(questions, setups, strict=True)
-    ]
-    found = iter(_priced([one for its in pricings for one in its]))
-    return [
-        _found(question, its, [next(found) for _ in asked])
-        for question, its, asked in zip(questions, setups, pricings, strict=True)
-    ]
+    """`search` of each question, or its error. All at once takes a tenth of the time. A batch is looked for
+    once, however many questions differ in prices and limits alone."""
+    setups = [(*whole_setups(question), *split_setups(question)) for question in questions]
+    known = [_known(q.workload, q.slo_s, q.with_prefill, q.failures) for q in questions]
+    cases = [list(_cases(*asked)) for asked in zip(questions, setups, strict=True)]
+    new: dict[tuple[int, _Case], tuple[_Known, _Pricing[tuple[_Batch, ...]]]] = {}
+    for question, its, batches in zip(questions, cases, known, strict=True):
+        for case, _ in its:
+            if case not in batches and (place := (id(batches), case)) not in new:
+                new[place] = batches, _batches(question, *case)
+    priced = _priced([pricing for _, pricing in new.values()])
+    for ((_, case), (batches, _)), found in zip(new.items(), priced, strict=True):
+        batches[case] = found
+    return [_found(*asked) for asked in zip(questions, setups, cases, known, strict=True)]
+
+
+class _Case(NamedTuple):
+    """``most``: requests at once, as memory and `Question.most_requests` have it."""
+
+    setup: Deployment
+    n_prefill: int
+    most: int
+
+
+class _Batch(NamedTuple):
+    """Of a plan, what is the same at all prices."""
+
+    n_rows: int
+    cost: StepCost
+    tpot_p50_s: float
+    tpot_p99_s: float
+    available: float
+
+
+_Known: TypeAlias = dict[_Case, "tuple[_Batch, ...] | UserError"]
+
+
+@lru_cache(4)
+def _known(
+    workload: Workload, slo_s: float | None, with_prefill: bool, failures: FailureRate | None
+) -> _Known:
+    """Batches of earlier searches for the same load: prices are looked for by dozens of searches."""
+    return {}
+
+
+def _cases(question: Question, setups: Iterable[Deployment]) -> Iterator[tuple[_Case, int]]:
+    """With how many copies there are of each."""
+    for setup in setups:
+        for n_prefill in prefill_workers(question, setup):
+            for copies in copies_of(question, setup, n_prefill):
+                yield _Case(setup, n_prefill, _most_rows(question, setup, copies)), copies
+
+
+def _most_rows(question: Question, setup: Deployment, copies: int) -> int:
+    most = int(slots(setup) / question.workload.context)
+    return most if question.most_requests is None else min(most, question.most_requests // copies)
 
 
 def _found(
-    question: Question, setups: list[Deployment], priced: list[PoolPlan | UserError | None]
+    question: Question, setups: Sequence[Deployment], cases: Sequence[tuple[_Case, int]], known: _Known
 ) -> FoundPlans | UserError:
     if not setups:
         return UserError(why_nothing_fits(question))
-    if errors := [one for one in priced if isinstance(one, UserError)]:
-        return errors[0]
-    plans = [one for one in priced if isinstance(one, PoolPlan)]
+    plans = []
+    for case, copies in cases:
+        batches = known[case]
+        if isinstance(batches, UserError):
+            return batches
+        if batches:
+            plans.append(_best_batch(question, case, copies, batches))
     if not plans:
         return UserError(_why_too_slow(question, setups))
     # Of equals the cheaper one, then the one of fewer devices and the simpler one.
@@ -166,7 +213,24 @@ def _found(
 def evaluate(question: Question, setup: Deployment, copies: int, n_prefill: int = 0) -> PoolPlan | None:
     """The plan with the largest batch that fits memory and SLO, or with a smaller one that gives more tokens;
     None where not one request for each staggered batch does."""
-    return _alone(_evaluation(question, setup, copies, n_prefill))
+    case = _Case(setup, n_prefill, _most_rows(question, setup, copies))
+    batches = _alone(_batches(question, *case))
+    return _best_batch(question, case, copies, batches) if batches else None
+
+
+def _best_batch(question: Question, case: _Case, copies: int, batches: Sequence[_Batch]) -> PoolPlan:
+    setup, n_prefill, _ = case
+    usd_h = instance_usd_h(question, setup, n_prefill)
+    plans = [_plan_of(setup, copies, n_prefill, usd_h, batch) for batch in batches]
+    return max(plans, key=lambda plan: (plan.score(question), -plan.n_rows)) if len(plans) > 1 else plans[0]
+
+
+def _plan_of(setup: Deployment, copies: int, n_prefill: int, usd_h: float | None, batch: _Batch) -> PoolPlan:
+    return PoolPlan(
+        setup, copies, n_prefill, batch.n_rows, slots(setup), batch.cost, batch.tpot_p50_s, batch.tpot_p99_s,
+        batch.available * copies * batch.n_rows / batch.tpot_p50_s,
+        None if usd_h is None else copies * usd_h, batch.available,
+    )  # fmt: skip
 
 
 def _priced(pricings: Iterable[_Pricing[_T]]) -> list[_T | UserError]:
@@ -174,18 +238,20 @@ def _priced(pricings: Iterable[_Pricing[_T]]) -> list[_T | UserError]:
     all of them ask for next are priced at once."""
     found: dict[int, _T | UserError] = {}
     going = dict(enumerate(pricings))
-    costs: dict[int, StepCost] = {}
+    costs: dict[_Step, StepCost] = {}
+    asked: dict[int, _Step] = {}
     while going:
-        asked: dict[int, _Step] = {}
+        before, asked = asked, {}
         for i, one in going.items():
             try:
-                asked[i] = one.send(costs[i]) if costs else next(one)
+                asked[i] = one.send(costs[before[i]]) if before else next(one)
             except StopIteration as end:
                 found[i] = end.value
             except UserError as error:
                 found[i] = error
         going = {i: going[i] for i in asked}
-        costs = dict(zip(asked, step_costs(list(asked.values())), strict=True))
+        new = [step for step in dict.fromkeys(asked.values()) if step not in costs]
+        costs |= dict(zip(new, step_costs(new), strict=True))
     return [found[i] for i in range(len(found))]
 
 
@@ -196,37 +262,35 @@ def _alone(pricing: _Pricing[_T]) -> _T:
     return found
 
 
-def _evaluation(
-    question: Question, setup: Deployment, copies: int, n_prefill: int
-) -> _Pricing[PoolPlan | None]:
-    n_slots = slots(setup)
-    most = int(n_slots / question.workload.context)
-    if question.most_requests is not None:
-        most = min(most, question.most_requests // copies)
+def _batches(
+    question: Question, setup: Deployment, n_prefill: int, most: int
+) -> _Pricing[tuple[_Batch, ...]]:
+    """The largest batch within memory and SLO, and smaller ones that fill tiles."""
     least = setup.n_batches
     if most < least:
-        return None
+        return ()
 
     def is_in_time(n_rows: int) -> _Pricing[bool]:
         slo_s = question.slo_s
-        return slo_s is None or (yield from _tpot_p99_s(question, setup, n_prefill, n_rows, n_slots)) <= slo_s
+        return slo_s is None or (yield from _tpot_p99_s(question, setup, n_prefill, n_rows)) <= slo_s
 
     low, high = least, most
     if (yield from is_in_time(most)):
         low = most
     elif not (yield from is_in_time(least)):
-        return None
+        return ()
     while high - low > 1:  # the first is within the SLO, the second is not
         middle = (low + high) // 2
         low, high = (middle, high) if (yield from is_in_time(middle)) else (low, middle)
     n_parts = setup.n_batches if setup.has_pool else setup.n_replicas  # whose products are apart
     fuller = (n_parts * n for n in setup.compute.fuller_rows(math.ceil(low / n_parts)))
-    plans = []
+    batches = []
     for n_rows in (low, *(n for n in fuller if least <= n < low)):
-        plans.append((yield from _plan(question, setup, copies, n_prefill, n_rows, n_slots)))
-    return max(plans, key=lambda plan: (plan.score(question), -plan.n_rows))
+        batches.append((yield from _batch(question, setup, n_prefill, n_rows)))
+    return tuple(batches)
 
 
+@lru_cache(1 << 14)
 def slots(setup: Deployment) -> int:
     """Tokens whose KV fits, of which model workers keep their share: as many as the fuller pool allows."""
     n, x = kv_slots(setup, SHARE_OF_MEMORY), setup.local_share
@@ -244,7 +308,8 @@ def least_link_bytes_s(question: Question, plan: PoolPlan, share: float = 0.95) 
 
     def holds(bytes_s: float) -> bool:
         setup = replace(plan.setup, link=link._replace(bytes_s=bytes_s))
-        other = _alone(_plan(question, setup, plan.copies, plan.n_prefill, plan.n_rows, plan.n_slots))
+        batch = _alone(_batch(question, setup, plan.n_prefill, plan.n_rows))
+        other = _plan_of(setup, plan.copies, plan.n_prefill, plan.usd_h, batch)
         in_time = question.slo_s is None or other.tpot_p99_s <= question.slo_s
         return in_time and other.tokens_s >= share * plan.tokens_s
 
@@ -263,27 +328,19 @@ def border(holds: Callable[[float], bool], low: float, high: float, n_halvings: 
     return high
 
 
-def _plan(
-    question: Question, setup: Deployment, copies: int, n_prefill: int, n_rows: int, n_slots: int
-) -> _Pricing[PoolPlan]:
+def _batch(question: Question, setup: Deployment, n_prefill: int, n_rows: int) -> _Pricing[_Batch]:
     cost = yield setup, n_rows, question.workload.context
     step_s = _with_prompts_s(question, setup, n_prefill, n_rows, cost.step_s)
-    slow_s = yield from _tpot_p99_s(question, setup, n_prefill, n_rows, n_slots)
-    usd_h = instance_usd_h(question, setup, n_prefill)
+    slow_s = yield from _tpot_p99_s(question, setup, n_prefill, n_rows)
     available, rate = 1.0, question.failures
     if rate is not None:
         available = rate.available(setup, n_prefill, n_rows * question.workload.context)
-    return PoolPlan(
-        setup, copies, n_prefill, n_rows, n_slots, cost, step_s, slow_s,
-        available * copies * n_rows / step_s, None if usd_h is None else copies * usd_h, available,
-    )  # fmt: skip
+    return _Batch(n_rows, cost, step_s, slow_s, available)
 
 
-def _tpot_p99_s(
-    question: Question, setup: Deployment, n_prefill: int, n_rows: int, n_slots: int
-) -> _Pricing[float]:
+def _tpot_p99_s(question: Question, setup: Deployment, n_prefill: int, n_rows: int) -> _Pricing[float]:
     workload = question.workload
-    most = min(n_slots, workload.stored_tokens(n_rows, SIGMAS_P99))
+    most = min(slots(setup), workload.stored_tokens(n_rows, SIGMAS_P99))
     cost = yield setup, n_rows, max(most / n_rows, workload.context)
     return _with_prompts_s(question, setup, n_prefill, n_rows, cost.step_s)
 
@@ -299,13 +356,12 @@ def _with_prompts_s(
     return max(step_s, prompts_s / n_prefill) if n_prefill else step_s + prompts_s / setup.n_replicas
 
 
-def _why_too_slow(question: Question, setups: list[Deployment]) -> str:
+def _why_too_slow(question: Question, setups: Sequence[Deployment]) -> str:
     """The least TPOT there is, of one request for each staggered batch; or that no request fits."""
     fits = [
-        (setup, n_slots)
+        setup
         for setup in setups
-        if (n_slots := slots(setup)) >= setup.n_batches * question.workload.context
-        and most_copies(question, setup)
+        if slots(setup) >= setup.n_batches * question.workload.context and most_copies(question, setup)
     ]
     if not fits:
         return (
@@ -315,8 +371,12 @@ def _why_too_slow(question: Question, setups: list[Deployment]) -> str:
     if question.slo_s is None:
         return f"at most {question.most_requests} at once is too little for every plan: take more requests"
     lone = replace(question, slo_s=None, failures=None)
-    plans = _priced([_plan(lone, setup, 1, 0, setup.n_batches, n_slots) for setup, n_slots in fits])
-    least = min((plan for plan in plans if isinstance(plan, PoolPlan)), key=lambda plan: plan.tpot_p99_s)
+    least: PoolPlan | None = None
+    priced = _priced([_batch(lone, setup, 0, setup.n_batches) for setup in fits])
+    for setup, batch in zip(fits, priced, strict=True):
+        if not isinstance(batch, UserError) and (least is None or batch.tpot_p99_s < least.tpot_p99_s):
+            least = _plan_of(setup, 1, 0, None, batch)
+    assert least is not None, "without failures nothing ends a pricing"
     return (
         f"no plan meets tpot={1e3 * question.slo_s:g} ms: the least is {1e3 * least.tpot_p99_s:.1f} ms, by "
         f"{describe(least)} with {least.n_rows} request{'s' if least.n_rows > 1 else ''} at a time"
