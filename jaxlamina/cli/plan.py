@@ -15,6 +15,7 @@ import typer
 
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
+from jaxlamina.options import KV_RETURN_GB_S, NOTICE_S, START_S
 
 if TYPE_CHECKING:
     from jaxlamina.planner.calibration import DeviceCalibration
@@ -72,9 +73,9 @@ def plan(
         bool, typer.Option("--with-prefill", help="Prompts take time, of model or prefill workers.")
     ] = False,
     mtbf_hours: model_options.MtbfHours = None,
-    notice_s: model_options.NoticeS = 1.0,
-    start_s: model_options.StartS = 32.0,
-    kv_return_gb_s: model_options.KvReturnGbS = 1.1,
+    notice_s: model_options.NoticeS = NOTICE_S,
+    start_s: model_options.StartS = START_S,
+    kv_return_gb_s: model_options.KvReturnGbS = KV_RETURN_GB_S,
     simulate: Annotated[
         bool,
         typer.Option(

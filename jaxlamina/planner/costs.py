@@ -237,7 +237,7 @@ def step_cost(
         setup = replace(setup, n_batches=1)
     if setup.mini_batches > 1 and (chunk_tokens or n_rows < setup.mini_batches):
         setup = replace(setup, mini_batches=1)
-    times = TaskTimes(setup, n_rows, context, setup.sides, chunk_tokens, chunk_stored)
+    times = TaskTimes(setup, n_rows, context, chunk_tokens, chunk_stored)
     return StepCost(*_cost(setup, times, None))
 
 
@@ -255,7 +255,7 @@ def step_costs(asked: Sequence[tuple[Deployment, int, float]]) -> list[StepCost]
             continue
         setups, rows, contexts = zip(*(asked[i] for i in places), strict=True)
         sides = Sides.of_all(setups)
-        times = TaskTimes(setups[0], np.array(rows, float), np.array(contexts, float), sides)
+        times = TaskTimes(setups[0], np.array(rows, float), np.array(contexts, float), several=sides)
         numbers = _cost(setups[0], times, len(places))
         columns = (np.broadcast_to(n, len(places)).tolist() for n in numbers)
         found.update(zip(places, map(StepCost._make, zip(*columns, strict=True)), strict=True))
@@ -288,7 +288,7 @@ def shape_of(setup: Deployment, has_chunk: bool) -> StepShape:
 def prefill_s(setup: Deployment, n_tokens: int, n_stored: int = 0) -> float:
     """A prompt's ``n_tokens`` as a step of their own, after ``n_stored`` of it, whose attention is
     arithmetic."""
-    times = TaskTimes(setup, 0, 0, setup.sides, n_tokens, n_stored)
+    times = TaskTimes(setup, 0, 0, n_tokens, n_stored)
     works, n_layers = times.works, setup.config.num_hidden_layers
     attention_s = n_layers * times.pairs_s(n_tokens * (n_stored + n_tokens / 2))
     slices_s = works["first whole"] + (n_layers - 1) * works["slice whole"] + works["last"]

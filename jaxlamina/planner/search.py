@@ -272,7 +272,9 @@ def _batches(
 
     def is_in_time(n_rows: int) -> _Pricing[bool]:
         slo_s = question.slo_s
-        return slo_s is None or (yield from _tpot_p99_s(question, setup, n_prefill, n_rows)) <= slo_s
+        if slo_s is None or _prompts_s(question, setup, n_prefill, n_rows) > slo_s:
+            return slo_s is None
+        return (yield from _tpot_p99_s(question, setup, n_prefill, n_rows)) <= slo_s
 
     low, high = least, most
     if (yield from is_in_time(most)):
@@ -349,11 +351,16 @@ def _with_prompts_s(
     question: Question, setup: Deployment, n_prefill: int, n_rows: int, step_s: float
 ) -> float:
     """A step and its share of prompts: between steps, or beside them by prefill workers."""
+    prompts_s = _prompts_s(question, setup, n_prefill, n_rows)
+    return max(step_s, prompts_s) if n_prefill else step_s + prompts_s
+
+
+def _prompts_s(question: Question, setup: Deployment, n_prefill: int, n_rows: int) -> float:
+    """Of a step, on each prefill worker, or on each replica without any."""
     if not question.with_prefill:
-        return step_s
+        return 0.0
     prompt_s = question.prompt_s(setup, 1 if n_prefill else setup.tensor_parallel)
-    prompts_s = prompt_s * n_rows / question.workload.n_output  # of a step, on one device or replica
-    return max(step_s, prompts_s / n_prefill) if n_prefill else step_s + prompts_s / setup.n_replicas
+    return prompt_s * n_rows / question.workload.n_output / (n_prefill or setup.n_replicas)
 
 
 def _why_too_slow(question: Question, setups: Sequence[Deployment]) -> str:

@@ -96,14 +96,14 @@ class TaskTimes:
     ``chunk_tokens`` of a prompt of which ``chunk_stored`` tokens are stored.
 
     Or of several steps at once, of setups that are alike: then ``n_rows`` and ``context`` are arrays, and
-    ``setup`` is one of the setups, ``sides`` what differs between them."""
+    ``setup`` is one of the setups, ``several`` what differs between them."""
 
     setup: Deployment
     n_rows: Numbers
     context: Numbers
-    sides: Sides
     chunk_tokens: int = 0
     chunk_stored: int = 0
+    several: Sides | None = None
 
     @property
     def works(self) -> dict[str, Numbers]:
@@ -248,6 +248,10 @@ class TaskTimes:
             return 0.0
         columns = setup.config.vocab_size * (n - 1) / n
         return between.message_s(self._logits_rows * columns * setup.weight_bytes)
+
+    @property
+    def sides(self) -> Sides:
+        return self.several or self.setup.sides
 
     @cached_property
     def _matrices(self) -> Matrices:
