@@ -19,8 +19,9 @@ from jaxlamina.console.figures import BLUE, COLOURS, INK, figure
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import equal_cost, figures, inputs, sweeps
+from jaxlamina.planner.question import Question
 from jaxlamina.planner.reasons import LEAST_GAIN
-from jaxlamina.planner.search import Question, describe, search
+from jaxlamina.planner.search import describe, search
 
 IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "reproduce.md"

@@ -4,8 +4,10 @@ for any step."""
 from __future__ import annotations
 
 import math
+import pickle
+import random
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 
 import pytest
@@ -16,7 +18,16 @@ from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import roofline, terms
 from jaxlamina.planner.calibration import for_device
-from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, kv_slots, prefill_s, shape_of, step_cost
+from jaxlamina.planner.costs import (
+    Deployment,
+    LinkTerms,
+    Terms,
+    kv_slots,
+    prefill_s,
+    shape_of,
+    step_cost,
+    step_costs,
+)
 from jaxlamina.planner.hardware import GIB, Hardware
 from jaxlamina.planner.task_times import Matrices, TaskTimes
 from jaxlamina.planner.walk import walk
@@ -292,6 +303,39 @@ def test_a_step_is_as_long_as_each_pool_is_at_work(setup, rows, context):
     cost = step_cost(setup, rows, context)
     assert cost.step_s >= max(cost.model_busy_s, cost.attention_busy_s) * (1 - 1e-9)
     assert cost.exchange_s > 0
+
+
+@pytest.mark.parametrize("link", [BY_MEMORY, MET, LinkTerms(1.65e-5, 4.57e10, by_nic=True)])
+@pytest.mark.parametrize("terms", [REAL, ROOF])
+def test_many_steps_at_once_cost_the_same_bits_as_one_after_the_other(link, terms):
+    slower = link._replace(bytes_s=0.37 * link.bytes_s)
+    setups = [
+        split(one, terms, n_attention=n, partition=partition, local_share=share, n_batches=n_batches)
+        for n, one in ((1, link), (2, slower), (4, link))
+        for partition, share in (("heads", 0.0), ("tokens", 0.0), ("tokens", 0.35), ("tokens", 0.95))
+        for n_batches in (1, 2)
+    ]
+    on_two = {"n_model": 2, "tensor_parallel": 2, "model_link": BY_MEMORY}
+    setups += [
+        split(link, terms, local_share=share, n_attention=n, **on_two) for share in (0.0, 0.5) for n in (1, 2)
+    ]
+    setups += [
+        split(link, terms, n_model=2, n_batches=3),
+        split(link, terms, mini_batches=2),
+        Deployment(MODEL, terms),
+    ]
+    drawn = random.Random(0)
+    asked = [(setup, drawn.randint(1, 300), drawn.uniform(1, 20_000)) for setup in setups for _ in range(5)]
+    drawn.shuffle(asked)
+    assert step_costs(asked) == [step_cost(*one) for one in asked]
+
+
+def test_what_was_remembered_of_a_setup_stays_in_its_process():
+    setup = split()
+    assert hash(setup) == hash(split()) and setup == split()
+    step_cost(setup, 4, 100)
+    again = pickle.loads(pickle.dumps(setup))
+    assert again == setup and vars(again).keys() == {one.name for one in fields(setup)}
 
 
 def test_what_the_runtime_does_not_stagger_is_one_batch():

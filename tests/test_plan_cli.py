@@ -141,7 +141,7 @@ def test_every_plan_is_one_that_a_cluster_file_can_say(tmp_path):
     """So `search` and `Cluster` agree on what goes together."""
     from jaxlamina.models.config_files import model_config
     from jaxlamina.planner.costs import LinkTerms
-    from jaxlamina.planner.search import Question
+    from jaxlamina.planner.question import Question
 
     path = tmp_path / "cluster.toml"
     for model, memory in (("llama-3-8b", "h20"), ("llama-3-70b", "mi300x")):

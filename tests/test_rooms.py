@@ -123,11 +123,7 @@ POLICY = (
     "jaxlamina/engine/policies.py",
     "jaxlamina/run/staggering.py",
     "jaxlamina/job/roles.py",
-    "jaxlamina/planner/costs.py",
     "jaxlamina/planner/failures.py",
-    "jaxlamina/planner/task_times.py",
-    "jaxlamina/planner/terms.py",
-    "jaxlamina/planner/walk.py",
     "jaxlamina/steps/schedules/check.py",
     "jaxlamina/steps/schedules/staggered.py",
     "jaxlamina/steps/layout.py",
@@ -159,6 +155,13 @@ POLICY_ON_ARRAYS = (
     "jaxlamina/kv/slot_list.py",
     "jaxlamina/kv/tiers.py",
     "jaxlamina/engine/scheduler.py",
+    "jaxlamina/planner/candidates.py",
+    "jaxlamina/planner/costs.py",
+    "jaxlamina/planner/question.py",
+    "jaxlamina/planner/search.py",
+    "jaxlamina/planner/task_times.py",
+    "jaxlamina/planner/terms.py",
+    "jaxlamina/planner/walk.py",
     "jaxlamina/simulator/results.py",
     "jaxlamina/simulator/simulation.py",
     "jaxlamina/simulator/step_times.py",
@@ -166,10 +169,10 @@ POLICY_ON_ARRAYS = (
 
 
 @pytest.mark.parametrize("path", POLICY_ON_ARRAYS)
-def test_policy_on_slots_has_no_device(path):
+def test_policy_on_arrays_has_no_device(path):
     bad = {n.split(".")[0] for n in imports(ROOT / path)} & {"jax", "jaxlib", "flax"}
     assert not bad, (
-        f"{path} imports {bad}; slots are plain numpy here, KV and devices are the workers' business"
+        f"{path} imports {bad}; slots and costs are plain numpy here, KV and devices are the workers' business"
     )
 
 

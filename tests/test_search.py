@@ -13,20 +13,13 @@ from hypothesis import strategies as st
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import figures, inputs, roofline, sweeps, traces
+from jaxlamina.planner import search as planner_search
+from jaxlamina.planner.candidates import instance_usd_h, split_setups
 from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, step_cost
 from jaxlamina.planner.hardware import GIB, Hardware
+from jaxlamina.planner.question import Device, Question
 from jaxlamina.planner.reasons import LEAST_GAIN, break_even_usd_h, verdict
-from jaxlamina.planner.search import (
-    SIGMAS_P99,
-    Device,
-    Question,
-    evaluate,
-    instance_usd_h,
-    least_link_bytes_s,
-    search,
-    slots,
-    split_setups,
-)
+from jaxlamina.planner.search import SIGMAS_P99, evaluate, least_link_bytes_s, search, search_all, slots
 from jaxlamina.planner.workload import Workload
 from jaxlamina.steps.layout import local_heads
 
@@ -285,6 +278,26 @@ def test_every_plan_is_within_money_memory_and_slo(model, budget, slo, most_requ
         assert slo is None or plan.tpot_p99_s <= slo
         assert most_requests is None or plan.copies * plan.n_rows <= most_requests
         assert plan.tpot_p50_s <= plan.tpot_p99_s
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    names, st.booleans(), st.sampled_from([None, 0.1]), st.lists(st.floats(0.3, 9), min_size=2, max_size=5)
+)
+def test_questions_searched_together_find_what_each_finds_alone(model, with_prefill, slo, prices):
+    asked = question(model, slo_s=slo, with_prefill=with_prefill, budget_usd_h=30.0)
+    several = [asked.at_memory_price(usd_h) for usd_h in prices]
+    several += [replace(asked, most_requests=60), replace(asked, workload=LONGER), replace(asked, slo_s=1e-3)]
+    for one, found in zip(several, search_all(several), strict=True):
+        planner_search._known.cache_clear()
+        try:
+            alone = search(one)
+        except UserError as error:
+            assert isinstance(found, UserError) and str(found) == str(error)
+            continue
+        assert (found.split, found.whole) == (alone.split, alone.whole)
+        for plan in (*alone.split[:3], *alone.whole[:1]):  # and what each plan is by itself
+            assert evaluate(one, plan.setup, plan.copies, plan.n_prefill) == plan
 
 
 # --- reasons ---

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +19,8 @@ from jaxlamina.errors import UserError
 from jaxlamina.llm import LLM, ModelSource
 from jaxlamina.models.config import ModelConfig
 from jaxlamina.planner import roofline
-from jaxlamina.planner.costs import Deployment, Terms
+from jaxlamina.planner.costs import Deployment, Terms, prefill_s, step_cost
 from jaxlamina.planner.hardware import Hardware
-from jaxlamina.planner.task_times import Matrices
 from jaxlamina.planner.traces import Trace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
@@ -33,6 +32,7 @@ DECODES = ((1, 16), (2, 400), (4, 16), (8, 400), (8, 16), (1, 400))
 PROMPTS = (40, 200, 400)
 _STEPS = 12  # timed, of each
 _FLOAT32_BYTES = 4
+_KNEE = 2.0  # of products: reading weights and multiplying with them, on the way from one to the other
 
 
 class ServedSlice(NamedTuple):
@@ -65,13 +65,15 @@ class MeasuredStep(NamedTuple):
 @dataclass(frozen=True)
 class SimulationReport:
     """``rounds``: each live, and simulated with terms that are fitted to steps just before and after it.
-    ``held_out_error``: of single steps, each by terms that are fitted to the others."""
+    ``held_out_error``: of single steps, each by terms that are fitted to the others. ``tpot_of_5_percent``:
+    by what share TPOT's median grows where all steps take 5 % longer, simulated; the median of the rounds."""
 
     trace: Trace
     rounds: Sequence[tuple[ServedSlice, ServedSlice]]
     fit_error: float  # the median of the fitted steps' own
     held_out_error: float  # the median
     terms: Terms
+    tpot_of_5_percent: float
 
     def median(self, which: int) -> ServedSlice:
         """Of live runs (0) or simulated ones (1)."""
@@ -96,6 +98,7 @@ class SimulationReport:
             "live_spread": {name: self.spread(name) for name in ServedSlice._fields},
             "fit_error": self.fit_error,
             "held_out_error": self.held_out_error,
+            "tpot_of_5_percent": self.tpot_of_5_percent,
             "rounds": [[one._asdict() for one in pair] for pair in self.rounds],
         }
 
@@ -154,7 +157,7 @@ def measure(
         batch_sizes=engine.buckets.batch,
         prompt_multiple=_VECTOR,
     )
-    rounds, errors, held_out = [], [], []
+    rounds, errors, held_out, growths = [], [], [], []
     on_progress("compiling")
     _steps(engine, read)
     _live(engine, trace, read)
@@ -168,12 +171,27 @@ def measure(
         # A machine's pace drifts by more than the aim within a minute: steps of both its ends.
         steps = [a._replace(seconds=(a.seconds + b.seconds) / 2) for a, b in zip(before, after, strict=True)]
         terms = fitted(config, steps)
-        setup = Deployment(config, terms, kv_bytes=_FLOAT32_BYTES, weight_bytes=_FLOAT32_BYTES)
-        found: SimulatedRun = simulate(setup, trace, policy)
-        rounds.append((live, ServedSlice.of(trace, found.first_s, found.end_s)))
+        simulated = _simulated(config, terms, trace, policy)
+        rounds.append((live, simulated))
+        growths.append(_simulated(config, _longer(terms, 1.05), trace, policy).tpot_s / simulated.tpot_s - 1)
         errors.append(statistics.median(_error(config, terms, step) for step in steps))
         held_out.append(statistics.median(held_out_errors(config, steps)))
-    return SimulationReport(trace, rounds, statistics.median(errors), statistics.median(held_out), terms)
+    fit_error, held_out_error, growth = map(statistics.median, (errors, held_out, growths))
+    return SimulationReport(trace, rounds, fit_error, held_out_error, terms, growth)
+
+
+def _simulated(config: ModelConfig, terms: Terms, trace: Trace, policy: ServingPolicy) -> ServedSlice:
+    setup = Deployment(config, terms, kv_bytes=_FLOAT32_BYTES, weight_bytes=_FLOAT32_BYTES)
+    found: SimulatedRun = simulate(setup, trace, policy)
+    return ServedSlice.of(trace, found.first_s, found.end_s)
+
+
+def _longer(terms: Terms, factor: float) -> Terms:
+    """All steps so many times as long."""
+    rates = ("product_bytes_s", "product_flop_s", "attention_bytes_s")
+    changed = {name: getattr(terms, name) / factor for name in rates}
+    changed |= {name: getattr(terms, name) * factor for name in ("step_fixed_s", "row_fixed_s")}
+    return replace(terms, **changed)
 
 
 def _live(engine: Engine, trace: Trace, read: Callable[[], float]) -> ServedSlice:
@@ -232,33 +250,36 @@ def _timed(engine: Engine, read: Callable[[], float], n_rows: int, context: int)
 
 
 def fitted(config: ModelConfig, steps: Sequence[MeasuredStep]) -> Terms:
-    """Terms of a machine whose steps take so long at least, and longer by each token, each row and each
-    stored token: the least squares of relative errors. Without a term of its own for rows, those of decode
-    steps would go at the rate of prompts' tokens, and on CPUs they take several times as long."""
-    from scipy.optimize import nnls
+    """Terms of this machine, by least squares of relative errors. Weights are read at one rate and multiplied
+    with at another one; a step has a fixed time, and each row and each stored token takes its own. Without a
+    term of their own rows of decode steps would go at the rate of prompts' tokens, and on CPUs they take
+    longer. A straight line over rows missed steps of one row by 4 %, and steps of four by 11 %
+    (docs/findings.md)."""
+    from scipy.optimize import least_squares
 
-    work = np.array([_work(config, step) for step in steps])
-    seconds = np.array([step.seconds for step in steps])
-    scale = work.max(axis=0)
-    found, _ = nnls(work / scale / seconds[:, None], np.ones(len(steps)))
-    fixed_s, of_flop, of_byte, row_s = np.maximum(found / scale, 1e-15)
+    n_weights = roofline.n_step_params(config)
+    one_row_s = min(step.seconds for step in steps if step.n_rows)
+    flop_s = max(2 * n_weights * step.n_tokens / step.seconds for step in steps if not step.n_rows)
+    first = (_FLOAT32_BYTES * n_weights / one_row_s, flop_s, 1e10, one_row_s / 10, one_row_s / 20)
+    found = least_squares(
+        lambda logs: [_predicted_s(config, _terms(np.exp(logs)), step) / step.seconds - 1 for step in steps],
+        np.log(first), x_scale=0.1, xtol=1e-6, ftol=1e-9,
+    )  # fmt: skip
+    return _terms(np.exp(found.x))
+
+
+def _terms(numbers: np.ndarray) -> Terms:
     source = {"memory_gib": "any, 2025", "bandwidth_gb_s": "not used, 2025", "tflops_bf16": "not used, 2025"}
     machine = Hardware("this machine", 1024.0, 1.0, tflops_bf16=1.0, source=source)
-    return Terms(machine, 1e30, 1 / of_flop, 1 / of_byte, 0.0, 0.0, fixed_s, row_fixed_s=row_s)
+    read, flop_s, kv, fixed_s, row_s = map(float, numbers)
+    return Terms(machine, read, flop_s, kv, 0.0, 0.0, fixed_s, product_knee=_KNEE, row_fixed_s=row_s)
 
 
-def _work(config: ModelConfig, step: MeasuredStep) -> tuple[float, float, float, float]:
-    """What is once a step; FLOP; bytes of stored KV; rows. As `jaxlamina.planner.costs` counts them: of a
-    prompt only the last token goes through the last slice."""
-    n_weights = roofline.n_step_params(config)
+def _predicted_s(config: ModelConfig, terms: Terms, step: MeasuredStep) -> float:
+    setup = Deployment(config, terms, kv_bytes=_FLOAT32_BYTES, weight_bytes=_FLOAT32_BYTES)
     if not step.n_rows:
-        width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-        of = Matrices.of(config)
-        last = of.o + of.up + of.down + of.head
-        products = (n_weights - last) * step.n_tokens + last
-        return 1.0, 2.0 * products + 2.0 * step.n_tokens**2 * width, 0.0, 0.0
-    kv_bytes = roofline.kv_bytes_per_token(config, _FLOAT32_BYTES)
-    return 1.0, 2.0 * n_weights * step.n_rows, kv_bytes * step.n_tokens, step.n_rows
+        return prefill_s(setup, step.n_tokens)
+    return step_cost(setup, step.n_rows, step.n_tokens / step.n_rows).step_s
 
 
 def held_out_errors(config: ModelConfig, steps: Sequence[MeasuredStep]) -> list[float]:
@@ -268,6 +289,4 @@ def held_out_errors(config: ModelConfig, steps: Sequence[MeasuredStep]) -> list[
 
 
 def _error(config: ModelConfig, terms: Terms, step: MeasuredStep) -> float:
-    once, flop, n_bytes, n_rows = _work(config, step)
-    predicted = once * terms.step_fixed_s + flop / terms.product_flop_s + n_rows * terms.row_fixed_s
-    return abs((predicted + n_bytes / terms.attention_bytes_s) / step.seconds - 1)
+    return abs(_predicted_s(config, terms, step) / step.seconds - 1)

@@ -15,12 +15,14 @@ import typer
 
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
+from jaxlamina.options import KV_RETURN_GB_S, NOTICE_S, START_S
 
 if TYPE_CHECKING:
     from jaxlamina.planner.calibration import DeviceCalibration
     from jaxlamina.planner.costs import LinkTerms
+    from jaxlamina.planner.question import Device, Question
     from jaxlamina.planner.reasons import Verdict
-    from jaxlamina.planner.search import Device, FoundPlans, PoolPlan, Question
+    from jaxlamina.planner.search import FoundPlans, PoolPlan
 
 _MODEL, _TRACE = "llama-3-8b", "azure-conversation"
 
@@ -71,9 +73,9 @@ def plan(
         bool, typer.Option("--with-prefill", help="Prompts take time, of model or prefill workers.")
     ] = False,
     mtbf_hours: model_options.MtbfHours = None,
-    notice_s: model_options.NoticeS = 1.0,
-    start_s: model_options.StartS = 32.0,
-    kv_return_gb_s: model_options.KvReturnGbS = 1.1,
+    notice_s: model_options.NoticeS = NOTICE_S,
+    start_s: model_options.StartS = START_S,
+    kv_return_gb_s: model_options.KvReturnGbS = KV_RETURN_GB_S,
     simulate: Annotated[
         bool,
         typer.Option(
@@ -203,7 +205,7 @@ def _question(
 ) -> Question:
     from jaxlamina.models.config_files import model_config
     from jaxlamina.planner import inputs
-    from jaxlamina.planner.search import Question
+    from jaxlamina.planner.question import Question
 
     return Question(
         model_config(model),

@@ -14,7 +14,7 @@ import typer
 
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
-from jaxlamina.options import DEFAULT_SEQS, FIRST_COME
+from jaxlamina.options import DEFAULT_SEQS, FIRST_COME, KV_RETURN_GB_S, NOTICE_S, START_S
 
 if TYPE_CHECKING:
     from jaxlamina.planner.costs import Deployment
@@ -67,9 +67,9 @@ def simulate(
         ),
     ] = None,
     mtbf_hours: model_options.MtbfHours = None,
-    notice_s: model_options.NoticeS = 1.0,
-    start_s: model_options.StartS = 32.0,
-    kv_return_gb_s: model_options.KvReturnGbS = 1.1,
+    notice_s: model_options.NoticeS = NOTICE_S,
+    start_s: model_options.StartS = START_S,
+    kv_return_gb_s: model_options.KvReturnGbS = KV_RETURN_GB_S,
     seed: Annotated[int, typer.Option(min=0, help="Of failures' random times.")] = 0,
     kept_kv: Annotated[
         bool, typer.Option("--kept-kv/--no-kept-kv", help="KV outlives a failure in host memory.")

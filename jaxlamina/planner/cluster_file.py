@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jaxlamina.planner.search import SHARE_OF_MEMORY, PoolPlan, describe
+from jaxlamina.planner.candidates import SHARE_OF_MEMORY
+from jaxlamina.planner.search import PoolPlan, describe
 
 
 def cluster_toml(plan: PoolPlan, model: str, line: str) -> str:

@@ -8,23 +8,28 @@ cannot be priced raises (`roofline.check`).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.models.config import ModelConfig
 from jaxlamina.planner import roofline
 from jaxlamina.planner.hardware import GIB
-from jaxlamina.planner.task_times import TaskTimes, slice_weights
+from jaxlamina.planner.task_times import Sides, TaskTimes, slice_weights
 from jaxlamina.planner.terms import LinkTerms, Terms
-from jaxlamina.planner.walk import walk
+from jaxlamina.planner.walk import Walked, walk
 from jaxlamina.steps.layout import Layout, local_heads
 from jaxlamina.steps.schedules import balanced
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.tasks import FRONT, POOL
 
-__all__ = ["Deployment", "LinkTerms", "StepCost", "Terms", "kv_slots", "prefill_s", "step_cost"]
+__all__ = ["Deployment", "LinkTerms", "StepCost", "Terms", "kv_slots", "prefill_s", "step_cost", "step_costs"]
+
+_FEWEST_AT_ONCE = 4  # steps that arrays are quicker for than one after the other
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,17 @@ class Deployment:
                 f"evenly over {self.n_attention} attention workers: take partition='requests' or 'tokens'"
             )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is remembered: hashes of texts are each process's own."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     @property
     def terms(self) -> tuple[Terms, ...]:
         """Of its kinds of device."""
@@ -139,9 +155,34 @@ class Deployment:
         of_shards, of_workers = Counter(link.rank for link in links), Counter(link.worker for link in links)
         return max(of_shards.values(), default=0), max(of_workers.values(), default=0)
 
+    @cached_property
+    def sides(self) -> Sides:
+        return Sides.of(self)
+
+    @cached_property
+    def kind(self) -> int:
+        """The same number for all setups that differ by `Sides` alone."""
+        layout, model_link = self.layout, self.model_link
+        how = None if self.link is None else self.link[2:]
+        return _kind(
+            (
+                self.config, self.compute, self.memory, how, self.n_model, self.tensor_parallel,
+                self.partition, layout.has_pool, layout.attends_locally, layout.by_heads, self.n_batches,
+                self.mode, self.kv_bytes, self.weight_bytes, model_link and model_link[2:], self.q_first,
+                self.mini_batches, self.pipeline_parallel,
+            )
+        )  # fmt: skip
+
     @property
     def link_between_models(self) -> LinkTerms | None:
         return self.model_link or self.link
+
+
+_kinds: dict[Hashable, int] = {}
+
+
+def _kind(key: Hashable) -> int:
+    return _kinds.setdefault(key, len(_kinds))
 
 
 class StepCost(NamedTuple):
@@ -197,19 +238,42 @@ def step_cost(
     if setup.mini_batches > 1 and (chunk_tokens or n_rows < setup.mini_batches):
         setup = replace(setup, mini_batches=1)
     times = TaskTimes(setup, n_rows, context, chunk_tokens, chunk_stored)
+    return StepCost(*_cost(setup, times, None))
+
+
+def step_costs(asked: Sequence[tuple[Deployment, int, float]]) -> list[StepCost]:
+    """`step_cost` of each (setup, rows, context), bit for bit. Steps of setups that are alike are walked
+    together, as arrays: a search is mostly this."""
+    alike: dict[int, list[int]] = {}
+    for i, (setup, n_rows, _) in enumerate(asked):
+        is_whole = n_rows >= max(setup.n_batches, setup.mini_batches)
+        alike.setdefault(setup.kind if is_whole else -1, []).append(i)
+    found: dict[int, StepCost] = {}
+    for kind, places in alike.items():
+        if kind < 0 or len(places) < _FEWEST_AT_ONCE:
+            found.update((i, step_cost(*asked[i])) for i in places)
+            continue
+        setups, rows, contexts = zip(*(asked[i] for i in places), strict=True)
+        sides = Sides.of_all(setups)
+        times = TaskTimes(setups[0], np.array(rows, float), np.array(contexts, float), several=sides)
+        numbers = _cost(setups[0], times, len(places))
+        columns = (np.broadcast_to(n, len(places)).tolist() for n in numbers)
+        found.update(zip(places, map(StepCost._make, zip(*columns, strict=True)), strict=True))
+    return [found[i] for i in range(len(asked))]
+
+
+def _cost(setup: Deployment, times: TaskTimes, n_at_once: int | None) -> tuple[Any, Any, Any, Any]:
+    """`StepCost`'s numbers, or arrays of them."""
     works, (meets, ends) = times.works, times.ends()
     is_rendezvous = setup.link is not None and setup.link.is_rendezvous
-    n_layers = setup.config.num_hidden_layers
-    found = walk(
-        setup.layout, shape_of(setup, chunk_tokens > 0), n_layers, works | meets, ends, is_rendezvous,
-        times.on_wire,
-    )  # fmt: skip
+    n_layers, shape = setup.config.num_hidden_layers, shape_of(setup, times.chunk_tokens > 0)
+    found: Walked = walk(
+        setup.layout, shape, n_layers, works | meets, ends, is_rendezvous, times.on_wire, n_at_once
+    )
     model = [rank for rank in found.work_s if rank != POOL]
     n_models = len(set(setup.layout.stages)) or setup.layout.n_replicas
-    exchange_s = found.messages_s[FRONT]
-    return StepCost(
-        found.step_s, sum(found.work_s[r] for r in model) / n_models, found.work_s.get(POOL, 0.0), exchange_s
-    )
+    model_s = sum(found.work_s[r] for r in model) / n_models
+    return found.step_s, model_s, found.work_s.get(POOL, 0.0), found.messages_s[FRONT]
 
 
 def shape_of(setup: Deployment, has_chunk: bool) -> StepShape:
@@ -228,4 +292,4 @@ def prefill_s(setup: Deployment, n_tokens: int, n_stored: int = 0) -> float:
     works, n_layers = times.works, setup.config.num_hidden_layers
     attention_s = n_layers * times.pairs_s(n_tokens * (n_stored + n_tokens / 2))
     slices_s = works["first whole"] + (n_layers - 1) * works["slice whole"] + works["last"]
-    return setup.compute.step_fixed_s + slices_s + attention_s + times.moved_s
+    return float(setup.compute.step_fixed_s + slices_s + attention_s + times.moved_s)

@@ -15,22 +15,13 @@ from functools import cache
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import inputs, traces
+from jaxlamina.planner.candidates import split_over, staggered
 from jaxlamina.planner.comparison import Axes, ComparedRow, Curve, Printed, Reproduction
 from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, step_cost
 from jaxlamina.planner.hardware import Hardware
+from jaxlamina.planner.question import Device, Question, unsplit
 from jaxlamina.planner.reasons import Verdict, verdict
-from jaxlamina.planner.search import (
-    Device,
-    FoundPlans,
-    PoolPlan,
-    Question,
-    describe,
-    evaluate,
-    search,
-    split_over,
-    staggered,
-    unsplit,
-)
+from jaxlamina.planner.search import FoundPlans, PoolPlan, describe, evaluate, search
 from jaxlamina.planner.workload import Workload
 
 # Half of 33.0 µs there and back, and 45.7 GB/s (§6.3); GPUs tell network cards what to write (§4.1).

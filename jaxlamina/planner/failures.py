@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxlamina.errors import UserError
+from jaxlamina.options import KV_RETURN_GB_S, NOTICE_S, START_S
 from jaxlamina.planner import roofline
 from jaxlamina.planner.costs import Deployment
 
@@ -21,15 +22,15 @@ from jaxlamina.planner.costs import Deployment
 class FailureRate:
     """``mtbf_hours``: mean time between failures of one device. The job stands still for ``notice_s`` +
     ``start_s`` after a failure; then KV comes back from host memory at ``kv_gb_s`` (GB/s of each device that
-    holds some). The defaults are one H100's without a spare (docs/reliability.md). ``seed``: of random times.
+    holds some). ``seed``: of random times.
 
     ``UserError`` for numbers that cannot be.
     """
 
     mtbf_hours: float
-    notice_s: float = 1.0
-    start_s: float = 32.0
-    kv_gb_s: float = 1.1
+    notice_s: float = NOTICE_S
+    start_s: float = START_S
+    kv_gb_s: float = KV_RETURN_GB_S
     seed: int = 0
 
     def __post_init__(self) -> None:

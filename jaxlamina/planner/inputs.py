@@ -17,7 +17,7 @@ from jaxlamina.planner import calibration, traces
 from jaxlamina.planner.calibration import DeviceCalibration
 from jaxlamina.planner.costs import LinkTerms
 from jaxlamina.planner.hardware import Hardware, hardware_names
-from jaxlamina.planner.search import Device
+from jaxlamina.planner.question import Device
 from jaxlamina.planner.workload import Workload
 
 # Between hosts, one way: NCCL over RoCE of 400 Gbit/s, 66.6 µs there and back and 35.5 GB/s (Lamina 2025,

@@ -127,7 +127,7 @@ class KernelPoint:
 
     def predicted_us(self, terms: Terms) -> float:
         attended_s = terms.attention_s(self.tokens, self.element_bytes * self.kv_heads * self.head_dim)
-        return 1e6 * (attended_s + self.planned * terms.attention_step_s)
+        return 1e6 * (float(attended_s) + self.planned * terms.attention_step_s)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ProductPoint:
     us: float
 
     def predicted_us(self, terms: Terms) -> float:
-        return 1e6 * terms.product_s(self.weights, self.rows, 2)
+        return 1e6 * float(terms.product_s(self.weights, self.rows, 2))
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class ExchangePoint:
     us: float
 
     def predicted_us(self, links: Mapping[str, LinkTerms]) -> float:
-        return 2e6 * links[self.link].message_s(self.bytes)
+        return 2e6 * float(links[self.link].message_s(self.bytes))
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,19 @@ unsplit devices lack neither memory nor bandwidth that a second pool would bring
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from jaxlamina.errors import UserError
 from jaxlamina.planner.costs import LinkTerms, step_cost
-from jaxlamina.planner.search import FoundPlans, PoolPlan, Question, border, describe, search
+from jaxlamina.planner.question import Question
+from jaxlamina.planner.search import FoundPlans, PoolPlan, border, describe, search_all
 
 Reason = Literal["split", "one device", "equal devices", "link", "batch too small", "prices", "dead zone"]
 LEAST_GAIN = 1.02  # a smaller one is within what these formulas cannot tell
+_AT_ONCE = 12  # prices that are searched together
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,16 @@ def break_even_usd_h(question: Question) -> float | None:
     def pays(usd_h: float) -> bool:
         return _gain(question.at_memory_price(usd_h)) >= LEAST_GAIN
 
-    before = memory.usd_h
-    while before > compute.usd_h / 100:
-        usd_h = 0.95 * before
-        if pays(usd_h):
-            return border(pays, before, usd_h)
-        before = usd_h
+    prices = [memory.usd_h]
+    while prices[-1] > compute.usd_h / 100:
+        prices.append(0.95 * prices[-1])
+    steps = list(pairwise(prices))
+    for i in range(0, len(steps), _AT_ONCE):
+        some = steps[i : i + _AT_ONCE]
+        gains = _gains([question.at_memory_price(usd_h) for _, usd_h in some])
+        for (before, usd_h), gain in zip(some, gains, strict=True):
+            if gain >= LEAST_GAIN:
+                return border(pays, before, usd_h)
     return None
 
 
@@ -152,7 +160,9 @@ def _slices_s(plan: PoolPlan) -> float:
 
 
 def _gain(question: Question) -> float:
-    try:
-        return search(question).gain
-    except UserError:
-        return 0.0
+    return _gains([question])[0]
+
+
+def _gains(questions: Sequence[Question]) -> list[float]:
+    """0 where there is no plan."""
+    return [0.0 if isinstance(found, UserError) else found.gain for found in search_all(questions)]

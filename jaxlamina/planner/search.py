@@ -15,113 +15,33 @@ Pure; knows no device at hand, no file and no terminal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from jaxlamina.errors import UserError
-from jaxlamina.models.config import ModelConfig
-from jaxlamina.planner import roofline
-from jaxlamina.planner.costs import (
-    Deployment,
-    LinkTerms,
-    StepCost,
-    Terms,
-    kv_slots,
-    pool_slots,
-    prefill_s,
-    step_cost,
+from jaxlamina.planner.candidates import (
+    SHARE_OF_MEMORY,
+    copies_of,
+    instance_usd_h,
+    most_copies,
+    prefill_workers,
+    split_setups,
+    whole_setups,
+    why_nothing_fits,
 )
+from jaxlamina.planner.costs import Deployment, StepCost, kv_slots, pool_slots, step_costs
 from jaxlamina.planner.failures import FailureRate
-from jaxlamina.planner.hardware import GIB
+from jaxlamina.planner.question import Question
 from jaxlamina.planner.workload import Workload
 
 SIGMAS_P99 = 2.326  # of a normal distribution, its 99th percentile
-SHARE_OF_MEMORY = 0.9
-_MOST_SHARDS = 8  # devices of one host, between which products are summed
-_MOST_COPIES = 8
-_POOLS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32)  # attention workers of one instance
-_SHARES = tuple(n / 20 for n in range(1, 20))
-_PREFILL_WORKERS = (1, 2, 3, 4, 6, 8)
 
-
-@dataclass(frozen=True)
-class Device:
-    """A kind of device, what one costs (None: not known), and what joins two of them in a host (None: not
-    known, so that they cannot share out a model). ``origin``: where the terms are from."""
-
-    terms: Terms
-    usd_h: float | None = None
-    in_host: LinkTerms | None = None
-    origin: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.terms.hardware.name
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked for. ``budget_usd_h``: at most so much, and the best is the most tokens for the money.
-    ``counts``: at most so many devices, by name; without a budget the best is the most tokens a second.
-
-    ``most_requests``: never more at once, over all copies. ``ratio``: only plans with so many attention
-    workers for each model worker. ``memory`` None: there is nothing to split onto.
-    ``failures``: tokens are those of the time in which instances write.
-    """
-
-    config: ModelConfig
-    workload: Workload
-    compute: Device
-    memory: Device | None
-    link: LinkTerms
-    budget_usd_h: float | None = None
-    counts: Mapping[str, int] | None = None
-    slo_s: float | None = None
-    most_requests: int | None = None
-    with_prefill: bool = False
-    ratio: float | None = None
-    failures: FailureRate | None = None
-
-    def __post_init__(self) -> None:
-        if self.budget_usd_h is None and self.counts is None:
-            raise UserError("say what there is: a budget, or devices")
-        if self.budget_usd_h is not None:
-            for device in self.devices:
-                if device.usd_h is None:
-                    raise UserError(f"{device.name}: its price is not known, which a budget needs")
-
-    @cached_property
-    def devices(self) -> tuple[Device, ...]:
-        memory = [] if self.memory is None or self.memory.name == self.compute.name else [self.memory]
-        return (self.compute, *memory)
-
-    def at_memory_price(self, usd_h: float) -> Question:
-        """The same with another price of a memory device."""
-        assert self.memory is not None
-        return replace(self, memory=replace(self.memory, usd_h=usd_h))
-
-    @property
-    def is_priced(self) -> bool:
-        """Whether the best is by money."""
-        return self.budget_usd_h is not None
-
-    def prompt_s(self, setup: Deployment, n_shards: int) -> float:
-        """A prompt's mean time on so many of the setup's compute devices."""
-        key = setup.compute.hardware.name, n_shards
-        if key not in self._prompts_s:
-            alone = unsplit(self.config, setup.compute, setup.model_link, n_shards)
-            times_s = [prefill_s(alone, max(1, round(n))) for n in self.workload.prompts]
-            self._prompts_s[key] = sum(times_s) / len(times_s)
-        return self._prompts_s[key]
-
-    @cached_property
-    def _prompts_s(self) -> dict[tuple[str, int], float]:
-        return {}
-
-    @cached_property
-    def weight_bytes(self) -> float:
-        return roofline.ELEMENT_BYTES * roofline.n_params(self.config)
+_T = TypeVar("_T")
+_Step: TypeAlias = tuple[Deployment, int, float]
+_Pricing: TypeAlias = Generator[_Step, StepCost, _T]
+"""What asks for the cost of one step after the other, so that many go on at once (`_priced`)."""
 
 
 @dataclass(frozen=True)
@@ -202,18 +122,85 @@ class FoundPlans:
 def search(question: Question) -> FoundPlans:
     """All plans within the money or the devices, the memory and the SLO. ``UserError`` where there is none,
     with the least that it would take."""
-    setups = [*_whole(question), *split_setups(question)]
+    [found] = search_all([question])
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def search_all(questions: Sequence[Question]) -> list[FoundPlans | UserError]:
+    """`search` of each question, or its error. All at once takes a tenth of the time. A batch is looked for
+    once, however many questions differ in prices and limits alone."""
+    setups = [(*whole_setups(question), *split_setups(question)) for question in questions]
+    known = [_known(q.workload, q.slo_s, q.with_prefill, q.failures) for q in questions]
+    cases = [list(_cases(*asked)) for asked in zip(questions, setups, strict=True)]
+    new: dict[tuple[int, _Case], tuple[_Known, _Pricing[tuple[_Batch, ...]]]] = {}
+    for question, its, batches in zip(questions, cases, known, strict=True):
+        for case, _ in its:
+            if case not in batches and (place := (id(batches), case)) not in new:
+                new[place] = batches, _batches(question, *case)
+    priced = _priced([pricing for _, pricing in new.values()])
+    for ((_, case), (batches, _)), found in zip(new.items(), priced, strict=True):
+        batches[case] = found
+    return [_found(*asked) for asked in zip(questions, setups, cases, known, strict=True)]
+
+
+class _Case(NamedTuple):
+    """``most``: requests at once, as memory and `Question.most_requests` have it."""
+
+    setup: Deployment
+    n_prefill: int
+    most: int
+
+
+class _Batch(NamedTuple):
+    """Of a plan, what is the same at all prices."""
+
+    n_rows: int
+    cost: StepCost
+    tpot_p50_s: float
+    tpot_p99_s: float
+    available: float
+
+
+_Known: TypeAlias = dict[_Case, "tuple[_Batch, ...] | UserError"]
+
+
+@lru_cache(4)
+def _known(
+    workload: Workload, slo_s: float | None, with_prefill: bool, failures: FailureRate | None
+) -> _Known:
+    """Batches of earlier searches for the same load: prices are looked for by dozens of searches."""
+    return {}
+
+
+def _cases(question: Question, setups: Iterable[Deployment]) -> Iterator[tuple[_Case, int]]:
+    """With how many copies there are of each."""
+    for setup in setups:
+        for n_prefill in prefill_workers(question, setup):
+            for copies in copies_of(question, setup, n_prefill):
+                yield _Case(setup, n_prefill, _most_rows(question, setup, copies)), copies
+
+
+def _most_rows(question: Question, setup: Deployment, copies: int) -> int:
+    most = int(slots(setup) / question.workload.context)
+    return most if question.most_requests is None else min(most, question.most_requests // copies)
+
+
+def _found(
+    question: Question, setups: Sequence[Deployment], cases: Sequence[tuple[_Case, int]], known: _Known
+) -> FoundPlans | UserError:
     if not setups:
-        raise UserError(why_nothing_fits(question))
-    plans = [
-        plan
-        for setup in setups
-        for n_prefill in _prefill_workers(question, setup)
-        for copies in _copies(question, setup, n_prefill)
-        if (plan := evaluate(question, setup, copies, n_prefill)) is not None
-    ]
+        return UserError(why_nothing_fits(question))
+    plans = []
+    for case, copies in cases:
+        batches = known[case]
+        if isinstance(batches, UserError):
+            return batches
+        if batches:
+            plans.append(_best_batch(question, case, copies, batches))
     if not plans:
-        raise UserError(_why_too_slow(question, setups))
+        return UserError(_why_too_slow(question, setups))
     # Of equals the cheaper one, then the one of fewer devices and the simpler one.
     plans.sort(
         key=lambda p: (-p.score(question), p.usd_h or 0, p.setup.n_model + p.setup.n_attention,
@@ -226,35 +213,86 @@ def search(question: Question) -> FoundPlans:
 def evaluate(question: Question, setup: Deployment, copies: int, n_prefill: int = 0) -> PoolPlan | None:
     """The plan with the largest batch that fits memory and SLO, or with a smaller one that gives more tokens;
     None where not one request for each staggered batch does."""
-    n_slots = slots(setup)
-    most = int(n_slots / question.workload.context)
-    if question.most_requests is not None:
-        most = min(most, question.most_requests // copies)
+    case = _Case(setup, n_prefill, _most_rows(question, setup, copies))
+    batches = _alone(_batches(question, *case))
+    return _best_batch(question, case, copies, batches) if batches else None
+
+
+def _best_batch(question: Question, case: _Case, copies: int, batches: Sequence[_Batch]) -> PoolPlan:
+    setup, n_prefill, _ = case
+    usd_h = instance_usd_h(question, setup, n_prefill)
+    plans = [_plan_of(setup, copies, n_prefill, usd_h, batch) for batch in batches]
+    return max(plans, key=lambda plan: (plan.score(question), -plan.n_rows)) if len(plans) > 1 else plans[0]
+
+
+def _plan_of(setup: Deployment, copies: int, n_prefill: int, usd_h: float | None, batch: _Batch) -> PoolPlan:
+    return PoolPlan(
+        setup, copies, n_prefill, batch.n_rows, slots(setup), batch.cost, batch.tpot_p50_s, batch.tpot_p99_s,
+        batch.available * copies * batch.n_rows / batch.tpot_p50_s,
+        None if usd_h is None else copies * usd_h, batch.available,
+    )  # fmt: skip
+
+
+def _priced(pricings: Iterable[_Pricing[_T]]) -> list[_T | UserError]:
+    """What each of them comes to, or the error that ends it. They go on together: each round the steps that
+    all of them ask for next are priced at once."""
+    found: dict[int, _T | UserError] = {}
+    going = dict(enumerate(pricings))
+    costs: dict[_Step, StepCost] = {}
+    asked: dict[int, _Step] = {}
+    while going:
+        before, asked = asked, {}
+        for i, one in going.items():
+            try:
+                asked[i] = one.send(costs[before[i]]) if before else next(one)
+            except StopIteration as end:
+                found[i] = end.value
+            except UserError as error:
+                found[i] = error
+        going = {i: going[i] for i in asked}
+        new = [step for step in dict.fromkeys(asked.values()) if step not in costs]
+        costs |= dict(zip(new, step_costs(new), strict=True))
+    return [found[i] for i in range(len(found))]
+
+
+def _alone(pricing: _Pricing[_T]) -> _T:
+    [found] = _priced([pricing])
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def _batches(
+    question: Question, setup: Deployment, n_prefill: int, most: int
+) -> _Pricing[tuple[_Batch, ...]]:
+    """The largest batch within memory and SLO, and smaller ones that fill tiles."""
     least = setup.n_batches
     if most < least:
-        return None
+        return ()
 
-    def is_in_time(n_rows: int) -> bool:
+    def is_in_time(n_rows: int) -> _Pricing[bool]:
         slo_s = question.slo_s
-        return slo_s is None or _tpot_p99_s(question, setup, n_prefill, n_rows, n_slots) <= slo_s
+        if slo_s is None or _prompts_s(question, setup, n_prefill, n_rows) > slo_s:
+            return slo_s is None
+        return (yield from _tpot_p99_s(question, setup, n_prefill, n_rows)) <= slo_s
 
     low, high = least, most
-    if is_in_time(most):
+    if (yield from is_in_time(most)):
         low = most
-    elif not is_in_time(least):
-        return None
+    elif not (yield from is_in_time(least)):
+        return ()
     while high - low > 1:  # the first is within the SLO, the second is not
         middle = (low + high) // 2
-        low, high = (middle, high) if is_in_time(middle) else (low, middle)
+        low, high = (middle, high) if (yield from is_in_time(middle)) else (low, middle)
     n_parts = setup.n_batches if setup.has_pool else setup.n_replicas  # whose products are apart
     fuller = (n_parts * n for n in setup.compute.fuller_rows(math.ceil(low / n_parts)))
-    plans = [
-        _plan(question, setup, copies, n_prefill, n_rows, n_slots)
-        for n_rows in (low, *(n for n in fuller if least <= n < low))
-    ]
-    return max(plans, key=lambda plan: (plan.score(question), -plan.n_rows))
+    batches = []
+    for n_rows in (low, *(n for n in fuller if least <= n < low)):
+        batches.append((yield from _batch(question, setup, n_prefill, n_rows)))
+    return tuple(batches)
 
 
+@lru_cache(1 << 14)
 def slots(setup: Deployment) -> int:
     """Tokens whose KV fits, of which model workers keep their share: as many as the fuller pool allows."""
     n, x = kv_slots(setup, SHARE_OF_MEMORY), setup.local_share
@@ -272,7 +310,8 @@ def least_link_bytes_s(question: Question, plan: PoolPlan, share: float = 0.95) 
 
     def holds(bytes_s: float) -> bool:
         setup = replace(plan.setup, link=link._replace(bytes_s=bytes_s))
-        other = _plan(question, setup, plan.copies, plan.n_prefill, plan.n_rows, plan.n_slots)
+        batch = _alone(_batch(question, setup, plan.n_prefill, plan.n_rows))
+        other = _plan_of(setup, plan.copies, plan.n_prefill, plan.usd_h, batch)
         in_time = question.slo_s is None or other.tpot_p99_s <= question.slo_s
         return in_time and other.tokens_s >= share * plan.tokens_s
 
@@ -291,207 +330,60 @@ def border(holds: Callable[[float], bool], low: float, high: float, n_halvings: 
     return high
 
 
-def _plan(
-    question: Question, setup: Deployment, copies: int, n_prefill: int, n_rows: int, n_slots: int
-) -> PoolPlan:
-    cost = step_cost(setup, n_rows, question.workload.context)
+def _batch(question: Question, setup: Deployment, n_prefill: int, n_rows: int) -> _Pricing[_Batch]:
+    cost = yield setup, n_rows, question.workload.context
     step_s = _with_prompts_s(question, setup, n_prefill, n_rows, cost.step_s)
-    slow_s = _tpot_p99_s(question, setup, n_prefill, n_rows, n_slots)
-    usd_h = instance_usd_h(question, setup, n_prefill)
+    slow_s = yield from _tpot_p99_s(question, setup, n_prefill, n_rows)
     available, rate = 1.0, question.failures
     if rate is not None:
         available = rate.available(setup, n_prefill, n_rows * question.workload.context)
-    return PoolPlan(
-        setup, copies, n_prefill, n_rows, n_slots, cost, step_s, slow_s,
-        available * copies * n_rows / step_s, None if usd_h is None else copies * usd_h, available,
-    )  # fmt: skip
+    return _Batch(n_rows, cost, step_s, slow_s, available)
 
 
-def _tpot_p99_s(question: Question, setup: Deployment, n_prefill: int, n_rows: int, n_slots: int) -> float:
+def _tpot_p99_s(question: Question, setup: Deployment, n_prefill: int, n_rows: int) -> _Pricing[float]:
     workload = question.workload
-    most = min(n_slots, workload.stored_tokens(n_rows, SIGMAS_P99))
-    step_s = step_cost(setup, n_rows, max(most / n_rows, workload.context)).step_s
-    return _with_prompts_s(question, setup, n_prefill, n_rows, step_s)
+    most = min(slots(setup), workload.stored_tokens(n_rows, SIGMAS_P99))
+    cost = yield setup, n_rows, max(most / n_rows, workload.context)
+    return _with_prompts_s(question, setup, n_prefill, n_rows, cost.step_s)
 
 
 def _with_prompts_s(
     question: Question, setup: Deployment, n_prefill: int, n_rows: int, step_s: float
 ) -> float:
     """A step and its share of prompts: between steps, or beside them by prefill workers."""
+    prompts_s = _prompts_s(question, setup, n_prefill, n_rows)
+    return max(step_s, prompts_s) if n_prefill else step_s + prompts_s
+
+
+def _prompts_s(question: Question, setup: Deployment, n_prefill: int, n_rows: int) -> float:
+    """Of a step, on each prefill worker, or on each replica without any."""
     if not question.with_prefill:
-        return step_s
+        return 0.0
     prompt_s = question.prompt_s(setup, 1 if n_prefill else setup.tensor_parallel)
-    prompts_s = prompt_s * n_rows / question.workload.n_output  # of a step, on one device or replica
-    return max(step_s, prompts_s / n_prefill) if n_prefill else step_s + prompts_s / setup.n_replicas
+    return prompt_s * n_rows / question.workload.n_output / (n_prefill or setup.n_replicas)
 
 
-def instance_usd_h(question: Question, setup: Deployment, n_prefill: int = 0) -> float | None:
-    prices = {device.name: device.usd_h for device in question.devices}
-    total = 0.0
-    for name, n in _uses(setup, n_prefill).items():
-        price = prices[name]
-        if price is None:
-            return None
-        total += n * price
-    return total
-
-
-def _uses(setup: Deployment, n_prefill: int) -> dict[str, int]:
-    """Devices of one instance, by name."""
-    used = {setup.compute.hardware.name: setup.n_model + n_prefill}
-    if setup.memory is not None:
-        name = setup.memory.hardware.name
-        used[name] = used.get(name, 0) + setup.n_attention
-    return used
-
-
-def most_copies(question: Question, setup: Deployment, n_prefill: int = 0) -> int:
-    """Instances within the money and the devices."""
-    limits = []
-    if question.budget_usd_h is not None:
-        usd_h = instance_usd_h(question, setup, n_prefill)
-        assert usd_h is not None, "Question has seen to it"
-        limits.append(int(question.budget_usd_h / usd_h + 1e-9))
-    if question.counts is not None:
-        limits += [question.counts.get(name, 0) // n for name, n in _uses(setup, n_prefill).items()]
-    return min(limits)
-
-
-def _copies(question: Question, setup: Deployment, n_prefill: int) -> tuple[int, ...]:
-    most = most_copies(question, setup, n_prefill)
-    if not most:
-        return ()
-    # As many as there can be, unless a limited number of requests may not fill them.
-    return (most,) if question.most_requests is None else tuple(range(1, min(most, 64) + 1))
-
-
-def _prefill_workers(question: Question, setup: Deployment) -> tuple[int, ...]:
-    has_own_heads = setup.local_share > 0 and setup.layout.by_heads  # of which a prefill worker sends none
-    can = question.with_prefill and setup.is_split and not has_own_heads
-    can = can and _fits(question, question.compute, 1)
-    return (0, *_PREFILL_WORKERS) if can else (0,)
-
-
-def _fits(question: Question, device: Device, n_shards: int) -> bool:
-    """Whether a copy of the weights does on so many devices, with room for a request's KV or a step."""
-    memory = SHARE_OF_MEMORY * n_shards * device.terms.hardware.memory_gib * GIB
-    return memory > question.weight_bytes
-
-
-def _shards(question: Question, device: Device) -> Iterator[int]:
-    """Over how many devices a copy of the weights may be shared out: those that heads divide by, and over
-    several only where it is known what joins them."""
-    for n in range(1, (1 if device.in_host is None else _MOST_SHARDS) + 1):
-        if question.config.num_key_value_heads % n == 0 and _fits(question, device, n):
-            yield n
-
-
-def unsplit(config: ModelConfig, terms: Terms, in_host: LinkTerms | None, n_shards: int = 1) -> Deployment:
-    """A model whose weights so many devices of a host share out."""
-    return Deployment(config, terms, n_model=n_shards, tensor_parallel=n_shards, model_link=in_host)
-
-
-def split_over(question: Question, a: int, b: int, n_shards: int) -> Deployment:
-    """All attention on ``b`` attention workers, by heads where these divide; one batch."""
-    assert question.memory is not None
-    return Deployment(
-        question.config, question.compute.terms, question.memory.terms, question.link,
-        a, b, n_shards, "heads" if question.config.num_key_value_heads % b == 0 else "tokens",
-        model_link=question.compute.in_host,
-    )  # fmt: skip
-
-
-def _whole(question: Question) -> Iterator[Deployment]:
-    for device in question.devices:
-        for n in _shards(question, device):
-            setup = unsplit(question.config, device.terms, device.in_host, n)
-            if most_copies(question, setup):
-                yield setup
-
-
-def split_setups(question: Question) -> Iterator[Deployment]:
-    """As `jaxlamina.job.cluster` takes them: copies of the model or shards of one, and a share of the KV on
-    one model worker, or on the shards of one, by heads. There in one batch: staggered ones took up to twice
-    what they are predicted to take (docs/findings.md)."""
-    if question.memory is None:
-        return
-    pools = [
-        (a, n) for n in _shards(question, question.compute) for a in {n, *(range(1, 9) if n == 1 else ())}
-    ]
-    for a, n_shards in pools:
-        for b in _POOLS:
-            if question.ratio is not None and not math.isclose(b, question.ratio * a):
-                continue
-            base = split_over(question, a, b, n_shards)
-            if not most_copies(question, base):
-                break
-            yield from staggered(base)
-            if a == 1:
-                for x in _SHARES:
-                    yield from staggered(replace(base, partition="tokens", local_share=x))
-            elif n_shards > 1:
-                for x in _shares_by_heads(question.config.num_key_value_heads, a, b):
-                    yield replace(base, partition="heads", local_share=x)
-
-
-def _shares_by_heads(n_kv_heads: int, n_shards: int, n_workers: int) -> Iterator[float]:
-    """Those between 0 and 1 that leave each shard, and each attention worker, an equal number of heads."""
-    for n in range(n_shards, n_kv_heads, n_shards):
-        if (n_kv_heads - n) % n_workers == 0:
-            yield n / n_kv_heads
-
-
-def staggered(base: Deployment) -> Iterator[Deployment]:
-    """1 … r + 2 staggered batches over r copies: rotating with one more than copies, else as many on each."""
-    r = base.n_replicas
-    for n in range(r, r + 3):
-        if n == r + 1 or n % r == 0:
-            yield replace(base, n_batches=n, mode="rotational" if n == r + 1 else "fixed")
-
-
-def why_nothing_fits(question: Question) -> str:
-    """What one copy of the weights needs at least."""
-    gb = question.weight_bytes / 1e9
-    needs = []
-    for device in question.devices:
-        n = next(iter(_shards(question, device)), None)
-        if n is None and device.in_host is None:
-            needs.append(f"{device.name} with a known link between them (chip_link_gb_s)")
-        elif n is None:
-            needs.append(f"more than {_MOST_SHARDS} × {device.name}")
-        elif device.usd_h is None:
-            needs.append(f"{n} × {device.name}")
-        else:
-            needs.append(f"{n} × {device.name}, ${n * device.usd_h:.2f} an hour")
-    there = []
-    if question.budget_usd_h is not None:
-        there.append(f"${question.budget_usd_h:g} an hour")
-    if question.counts is not None:
-        there.append(", ".join(f"{n} × {name}" for name, n in question.counts.items()))
-    return (
-        f"{' and '.join(there)}: not enough for one copy of the weights, {gb:.0f} GB; it takes at least "
-        f"{', or '.join(needs)}"
-    )
-
-
-def _why_too_slow(question: Question, setups: list[Deployment]) -> str:
+def _why_too_slow(question: Question, setups: Sequence[Deployment]) -> str:
     """The least TPOT there is, of one request for each staggered batch; or that no request fits."""
-    lone = replace(question, slo_s=None)
-    least: PoolPlan | None = None
-    for setup in setups:
-        n_slots = slots(setup)
-        if n_slots < setup.n_batches * question.workload.context or not most_copies(question, setup):
-            continue
-        plan = _plan(lone, setup, 1, 0, setup.n_batches, n_slots)
-        if least is None or plan.tpot_p99_s < least.tpot_p99_s:
-            least = plan
-    if least is None:
+    fits = [
+        setup
+        for setup in setups
+        if slots(setup) >= setup.n_batches * question.workload.context and most_copies(question, setup)
+    ]
+    if not fits:
         return (
             f"no plan has room for one request of {question.workload.context:,.0f} tokens beside the "
             f"weights: take a larger budget, more devices or devices with more memory"
         )
     if question.slo_s is None:
         return f"at most {question.most_requests} at once is too little for every plan: take more requests"
+    lone = replace(question, slo_s=None, failures=None)
+    least: PoolPlan | None = None
+    priced = _priced([_batch(lone, setup, 0, setup.n_batches) for setup in fits])
+    for setup, batch in zip(fits, priced, strict=True):
+        if not isinstance(batch, UserError) and (least is None or batch.tpot_p99_s < least.tpot_p99_s):
+            least = _plan_of(setup, 1, 0, None, batch)
+    assert least is not None, "without failures nothing ends a pricing"
     return (
         f"no plan meets tpot={1e3 * question.slo_s:g} ms: the least is {1e3 * least.tpot_p99_s:.1f} ms, by "
         f"{describe(least)} with {least.n_rows} request{'s' if least.n_rows > 1 else ''} at a time"

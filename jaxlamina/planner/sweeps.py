@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxlamina.errors import UserError
-from jaxlamina.planner.search import FoundPlans, Question, search
+from jaxlamina.planner.question import Question
+from jaxlamina.planner.search import search_all
 
 
 class SweepPoint(NamedTuple):
@@ -142,11 +143,10 @@ def pareto(question: Question) -> Sweep:
 
 
 def _sweep(question: Question, name: str, variable: _Variable) -> Sweep:
-    points = []
-    for x in variable.values(question):
-        asked = variable.put(question, x)
-        found = _found(asked)
-        if found is not None:
+    points, values = [], variable.values(question)
+    questions = [variable.put(question, x) for x in values]
+    for x, asked, found in zip(values, questions, search_all(questions), strict=True):
+        if not isinstance(found, UserError):
             split = found.split_score if found.split else None
             best = found.whole_by_device
             alone = {d.name: best[d.name].score(asked) for d in question.devices if d.name in best}
@@ -161,16 +161,6 @@ def _sweep(question: Question, name: str, variable: _Variable) -> Sweep:
     return Sweep(name, variable.label(question), unit, tuple(points), variable.now(question), log_x)
 
 
-def _found(question: Question) -> FoundPlans | None:
-    try:
-        return search(question)
-    except UserError:
-        return None
-
-
 def _why(question: Question) -> str:
-    try:
-        search(question)
-    except UserError as error:
-        return str(error)
-    return "all its values are beyond the limits"
+    [found] = search_all([question])
+    return str(found) if isinstance(found, UserError) else "all its values are beyond the limits"

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxlamina.errors import UserError
 from jaxlamina.planner.hardware import Hardware
@@ -15,6 +18,15 @@ TILED_ROWS = range(32, 129)
 
 QUERIES_A_PASS = 16
 """Of a KV head, the queries for which the attention kernel reads a stored token once."""
+
+Numbers: TypeAlias = float | NDArray[np.float64]
+"""Of one step, or of several at once: an array with one for each. Both give the same bits."""
+
+
+def longer(one: Numbers, other: Numbers) -> Numbers:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.maximum(one, other)
+    return max(one, other)
 
 
 @dataclass(frozen=True)
@@ -83,9 +95,11 @@ class Terms:
             scaled_from=self.scaled_from or self.hardware.name,
         )
 
-    def product_s(self, n_weights: float, n_rows: float, weight_bytes: float) -> float:
+    def product_s(self, n_weights: float, n_rows: Numbers, weight_bytes: float) -> Numbers:
         """Rows times a matrix, or several matrices of the same rows."""
         read_s = weight_bytes * n_weights / self.product_bytes_s
+        if isinstance(n_rows, np.ndarray):
+            return self._products_s(n_weights, n_rows, read_s)
         if TILED_ROWS.start <= n_rows <= TILED_ROWS[-1]:
             n_rows = self.product_tile * math.ceil(n_rows / self.product_tile)
         multiply_s = 2 * n_weights * n_rows / self.product_flop_s
@@ -96,6 +110,18 @@ class Terms:
             1 / self.product_knee
         )
 
+    def _products_s(self, n_weights: float, n_rows: NDArray[np.float64], read_s: float) -> Numbers:
+        tiled = (n_rows >= TILED_ROWS.start) & (n_rows <= TILED_ROWS[-1])
+        n_rows = np.where(tiled, self.product_tile * np.ceil(n_rows / self.product_tile), n_rows)
+        multiply_s = 2 * n_weights * n_rows / self.product_flop_s
+        longest, shortest = np.maximum(read_s, multiply_s), np.minimum(read_s, multiply_s)
+        if not read_s or math.isinf(self.product_knee):
+            return self.product_fixed_s + longest
+        # Powers by Python: NumPy's differ in the last bit from processor to processor.
+        knee, root = self.product_knee, 1 / self.product_knee
+        ratios = (shortest / longest).tolist()
+        return self.product_fixed_s + longest * np.array([(1 + ratio**knee) ** root for ratio in ratios])
+
     def fuller_rows(self, n_rows: float) -> tuple[int, ...]:
         """Fewer rows than these whose products may take less time for each row: as many as there are without
         tiles, or in full tiles."""
@@ -104,9 +130,9 @@ class Terms:
         full = range(self.product_tile, TILED_ROWS[-1] + 1, self.product_tile)
         return tuple(n for n in (TILED_ROWS.start - 1, *full) if n < n_rows)
 
-    def attention_s(self, n_tokens: float, row_bytes: float) -> float:
+    def attention_s(self, n_tokens: Numbers, row_bytes: Numbers) -> Numbers:
         """Of one layer, over so many stored tokens whose K has ``row_bytes``, and so has their V."""
-        n_bytes = 2 * n_tokens * (max(row_bytes, self.attention_row_bytes) + self.attention_token_bytes)
+        n_bytes = 2 * n_tokens * (longer(row_bytes, self.attention_row_bytes) + self.attention_token_bytes)
         return self.attention_fixed_s + n_bytes / self.attention_bytes_s
 
 
@@ -125,5 +151,5 @@ class LinkTerms(NamedTuple):
     is_rendezvous: bool = False
     by_nic: bool = False
 
-    def message_s(self, n_bytes: float) -> float:
+    def message_s(self, n_bytes: Numbers) -> Numbers:
         return self.fixed_s + n_bytes / self.bytes_s

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxlamina.errors import UserError
+from jaxlamina.planner.terms import Numbers
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import Plan, plan_of, why_not
 from jaxlamina.steps.shape import StepShape
@@ -56,9 +60,9 @@ class Walked(NamedTuple):
     """Seconds of one step after others: ``step_s`` from one end to the next; what each rank is at work and in
     messages, waiting for the other end left out."""
 
-    step_s: float
-    work_s: Mapping[int, float]
-    messages_s: Mapping[int, float]
+    step_s: Numbers
+    work_s: Mapping[int, Numbers]
+    messages_s: Mapping[int, Numbers]
 
 
 @dataclass(frozen=True)
@@ -77,54 +81,112 @@ def walk(
     layout: Layout,
     shape: StepShape,
     n_layers: int,
-    times: Mapping[str, float],
-    ends: Mapping[str, tuple[float, float]],
+    times: Mapping[str, Numbers],
+    ends: Mapping[str, tuple[Numbers, Numbers]],
     is_rendezvous: bool,
-    on_wire: Mapping[str, float] = MappingProxyType({}),
+    on_wire: Mapping[str, Numbers] = MappingProxyType({}),
+    n_at_once: int | None = None,
 ) -> Walked:
     """``times``: seconds of work by key (`work_key`), and of rendezvous messages; ``ends``: of other messages
     what putting one takes, and taking it once it is there; ``on_wire``: what it is on its way, one after the
-    other of a sender's, while that goes on. ``UserError`` where there is no such plan."""
+    other of a sender's, while that goes on. ``n_at_once``: steps that are walked together; then any of these
+    numbers may be an array. ``UserError`` where there is no such plan."""
     if reason := why_not(layout, shape):
         raise UserError(reason)
     order = _order(_alike(layout), shape, n_layers, is_rendezvous)
-    of_keys = [times.get(key, 0.0) for key in order.keys]
+    of_keys: list[Any] = [times.get(key, 0.0) for key in order.keys]
     puts, takes = ([ends.get(key, (0.0, 0.0))[i] for key in order.keys] for i in range(2))
     wires = [on_wire.get(key, 0.0) for key in order.keys]
-    free, there = [0.0] * len(order.ranks), [0.0] * order.n_messages
-    wire = [0.0] * len(order.ranks)  # when each sender's last message has come
-    front_s = [0.0]
-    for _ in range(_STEPS):  # a search is mostly this loop, where calls of `max` were a third
-        for op, rank, key, other in order.ops:
-            if op == _RUN:
-                free[rank] += of_keys[key]
-            elif op == _PUT:
-                free[rank] = now = free[rank] + puts[key]
-                sent = wire[rank]
-                there[other] = wire[rank] = (now if now > sent else sent) + wires[key]  # noqa: FURB136
-            elif op == _TAKE:
-                now, come = free[rank], there[other]
-                free[rank] = (now if now > come else come) + takes[key]  # noqa: FURB136
-            else:
-                now, come = free[rank], free[other]
-                free[rank] = free[other] = (now if now > come else come) + of_keys[key]  # noqa: FURB136
-        front_s.append(max(free))
-        if len(front_s) > 2 and math.isclose(
-            front_s[-1] - front_s[-2], front_s[-2] - front_s[-3], rel_tol=_SETTLED
-        ):
-            break  # what follows takes as long again
-    work = {
+    clock = _Clock(order, of_keys, puts, takes, wires)
+    step_s = clock.one() if n_at_once is None else clock.several(n_at_once)
+    work: dict[int, Numbers] = {
         rank: sum(n * times.get(key, 0.0) for key, n in counts.items())
         for rank, counts in order.works.items()
     }
-    talk = {
+    talk: dict[int, Numbers] = {
         rank: sum(n * _end_s(op, key, times, ends) for (op, key), n in counts.items())
         for rank, counts in order.messages.items()
     }
-    return Walked(front_s[-1] - front_s[-2], work, talk)
+    return Walked(step_s, work, talk)
 
 
-def _end_s(op: int, key: str, times: Mapping[str, float], ends: Mapping[str, tuple[float, float]]) -> float:
+class _Clock(NamedTuple):
+    """Steps in a row, by the number of each key: seconds of work, of putting, of taking, on the way."""
+
+    order: _Order
+    of_keys: Sequence[Any]
+    puts: Sequence[Any]
+    takes: Sequence[Any]
+    wires: Sequence[Any]
+
+    def one(self) -> float:
+        order, of_keys, puts, takes, wires = self
+        free, there = [0.0] * len(order.ranks), [0.0] * order.n_messages
+        wire = [0.0] * len(order.ranks)  # when each sender's last message has come
+        front_s = [0.0]
+        for _ in range(_STEPS):  # a search is mostly this loop, where calls of `max` were a third
+            for op, rank, key, other in order.ops:
+                if op == _RUN:
+                    free[rank] += of_keys[key]
+                elif op == _PUT:
+                    free[rank] = now = free[rank] + puts[key]
+                    sent = wire[rank]
+                    there[other] = wire[rank] = (now if now > sent else sent) + wires[key]  # noqa: FURB136
+                elif op == _TAKE:
+                    now, come = free[rank], there[other]
+                    free[rank] = (now if now > come else come) + takes[key]  # noqa: FURB136
+                else:
+                    now, come = free[rank], free[other]
+                    free[rank] = free[other] = (now if now > come else come) + of_keys[key]  # noqa: FURB136
+            front_s.append(max(free))
+            if len(front_s) > 2 and math.isclose(
+                front_s[-1] - front_s[-2], front_s[-2] - front_s[-3], rel_tol=_SETTLED
+            ):
+                break  # what follows takes as long again
+        return front_s[-1] - front_s[-2]
+
+    def several(self, n: int) -> NDArray[np.float64]:
+        """The same sums of ``n`` steps, in the same order."""
+        order, of_keys, puts, takes, wires = self
+        free, wire = (list(np.zeros((len(order.ranks), n))) for _ in range(2))
+        there = list(np.empty((order.n_messages, n)))
+        has_wires = any(np.any(seconds) for seconds in wires)
+        front_s, settled = [np.zeros(n)], np.zeros(n, bool)
+        step_s = front_s[0]
+        for _ in range(_STEPS):
+            for op, rank, key, other in order.ops:
+                now = free[rank]
+                if op == _RUN:
+                    now += of_keys[key]
+                elif op == _PUT:
+                    now += puts[key]
+                    there[other][:] = now
+                    if has_wires:
+                        sent = np.maximum(now, wire[rank], out=wire[rank])
+                        sent += wires[key]
+                        there[other][:] = sent
+                elif op == _TAKE:
+                    np.maximum(now, there[other], out=now)
+                    now += takes[key]
+                else:
+                    np.maximum(now, free[other], out=now)
+                    now += of_keys[key]
+                    free[other][:] = now
+            front_s.append(np.maximum.reduce(free))
+            last_s = front_s[-1] - front_s[-2]
+            step_s = np.where(settled, step_s, last_s)
+            if len(front_s) > 2:
+                before_s = front_s[-2] - front_s[-3]
+                longest_s = np.maximum(np.abs(last_s), np.abs(before_s))
+                settled |= np.abs(last_s - before_s) <= _SETTLED * longest_s
+                if settled.all():
+                    break
+        return step_s
+
+
+def _end_s(
+    op: int, key: str, times: Mapping[str, Numbers], ends: Mapping[str, tuple[Numbers, Numbers]]
+) -> Numbers:
     return times.get(key, 0.0) if op == _MEET else ends.get(key, (0.0, 0.0))[op == _TAKE]
 
 
