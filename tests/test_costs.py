@@ -257,9 +257,17 @@ def test_a_prompt_alone_is_a_step_too():
     )
 
 
+def test_where_workers_do_not_divide_heads_the_one_with_most_decides():
+    three, four = (split(n_attention=n) for n in (3, 4))  # 3 of 8 heads, and 2
+    attend_s = [TaskTimes(of, 64, 4096).works["attend"] for of in (three, four)]
+    assert attend_s[0] == pytest.approx(TaskTimes(split(n_attention=2), 64, 3072).works["attend"], rel=0.05)
+    assert attend_s[0] > 1.3 * attend_s[1]
+    assert kv_slots(three) == pytest.approx(kv_slots(four) * 2 / 3, rel=1e-6)
+
+
 def test_what_cannot_be_an_instance_is_an_error():
-    with pytest.raises(UserError, match="8 KV heads.*3 attention workers"):
-        split(n_attention=3)
+    with pytest.raises(UserError, match="8 KV heads.*9 attention workers"):
+        split(n_attention=9)
     assert split(n_attention=3, partition="requests").layout.workers == (1, 2, 3)
     with pytest.raises(UserError, match="staggered batches do not go over 2 replicas"):
         step_cost(split(n_model=2, n_batches=4), 64, 4096)

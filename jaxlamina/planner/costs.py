@@ -96,10 +96,15 @@ class Deployment:
         if not self.layout.by_heads or not self.has_pool:
             return
         kept = local_heads(k, self.n_attention, self.local_share, self.tensor_parallel)
-        if kept is None or (k - kept) % self.n_attention:
+        if kept is None:
             raise UserError(
                 f"{k} KV heads with a share of {self.local_share:g} on the model worker are not shared out "
                 f"evenly over {self.n_attention} attention workers: take partition='requests' or 'tokens'"
+            )
+        if self.n_attention > k - kept and self.local_share < 1:
+            raise UserError(
+                f"{k} KV heads are too few for {self.n_attention} attention workers: take "
+                "partition='requests' or 'tokens'"
             )
 
     def __hash__(self) -> int:
@@ -203,6 +208,9 @@ def kv_slots(setup: Deployment, share_of_memory: float = 0.9) -> int:
     if not setup.has_pool:
         return int(of_model)
     if not setup.layout.attends_locally:
+        if setup.layout.by_heads:  # the worker with most of them decides
+            k, n = setup.config.num_key_value_heads, setup.n_attention
+            of_pool *= k / n / -(-k // n)
         return int(of_pool)
     if setup.layout.by_heads:
         n_heads = setup.config.num_key_value_heads

@@ -286,7 +286,7 @@ class TaskTimes:
         rows = self.rows_each / setup.mini_batches  # that are attended to at once
         tokens = rows * self.context, self.chunk_stored * self._chunk_passes
         if layout.by_heads:
-            return ((k - sides.local_heads) / n, *tokens)
+            return (-(-(k - sides.local_heads) // n), *tokens)  # of the worker with most of them
         share = (1 - sides.local_share) / n
         return k, share * tokens[0], share * tokens[1]
 
