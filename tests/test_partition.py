@@ -164,8 +164,8 @@ def test_sizes_are_one_of_nine():
 
 
 def test_a_partition_that_cannot_be_says_what_can():
-    with pytest.raises(UserError, match=r"3 KV heads .* over 2 attention workers: take 1 or 3 .*'requests'"):
-        checked_partition("heads", 2, [3, 3])
+    with pytest.raises(UserError, match=r"3 KV heads for 4 attention workers.* at most 3 .*'requests'"):
+        checked_partition("heads", 4, [4, 3])
     with pytest.raises(UserError, match="partition='layers' must be one of auto, heads, requests, tokens"):
         checked_partition("layers", 2, [4])
     with pytest.raises(UserError, match="attention_workers=0 must be at least 1"):
