@@ -3,7 +3,8 @@
 #   make demo [PROMPT="…"]   write text with the demo model through the split model
 #   make test                everything but tests marked gpu, multi_gpu and slow
 #   make test-all            soaks and full matrices too
-#   make test-newest         kernels, splitter and compatibility on the newest JAX that a newer Python here can have
+#   make test-newest         kernels, splitter and compatibility on the newest JAX that a newer Python here can have: one case in
+#                            five of each test, all of them with TESTS="--one-of 1"
 #   make test-third-party    models of other people's packages, which go to an environment of their own
 #   make test-gpu            on a machine with GPUs: the exactness gate, whose record goes to docs/gpu-gate.md
 #   make pictures            draw the pictures of docs/ anew
@@ -158,7 +159,7 @@ test-newest:
 	fi; \
 	for python in python3.12 python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[23].*/bin/python; do \
 	  if "$$python" -c "$$newer" 2>/dev/null; then \
-	    exec $(MAKE) test-kernels PYTHON="$$python" VENV=.venv-newest; \
+	    exec $(MAKE) test-kernels PYTHON="$$python" VENV=.venv-newest TESTS="$(or $(TESTS),--one-of 5)"; \
 	  fi; \
 	done; \
 	echo "no Python 3.12 or 3.13 here: the newest JAX is not tested"

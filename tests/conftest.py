@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,7 +153,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "of each test function every Nth of its cases, the first one always (1: all)"
+    parser.addoption("--one-of", type=int, default=1, metavar="N", help=what)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    n, n_seen, chosen = config.getoption("--one-of"), Counter[str](), list[pytest.Item]()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if n_seen[function] % n == 0:
+            chosen.append(item)
+        n_seen[function] += 1
+    items[:] = chosen
     rank = {name: i for i, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
