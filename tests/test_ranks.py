@@ -77,12 +77,11 @@ def test_workers_share_heads_that_they_do_not_divide(
     scenarios: list[tuple[str, dict[str, Any]]] = [("greedy", {"model": model})]
     if transport == "xla" and dop == (1, 2):
         few_slots = {"kv_slots": 150, "host_kv_slots": 64, "kv_headroom": 0.0}
-        scenarios += [("greedy", {"model": model} | few_slots)]
-        scenarios += [("greedy", {"model": model, "kv_dtype": dtype}) for dtype in ("int8", "int8-channel")]
+        scenarios = [("greedy", {"model": model, "kv_dtype": "int8-channel"} | few_slots)]
     found = run_job(transport, dop, scenarios, partition="heads", **more)
     for one in found:
         assert one["same"], one
-    assert all(one["n_preemptions"] for one in found[1:2]), found
+        assert one["n_preemptions"] or len(scenarios[0][1]) == 1, one
 
 
 @pytest.mark.parametrize("transport", [mpi(), slow("xla")])
