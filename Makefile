@@ -157,7 +157,7 @@ test-newest:
 	if [ -x "$(BIN)/python" ] && "$(BIN)/python" -c "$$newer" 2>/dev/null; then \
 	  echo "$(VENV) has $$("$(BIN)/python" --version): make test is on the newest JAX already"; exit 0; \
 	fi; \
-	for python in python3.12 python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[23].*/bin/python; do \
+	for python in python3.12 python3.13 "$${PYENV_ROOT:-$${HOME:-}/.pyenv}"/versions/3.1[23].*/bin/python; do \
 	  if "$$python" -c "$$newer" 2>/dev/null; then \
 	    exec $(MAKE) test-kernels PYTHON="$$python" VENV=.venv-newest TESTS="$(or $(TESTS),--one-of 5)"; \
 	  fi; \
@@ -170,7 +170,7 @@ test-kernels: $(STAMPS)/kernels
 
 # The pinned versions are for one version of Python. A pyenv shim may fail when run, as above.
 test-third-party:
-	@for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python; do \
+	@for python in python3.12 "$${PYENV_ROOT:-$${HOME:-}/.pyenv}"/versions/3.12.*/bin/python; do \
 	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then \
 	    exec $(MAKE) test-published PYTHON="$$python" VENV=.venv-third-party; \
 	  fi; \
