@@ -4,7 +4,7 @@
 #   make test                everything but tests marked gpu, multi_gpu and slow
 #   make test-all            soaks and full matrices too
 #   make test-newest         kernels, splitter and compatibility on the newest JAX that a newer Python here can have: one case in
-#                            five of each test, all of them with TESTS="--one-of 1"
+#                            five of each test and form of KV, all of them with TESTS="--one-of 1"
 #   make test-third-party    models of other people's packages, which go to an environment of their own
 #   make test-gpu            on a machine with GPUs: the exactness gate, whose record goes to docs/gpu-gate.md
 #   make pictures            draw the pictures of docs/ anew
@@ -41,7 +41,7 @@ export PROMPT
 
 # What depends on the version of JAX, and on little else.
 NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py tests/test_find.py \
-  tests/test_gpu_plan.py tests/test_kernel_sweep.py tests/test_mail.py tests/test_products.py tests/test_quantized.py tests/test_rooms.py \
+  tests/test_kernel_sweep.py tests/test_mail.py tests/test_products.py tests/test_quantized.py \
   tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
   tests/test_tpu_kernel.py
 

@@ -154,20 +154,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    what = "of each test function every Nth of its cases, the first one always (1: all)"
+    what = "of each test function and form of KV every Nth of its cases, the first one always (1: all)"
     parser.addoption("--one-of", type=int, default=1, metavar="N", help=what)
 
 
+# Last, of what markers leave: else a case that is not run may stand for its function.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    n, n_seen, chosen = config.getoption("--one-of"), Counter[str](), list[pytest.Item]()
+    n, n_seen = config.getoption("--one-of"), Counter[tuple[str, str]]()
+    chosen, left_out = list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        if n_seen[function] % n == 0:
-            chosen.append(item)
-        n_seen[function] += 1
-    items[:] = chosen
+        like = item.nodeid.partition("[")[0], _form(item)
+        (left_out if n_seen[like] % n else chosen).append(item)
+        n_seen[like] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
     rank = {name: i for i, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    items[:] = sorted(chosen, key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+def _form(item: pytest.Item) -> str:
+    """Of the KV in a case: a kernel reads each in its own way, so that none stands for another."""
+    callspec = getattr(item, "callspec", None)
+    params = callspec.params if callspec else {}
+    return next((shape.form for shape in params.values() if hasattr(shape, "form")), params.get("form", ""))
 
 
 def pytest_collection_finish() -> None:
