@@ -8,6 +8,7 @@ command line and no file.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import numbers
@@ -141,9 +142,12 @@ def _is_a(value: Any, kind: type) -> bool:
     return isinstance(value, kinds.get(kind, kind))
 
 
+_annotations = functools.cache(typing.get_type_hints)  # a millisecond, and all that is given is checked
+
+
 def definitions(kind: type) -> dict[str, Definition]:
     """Of a dataclass its fields that are options, by name: its own, then those of its bases."""
-    hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+    hints, fields = _annotations(kind), {field.name: field for field in dataclasses.fields(kind)}
     names = dict.fromkeys(name for base in kind.__mro__ for name in inspect.get_annotations(base))
     found = (fields[name] for name in names if name in fields and "option" in fields[name].metadata)
     return {f.name: Definition(f.name, hints[f.name], f.default, f.metadata["option"]) for f in found}
