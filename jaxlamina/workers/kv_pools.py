@@ -6,6 +6,7 @@ out by the caller too.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +24,16 @@ from jaxlamina.kv.kept import KeptWanted
 from jaxlamina.workers.capacity import is_accelerator
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead
 from jaxlamina.workers.spec import AttentionSpec, ChannelScales
+from jaxlamina.workers.staging import Staging
 from pallas_kernels import ChannelQuantizedPool, Pool, QuantizedPool, make_pool
 
 # A move is made in pieces of at most _MOST slots, each padded to a power of two: five programs serve all
 # sizes.
 _LEAST, _MOST = 16, 256
-# Pieces of kept KV in host memory at once: two that are read, while others are copied to the device.
-_N_READERS, _N_READ = 2, 4
+# Pieces of kept KV in host memory at once: so many threads read some (each 5 GB/s on the host of an H100),
+# while others are copied to the device.
+_N_READERS = min(6, os.cpu_count() or 1)
+_N_READ = _N_READERS + 2
 
 Slots = Sequence[int] | np.ndarray
 Pools = tuple[list[Pool], list[Pool]]  # keys and values of each layer
@@ -59,7 +63,7 @@ class KVPools:
         self.host = HostStore(n_host_slots, device, sharding)
         self._of_kept: KeptKV | None = None
         self._ahead: MappedAhead | None = None
-        self._read: list[UInt8[np.ndarray, "256 row_bytes"]] = []
+        self._staging: Staging | None = None
         self._put_of: list[jax.Array | None] = [None] * _N_READ  # of each, ready once it may be written to
         self._copy = jax.jit(_copied, donate_argnums=0)
         self._put = jax.jit(_with_rows, donate_argnums=0)
@@ -137,6 +141,8 @@ class KVPools:
             for size in move_sizes(_MOST):
                 self._parts_at(np.zeros(size, np.int64))
                 self.put_bytes(np.full(size, self.n_slots), np.zeros((size, row_bytes), np.uint8))
+            if self._packs:  # pinned memory takes its time
+                self._put_of[0] = self._put_staged(np.full(1, self.n_slots), self._staged(), 0)
         ahead, self._ahead = self._ahead, None
         self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing, ahead)
         return self._of_kept.marks
@@ -166,22 +172,48 @@ class KVPools:
         """Copies what is kept at ``places`` into ``slots``; it stays kept. Pieces are read into a few arrays
         that are used again and again, while others are copied to the device."""
         self.kept.flush()
-        if not self._read:
-            self._read = [np.empty((_MOST, self.row_bytes), np.uint8) for _ in range(_N_READ)]
+        staging = self._staged()
         todo = list(pieces(len(slots)))
 
-        def read(i: int) -> UInt8[np.ndarray, "n row_bytes"]:
-            which, n = i % _N_READ, todo[i].stop - todo[i].start
+        def read(i: int) -> int:
+            which = i % _N_READ
             jax.block_until_ready(self._put_of[which])
-            self.kept.read(places[todo[i]], self._read[which])
-            return self._read[which][: _width(n)]
+            self.kept.read(places[todo[i]], staging.arrays[which])
+            return which
 
         with ThreadPoolExecutor(_N_READERS, "kept KV reader") as readers:
             reads = deque(readers.submit(read, i) for i in range(min(_N_READ, len(todo))))
             for i, piece in enumerate(todo):
-                self._put_of[i % _N_READ] = self._put_read(slots[piece], reads.popleft().result())
+                which = reads.popleft().result()
+                self._put_of[which] = self._put_staged(slots[piece], staging, which)
                 if i + _N_READ < len(todo):
                     reads.append(readers.submit(read, i + _N_READ))
+
+    def _staged(self) -> Staging:
+        """Made once."""
+        if self._staging is None:
+            self._staging = Staging(
+                _N_READ,
+                _MOST,
+                self.row_bytes,
+                _packed_dtype(self._arrays()),
+                pinned=self.host.pinned if self._packs else None,
+                device=self.host.on_device,
+            )
+        return self._staging
+
+    def _put_staged(self, slots: Int[np.ndarray, " n"], staging: Staging, which: int) -> jax.Array | None:
+        """Stores the first of an array's rows. It may be written to again once the number is ready; None: at
+        once."""
+        n = _width(len(slots))
+        if not self._packs:
+            self._put_bytes(slots, staging.arrays[which][:n])
+            return None
+        packed = staging.on_device(which, n)
+        (self.k, self.v), done = self._put_packed(
+            (self.k, self.v), packed, padded(slots, self.n_slots, len(packed))
+        )
+        return done
 
     def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
         """What is kept at ``places``."""
@@ -189,25 +221,21 @@ class KVPools:
 
     def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
         """Stores what another worker's `kept_rows` gave (at most a piece of `pieces`)."""
-        self._put_read(slots, np.pad(rows, [(0, _width(len(slots)) - len(slots)), (0, 0)]))
+        self._put_bytes(slots, np.pad(rows, [(0, _width(len(slots)) - len(slots)), (0, 0)]))
 
-    def _put_read(
-        self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "width row_bytes"]
-    ) -> jax.Array | None:
-        """Stores the first of ``rows``, as many as a program exists for. They may be written to again once
-        the number is ready; None: at once."""
+    def _put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "width row_bytes"]) -> None:
+        """Stores the first of ``rows``, as many as a program exists for."""
         to = padded(slots, self.n_slots)
         if self._packs:
             packed = rows.view(_packed_dtype(self._arrays()))
-            (self.k, self.v), done = self._put_packed((self.k, self.v), packed, to)
-            return done
+            (self.k, self.v), _ = self._put_packed((self.k, self.v), packed, to)
+            return
         parts, at = [], 0
         for x in self._arrays():
             bits = rows[:, at : at + x.nbytes // len(x)].copy()
             parts.append(bits.view(x.dtype).reshape(len(to), *x.shape[1:]))
             at += bits.shape[1]
         self.put(to, self._per_pool(parts))
-        return None
 
     def _per_pool(self, flat: Sequence[Shaped[np.ndarray, "M ..."]]) -> Rows:
         """What is in the order of `_arrays`, pool by pool."""
@@ -250,9 +278,9 @@ class HostStore:
         at = partial(jax.sharding.SingleDeviceSharding, device)
         kinds = {memory.kind for memory in device.addressable_memories()}
         can_pin = "pinned_host" in kinds and sharding is None
-        self._pinned = at(memory_kind="pinned_host") if can_pin else None
+        self.pinned = at(memory_kind="pinned_host") if can_pin else None
         # Named in full: `device_put` to a plain device does not see that pinned memory is elsewhere.
-        self._device = sharding or at(memory_kind=device.default_memory().kind)
+        self.on_device = sharding or at(memory_kind=device.default_memory().kind)
         self._block_of = np.full(n_slots, -1, np.int64)
         self._row_of = np.zeros(n_slots, np.int64)
         self._blocks: dict[int, Rows] = {}
@@ -294,13 +322,13 @@ class HostStore:
         found = []
         for block in np.unique(blocks):
             which = np.flatnonzero(blocks == block)
-            rows = jax.device_put(self._blocks[int(block)], self._device)
+            rows = jax.device_put(self._blocks[int(block)], self.on_device)
             found.append((which, self._row_of[host_slots[which]], rows))
         self.forget(host_slots)
         yield from found
 
     def _to_host(self, rows: Rows) -> Rows:
-        return jax.device_get(rows) if self._pinned is None else jax.device_put(rows, self._pinned)
+        return jax.device_get(rows) if self.pinned is None else jax.device_put(rows, self.pinned)
 
     def _add(self, host_slots: Int[np.ndarray, " n"], rows: Rows) -> None:
         self._blocks[self._next] = rows
@@ -341,9 +369,9 @@ def pieces(n: int) -> Iterator[slice]:
     return (slice(first, min(first + _MOST, n)) for first in range(0, n, _MOST))
 
 
-def padded(slots: Int[np.ndarray, " n"], fill: int) -> Int32[np.ndarray, " width"]:
-    """``slots`` up to the next size that a program exists for, with ``fill``."""
-    out = np.full(_width(len(slots)), fill, np.int32)
+def padded(slots: Int[np.ndarray, " n"], fill: int, width: int | None = None) -> Int32[np.ndarray, " width"]:
+    """``slots`` up to ``width`` or the next size that a program exists for, with ``fill``."""
+    out = np.full(width or _width(len(slots)), fill, np.int32)
     out[: len(slots)] = slots
     return out
 
