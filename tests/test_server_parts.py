@@ -381,6 +381,28 @@ def test_what_loads_at_its_first_run_is_run_while_nothing_is_compiled(monkeypatc
     llm.engine.check_integrity()
 
 
+def test_compiling_behind_goes_on_with_another_engine_thread():
+    """As of a spare that takes over: the call that was not made yet goes along."""
+    config = ModelConfig.from_hf(MODELS["llama"])
+    llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
+    todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
+    before, after, done_before, done = queue.SimpleQueue(), queue.SimpleQueue(), [], []
+    behind = Behind(llm.engine, todo, done_before.append, before.put)
+    behind.start()
+    while not done_before:
+        before.get(timeout=120)()
+    while before.empty():
+        time.sleep(0.01)
+    behind.go_on_with(done.append, after.put)
+    while behind.n_done < behind.n_all:
+        after.get(timeout=120)()
+        while after.empty() and behind.n_done < behind.n_all:
+            time.sleep(0.01)
+    assert behind.join(60) and before.qsize() == 1
+    assert done_before + done == [*range(1, len(todo) + 1)] and len(done_before) < len(todo)
+    assert {*llm.engine.sizes.shapes} == {*todo}
+
+
 def test_compiling_behind_ends_when_told():
     config = ModelConfig.from_hf(MODELS["llama"])
     llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)

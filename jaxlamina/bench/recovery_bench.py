@@ -90,10 +90,12 @@ def measure(
     whom: str,
     times: int,
     deadline_s: float,
+    standing_by_s: float = 0.0,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> list[Struck]:
     """One server of ``command`` (`supervised_command`), which is struck so many times, with new streams each
-    time. ``deadline_s``: for whatever is waited for. ``UserError`` for what is not in time, or fails."""
+    time. ``deadline_s``: for whatever is waited for. ``standing_by_s``: what a spare has before streams
+    begin. ``UserError`` for what is not in time, or fails."""
     lines: list[tuple[float, str]] = []
 
     def note(line: str) -> None:
@@ -103,7 +105,8 @@ def measure(
     with supervised(command, os.environ, note) as server:
         server.wait_for("ready: ", deadline_s)
         url = server.wait_for("serving ", deadline_s).rpartition(" at ")[2]
-        bench = _Bench(server, url, load, lines, deadline_s, has_spare=_has_spare(command))
+        spare_s = standing_by_s if _has_spare(command) else None
+        bench = _Bench(server, url, load, lines, deadline_s, spare_s)
         found = []
         for i in range(times):
             on_progress(f"fault {i + 1} of {times}")
@@ -124,11 +127,11 @@ class _Bench:
         load: RecoveryLoad,
         lines: list[tuple[float, str]],
         deadline_s: float,
-        *,
-        has_spare: bool,
+        standing_by_s: float | None,
     ) -> None:
+        """``standing_by_s``: None without a spare."""
         self._server, self._url, self._load = server, url, load
-        self._lines, self._deadline_s, self._has_spare = lines, deadline_s, has_spare
+        self._lines, self._deadline_s, self._standing_by_s = lines, deadline_s, standing_by_s
 
     async def strike(self, fault: str, whom: str, number: int) -> Struck:
         load = self._load
@@ -142,8 +145,9 @@ class _Bench:
             gives_ids=True,
         )
         async with session(target) as http:
-            if self._has_spare:
+            if self._standing_by_s is not None:
                 await self._until(lambda: self._said(_SPARE, number + 1), "the spare")
+                await asyncio.sleep(self._standing_by_s)
             texts = prompts([load.size] * load.n_streams, _TOKEN_IDS, seed=number)
             streams = [Stream() for _ in texts]
             asked = [
@@ -196,7 +200,7 @@ class _Bench:
         next_s = tuple(next(t for t in s.text_s if t > ready_s) - struck_s for s in streams)
         after = await self._counters(http)
         spare_s = None
-        if self._has_spare:
+        if self._standing_by_s is not None:
             for task in asked:  # what they would write yet shows nothing
                 task.cancel()
             await self._until(lambda: self._said(_SPARE, number + 2), "the next spare")

@@ -43,6 +43,10 @@ def recovery_command(
     input_len: model_options.InputLen = 250,
     output_len: model_options.OutputLen = 200,
     written: Annotated[int, option("Tokens that each stream has when the fault comes.", min=1)] = 60,
+    standing_by: Annotated[
+        float,
+        option("Seconds that a spare has stood by when streams begin: it compiles on meanwhile.", min=0),
+    ] = 0.0,
     deadline: Annotated[float, option("Seconds for whatever is waited for.", min=1)] = 600.0,
     as_json: AsJson = False,
 ) -> None:
@@ -60,11 +64,25 @@ def recovery_command(
     where = machine.describe(["aiohttp"])
     with progress() as on_progress:
         found = recovery_bench.measure(
-            line, load, fault=strike, whom=whom, times=times, deadline_s=deadline, on_progress=on_progress
+            line,
+            load,
+            fault=strike,
+            whom=whom,
+            times=times,
+            deadline_s=deadline,
+            standing_by_s=standing_by,
+            on_progress=on_progress,
         )
     rows = [asdict(one) | {"median_s": one.median_s, "last_s": one.last_s} for one in found]
     middle = _medians(rows)
-    record = {"command": words, "strike": strike, "whom": whom, "streams": asdict(load), "faults": rows}
+    record: dict[str, Any] = {
+        "command": words,
+        "strike": strike,
+        "whom": whom,
+        "streams": asdict(load),
+        "faults": rows,
+    }
+    record |= {"standing_by_s": standing_by}
     shown = [*rows, middle | {"cause": "median"}] if times > 1 else rows
     note = (
         f"Seconds after the fault ({strike}, {whom}). {streams} streams of {input_len} prompt tokens had "

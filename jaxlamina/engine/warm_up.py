@@ -203,7 +203,7 @@ class Behind:
     by threads of its own.
 
     ``between_steps(call)`` has the engine's thread do so when no step is being launched; from then on steps
-    are padded to the new sizes, too. ``on_done(n)`` when one more is there.
+    are padded to the new sizes, too. ``on_done(n)`` when one more is there, of `n_all`.
     """
 
     def __init__(
@@ -219,14 +219,27 @@ class Behind:
         compiled first; from then on those may take part (`Executor.stay_alone`)."""
         self._again = set(again)
         todo = [*again, *todo]
+        self.n_all, self.n_done = len(todo), 0
         self._n_at_once = n_at_once
         self._engine, self._todo, self._on_done = engine, list(todo), on_done
         self._between_steps = between_steps
+        self._handing_over = threading.Lock()
+        self._call: Callable[[], None] | None = None  # that is to be made between steps
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compile behind", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def go_on_with(
+        self, on_done: Callable[[int], None], between_steps: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """From now on with these. The ones before make no call any more; one that they have not made goes to
+        the new ones."""
+        with self._handing_over:
+            self._on_done, self._between_steps = on_done, between_steps
+            if self._call is not None:
+                between_steps(self._call)
 
     def stop(self) -> None:
         """What is being compiled is not waited for."""
@@ -246,7 +259,6 @@ class Behind:
         engine, drawn = self._engine, {shape.batch for shape in self._engine.sizes.shapes}
         try:
             _prepare_drawing(engine, drawn, self._stopped.is_set, usual=False)
-            n_done = 0
             while self._todo and not self._stopped.is_set():
                 these = self._next()
                 self._compile(these, drawn)
@@ -254,8 +266,8 @@ class Behind:
                     if self._stopped.is_set():
                         return
                     self._between(partial(self._adopt, shape))
-                    n_done += 1
-                    self._on_done(n_done)
+                    self.n_done += 1
+                    self._on_done(self.n_done)
         except Exception:  # noqa: BLE001 (whatever it is: what is compiled by now serves every request)
             if not self._stopped.is_set():
                 _log.exception(
@@ -307,9 +319,12 @@ class Behind:
 
         def run() -> None:
             call()
+            self._call = None
             done.set()
 
-        self._between_steps(run)
+        with self._handing_over:
+            self._call = run
+            self._between_steps(run)
         while not (done.wait(0.1) or self._stopped.is_set()):
             pass
 

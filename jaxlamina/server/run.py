@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 import jaxlamina
+from jaxlamina.engine.engine import Engine
 from jaxlamina.engine.warm_up import Behind, first_of, shapes, warm_up
 from jaxlamina.errors import UserError
 from jaxlamina.process import garbage
@@ -66,6 +67,20 @@ class ToCompile(NamedTuple):
         behind = llm.engine.capabilities.compiles_behind
         return cls(first, list(dict.fromkeys((*first, *todo))) if behind else first)
 
+    def behind(
+        self,
+        engine: Engine,
+        on_done: Callable[[int], None],
+        between_steps: Callable[[Callable[[], None]], None],
+        *,
+        is_alone: bool,
+    ) -> Behind:
+        """What compiles the rest. ``is_alone``: attention workers have no part in steps as yet, and need
+        programs of the first sizes, too."""
+        n_at_once = max(1, n_compiling() // 2)  # the rest is the steps'
+        rest, again = self.all[len(self.first) :], self.first if is_alone else []
+        return Behind(engine, rest, on_done, between_steps, n_at_once, again)
+
 
 class _LogProgress:
     """A line at most so often, and one at the end."""
@@ -84,7 +99,8 @@ class _LogProgress:
 
 class App:
     """One server of one model. ``on_progress(n_done, n_all)``: programs compiled of those that are there
-    before the first request, from the engine's thread. ``is_warm``: they have been compiled."""
+    before the first request, from the engine's thread. ``is_warm``: they have been compiled, and ``behind``
+    goes on with the others, where there are any."""
 
     def __init__(
         self,
@@ -93,12 +109,12 @@ class App:
         on_progress: Progress,
         on_ready: Callable[[], None],
         is_warm: bool = False,
+        behind: Behind | None = None,
     ) -> None:
         self.settings = settings
         self._on_progress, self._on_ready = on_progress, on_ready
-        self._first, self._todo = ToCompile.of(llm, settings)
-        self._is_warm = is_warm
-        self._behind: Behind | None = None
+        self._todo = ToCompile.of(llm, settings)
+        self._is_warm, self._behind = is_warm, behind
         self._is_alone = False  # until attention workers' programs are there, too
         self._log_progress = _LogProgress()
         self._n_done = 0
@@ -264,40 +280,43 @@ class App:
             self._failed_to_start = self._server.should_exit = True
 
     def _prepare(self, stopped: Callable[[], bool]) -> None:
-        self._on_progress(0, len(self._first))
-        if self.settings.warm_up and not self.settings.wait_for_all:
-            self._is_alone = self._engine.executor.stay_alone(True)
+        first = self._todo.first
+        self._on_progress(0, len(first))
         if self._is_warm:
-            self._compiled(len(self._first))
+            self._compiled(len(first))
         else:
+            if self.settings.warm_up and not self.settings.wait_for_all:
+                self._is_alone = self._engine.executor.stay_alone(True)
             all_of_drawing = self.settings.wait_for_all
-            warm_up(self._engine, self._first, self._compiled, stopped, all_of_drawing=all_of_drawing)
+            warm_up(self._engine, first, self._compiled, stopped, all_of_drawing=all_of_drawing)
         garbage.settle()
 
     def _compiled(self, n: int) -> None:
         self._n_done = n
-        self._on_progress(n, len(self._first))
+        self._on_progress(n, len(self._todo.first))
 
     def _compile_behind(self) -> None:
         """The rest of the programs, while requests are answered."""
-        rest = self._todo[len(self._first) :]
-        if self._todo and not self.settings.wait_for_all:
-            n_at_once = max(1, n_compiling() // 2)  # the rest is the steps'
-            again = self._first if self._is_alone else []
-            told = self._engine, rest, self._compiled_behind, self.engine.between_steps
-            self._behind = Behind(*told, n_at_once, again)
+        told = self._compiled_behind, self.engine.between_steps
+        if self._behind is not None:
+            self._behind.go_on_with(*told)
+            if self._behind.n_done == self._behind.n_all:
+                self._compiled_behind(self._behind.n_all)
+        elif self._todo.all and not self.settings.wait_for_all:
+            self._behind = self._todo.behind(self._engine, *told, is_alone=self._is_alone)
             self._behind.start()
 
     def _compiled_behind(self, n: int) -> None:
-        self._n_done = len(self._first) + n
-        n_all = len(self._todo) + (len(self._first) if self._is_alone else 0)
+        assert self._behind is not None
+        self._n_done = len(self._todo.first) + n
+        n_all = len(self._todo.first) + self._behind.n_all
         self._log_progress(self._n_done, n_all)
         if self._n_done == n_all:
             self.engine.between_steps(garbage.settle)
 
     def _progress(self) -> tuple[int, int]:
         """Of the programs that are there before the first request."""
-        return self._n_done, len(self._first)
+        return self._n_done, len(self._todo.first)
 
 
 def _info(llm: LLM, settings: Settings) -> dict[str, Any]:

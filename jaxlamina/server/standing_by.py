@@ -6,12 +6,13 @@ They speak by files beside the socket that the server will listen at.
 
 from __future__ import annotations
 
-import time
+import queue
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxlamina.engine.warm_up import warm_up
+from jaxlamina.engine.warm_up import Behind, warm_up
 from jaxlamina.process import garbage
 from jaxlamina.server.pieces import STANDS_BY, TAKES_OVER
 from jaxlamina.server.run import ToCompile
@@ -23,22 +24,30 @@ if TYPE_CHECKING:
 _LOOK_S = 0.02
 
 
-def stand_by(llm: LLM, settings: Settings, on_progress: Callable[[int, int], None]) -> None:
-    """Returns when it is this server's turn."""
+def stand_by(llm: LLM, settings: Settings, on_progress: Callable[[int, int], None]) -> Behind | None:
+    """Returns when it is this server's turn: what compiles the programs that are not there yet, if there are
+    any. Until then it does so, since requests that wait would share Python's lock with it."""
     assert settings.uds is not None, "a supervisor gives it a socket"
-    first = ToCompile.of(llm, settings).first
-    on_progress(0, len(first))
-    if settings.warm_up and not settings.wait_for_all:
-        llm.executor.stay_alone(True)
+    todo = ToCompile.of(llm, settings)
+    on_progress(0, len(todo.first))
+    compiles_behind = settings.warm_up and not settings.wait_for_all
+    is_alone = compiles_behind and llm.executor.stay_alone(True)
     warm_up(
         llm.engine,
-        first,
-        lambda n: on_progress(n, len(first)),
+        todo.first,
+        lambda n: on_progress(n, len(todo.first)),
         lambda: False,
         all_of_drawing=settings.wait_for_all,
     )
     garbage.settle()  # now, and not when requests wait
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    behind = None
+    if compiles_behind and todo.all:
+        behind = todo.behind(llm.engine, lambda n: None, calls.put, is_alone=is_alone)
+        behind.start()
     Path(settings.uds + STANDS_BY).touch()
     takes_over = Path(settings.uds + TAKES_OVER)
     while not takes_over.exists():
-        time.sleep(_LOOK_S)
+        with suppress(queue.Empty):
+            calls.get(timeout=_LOOK_S)()
+    return behind
