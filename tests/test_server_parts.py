@@ -408,6 +408,7 @@ def test_compiling_behind_ends_when_told():
     llm = LLM(InMemoryModel(config, random_params(config, seed=1)), max_num_seqs=2, max_model_len=40)
     todo = shapes(llm.buckets, max_model_len=40, max_chunk=None)
     behind = Behind(llm.engine, todo, lambda n: None, lambda call: None)  # no step comes
+    behind.rest(3600)
     behind.start()
     assert not behind.join(0.1)
     behind.stop()

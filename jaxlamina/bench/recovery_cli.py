@@ -82,7 +82,6 @@ def recovery_command(
         "streams": asdict(load),
         "faults": rows,
     }
-    record |= {"standing_by_s": standing_by}
     shown = [*rows, middle | {"cause": "median"}] if times > 1 else rows
     note = (
         f"Seconds after the fault ({strike}, {whom}). {streams} streams of {input_len} prompt tokens had "

@@ -225,6 +225,7 @@ class Behind:
         self._between_steps = between_steps
         self._handing_over = threading.Lock()
         self._call: Callable[[], None] | None = None  # that is to be made between steps
+        self._not_before = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compile behind", daemon=True)
 
@@ -240,6 +241,10 @@ class Behind:
             self._on_done, self._between_steps = on_done, between_steps
             if self._call is not None:
                 between_steps(self._call)
+
+    def rest(self, seconds: float) -> None:
+        """Begins no other program for so long."""
+        self._not_before = time.monotonic() + seconds
 
     def stop(self) -> None:
         """What is being compiled is not waited for."""
@@ -285,7 +290,11 @@ class Behind:
     def _compile(self, these: list[StepSizes], drawn: set[int]) -> None:
         """Returns once all of them are compiled, on all ranks: until then nothing new is run (`_load`)."""
         engine = self._engine
-        compiles = [_later(engine, shape, behind=True) for shape in these]
+        compiles = []
+        for shape in these:
+            while (left_s := self._not_before - time.monotonic()) > 0 and not self._stopped.is_set():
+                self._stopped.wait(left_s)
+            compiles.append(_later(engine, shape, behind=True))
 
         def prepare_drawing() -> None:
             for shape in these:

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from jaxlamina.llm import LLM
 
 _READY_S = 60.0  # of one that compiles nothing before
+# A supervisor's requests go on first: tracing programs shares Python's lock with them.
+GOING_ON_S = 10.0
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger("uvicorn.error")
@@ -304,6 +306,8 @@ class App:
                 self._compiled_behind(self._behind.n_all)
         elif self._todo.all and not self.settings.wait_for_all:
             self._behind = self._todo.behind(self._engine, *told, is_alone=self._is_alone)
+            if self.settings.supervisor is not None:
+                self._behind.rest(GOING_ON_S)
             self._behind.start()
 
     def _compiled_behind(self, n: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jaxlamina.engine.warm_up import Behind, warm_up
 from jaxlamina.process import garbage
 from jaxlamina.server.pieces import STANDS_BY, TAKES_OVER
-from jaxlamina.server.run import ToCompile
+from jaxlamina.server.run import GOING_ON_S, ToCompile
 from jaxlamina.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -50,4 +50,6 @@ def stand_by(llm: LLM, settings: Settings, on_progress: Callable[[int, int], Non
     while not takes_over.exists():
         with suppress(queue.Empty):
             calls.get(timeout=_LOOK_S)()
+    if behind is not None:
+        behind.rest(GOING_ON_S)
     return behind
