@@ -193,6 +193,7 @@ class LLM:
             max_num_batched_tokens=most_prompt_tokens,
             chunk_size=chunk_size,
             mixed_steps=o.mixed_steps,
+            prompt_batch_tokens=o.prompt_batch_tokens,
             async_scheduling=o.async_scheduling,
             policy=policy,
             padded=o.kv_manager == "padded",

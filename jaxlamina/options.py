@@ -254,6 +254,13 @@ class EngineOptions(Options):
         "Compute prompts in the programs of decode steps, which read weights once for both; more programs "
         "to compile. Prefill workers compute prompts beside decode steps whatever it says.",
     )
+    prompt_batch_tokens: int | None = option(
+        None,
+        "Tokens, padding included, of several short prompts that are computed in one call, which reads "
+        "weights once for all; 0: each prompt is a call of its own. Default: 512 on an accelerator, unless "
+        "attention workers share requests or tokens, or prefill workers compute prompts; 0 otherwise.",
+        least=0,
+    )
     async_scheduling: bool = option(
         True,
         "Launch each step before the tokens of the one before it are looked at; the same tokens either way.",

@@ -402,6 +402,14 @@ def test_stats_count_what_ran():
     assert stats.n_steps == 6 and stats.prefill_s > 0 and stats.decode_s > 0
 
 
+def test_prompt_batches_that_the_executor_cannot_run_are_refused():
+    buckets, sizes = Buckets(batch=(4,), prompt=(4,), context=(8,)), {"max_num_seqs": 4, "max_model_len": 8}
+    engine = Engine(ImaginaryExecutor(20), None, vocab_size=V, buckets=buckets, **sizes)
+    assert engine.batching.n_tokens == 0
+    with pytest.raises(UserError, match="prompt_batch_tokens=64 needs .* partition=heads"):
+        Engine(ImaginaryExecutor(20), None, vocab_size=V, buckets=buckets, prompt_batch_tokens=64, **sizes)
+
+
 def test_mixed_steps_that_the_executor_cannot_run_are_refused():
     class NeverMixed(ImaginaryExecutor):
         @property

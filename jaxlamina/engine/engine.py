@@ -27,13 +27,14 @@ from jaxlamina.engine.next_tokens import Drawing
 from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.engine.policies import Policy
 from jaxlamina.engine.postprocess import EngineStats, Postprocess
+from jaxlamina.engine.prompt_batches import PromptBatches
 from jaxlamina.engine.request import Request
-from jaxlamina.engine.scheduled_step import OwnChunk, RunTogether, ScheduledStep, in_place
+from jaxlamina.engine.scheduled_step import OwnChunk, PromptSpan, RunTogether, ScheduledStep, in_place
 from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import UserError, contained
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.kv.kept import KeptPrefixes
-from jaxlamina.run.executor import Executor
+from jaxlamina.run.executor import Executor, StepLogits
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
@@ -57,6 +58,7 @@ class Engine:
     None: prompts are computed whole. ``chunk_size``: chooses fewer tokens, for each step; it is told what
     steps took. ``mixed_steps``: a step's first prompt or chunk is computed in the program of its decodes,
     which then reads weights once for both; there is a program for each pair of sizes.
+    ``prompt_batch_tokens``: of several short prompts in one call (`PromptBatches`); None: the executor's.
     An executor with prefill workers computes all prompts on these, beside the decodes, one prompt or chunk of
     each worker a step, or at these workers' own pace. ``async_scheduling``: launch each step before the
     tokens of the one before it are looked at. Results are the same. ``policy`` (None: first come, first
@@ -80,6 +82,7 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         chunk_size: ChunkSize | None = None,
         mixed_steps: bool = False,
+        prompt_batch_tokens: int | None = None,
         async_scheduling: bool = True,
         policy: Policy | None = None,
         padded: bool = False,
@@ -113,6 +116,15 @@ class Engine:
         if mixed_steps and (why := self.capabilities.why_not_mixed):
             raise UserError(why)
         self.mixed_steps, self.max_num_batched_tokens = mixed_steps, max_num_batched_tokens
+        n_together = (
+            self.capabilities.prompt_batch_tokens if prompt_batch_tokens is None else prompt_batch_tokens
+        )
+        if n_together and not self.capabilities.batches_prompts:
+            raise UserError(
+                f"prompt_batch_tokens={n_together} needs programs that do not depend on where tokens lie: "
+                "take partition=heads and no prefill workers, or leave it out"
+            )
+        self.batching = PromptBatches(self.sizes, n_together)
         self.chunk_size = chunk_size
         if chunk_size is not None:
             chunk_size.padded = partial(self._chunk_tokens, max_model_len)
@@ -373,7 +385,8 @@ class Engine:
         if step.requests:
             self.drawing.begin()
             n_workers = self.capabilities.n_prefill_workers
-            runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps)
+            together = self.batching.first_of
+            runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps, n_together=together)
             sizes = None if self.chunk_size is None else self._sizes_to_tell(step)
             launched = LaunchedStep([rows for run in runs for rows in self._run(run)], sizes)
         for chunk in step.begun:  # behind what the same worker is to send
@@ -406,16 +419,16 @@ class Engine:
         """Launches one of the executor's steps, and the choice of its tokens."""
         if run.computed is not None:
             return [self._run_computed(run.computed)]
+        if len(run.prompts) > 1 and not self.capabilities.n_prefill_workers:
+            return [self._run_prompts(run.prompts)]
         of_rows, of_prompts = self._sizes(run)
         self._rows = rows = in_place(run.decodes, self._rows) if run.decodes else self._rows
         batch = None if of_rows is None else self._decode_batch(rows, of_rows)
         parts = [
-            PromptPart(self._prefill_batch(request, span, size), request.scores_prompt, request.worker)
+            PromptPart(self._prefill_batch([(request, span)], size), request.scores_prompt, request.worker)
             for (request, span), size in zip(run.prompts, of_prompts, strict=True)
         ]
-        step = Step(batch, tuple(parts))
-        logits, seconds = self._times.timed(lambda: self.executor.run(step))
-        self.stats.launch_s += seconds
+        logits = self._timed(Step(batch, tuple(parts)))
         found = []
         if batch is not None:
             assert logits.decodes is not None
@@ -423,6 +436,20 @@ class Engine:
         for prompt, of_prompt in zip(run.prompts, logits.prompts, strict=True):
             found.append(self._prefilled(*prompt, of_prompt))
         return found
+
+    def _run_prompts(self, prompts: Sequence[PromptSpan]) -> LaunchedRows:
+        """Several in one call."""
+        size = self.batching.fit(prompts)
+        assert size is not None
+        [logits] = self._timed(Step(prompts=(PromptPart(self._prefill_batch(prompts, size)),))).prompts
+        for request, span in prompts:
+            self._count(request, span)
+        return self._launched(self.drawing.draw([request for request, _ in prompts], logits))
+
+    def _timed(self, step: Step) -> StepLogits:
+        logits, seconds = self._times.timed(lambda: self.executor.run(step))
+        self.stats.launch_s += seconds
+        return logits
 
     def _sizes(self, run: RunTogether) -> tuple[StepSizes | None, list[StepSizes]]:
         """What the rows, and each prompt, are padded to."""
@@ -476,23 +503,41 @@ class Engine:
         workers, of_all = (request.worker,), request.scores_prompt
         wanted = StepSizes("prefill", 1, span[1] - span[0], 0, workers=workers, of_all=of_all, own_pace=True)
         size = replace(self.sizes.fit(wanted), context=span[0])  # which the worker has by position
-        return PromptPart(self._prefill_batch(request, span, size), request.scores_prompt, request.worker)
+        batch = self._prefill_batch([(request, span)], size)
+        return PromptPart(batch, request.scores_prompt, request.worker)
 
-    def _prefill_batch(self, request: Request, span: tuple[int, int], size: StepSizes) -> PrefillBatch:
-        start, stop = span
-        tokens, slots = request.all_token_ids()[start:stop], request.slots.view()
-        earlier = [slots[:start]] if start else ()
+    def _prefill_batch(self, prompts: Sequence[PromptSpan], size: StepSizes) -> PrefillBatch:
+        """Rows past the prompts are padding of one token, and store nothing."""
+        n_slots, n_padded = self.executor.n_slots, size.batch - len(prompts)
+        tokens = [request.all_token_ids()[start:stop] for request, (start, stop) in prompts]
+        slots = [request.slots.view()[start:stop] for request, (start, stop) in prompts]
+        earlier = [request.slots.view()[:start] for request, (start, _) in prompts]
         return PrefillBatch.build(
-            [tokens], [slots[start:stop]], size.buckets, self.executor.n_slots, earlier=earlier
+            tokens + [[0]] * n_padded,
+            slots + [np.full(1, n_slots, np.int32)] * n_padded,
+            size.buckets,
+            n_slots,
+            earlier + [np.empty(0, np.int32)] * n_padded if size.context else (),
         )
 
     def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> LaunchedRows:
         """``logits`` after the last token of a prompt's ``span``, of a prompt that is scored after every
         one."""
-        start, stop = span
-        scored = None
+        stop, scored = span[1], None
         if request.scores_prompt:
             logits, scored = self.drawing.score(request, span, logits)
+        self._count(request, span)
+        if stop < request.n_tokens:  # the rest comes in the next steps, and with it the first token
+            return self._launched(LaunchedRows([request], is_decode=False, logits=logits, scored=scored))
+        requests = [request]
+        if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
+            requests = self.postprocess.branch([request], [0] * request.width)
+            logits = self.drawing.repeated(logits, len(requests))
+        return self._launched(self.drawing.draw(requests, logits, scored=scored))
+
+    def _count(self, request: Request, span: tuple[int, int]) -> None:
+        """That a prompt's ``span`` is computed."""
+        start, stop = span
         job: LiveRequest = request.payload
         if job.n_found is None:
             job.n_found = start
@@ -503,13 +548,6 @@ class Engine:
             self.stats.n_prefix_hit_tokens += start
         self.stats.n_prompt_tokens += stop - start
         self.stats.n_prompt_tokens_computed += stop - start
-        if stop < request.n_tokens:  # the rest comes in the next steps, and with it the first token
-            return self._launched(LaunchedRows([request], is_decode=False, logits=logits, scored=scored))
-        requests = [request]
-        if request.width > 1 and not request.lockstep:  # beams branch with their first tokens
-            requests = self.postprocess.branch([request], [0] * request.width)
-            logits = self.drawing.repeated(logits, len(requests))
-        return self._launched(self.drawing.draw(requests, logits, scored=scored))
 
     def _launched(self, rows: LaunchedRows) -> LaunchedRows:
         rows.fetch()

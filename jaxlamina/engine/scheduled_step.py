@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,12 +61,19 @@ class ScheduledStep:
         """Those of which something is run."""
         return self.decodes + self.prefills + tuple(chunk.request for chunk in self.computed)
 
-    def runs(self, *, n_prefill_workers: int = 0, mixed: bool = False) -> list[RunTogether]:
+    def runs(
+        self,
+        *,
+        n_prefill_workers: int = 0,
+        mixed: bool = False,
+        n_together: Callable[[Sequence[PromptSpan]], int] = lambda prompts: 1,
+    ) -> list[RunTogether]:
         """The executor's steps that this one is made of, one after another.
 
         Prefill workers compute one prompt each beside the decodes; further prompts of a worker come after
         these. Without such workers each prompt is a step of its own, but that the first one goes with the
-        decodes if steps are ``mixed``. One that is scored does not: its logits are of all its tokens.
+        decodes if steps are ``mixed``. One that is scored does not: its logits are of all its tokens. Of what
+        is left the first ``n_together(prompts)`` are one step.
         """
         prompts = tuple(zip(self.prefills, self.spans, strict=True))
         if n_prefill_workers:
@@ -74,7 +81,12 @@ class ScheduledStep:
             return taken_in + self._runs_on_workers(prompts)
         n_alongside = int(bool(mixed and self.decodes and prompts and not prompts[0][0].scores_prompt))
         found = [RunTogether(self.decodes, prompts[:n_alongside])] if self.decodes else []
-        return found + [RunTogether((), (prompt,)) for prompt in prompts[n_alongside:]]
+        left = prompts[n_alongside:]
+        while left:
+            n = n_together(left)
+            found.append(RunTogether((), left[:n]))
+            left = left[n:]
+        return found
 
     def _runs_on_workers(self, prompts: tuple[PromptSpan, ...]) -> list[RunTogether]:
         n_before: Counter[int] = Counter()

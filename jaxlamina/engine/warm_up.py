@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from jaxlamina.engine.engine import Engine
+from jaxlamina.engine.prompt_batches import n_rows
 from jaxlamina.engine.room import SCORED_CHUNK
 from jaxlamina.process.compile_ahead import Ahead, beside_steps, n_compiling, side_by_side
 from jaxlamina.run.executor import StepLogits
@@ -48,6 +49,7 @@ def shapes(
     n_prefill_workers: int = 0,
     scored: bool = False,
     own_pace_tokens: int = 0,
+    prompt_batch_tokens: int = 0,
 ) -> list[StepSizes]:
     """Every shape that a request of ``max_model_len`` tokens can meet, decode steps first.
 
@@ -55,7 +57,7 @@ def shapes(
     stored tokens. ``mixed``: whether a decode step may have a prompt or chunk alongside.
     ``n_prefill_workers``: then any of them may have one at once, with a decode step or without. ``scored``:
     also those of prompts whose log-probabilities are wanted, if no prefill worker computes them.
-    ``own_pace_tokens``: as of `Capabilities`.
+    ``own_pace_tokens``, ``prompt_batch_tokens``: as of `Capabilities`.
     """
     decodes = [
         StepSizes("decode", batch, 1, context) for batch in buckets.batch for context in buckets.context
@@ -79,6 +81,11 @@ def shapes(
     both = [replace(decode, alongside=prompt) for decode in decodes for prompt in found if mixed]
     if scored and not n_prefill_workers:
         both += _scored(buckets, max_model_len, max_chunk)
+    if prompt_batch_tokens and not n_prefill_workers:
+        rows = {size: n_rows(buckets, prompt_batch_tokens, size) for size in prompts}
+        both += [
+            replace(prompt, batch=rows[prompt.n_tokens]) for prompt in found if rows[prompt.n_tokens] > 1
+        ]
     at_own_pace: list[StepSizes] = []
     if n_prefill_workers and own_pace_tokens:
         at_own_pace = [
@@ -124,6 +131,9 @@ def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
     alone and short, is run by. Where more are compiled ``n_at_once``, also a prompt or chunk of half the
     longest's tokens: to compute padding is what costs most until there are finer ones."""
     largest: dict[Any, StepSizes] = {}
+    todo = [
+        shape for shape in todo if shape.kind == "decode" or shape.batch == 1
+    ]  # prompts go one by one, too
     for shape in todo:
         group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all, shape.own_pace
         largest[group] = largest[group].joined(shape) if group in largest else shape

@@ -30,6 +30,8 @@ class Capabilities:
     - ``places_tokens``: a step's programs depend on where its tokens lie, and `Executor.release` keeps
       workers balanced.
     - ``compiles_behind``: programs can be compiled while others run.
+    - ``batches_prompts``: several prompts can be one call; ``prompt_batch_tokens``: of how many tokens at
+      best, 0: none.
     - ``why_not_mixed``: why a prompt cannot be computed along with rows, and what to do instead; None if it
       can.
     """
@@ -39,6 +41,8 @@ class Capabilities:
     own_pace_tokens: int = 0
     places_tokens: bool = False
     compiles_behind: bool = False
+    batches_prompts: bool = False
+    prompt_batch_tokens: int = 0
     why_not_mixed: str | None = None
 
 

@@ -156,6 +156,8 @@ class LocalExecutor(Executor):
             bucket_cut=bucket_cut(self.specs, self.pools[0].device, whole_steps=False),
             places_tokens=not self.layout.by_heads,
             compiles_behind=self.layout.by_heads and on_cpu,
+            batches_prompts=self.layout.by_heads,
+            prompt_batch_tokens=capacity.prompt_batch_tokens(self.device) if self.layout.by_heads else 0,
         )
 
     def run(self, step: Step) -> StepLogits:

@@ -127,7 +127,12 @@ class UnsplitExecutor(Executor):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(bucket_cut=bucket_cut(self.specs, self.device), compiles_behind=True)
+        return Capabilities(
+            bucket_cut=bucket_cut(self.specs, self.device),
+            compiles_behind=True,
+            batches_prompts=True,
+            prompt_batch_tokens=capacity.prompt_batch_tokens(self.device),
+        )
 
     def run(self, step: Step) -> StepLogits:
         """A prompt alongside rows is in their program, which reads weights once for both; within it there are

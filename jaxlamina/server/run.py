@@ -359,6 +359,7 @@ def _todo(llm: LLM, settings: Settings) -> list[StepSizes]:
         n_prefill_workers=llm.engine.capabilities.n_prefill_workers,
         own_pace_tokens=llm.engine.capabilities.own_pace_tokens,
         scored=settings.warm_up_prompt_logprobs,
+        prompt_batch_tokens=llm.engine.batching.n_tokens,
     )
 
 

@@ -95,7 +95,8 @@ class Buckets:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """A step's sizes, padded or not. ``n_tokens``: of a prompt or chunk, 1 for decode; ``context``: earlier
+    """A step's sizes, padded or not. ``batch``: rows, or prompts of one call; ``n_tokens``: of each prompt or
+    chunk, 1 for decode; ``context``: earlier
     tokens; ``alongside``: the prompt or chunk that a decode step has with it; ``workers``: prefill workers,
     by their index, of which each has such a prompt or chunk at once; ``of_all``: logits of all tokens, for a
     prompt that is scored; ``own_pace``: a prompt's chunk that prefill workers compute at their own pace, and
@@ -116,6 +117,7 @@ class StepSizes:
             return text if self.alongside is None else f"{text}; {self.alongside}"
         text = f"{self.kind}, {self.n_tokens} tokens, context {self.context}{', logits of all' * self.of_all}"
         text += " at own pace" * self.own_pace
+        text += f", {self.batch} prompts" * (self.batch > 1)
         return f"{text}, prefill workers {', '.join(map(str, self.workers))}" if self.workers else text
 
     @property
@@ -160,6 +162,8 @@ class StepSizes:
             return False
         if self.alongside and other.alongside and not self.alongside.holds(other.alongside):
             return False
+        if self.kind != "decode" and self.batch != other.batch:
+            return False
         enough = self.batch >= other.batch and self.n_tokens >= other.n_tokens
         return enough and (self.context >= other.context or self.kind == "prefill")
 
@@ -195,6 +199,14 @@ class CompiledSizes:
             return found
         self.wanted[found] += 1 + max(0, taken.room[0] - found.room[0])
         return taken
+
+    def fit_known(self, wanted: StepSizes) -> StepSizes | None:
+        """As `fit`, but None where nothing compiled holds it and other sizes are there."""
+        found = self.buckets.fit(wanted)
+        if not self._shapes or found in self._shapes:
+            return found
+        self.wanted[found] += 1
+        return _smallest(self._shapes, wanted)
 
     def chunk_tokens(self, n_tokens: int, context: int, *, mixed: bool) -> int:
         """To how many tokens a prompt's ``n_tokens`` after ``context`` are padded, by themselves or ``mixed``

@@ -207,3 +207,10 @@ def check_host_slots(n_host_slots: int, specs: Sequence[AttentionSpec], *, share
 
 def _mib(n_bytes: float) -> str:
     return f"{n_bytes / 2**20:,.0f} MiB"
+
+
+def prompt_batch_tokens(device: jax.Device) -> int:
+    """`Capabilities.prompt_batch_tokens` of a model on ``device``. An accelerator takes as long to read the
+    weights as to multiply them with some 300 tokens; a CPU multiplies for longer than it reads from 16 tokens
+    on (docs/findings.md)."""
+    return 512 if is_accelerator(device) else 0
