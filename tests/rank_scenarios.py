@@ -100,6 +100,27 @@ def greedy(group: Any, model: Any, n_tokens: int = 64, fourth: int = 0, **option
     }
 
 
+def short_prompts(group: Any, model: Any) -> dict[str, Any]:
+    """Several in one call, from their first tokens on and after stored ones: the tokens of an unsplit model
+    that computes them one by one?"""
+    prompts = [*([5 + i, 9, 11 + i] for i in range(5)), *([*SHARED, 50 + i] for i in range(5))]
+    limits = {"max_num_seqs": 8, "max_model_len": 96}
+
+    def tokens_of(llm: LLM) -> list[list[int]]:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        found = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+        llm.engine.check_integrity()
+        return [list(o.outputs[0].token_ids) for o in found]
+
+    over_ranks = LLM(source(model), group=group, prompt_batch_tokens=128, **limits)
+    found = tokens_of(over_ranks)
+    one_by_one = limits | {"prompt_batch_tokens": 0}
+    return {
+        "same": found == unsplit([model, prompts, one_by_one], tokens_of, model, one_by_one),
+        "programs": sorted(over_ranks.stats()["compilations"]),
+    }
+
+
 def held_worker(group: Any, model: str, folder: str, n_steps: int = 3) -> dict[str, Any]:
     """Decode steps that end between a chunk's beginning and its intake, of each chunk that is begun while a
     request is decoded: the prefill worker is held (`rank_job.hold_prompts`) until there are ``n_steps``. One
@@ -602,6 +623,6 @@ def mismatch(group: Any, model: str, what: str, caught: bool = True) -> dict[str
 SCENARIOS = {
     f.__name__: f
     for f in (
-        greedy, updated, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker,
+        greedy, updated, ahead, as_written, answer, branches, held, moves, with_chunk, step_bench, warmed, scored, recorded, ended, refused, mismatch, held_worker, short_prompts,
     )
 }  # fmt: skip

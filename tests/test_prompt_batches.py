@@ -104,6 +104,8 @@ def test_until_a_program_is_there_prompts_go_one_by_one():
     assert {(s.batch, s.n_tokens) for s in several} == {(4, 32)}
     first = first_of(todo)
     assert not set(first) & set(several)
+    [known] = set(first_of(todo, n_at_once=8)) & set(several)  # where several are compiled at once
+    assert known.context == max(shape.context for shape in several)
     warm_up(model.engine, first, lambda n: None, lambda: False)
     n, calls = model.stats()["n_compilations"], n_calls(model)
     expected = [o.token_ids for o in model.generate(PROMPTS, GREEDY)]

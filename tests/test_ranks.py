@@ -50,8 +50,14 @@ def test_ranks_give_the_unsplit_models_tokens(transport: str, n_workers: int, pa
             ("greedy", {"model": "llama", "max_num_batched_tokens": 8}),
             ("greedy", {"model": "mistral-window", "n_tokens": 24}),
         ]
+    in_one_call = n_workers == 2 and partition == "heads"
+    if in_one_call:
+        scenarios += [("short_prompts", {"model": "llama"})]
     found = run_job(transport, n_workers, scenarios, partition=partition)
     check_greedy(found[0])
+    if in_one_call:
+        for kind in ("prefill", "chunk"):
+            assert any(name.startswith(f"{kind}, batch 8") for name in found[-1]["programs"]), found[-1]
     for more in found[1:]:
         assert more["same"], more
 

@@ -270,7 +270,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """One iteration: every running sequence gets one token, newly admitted ones their first once their
         prompt is computed. With ``async_scheduling`` the iteration after it has been launched when it
-        returns.
+        returns. Or no iteration yet, but the events of tokens that requests had when they were added.
 
         What one request alone makes fail (its grammar, its text) ends it with an event that has the
         ``error``. What else fails is raised as it is. Requests that were there must then be aborted:
@@ -283,15 +283,15 @@ class Engine:
         if self.before_step is not None:
             self.before_step()
         again, self._again = self._again, []
-        if self._stands_still:
+        if again or self._stands_still:  # they go out while the step is run, which may take long
             return again
         try:
             step = self._ahead or self._launch()
             self._ahead = None
             if step is None:
-                if not again and self.scheduler.awaits_workers:
+                if self.scheduler.awaits_workers:
                     self._take_computed(_WAIT_S)
-                return again
+                return []
             if self.async_scheduling and not step.shapes_next:
                 self._ahead = self._launch()
             events = self._take_in(step)
@@ -299,7 +299,7 @@ class Engine:
             self._lose()
             raise
         self._forget_unwanted()
-        return again + events
+        return events
 
     def _take_in(self, step: LaunchedStep) -> list[TokenEvent]:
         events = self.postprocess.take_in(step, self._times, self.stats)

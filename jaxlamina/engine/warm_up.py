@@ -129,11 +129,11 @@ def _with_fewest(sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, in
 def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
     """The few that every step of ``todo`` can be padded to, one of each kind, and those that a first request,
     alone and short, is run by. Where more are compiled ``n_at_once``, also a prompt or chunk of half the
-    longest's tokens: to compute padding is what costs most until there are finer ones."""
+    longest's tokens: to compute padding is what costs most until there are finer ones. And one for several
+    short prompts, where such go together: those with little to compute come many at once after a fault."""
     largest: dict[Any, StepSizes] = {}
-    todo = [
-        shape for shape in todo if shape.kind == "decode" or shape.batch == 1
-    ]  # prompts go one by one, too
+    several = [shape for shape in todo if shape.kind == "chunk" and shape.batch > 1]
+    todo = [shape for shape in todo if shape.kind == "decode" or shape.batch == 1]
     for shape in todo:
         group = shape.kind == "decode", shape.alongside is None, shape.workers, shape.of_all, shape.own_pace
         largest[group] = largest[group].joined(shape) if group in largest else shape
@@ -154,6 +154,7 @@ def first_of(todo: Sequence[StepSizes], n_at_once: int = 1) -> list[StepSizes]:
             s for s in small if s.kind == "chunk" and s.n_tokens <= most // 2 and s.context == longest_context
         ]
         found += sorted(half, key=lambda shape: shape.n_tokens)[-1:]
+        found += sorted(several, key=lambda shape: (shape.n_tokens, -shape.context))[:1]
     return list(dict.fromkeys(found))
 
 
