@@ -210,6 +210,16 @@ def test_shards_share_is_a_number_of_each_ones_heads() -> None:
         local_share_of(cluster, "heads", [8], "other operands")
 
 
+@pytest.mark.slow
+def test_step_bench_measures_every_share_of_every_partition() -> None:
+    three = ["llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}]
+    ways = {"model": three, "shares": [0.0, 0.5], "partitions": ["heads", "tokens"]}
+    [bench] = run_job("xla", (1, 2), [("step_bench", ways)])
+    split = [f"split by {by}, {x} local" for by in ("heads", "tokens") for x in (0, 0.5)]
+    assert [*bench["ways"]] == ["unsplit", *(way + more for way in split for more in ("", ", 2 staggered"))]
+    assert bench["difference"] < 1e-5, bench
+
+
 def test_programs_of_attention_workers_may_come_later() -> None:
     """A server begins with those that model ranks run alone. Requests compile nothing more, whichever side
     their tokens are on."""
