@@ -76,6 +76,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "unequal heads, two copies": {"dop": (2, 2), "partition": "heads", "n_batches": 3},
     "unequal heads, two shards": {"dop": (2, 3), "partition": "heads", "tensor_parallel": 2},
     "unequal heads, a prefill worker": {"dop": (1, 2), "partition": "heads", "prefill_workers": 1},
+    "unequal heads beside a model rank's": {"dop": (1, 2), "partition": "heads", "local_attention": 0.4},
+    "unequal heads beside shards'": {
+        "dop": (2, 3),
+        "partition": "heads",
+        "tensor_parallel": 2,
+        "local_attention": 0.3,
+    },
     "two shards": {"dop": (2, 1), "tensor_parallel": 2},
     "two shards, by heads, q first": {"dop": (2, 2), "tensor_parallel": 2, "q_first": True},
     "two shards, by requests": {"dop": (2, 2), "tensor_parallel": 2, "partition": "requests"},
@@ -121,6 +128,12 @@ OTHER_HEADS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "unequal heads, two shards": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
+    "unequal heads beside a model rank's": {
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+        "head_dim": 8,
+    },
+    "unequal heads beside shards'": {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4},
 } | {
     name: {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
     for name in (

@@ -382,17 +382,19 @@ def chunked_beside_decodes(
     )
 
 
-def step_bench(group: Any, model: str, prefill: int) -> dict[str, Any]:
+def step_bench(
+    group: Any, model: Any, prefill: int = 0, shares: Sequence[Any] = (), partitions: Sequence[str] = ()
+) -> dict[str, Any]:
     """Every way of `bench step`, with its logits' largest difference from unsplit."""
     import jax.numpy as jnp
 
     from jaxlamina.bench import step_bench
 
-    found, _ = step_bench.measure(
-        source(model),
-        step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2]),
-        group=group,
-    )
+    options = step_bench.StepOptions(
+        [step_bench.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2],
+        local_attention=shares, partitions=partitions,
+    )  # fmt: skip
+    found, _ = step_bench.measure(source(model), options, group=group)
     prompts = {r.way: [r.n_prompt_tokens, r.ratio_to_decode, r.prompt_tokens_per_s] for r in found}
     own = {r.way: [*r.own_pace.tokens_per_s, *r.own_pace.alone_tokens_per_s] for r in found if r.own_pace}
     differences = [r.max_difference for r in found if r.max_difference is not None]

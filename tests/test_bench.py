@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from jaxlamina.bench import (
 from jaxlamina.bench.chosen_share import choices
 from jaxlamina.bench.prompts import prompts
 from jaxlamina.errors import UserError
+from jaxlamina.job.cluster import Cluster
 from jaxlamina.models import ModelConfig, abstract_params, apply, random_params
 from jaxlamina.models.causal_lm import decoder
+from jaxlamina.ranks.cluster_layout import layout_of, partition_of
 from jaxlamina.run.balance import Balance, Speeds
 from jaxlamina.weights.dummy import Drawn
 from splitter import split
@@ -417,8 +420,40 @@ def test_shares_of_step_bench() -> None:
     options = step_bench.StepOptions([], jnp.float32, 1, staggered=[2], local_attention=shares)
     ways = step_bench._ways("split by tokens", options)
     assert [(way.local_share, way.options.get("n_batches")) for way in ways] == [
-        ("auto", None), (0.0, 1), (0.0, 2), (0.5, 1), (0.5, 2), (1.0, 1),
+        ("auto", None), (0.5, 1), (0.5, 2), (1.0, 1),
     ]  # fmt: skip
+    ways = step_bench._ways("split by tokens, 0 local", options)
+    assert [(way.local_share, way.options["n_batches"]) for way in ways] == [(None, 1), (None, 2)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_kv_heads", "shares", "found"),
+    [
+        (["heads", "tokens"], 3, [0.0], {"heads, 0 local": 0.0, "tokens, 0 local": 0.0}),
+        ([], 3, [0.0], {"tokens, 0 local": 0.0}),  # what the job's "auto" stands for
+        ([], 4, [0.0, 0.5], {"heads, 0 local": 0.0, "heads, 0.5 local": 0.5}),
+        (["tokens"], 4, [0.5, "auto"], {"tokens": "auto"}),
+        (["requests"], 4, [0.0, 0.5], {"requests": "auto", "requests, 0 local": 0.0}),
+    ],
+)
+def test_every_split_executor_of_step_bench_is_laid_out_as_it_is_named(
+    asked: list[str], n_kv_heads: int, shares: list[Any], found: dict[str, Any]
+) -> None:
+    cluster, options = Cluster(dop=(1, 2)), step_bench.StepOptions([], jnp.float32, 1)
+    options = replace(options, local_attention=shares, partitions=asked)
+    layouts = dict(step_bench.layouts(options, cluster, [n_kv_heads]))
+    assert {name: changes["local_attention"] for name, changes in layouts.items()} == {
+        f"split by {name}": share for name, share in found.items()
+    }
+    for name, changes in layouts.items():
+        changed = replace(cluster, **changes)
+        layout = layout_of(changed, partition_of(changed, [n_kv_heads]))
+        assert layout.partition == name.removeprefix("split by ").partition(",")[0]
+        assert layout.attends_locally == (changes["local_attention"] != 0)
+
+
+def test_partitions_without_shares_are_refused() -> None:
+    assert "--shares" in refused("step", "--local", "--partitions", "heads")
 
 
 def test_what_auto_comes_to_on_one_load() -> None:

@@ -263,6 +263,10 @@ def test_where_workers_do_not_divide_heads_the_one_with_most_decides():
     assert attend_s[0] == pytest.approx(TaskTimes(split(n_attention=2), 64, 3072).works["attend"], rel=0.05)
     assert attend_s[0] > 1.3 * attend_s[1]
     assert kv_slots(three) == pytest.approx(kv_slots(four) * 2 / 3, rel=1e-6)
+    # Also beside model workers that keep some: of 8 heads 1, and 3, 2 and 2.
+    beside = split(n_attention=3, local_share=1 / 8)
+    assert TaskTimes(beside, 64, 4096).works["attend"] == pytest.approx(attend_s[0])
+    assert kv_slots(beside) == kv_slots(three)
 
 
 def test_what_cannot_be_an_instance_is_an_error():

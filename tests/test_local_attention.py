@@ -146,7 +146,7 @@ def test_what_a_share_cannot_go_with_is_refused_by_name() -> None:
         )
     with pytest.raises(UserError, match="from 0 to 1, or 'auto'"):
         Cluster(local_attention=1.5)
-    with pytest.raises(UserError, match="no equal number of 1 KV heads"):
+    with pytest.raises(UserError, match="one of 1 KV heads at least.*too few for 1 att"):
         partition_of(Cluster(local_attention=0.5, partition="heads"), [1])
     assert [partition_of(Cluster(local_attention=x), [8]) for x in ("auto", 0.5, 0.3, 0, 1)] == [
         *("tokens", "heads", "tokens", "heads", "heads")
@@ -200,14 +200,31 @@ def test_shards_share_is_a_number_of_each_ones_heads() -> None:
     assert partition_of(cluster, [8]) == "heads"  # tokens cannot be: as near to it as heads come
     assert local_share_of(replace(cluster, local_attention="auto"), "heads", [8]) == 0
     auto = replace(cluster, local_attention="auto", partition="heads")
-    assert [local_share_of(auto, "heads", [k]) for k in (8, 2, 3)] == [2 / 3, 0, 0]  # as much on each
+    assert [local_share_of(auto, "heads", [k]) for k in (8, 2, 3)] == [
+        6 / 8,
+        0,
+        0,
+    ]  # three heads each, and two
     assert local_share_of(auto, "heads", [8], "other operands") == 0
+    # Where that is less for the fullest one, workers have unequal numbers: 1 beside 2, 2, 1 and 1.
+    assert local_share_of(Cluster(dop=(1, 4), partition="heads"), "heads", [7]) == 1 / 7
+    assert partition_of(Cluster(dop=(1, 3), partition="heads", local_attention=0.5), [8]) == "heads"
     with pytest.raises(UserError, match="of a layer's 3 KV heads.*take local_attention=0"):
         partition_of(cluster, [3])
     with pytest.raises(UserError, match="take 1 or 2 attention workers, or local_attention=0"):
         partition_of(replace(cluster, dop=(2, 3)), [4])
     with pytest.raises(UserError, match="other operands: take local_attention=0"):
         local_share_of(cluster, "heads", [8], "other operands")
+
+
+@pytest.mark.slow
+def test_step_bench_measures_every_share_of_every_partition() -> None:
+    three = ["llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}]
+    ways = {"model": three, "shares": [0.0, 0.5], "partitions": ["heads", "tokens"]}
+    [bench] = run_job("xla", (1, 2), [("step_bench", ways)])
+    split = [f"split by {by}, {x} local" for by in ("heads", "tokens") for x in (0, 0.5)]
+    assert [*bench["ways"]] == ["unsplit", *(way + more for way in split for more in ("", ", 2 staggered"))]
+    assert bench["difference"] < 1e-5, bench
 
 
 def test_programs_of_attention_workers_may_come_later() -> None:

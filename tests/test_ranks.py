@@ -73,6 +73,10 @@ def test_ranks_give_the_unsplit_models_tokens(transport: str, n_workers: int, pa
         slow("xla", (2, 2), 3, {"pipeline_parallel": 2}),
         slow("xla", (1, 2), 3, {"prefill_workers": 1, "prefill_chunk": 8}),
         slow("mpi", (1, 3), 4, {"mini_batches": 2}),
+        ("xla", (1, 2), 4, {"local_attention": 0.25}),
+        slow("mpi", (1, 2), 5, {"local_attention": 0.4, "n_batches": 2}),
+        slow("xla", (2, 3), 6, {"tensor_parallel": 2, "local_attention": 0.3}),
+        slow("mpi", (2, 3), 6, {"tensor_parallel": 2, "local_attention": 0.3, "n_batches": 2}),
     ],
 )
 def test_workers_share_heads_that_they_do_not_divide(

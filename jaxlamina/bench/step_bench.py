@@ -55,6 +55,8 @@ _TIMES, _STEPS = 5, 4
 # What a device cannot do, such as for want of memory, and arrays that are gone since. An executor's own
 # errors end the bench.
 _FAILURES = (RuntimeError,)
+# Executors that have new tokens placed by whichever share a way has.
+_OF_SEVERAL_SHARES = ("split by requests", "split by tokens")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class StepOptions:
     many tokens as the case's requests have, at its middle. ``n_devices``: also unsplit over so many devices
     of this process, each with its share of the requests, and each with its share of every weight; then
     executors come one after another, each with all of the memory, and ways do not take turns. So they do with
-    ``local_attention``, but for shares by requests and by tokens, which are ways of one executor."""
+    ``local_attention``, but for shares above 0 by requests and by tokens, which are ways of one executor."""
 
     cases: Sequence[StepCase]
     dtype: Any
@@ -309,24 +311,32 @@ class _Bench:
         if self.group is not None:
             largest = largest_of(options.cases, options.prefill)
             known = self.model, self.params, self.group, n_slots, largest
-            for name, changes in self._layouts():
+            for name, changes in layouts(options, self.group.cluster, self.model.kv_heads):
                 cluster = replace(self.group.cluster, **changes)
                 found[name] = partial(over_ranks, RanksExecutor, *known, cluster=cluster)
         return found
 
-    def _layouts(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Of split executors: their names, and what they change of the job's cluster."""
-        assert self.group is not None
-        options = self.options
-        if not options.local_attention:
-            yield "split", {}
-            return
-        for partition in options.partitions or [self.group.cluster.partition]:
-            if partition in ("requests", "tokens"):
-                yield f"split by {partition}", {"partition": partition, "local_attention": "auto"}
-                continue
-            for share in options.local_attention:
-                yield f"split, {_words(share)}", {"partition": partition, "local_attention": share}
+
+def layouts(
+    options: StepOptions, cluster: Cluster, n_kv_heads: Sequence[int]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of split executors: their names, and what they change of the job's cluster.
+
+    By requests and by tokens one executor has all shares but 0: with that one model ranks keep no KV, and the
+    executor has none for it either. Where they may keep some, a few new tokens stay there whatever the share.
+    """
+    if not options.local_attention:
+        yield "split", {}
+        return
+    for asked in options.partitions or [cluster.partition]:
+        of_several = [x for x in options.local_attention if x != 0 and asked in ("requests", "tokens")]
+        for share in options.local_attention:
+            if share not in of_several:
+                changes = {"partition": asked, "local_attention": share}
+                partition = partition_of(replace(cluster, **changes), n_kv_heads)  # type: ignore[arg-type]
+                yield f"split by {partition}, {_words(share)}", changes | {"partition": partition}
+        if of_several:
+            yield f"split by {asked}", {"partition": asked, "local_attention": AUTO}
 
 
 class _CaseRun:
@@ -446,7 +456,8 @@ class _CaseRun:
             result.floor_ms += result.n_stored_tokens * a_token / limit * 1e3
             result.decode_ms = self._results[way.decode].ahead_ms
         self._results[way.name] = result
-        if way.share > 1 or way.local_share is not None:  # or whose KV is what other ways have left there
+        placed = isinstance(executor, RanksExecutor) and executor.pool.placement is not None
+        if way.share > 1 or placed:  # or whose KV is what other steps have left there
             result.max_difference = None
             return
         first = bench.first[self._case]
@@ -508,8 +519,8 @@ def _ways(name: str, options: StepOptions, n_prefill_workers: int = 0, own_pace:
     if name == "unsplit" and n_devices > 1:  # devices do not meet: one shows what all take
         cut.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
     if name.startswith("split") and options.local_attention:
-        numbers, shares = [1, *options.staggered], options.local_attention
-        if not name.startswith("split by"):
+        numbers, shares = [1, *options.staggered], [x for x in options.local_attention if x != 0]
+        if name not in _OF_SEVERAL_SHARES:
             return [Way(f"{name}{_staggered(n)}", {"n_batches": n}) for n in numbers]
         if AUTO in shares:  # first, so that the balance has been told nothing of other ways' steps
             cut.append(Way(f"{name}, auto", {}, local_share="auto"))

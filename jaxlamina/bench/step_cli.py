@@ -74,7 +74,8 @@ def step_command(
         str,
         option(
             "Shares of the KV on the model rank, each of which is measured, such as 0,0.25,0.5,1,auto. auto: "
-            "what the balance comes to. Executors come one after another then."
+            "what the balance comes to. Executors come one after another then. Only ways of one executor "
+            "take turns: staggered batches, and shares above 0 by requests or by tokens."
         ),
     ] = "",
     partitions: Annotated[str, option("With --shares: heads, requests or tokens, separated by commas.")] = "",
@@ -87,6 +88,8 @@ def step_command(
     from jaxlamina import ranks
     from jaxlamina.bench import machine, step_bench
 
+    if partitions and not shares:
+        raise UserError(f"--partitions {partitions} goes with --shares: add --shares 0")
     weights = step_bench.dtype_of(dtype)
     options = step_bench.StepOptions(
         step_bench.cases_of(case), weights, rounds, unsplit, local, step_bench.numbers_of(staggered),

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
 
 from jaxlamina.errors import UserError
-from jaxlamina.steps.layout import local_heads
+from jaxlamina.steps.layout import even_local_heads, local_heads
 
 PARTITIONS = ("heads", "requests", "tokens")
 AUTO = "auto"
@@ -70,13 +70,12 @@ def why_chosen(
 def share_by_heads(
     local_share: LocalShare, n_workers: int, n_kv_heads: Sequence[int], n_ranks: int = 1
 ) -> float:
-    """By heads a share is one from the start, so "auto" is that by which every device attends to as much, or
-    none where heads do not divide."""
+    """By heads a share is one from the start, so "auto" is that by which devices attend to as much each, as
+    near as heads come to it, or none where there are too few."""
     if not isinstance(local_share, str):
         return local_share
-    even = n_ranks / (n_ranks + n_workers)
-    divide = [local_heads(k, n_workers, even, n_ranks) is not None for k in n_kv_heads]
-    return even if divide and all(divide) else 0.0
+    kept = [even_local_heads(k, n_workers, n_ranks) for k in n_kv_heads]
+    return kept[0] / n_kv_heads[0] if kept and kept[0] and all(kept) else 0.0
 
 
 def _by_heads(n_workers: int, n_kv_heads: Sequence[int], share: LocalShare) -> bool:
@@ -94,8 +93,8 @@ def checked_partition(
     local_share: LocalShare = 0.0,
     n_ranks: int = 1,
 ) -> None:
-    """``UserError`` for a partition that is none, and for too few heads, or a share of them that leaves
-    workers unequal ones. ``n_ranks``: model ranks that share out a layer's heads."""
+    """``UserError`` for a partition that is none, and for too few heads, or a share of them that leaves a
+    worker none. ``n_ranks``: model ranks that share out a layer's heads."""
     if partition not in PARTITIONS:
         raise UserError(f"{partition=} must be one of {', '.join((AUTO, *PARTITIONS))}")
     if n_workers < 1:
@@ -109,13 +108,13 @@ def checked_partition(
             fewer = f"{' or '.join(map(str, able))} attention workers, or " if able and share < 1 else ""
             raise UserError(
                 f"local_attention={share:g} with tensor_parallel={n_ranks} has every model worker keep as "
-                f"many of a layer's {bad[0]} KV heads, and every attention worker ({n_workers}) as many of "
-                f"the others, which no number of heads does: take {fewer}local_attention=0"
+                f"many of a layer's {bad[0]} KV heads, and each of {n_workers} attention workers one of the "
+                f"others, which no number of heads does: take {fewer}local_attention=0"
             )
         if bad:
             raise UserError(
-                f"local_attention={local_share} with partition='heads' leaves {n_workers} attention "
-                f"workers no equal number of {bad[0]} KV heads: take partition='tokens' or "
+                f"local_attention={local_share} with partition='heads' is one of {bad[0]} KV heads at least, "
+                f"which leaves too few for {n_workers} attention workers: take partition='tokens' or "
                 "partition='requests'"
             )
         return

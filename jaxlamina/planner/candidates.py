@@ -88,9 +88,9 @@ def _ways(base: Deployment) -> tuple[Deployment, ...]:
 
 
 def _shares_by_heads(n_kv_heads: int, n_shards: int, n_workers: int) -> Iterator[float]:
-    """Those between 0 and 1 that leave each shard, and each attention worker, an equal number of heads."""
+    """Those between 0 and 1 that leave each shard as many heads, and each attention worker one at least."""
     for n in range(n_shards, n_kv_heads, n_shards):
-        if (n_kv_heads - n) % n_workers == 0:
+        if n_kv_heads - n >= n_workers:
             yield n / n_kv_heads
 
 

@@ -96,15 +96,10 @@ class Deployment:
         if not self.layout.by_heads or not self.has_pool:
             return
         kept = local_heads(k, self.n_attention, self.local_share, self.tensor_parallel)
-        if kept is None:
+        if kept is None or self.n_attention > k - kept:
             raise UserError(
-                f"{k} KV heads with a share of {self.local_share:g} on the model worker are not shared out "
-                f"evenly over {self.n_attention} attention workers: take partition='requests' or 'tokens'"
-            )
-        if self.n_attention > k - kept and self.local_share < 1:
-            raise UserError(
-                f"{k} KV heads are too few for {self.n_attention} attention workers: take "
-                "partition='requests' or 'tokens'"
+                f"{k} KV heads with a share of {self.local_share:g} on model workers are too few for "
+                f"{self.n_attention} attention workers: take partition='requests' or 'tokens'"
             )
 
     def __hash__(self) -> int:
@@ -207,16 +202,12 @@ def kv_slots(setup: Deployment, share_of_memory: float = 0.9) -> int:
     of_model, of_pool = pool_slots(setup, share_of_memory)
     if not setup.has_pool:
         return int(of_model)
-    if not setup.layout.attends_locally:
-        if setup.layout.by_heads:  # the worker with most of them decides
-            k, n = setup.config.num_key_value_heads, setup.n_attention
-            of_pool *= k / n / -(-k // n)
-        return int(of_pool)
-    if setup.layout.by_heads:
-        n_heads = setup.config.num_key_value_heads
-        x = setup.layout.local_heads(n_heads) / n_heads
-        return int(min(of_model / x, of_pool / (1 - x)))
-    return int(of_model + of_pool)
+    if not setup.layout.by_heads:
+        return int(of_model * setup.layout.attends_locally + of_pool)
+    k, n = setup.config.num_key_value_heads, setup.n_attention
+    local = setup.layout.local_heads(k)
+    of_workers = of_pool * k / n / -(-(k - local) // n)  # the one with most of them decides
+    return int(min(of_model * k / local, of_workers) if local else of_workers)
 
 
 def pool_slots(setup: Deployment, share_of_memory: float = 0.9) -> tuple[float, float]:

@@ -148,19 +148,45 @@ def _part(n: int, index: int, of: int) -> range:
 
 def local_heads(n_kv_heads: int, n_workers: int, share: float, n_ranks: int = 1) -> int | None:
     """How many of a layer's KV heads model ranks keep, each of ``n_ranks`` that share them out as many: as
-    near to ``share`` as leaves each of the attention workers an equal number, too. None where there is no
-    such number; a share between 0 and 1 leaves both sides some.
+    near to ``share`` as leaves each of the attention workers one at least. None where there is no such
+    number; a share between 0 and 1 leaves both sides some.
 
     >>> [local_heads(8, 1, x) for x in (0, 0.25, 0.3, 0.01, 1)], local_heads(8, 3, 0.5)
-    ([0, 2, 2, 1, 8], 5)
+    ([0, 2, 2, 1, 8], 4)
     >>> [local_heads(8, 1, x, 2) for x in (0.25, 0.3, 0.01)], local_heads(6, 2, 0.5, 3)
-    ([2, 2, 2], None)
-    >>> local_heads(1, 1, 0.5) is None
+    ([2, 2, 2], 3)
+    >>> local_heads(2, 2, 0.5) is None
     True
     """
     if n_kv_heads % n_ranks and share:
         return None
     if share in (0, 1):
         return round(share * n_kv_heads)
-    able = [n for n in range(n_ranks, n_kv_heads, n_ranks) if (n_kv_heads - n) % n_workers == 0]
+    able = _both_sides(n_kv_heads, n_workers, n_ranks)
     return min(able, key=lambda n: abs(n - share * n_kv_heads), default=None)
+
+
+def even_local_heads(n_kv_heads: int, n_workers: int, n_ranks: int = 1) -> int | None:
+    """How many of a layer's KV heads model ranks keep so that the rank or worker with most has fewest. Of
+    such numbers it is one that leaves workers equal numbers, whose messages are alike, and then the one
+    nearest to an even share. None where there are too few heads.
+
+    >>> [even_local_heads(8, n) for n in (1, 2, 3, 7)], even_local_heads(7, 4), even_local_heads(8, 1, 2)
+    ([4, 2, 2, 1], 1, 6)
+    >>> even_local_heads(2, 2) is None
+    True
+    """
+    if n_kv_heads % n_ranks:
+        return None
+    even = n_kv_heads * n_ranks / (n_ranks + n_workers)
+
+    def order(n: int) -> tuple[int, bool, float]:
+        n_pooled = n_kv_heads - n
+        return max(n // n_ranks, -(-n_pooled // n_workers)), n_pooled % n_workers > 0, abs(n - even)
+
+    return min(_both_sides(n_kv_heads, n_workers, n_ranks), key=order, default=None)
+
+
+def _both_sides(n_kv_heads: int, n_workers: int, n_ranks: int) -> list[int]:
+    """The numbers of heads that model ranks can keep, each as many, so that every worker has one, too."""
+    return [n for n in range(n_ranks, n_kv_heads, n_ranks) if n_kv_heads - n >= n_workers]
