@@ -24,7 +24,7 @@ KvDtype = Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"]
 # chunks: prompts in chunks, then decode steps. mixed: each prompt's chunks in the steps in which earlier rows
 # are decoded. moves: as chunks, and midway KV is copied, moved to the host, and back into other slots.
 # tokens: the engine, greedy, from a pool too small for all.
-HOWS = ("decode", "long", "chunks", "mixed", "moves", "tokens")
+HOWS = ("decode", "long", "chunks", "together", "mixed", "moves", "tokens")
 DEMO = "smollm2-135m-instruct"
 
 
@@ -109,7 +109,7 @@ class Case:
     @property
     def same_as(self) -> tuple[str, ...]:
         """What a case that computes the same another way has in common with this one."""
-        after_prompts = "prompts" if self.how in ("chunks", "mixed", "moves") else self.how
+        after_prompts = "prompts" if self.how in ("chunks", "together", "mixed", "moves") else self.how
         return after_prompts, self.model, self.dtype, self.kv_dtype
 
 
@@ -144,6 +144,7 @@ _UNSPLIT = _cases(
     ("f32", {"how": "decode", "dtype": "float32"}),
     ("f32 long", {"how": "long", "dtype": "float32"}),
     ("f32 moves", {"how": "moves", "dtype": "float32", "covers": ("moves",)}),
+    ("f32 together", {"how": "together", "dtype": "float32", "covers": ("unsplit", "prompts together")}),
     ("f32 int8", {"how": "decode", "dtype": "float32", "kv_dtype": "int8"}),
     ("f32 int8-channel", {"how": "decode", "dtype": "float32", "kv_dtype": "int8-channel"}),
     ("f32 asymmetric", {"how": "decode", "dtype": "float32", "kv_dtype": "int8-channel-asymmetric"}),
@@ -155,10 +156,12 @@ _UNSPLIT_BF16 = _cases(
     ("bf16", {"how": "decode"}),
     ("bf16 long", {"how": "long"}),
     ("bf16 chunks", {"how": "chunks"}),
+    ("bf16 together", {"how": "together", "covers": ("unsplit", "prompts together")}),
     ("bf16 mixed", {"how": "mixed", "covers": ("unsplit", "mixed steps")}),
     ("bf16 tokens", {"how": "tokens", "engine": {"mixed_steps": True}}),
     ("bf16 int8", {"how": "decode", "kv_dtype": "int8"}),
     ("bf16 int8 chunks", {"how": "chunks", "kv_dtype": "int8"}),
+    ("bf16 int8 together", {"how": "together", "kv_dtype": "int8"}),
     ("bf16 int8 long", {"how": "long", "kv_dtype": "int8"}),
     ("bf16 int8-channel", {"how": "decode", "kv_dtype": "int8-channel"}),
     ("bf16 int8-channel moves", {"how": "moves", "kv_dtype": "int8-channel", "covers": ("moves",)}),
@@ -170,6 +173,7 @@ _LOCAL = _cases(
     ("f32 tokens", {"how": "tokens", "dtype": "float32", "llm": SMALL_POOL}),
     ("bf16", {"how": "decode"}),
     ("bf16 q first", {"how": "decode", "at": ON, "covers": ("local", "q first")}),
+    ("bf16 together", {"how": "together", "covers": ("local", "prompts together")}),
     ("bf16 moves", {"how": "moves", "covers": ("local", "moves")}),
     ("bf16 int8", {"how": "decode", "kv_dtype": "int8"}),
     ("bf16 int8-channel", {"how": "decode", "kv_dtype": "int8-channel"}),
@@ -229,6 +233,8 @@ def _ranks(transport: str) -> tuple[Case, ...]:
         ("f32 mixed", {"how": "mixed", "dtype": "float32", "at": OFF, "covers": (transport, "mixed steps")}),
         ("f32 chunks", {"how": "chunks", "dtype": "float32", "at": OFF}),
         ("bf16 chunks", {"how": "chunks", "at": OFF}),
+        ("f32 together", {"how": "together", "dtype": "float32", "at": OFF, "covers": (transport, "prompts together")}),
+        ("bf16 together", {"how": "together", "at": OFF, "covers": (transport, "prompts together")}),
         covers=(transport,),
     )  # fmt: skip
 
@@ -435,7 +441,7 @@ GROUPS: tuple[Group, ...] = (
 WANTED = (
     "unsplit", "local", "ranks by memory", "ranks by nccl", "ranks by mpi", "q first", "q with k, v", "staggered",
     "mini-batches", "mixed steps", "prefill worker", "tensor parallel", "pipeline parallel", "rotation", "heads",
-    "requests", "tokens", "moves", "head dims", "own model", "local share",
+    "requests", "tokens", "moves", "head dims", "own model", "local share", "prompts together",
 )  # fmt: skip
 
 

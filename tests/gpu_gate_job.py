@@ -140,6 +140,30 @@ class Forced:
                 self._stored[row] = min(n_tokens, start + self._chunk) - 1
                 self._score([row], of_chunk)
 
+    def prompts_together(self, n_tokens: int) -> None:
+        """The first tokens of all rows, a chunk of each in one call, after different numbers of earlier ones;
+        and a row of padding."""
+        n_slots, ends = self._executor.n_slots, [0] * len(self._windows)
+        while min(ends) < n_tokens:
+            rows = [row for row, end in enumerate(ends) if end < n_tokens]
+            starts = [ends[row] for row in rows]
+            stops = [
+                min(n_tokens, s + self._chunk - (row if s == 0 else 0))
+                for row, s in zip(rows, starts, strict=True)
+            ]
+            spans = list(zip(rows, starts, stops, strict=True))
+            batch = PrefillBatch.build(
+                [*(self._windows[row, start:stop] for row, start, stop in spans), [0]],
+                [*(self._slots[row, start:stop] for row, start, stop in spans), [n_slots]],
+                self._buckets,
+                n_slots,
+                [*(self._slots[row, :start] for row, start, _ in spans), []],
+            )
+            logits = self._executor.prefill(batch)
+            for row, _, stop in spans:
+                self._stored[row], ends[row] = stop - 1, stop
+            self._score(rows, logits)
+
     def move(self) -> None:
         """All that is stored goes to the host and comes back into other slots, the first row's from a copy of
         it."""
@@ -194,6 +218,8 @@ def forced(case: Case, executor: Any, windows: np.ndarray, size: Size) -> dict[s
     run = Forced(executor, windows, size.chunk)
     if case.how in ("chunks", "mixed", "moves"):
         run.prompts(size.prompt, case.how == "mixed")
+    if case.how == "together":
+        run.prompts_together(size.prompt)
     if case.how == "moves":
         run.decode_some((size.tokens - size.prompt) // 2)
         run.move()
