@@ -257,8 +257,8 @@ class EngineOptions(Options):
     prompt_batch_tokens: int | None = option(
         None,
         "Tokens, padding included, of several short prompts that are computed in one call, which reads "
-        "weights once for all; 0: each prompt is a call of its own. Default: 512 on an accelerator, unless "
-        "attention workers share requests or tokens, or prefill workers compute prompts; 0 otherwise.",
+        "weights once for all; 0: each prompt is a call of its own. Default: 512 for a model of one process "
+        "on an accelerator; 0 otherwise, and where attention workers share requests or tokens.",
         least=0,
     )
     async_scheduling: bool = option(
