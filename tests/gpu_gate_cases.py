@@ -21,7 +21,7 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16"]
 KvDtype = Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"]
 # decode: every token by a decode step, from an empty context. long: the same of windows of 1,024 tokens.
-# chunks: prompts in chunks, then decode steps. mixed: each prompt's chunks in the steps in which earlier rows
+# chunks: prompts in chunks, then decode steps. together: as chunks, those of all rows in one call. mixed: each prompt's chunks in the steps in which earlier rows
 # are decoded. moves: as chunks, and midway KV is copied, moved to the host, and back into other slots.
 # tokens: the engine, greedy, from a pool too small for all.
 HOWS = ("decode", "long", "chunks", "together", "mixed", "moves", "tokens")

@@ -80,6 +80,7 @@ def recovery_command(
         "strike": strike,
         "whom": whom,
         "streams": asdict(load),
+        "standing_by_s": standing_by,
         "faults": rows,
     }
     shown = [*rows, middle | {"cause": "median"}] if times > 1 else rows
