@@ -6,6 +6,7 @@ import typer
 
 from jaxlamina.bench.breakdown_cli import breakdown_command
 from jaxlamina.bench.calibrate_cli import calibrate_command
+from jaxlamina.bench.choice_cli import choice_command
 from jaxlamina.bench.decode_cli import decode_command
 from jaxlamina.bench.exchange_cli import exchange_command
 from jaxlamina.bench.heavy_cli import heavy_command
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 add(app, "breakdown", breakdown_command)
 add(app, "calibrate", calibrate_command)
+add(app, "choice", choice_command)
 add(app, "exchange", exchange_command)
 add(app, "heavy", heavy_command)
 add(app, "kernels", kernels_command)

@@ -8,29 +8,15 @@ and what they answer; nothing of models.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxlamina.bench.compared_jobs import ComparedJob, end, only, pretended, reason, start
 from jaxlamina.bench.rounds import record_of
-from jaxlamina.process.gpus import MEMORY_SHARE
-
-_GPU_SHARE = "0.92"  # of each GPU's memory: KV fills what weights leave
-_COLLECT_S = 15.0  # for a job to end that was told to
-_SHOWN = 300  # letters of why a job failed
-
-
-@dataclass(frozen=True)
-class ComparedJob:
-    """One process, or one job of ranks: the words after ``jaxlamina``, and its environment over ours."""
-
-    words: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +90,7 @@ def ways(
             changes += ['partition="heads"'] if a > 1 and share != "0" else []
             words = [word for change in changes for word in ("--set", change)]
             launch = ("launch", "--dop", f"{a},{b}", "--transport", "xla", "--local-attention", share, *words)
-            environment = {} if not on_gpus else _only(range(a + b))
+            environment = {} if not on_gpus else only(range(a + b))
             name = f"DOP ({a}, {b}), " + ("Lamina" if share == "0" else f"local attention {share}")
             found.append(ComparedWay(name, (ComparedJob((*launch, "--"), environment),)))
     return found
@@ -169,62 +155,31 @@ def _copies(n: int, n_each: int, on_gpus: bool) -> tuple[ComparedJob, ...]:
     for i in range(n):
         words = ["--no-split", "--part", f"{i}/{n}"]
         words += ["--tensor-parallel", str(n_each)] if n_each > 1 else []
-        environment = _only(range(i * n_each, (i + 1) * n_each)) if on_gpus else _pretended(n_each)
+        environment = only(range(i * n_each, (i + 1) * n_each)) if on_gpus else pretended(n_each)
         jobs.append(ComparedJob(tuple(words), environment))
     return tuple(jobs)
-
-
-def _only(gpus: Sequence[int] | range) -> dict[str, str]:
-    """Of the GPUs that this process may use, these."""
-    there = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = there.split(",") if there else [str(i) for i in range(max(gpus) + 1)]
-    return {MEMORY_SHARE: _GPU_SHARE, "CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in gpus)}
-
-
-def _pretended(n: int) -> dict[str, str]:
-    if n == 1:
-        return {}
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n}"
-    return {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
 
 
 def _run(way: ComparedWay, options: Sequence[str], way_s: float) -> list[dict[str, Any]] | str:
     """The jobs' records, or why there are none."""
     until = time.monotonic() + way_s
-    started = [_start(job, options) for job in way.jobs]
+    started = [start(replace(job, words=(*_command(job), *options, "--json"))) for job in way.jobs]
     try:
         records = []
         for process in started:
             out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
             if process.returncode:
-                lines = [line for line in err.splitlines() if line.strip()] or ["it said nothing"]
-                return f"{lines[-1]:.{_SHOWN}}"
+                return reason(err)
             records.append(json.loads(out.splitlines()[-1]))
         return records
     except subprocess.TimeoutExpired:
         return f"not done within {way_s:g} s"
     finally:
         for process in started:
-            _end(process)
-
-
-def _start(job: ComparedJob, options: Sequence[str]) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "jaxlamina", *_command(job), *options, "--json"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    return subprocess.Popen(words, env={**os.environ, **job.environment}, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+            end(process)
 
 
 def _command(job: ComparedJob) -> list[str]:
     """`bench throughput` with the words of one process, or after those that launch ranks."""
     bench = ["bench", "throughput"]
     return [*job.words, *bench] if job.words[-1:] == ("--",) else [*bench, *job.words]
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.communicate(timeout=_COLLECT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()

@@ -1,0 +1,284 @@
+"""Whether the planner takes the layout that is fastest: of each case, a trace with a limit of TPOT, the plans
+for this machine's devices, and what a decode step of each takes.
+
+The planner says which plans, and of which batch. A plan is measured by `jaxlamina bench step` on as many
+devices as one instance has, at its batch and the trace's mean context. Plans of the same instance are
+measured by one job; jobs that find devices at the same time run at once. Knows plans and how jobs are started;
+nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxlamina.bench.compared_jobs import ComparedJob, end, only, pretended, reason, start
+from jaxlamina.errors import UserError
+from jaxlamina.planner.costs import Deployment, step_cost
+from jaxlamina.planner.prediction import LOSS_AIM
+from jaxlamina.planner.question import Question
+from jaxlamina.planner.search import PoolPlan, describe, search
+
+
+class InstanceJob(NamedTuple):
+    """What measures steps of one instance, on ``n_devices``: the words before ``bench step`` and after it."""
+
+    n_devices: int
+    launch: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+class StepKey(NamedTuple):
+    """Requests and stored tokens of each."""
+
+    n_rows: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.n_rows}x{self.context}"
+
+
+@dataclass
+class Candidate:
+    """A plan, with as many requests as can be cut into its batches. ``measured_ms``: None before it is
+    measured, and where it could not be."""
+
+    name: str
+    setup: Deployment
+    copies: int
+    step: StepKey
+    predicted_ms: float
+    measured_ms: float | None = None
+
+    @classmethod
+    def of(cls, plan: PoolPlan, context: int) -> Candidate:
+        setup = plan.setup
+        n_rows = plan.n_rows - plan.n_rows % setup.n_batches
+        predicted = 1e3 * step_cost(setup, n_rows, context).step_s
+        return cls(_name(plan), setup, plan.copies, StepKey(n_rows, context), predicted)
+
+    def tokens_s(self, ms: float) -> float:
+        """Of all copies, with steps of so many ms."""
+        return self.copies * self.step.n_rows / ms * 1e3
+
+    @property
+    def predicted_tokens_s(self) -> float:
+        return self.tokens_s(self.predicted_ms)
+
+    @property
+    def measured_tokens_s(self) -> float | None:
+        return None if self.measured_ms is None else self.tokens_s(self.measured_ms)
+
+    @property
+    def error(self) -> float | None:
+        """Relative; above 0: predicted to take longer than it did."""
+        return None if self.measured_ms is None else self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def way(self) -> str:
+        """As `jaxlamina.bench.step_bench` names it."""
+        setup = self.setup
+        if not setup.is_split:
+            n = setup.tensor_parallel
+            return "unsplit" if n == 1 else f"unsplit, {n} devices by weights"
+        staggered = f", {setup.n_batches} staggered" if setup.n_batches > 1 else ""
+        return f"split by {setup.partition}, {setup.local_share:g} local{staggered}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "plan": self.name, "copies": self.copies, "requests": self.step.n_rows,
+            "context": self.step.context, "predicted_ms": self.predicted_ms, "measured_ms": self.measured_ms,
+            "predicted_tokens_s": self.predicted_tokens_s, "measured_tokens_s": self.measured_tokens_s,
+        }  # fmt: skip
+
+
+@dataclass
+class ChoiceCase:
+    """A trace's load and a limit of TPOT. ``candidates``: plans, the one that is predicted to be best
+    first."""
+
+    name: str
+    slo_s: float | None
+    candidates: list[Candidate]
+
+    @property
+    def measured(self) -> list[Candidate]:
+        return [one for one in self.candidates if one.measured_ms is not None]
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The one that was measured to write most tokens a second."""
+        return max(self.measured, key=lambda one: one.measured_tokens_s or 0.0, default=None)
+
+    @property
+    def loss(self) -> float | None:
+        """How many tokens a second fewer the chosen plan writes than the best one, relative; None where the
+        chosen plan, or every other one, was not measured."""
+        chosen, best = self.chosen.measured_tokens_s, self.best
+        if chosen is None or best is None or len(self.measured) < 2:
+            return None
+        return 1 - chosen / (best.measured_tokens_s or 0.0)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the first choice is the measured best, or within `LOSS_AIM` of it."""
+        return self.loss is not None and self.loss <= LOSS_AIM
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "case": self.name, "slo_s": self.slo_s, "loss": self.loss,
+            "best": None if self.best is None else self.best.name,
+            "candidates": [one.to_dict() for one in self.candidates],
+        }  # fmt: skip
+
+
+@dataclass
+class ChoiceReport:
+    cases: list[ChoiceCase]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"cases": [case.to_dict() for case in self.cases], "left_out": self.left_out}
+
+
+def case_of(name: str, question: Question, n_split: int, within: float = 1.0) -> ChoiceCase:
+    """All unsplit plans, and the best split ones of ``n_split`` different pools; without those that are
+    predicted to write fewer tokens than the first choice by more than ``within`` of them. ``UserError`` where
+    there are no two plans."""
+    found = search(question)
+    context = max(1, round(question.workload.context))
+    pools: dict[tuple[int, int, int], PoolPlan] = {}
+    for plan in found.split:
+        setup = plan.setup
+        pools.setdefault((setup.n_model, setup.n_attention, setup.tensor_parallel), plan)
+    plans = [*found.whole, *list(pools.values())[:n_split]]
+    made = sorted((Candidate.of(plan, context) for plan in plans), key=lambda one: -one.predicted_tokens_s)
+    near = [one for one in made if one.predicted_tokens_s >= (1 - within) * made[0].predicted_tokens_s]
+    if len(near) < 2:
+        raise UserError(
+            f"{name}: there is one plan for these devices, {near[0].name}: nothing to choose from"
+        )
+    return ChoiceCase(name, question.slo_s, near)
+
+
+def _name(plan: PoolPlan) -> str:
+    """In words, with what `describe` leaves out."""
+    setup, words = plan.setup, [describe(plan)]
+    if not setup.is_split:
+        return f"{words[0]}, tensor parallel" if setup.tensor_parallel > 1 else words[0]
+    words += [f"by {setup.partition}"]
+    words += [f"x = {setup.local_share:.3g}"] if setup.local_share else []
+    words += [f"{setup.n_batches} staggered"] if setup.n_batches > 1 else []
+    return ", ".join(words)
+
+
+def job_of(setup: Deployment, on_gpus: bool) -> InstanceJob:
+    """What measures this instance."""
+    if not setup.is_split:
+        n = setup.tensor_parallel
+        return InstanceJob(n, (), () if n == 1 else ("--devices", str(n), "--no-unsplit"))
+    platform = "cuda" if on_gpus else "cpu"
+    changes = [f'model_platform="{platform}"', f'attention_platform="{platform}"']
+    changes += [f"tensor_parallel={setup.tensor_parallel}"] if setup.tensor_parallel > 1 else []
+    changes += [f'pipelining="{setup.mode}"'] if setup.n_replicas > 1 else []
+    settings = [word for change in changes for word in ("--set", change)]
+    a, b, n = setup.n_model, setup.n_attention, setup.n_batches
+    launch = ("launch", "--dop", f"{a},{b}", "--transport", "xla", *settings, "--")
+    options = ("--no-unsplit", "--partitions", setup.partition, "--shares", str(setup.local_share))
+    staggered = ("--staggered", str(n)) if n > 1 else ()
+    return InstanceJob(a + b, launch, (*options, *staggered))
+
+
+def measure(
+    cases: Sequence[ChoiceCase],
+    words: Sequence[str],
+    *,
+    n_devices: int,
+    on_gpus: bool,
+    way_s: float,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> ChoiceReport:
+    """Fills in what the candidates take. ``words``: of `bench step`, for every job. A job that fails or is
+    not done within ``way_s`` is left out, with its reason."""
+    report = ChoiceReport(list(cases))
+    wanted: dict[InstanceJob, dict[tuple[str, str], list[Candidate]]] = {}
+    for candidate in (one for case in cases for one in case.candidates):
+        job = job_of(candidate.setup, on_gpus)
+        steps = wanted.setdefault(job, {})
+        steps.setdefault((str(candidate.step), candidate.way), []).append(candidate)
+    done = 0
+    for wave in waves(list(wanted), n_devices if on_gpus else 1):
+        on_progress(f"jobs {done + 1} to {done + len(wave)} of {len(wanted)}: {', '.join(map(_told, wave))}")
+        done += len(wave)
+        cuts = {job: ",".join(dict.fromkeys(step for step, _ in wanted[job])) for job in wave}
+        for job, found in _run({job: [*words, "--case", cuts[job]] for job in wave}, on_gpus, way_s).items():
+            if isinstance(found, str):
+                report.left_out[_told(job)] = found
+                continue
+            for result in found:
+                for candidate in wanted[job].get((_step_of(result["case"]), result["way"]), ()):
+                    candidate.measured_ms = result["ms"]
+    return report
+
+
+def _told(job: InstanceJob) -> str:
+    return " ".join((*job.launch, "bench step", *job.options))
+
+
+def _step_of(case: str) -> str:
+    """ "B 16, 2048 tokens" as ``--case`` has it."""
+    n_rows, context = (word for word in case.replace(",", "").split() if word.isdecimal())
+    return f"{n_rows}x{context}"
+
+
+def waves(jobs: Sequence[InstanceJob], n_devices: int) -> Iterator[list[InstanceJob]]:
+    """Jobs that run at once, each with devices of its own: the largest first, and smaller ones in what it
+    leaves. A job that has more than there are runs alone."""
+    left = sorted(jobs, key=lambda job: -job.n_devices)
+    while left:
+        wave, free = [left.pop(0)], n_devices
+        free -= wave[0].n_devices
+        for job in [*left]:
+            if job.n_devices <= free:
+                left.remove(job)
+                wave.append(job)
+                free -= job.n_devices
+        yield wave
+
+
+def _run(
+    jobs: Mapping[InstanceJob, Sequence[str]], on_gpus: bool, way_s: float
+) -> dict[InstanceJob, list[dict[str, Any]] | str]:
+    """Of each job that runs at once the results, or why there are none."""
+    until, first, started = time.monotonic() + way_s, 0, {}
+    found: dict[InstanceJob, list[dict[str, Any]] | str] = {}
+    for job, options in jobs.items():
+        environment = only(range(first, first + job.n_devices)) if on_gpus else {}
+        if not on_gpus and not job.launch:
+            environment = pretended(job.n_devices)
+        words = (*job.launch, "bench", "step", *job.options, *options, "--json")
+        started[job] = start(ComparedJob(words, environment))
+        first += job.n_devices
+    try:
+        for job, process in started.items():
+            try:
+                out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                found[job] = f"not done within {way_s:g} s"
+                continue
+            # A bench of which one way failed ends with 1, and has told of the others.
+            line = out.strip().splitlines()[-1:] or [""]
+            record = json.loads(line[0]) if line[0].startswith("{") else None
+            found[job] = reason(err) if record is None else record["results"]
+    finally:
+        for process in started.values():
+            end(process)
+    return found

@@ -1,0 +1,149 @@
+"""`jaxlamina bench choice`: its options, and how its results look."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from jaxlamina.bench.flags import AsJson, Config, DType, Layers, Rounds, option, shape_of
+from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell
+from jaxlamina.errors import UserError
+from jaxlamina.process.gpus import n_gpus
+
+if TYPE_CHECKING:
+    from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, ChoiceReport
+    from jaxlamina.planner.question import Question
+
+_NO_SLO = "none"
+
+
+def choice_command(
+    devices: Annotated[
+        str, option("What this machine has, as `jaxlamina plan` takes it, of one kind: h200=4.")
+    ],
+    config: Config = "llama-3-8b",
+    layers: Layers = None,
+    dtype: DType = "bfloat16",
+    trace: Annotated[
+        str, option("Traces, separated by commas: azure-conversation, azure-code, kimi-conversation.")
+    ] = "azure-conversation,azure-code,kimi-conversation",
+    slo: Annotated[
+        str, option("Limits of TPOT in ms, separated by commas; none: without. Each with each trace.")
+    ] = _NO_SLO,
+    batch: Annotated[int | None, option("Requests at once, at most.", min=1)] = None,
+    calibration: Annotated[
+        Path | None, option("A file of `bench calibrate`, as `jaxlamina plan` takes it.")
+    ] = None,
+    split: Annotated[int, option("Measure the best split plans of so many different pools.", min=0)] = 1,
+    within: Annotated[
+        float,
+        option(
+            "Leave out what is predicted to be worse than the first choice by more than this.", min=0, max=1
+        ),
+    ] = 0.3,
+    rounds: Rounds = 3,
+    way_s: Annotated[float, option("Seconds for each job, with its start and its compiling.", min=1)] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Whether the planner takes the layout that is fastest here: all unsplit plans for this machine's devices
+    and the best split ones, each measured at its own batch. Random weights, equal lengths."""
+    shape = shape_of(config, layers)
+    if isinstance(shape, str):
+        raise UserError("the planner knows no costs of a model of your own: name a shape")
+    from jaxlamina.bench import choice_bench, machine
+    from jaxlamina.bench.step_bench import dtype_of
+
+    dtype_of(dtype)
+    on_gpus = n_gpus(os.environ) > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
+    questions, n = _questions(shape, devices, trace, slo, batch, calibration)
+    if on_gpus and n > n_gpus(os.environ):
+        raise UserError(f"--devices {devices}: there are {n_gpus(os.environ)}")
+    words = ["--config", config, "--dtype", dtype, "--rounds", str(rounds)]
+    words += [] if layers is None else ["--layers", str(layers)]
+    with progress() as on_progress:
+        on_progress("planning")
+        cases = [choice_bench.case_of(name, question, split, within) for name, question in questions.items()]
+        found = choice_bench.measure(
+            cases, words, n_devices=n, on_gpus=on_gpus, way_s=way_s, on_progress=on_progress
+        )
+    record: dict[str, Any] = {"model": config, "n_layers": layers, "dtype": dtype, "devices": devices}
+    parts = _parts(found, f"{config}, {dtype}, {devices}")
+    tell(
+        "choice", record | {"on_gpus": on_gpus} | found.to_dict(), machine.describe(), parts, as_json=as_json
+    )
+
+
+def _questions(
+    shape: Any, devices: str, trace: str, slo: str, batch: int | None, calibration: Path | None
+) -> tuple[dict[str, Question], int]:
+    """By their names, and how many devices there are."""
+    from jaxlamina.planner import inputs
+    from jaxlamina.planner.calibration import DeviceCalibration
+    from jaxlamina.planner.question import Question
+
+    counts = inputs.counts(devices)
+    if len(counts) != 1:
+        raise UserError(f"--devices {devices!r} must be of one kind, such as h200=4: this machine's")
+    [(name, n)] = counts.items()
+    if n < 2:
+        raise UserError("with one device there is nothing to choose")
+    given = None if calibration is None else DeviceCalibration.load(calibration)
+    one = inputs.device(name, given=given)
+    link = inputs.link_between(one, one, same_host=True).link
+    limits = {
+        text.strip(): None if text.strip() == _NO_SLO else inputs.slo_s(f"tpot={text}")
+        for text in slo.split(",")
+    }
+    found = {}
+    for of in (text.strip() for text in trace.split(",")):
+        load = inputs.workload(of)
+        for text, limit in limits.items():
+            case = of if limit is None else f"{of}, TPOT {text} ms"
+            found[case] = Question(
+                shape, load, one, one, link, counts={one.name: n}, slo_s=limit, most_requests=batch
+            )
+    return found, n
+
+
+def _parts(found: ChoiceReport, title: str) -> Iterator[Part]:
+    from jaxlamina.planner.prediction import LOSS_AIM
+
+    rows = [(case, one) for case in found.cases for one in case.candidates]
+    columns: Columns = (
+        ("case", lambda row: row[0].name, "<"),
+        ("plan", lambda row: row[1].name, "<"),
+        ("requests each", lambda row: row[1].step.n_rows, ""),
+        ("context", lambda row: row[1].step.context, ","),
+        ("predicted, ms", lambda row: row[1].predicted_ms, ".2f"),
+        ("measured, ms", lambda row: row[1].measured_ms, ".2f"),
+        ("error", lambda row: row[1].error, "+.1%"),
+        ("predicted tok/s", lambda row: row[1].predicted_tokens_s, ",.0f"),
+        ("measured tok/s", lambda row: row[1].measured_tokens_s, ",.0f"),
+        ("", _mark, "<"),
+    )
+    yield table(rows, columns, title=title, section=lambda row: row[0].name)
+    counted = [case for case in found.cases if case.loss is not None]
+    for case in counted:
+        assert case.best is not None and case.loss is not None
+        what = "the best" if case.best is case.chosen else f"{case.loss:.1%} below {case.best.name}"
+        yield f"{case.name}: the first choice, {case.chosen.name}, is {what}"
+    n_agree = sum(case.agrees for case in counted)
+    yield (
+        f"the first choice is the measured best, or within {LOSS_AIM:.0%} of it, in {n_agree} of "
+        f"{len(counted)} cases"
+    )
+    if len(counted) < len(found.cases):
+        yield dim(
+            f"{len(found.cases) - len(counted)} cases are not counted: their first choice was not measured"
+        )
+    yield from left_out(found.left_out)
+
+
+def _mark(row: tuple[ChoiceCase, Candidate]) -> str:
+    case, one = row
+    words = ["first choice"] if one is case.chosen else []
+    words += ["best"] if one is case.best else []
+    late = case.slo_s is not None and one.measured_ms is not None and one.measured_ms > 1e3 * case.slo_s
+    return ", ".join([*words, *(["above the limit"] if late else [])])

@@ -1,0 +1,63 @@
+"""Benches of a bench: jobs of `jaxlamina` that are compared, each with some of this machine's devices.
+
+Knows processes and environments; nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxlamina.process.gpus import MEMORY_SHARE
+
+_GPU_SHARE = "0.92"  # of each GPU's memory: KV fills what weights leave
+_COLLECT_S = 15.0  # for a job to end that was told to
+_SHOWN = 300  # letters of why a job failed
+
+
+@dataclass(frozen=True)
+class ComparedJob:
+    """One process, or one job of ranks: the words after ``jaxlamina``, and its environment over ours."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def only(gpus: Sequence[int] | range) -> dict[str, str]:
+    """Of the GPUs that this process may use, these."""
+    there = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = there.split(",") if there else [str(i) for i in range(max(gpus) + 1)]
+    return {MEMORY_SHARE: _GPU_SHARE, "CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in gpus)}
+
+
+def pretended(n: int) -> dict[str, str]:
+    """So many devices of a CPU."""
+    if n == 1:
+        return {}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n}"
+    return {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
+
+
+def start(job: ComparedJob) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "jaxlamina", *job.words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(words, env={**os.environ, **job.environment}, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.communicate(timeout=_COLLECT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def reason(said: str) -> str:
+    """The last line of what a job that failed said."""
+    lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+    return f"{lines[-1]:.{_SHOWN}}"
