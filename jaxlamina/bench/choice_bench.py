@@ -3,8 +3,8 @@ for this machine's devices, and what a decode step of each takes.
 
 The planner says which plans, and of which batch. A plan is measured by `jaxlamina bench step` on as many
 devices as one instance has, at its batch and the trace's mean context. Plans of the same instance are
-measured by one job; jobs that find devices at the same time run at once. Knows plans and how jobs are started;
-nothing of models.
+measured by one job; jobs that find devices at the same time run at once. Knows plans and how jobs are
+started; nothing of models.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ class ChoiceReport:
 
 
 def case_of(name: str, question: Question, n_split: int, within: float = 1.0) -> ChoiceCase:
-    """All unsplit plans, and the best split ones of ``n_split`` different pools; without those that are
-    predicted to write fewer tokens than the first choice by more than ``within`` of them. ``UserError`` where
-    there are no two plans."""
+    """All unsplit plans, and the best split ones of ``n_split`` different pools. Those that are predicted to
+    write fewer tokens than the first choice by more than ``within`` of them are left out, but for the second
+    best. ``UserError`` where there are no two plans."""
     found = search(question)
     context = max(1, round(question.workload.context))
     pools: dict[tuple[int, int, int], PoolPlan] = {}
@@ -161,11 +161,10 @@ def case_of(name: str, question: Question, n_split: int, within: float = 1.0) ->
         pools.setdefault((setup.n_model, setup.n_attention, setup.tensor_parallel), plan)
     plans = [*found.whole, *list(pools.values())[:n_split]]
     made = sorted((Candidate.of(plan, context) for plan in plans), key=lambda one: -one.predicted_tokens_s)
-    near = [one for one in made if one.predicted_tokens_s >= (1 - within) * made[0].predicted_tokens_s]
-    if len(near) < 2:
-        raise UserError(
-            f"{name}: there is one plan for these devices, {near[0].name}: nothing to choose from"
-        )
+    if len(made) < 2:
+        raise UserError(f"there is one plan for these devices, {made[0].name}, and nothing to choose from")
+    least = (1 - within) * made[0].predicted_tokens_s
+    near = made[:2] + [one for one in made[2:] if one.predicted_tokens_s >= least]
     return ChoiceCase(name, question.slo_s, near)
 
 
@@ -204,11 +203,12 @@ def measure(
     n_devices: int,
     on_gpus: bool,
     way_s: float,
+    left_out: Mapping[str, str] = {},
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> ChoiceReport:
     """Fills in what the candidates take. ``words``: of `bench step`, for every job. A job that fails or is
     not done within ``way_s`` is left out, with its reason."""
-    report = ChoiceReport(list(cases))
+    report = ChoiceReport(list(cases), dict(left_out))
     wanted: dict[InstanceJob, dict[tuple[str, str], list[Candidate]]] = {}
     for candidate in (one for case in cases for one in case.candidates):
         job = job_of(candidate.setup, on_gpus)
@@ -219,7 +219,12 @@ def measure(
         on_progress(f"jobs {done + 1} to {done + len(wave)} of {len(wanted)}: {', '.join(map(_told, wave))}")
         done += len(wave)
         cuts = {job: ",".join(dict.fromkeys(step for step, _ in wanted[job])) for job in wave}
-        for job, found in _run({job: [*words, "--case", cuts[job]] for job in wave}, on_gpus, way_s).items():
+        try:
+            ended = _run({job: [*words, "--case", cuts[job]] for job in wave}, on_gpus, way_s)
+        except KeyboardInterrupt:  # of minutes of measuring, what there is already is told
+            report.left_out[", ".join(map(_told, wave))] = "interrupted, and all after it"
+            break
+        for job, found in ended.items():
             if isinstance(found, str):
                 report.left_out[_told(job)] = found
                 continue

@@ -64,9 +64,20 @@ def choice_command(
     words += [] if layers is None else ["--layers", str(layers)]
     with progress() as on_progress:
         on_progress("planning")
-        cases = [choice_bench.case_of(name, question, split, within) for name, question in questions.items()]
+        cases, alone = [], dict[str, str]()
+        for name, question in questions.items():
+            try:
+                cases.append(choice_bench.case_of(name, question, split, within))
+            except UserError as error:
+                alone[name] = str(error)
         found = choice_bench.measure(
-            cases, words, n_devices=n, on_gpus=on_gpus, way_s=way_s, on_progress=on_progress
+            cases,
+            words,
+            n_devices=n,
+            on_gpus=on_gpus,
+            way_s=way_s,
+            left_out=alone,
+            on_progress=on_progress,
         )
     record: dict[str, Any] = {"model": config, "n_layers": layers, "dtype": dtype, "devices": devices}
     parts = _parts(found, f"{config}, {dtype}, {devices}")
