@@ -64,6 +64,14 @@ ALL = [
     Shape(16, 8, 64, "bfloat16", (0, 0)),
     Shape(8, 1, 32, "float32", (130, 5)),
 ]
+# KV heads that no group of several divides: Hopper's groups overlap where a head's row is whole lines.
+APART = [
+    Shape(11, 11, 64, "bfloat16", (20, 0, 3)),
+    Shape(26, 13, 64, "float16", (18, 5), tq=3, among=True),
+    Shape(9, 9, 128, "int8", (17, 2)),
+    Shape(11, 11, 64, "int8", (17, 2)),  # of half lines: one by one
+]
+ALL += APART
 # What native code does in pieces: tokens of long contexts, queries of chunks.
 LONG = [
     Shape(9, 3, 64, form, (700, 300, 0, 1000), tq=40, among=among, window=window, softcap=softcap)
@@ -239,7 +247,12 @@ def few_idle(monkeypatch: Any) -> None:
 @pytest.mark.usefixtures("few_idle")
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(s, marks=[pytest.mark.slow] * (i in (0, 5, 7))) for i, s in enumerate(FEW)],  # seconds each
+    [
+        *(
+            pytest.param(s, marks=[pytest.mark.slow] * (i in (0, 5, 7))) for i, s in enumerate(FEW)
+        ),  # seconds each
+        *APART[:2],
+    ],
     ids=lambda s: s.name,
 )
 def test_mosaic_gpu_interpreted(shape: Shape, rng: np.random.Generator) -> None:
@@ -269,6 +282,7 @@ OWN = [
     Shape(6, 2, 256, "bfloat16", (17, 5), window=9),
     Shape(8, 1, 96, "bfloat16", (130, 5), softcap=4.0),
     Shape(6, 2, 64, "int8", (20, 33), window=7),
+    Shape(9, 9, 64, "bfloat16", (20, 1)),
 ]
 
 
@@ -401,6 +415,7 @@ def test_two_calls_in_one_program_are_the_kernels_where_they_can(rng: np.random.
         Shape(9, 3, 64, "int8", (20, 3)),
         Shape(8, 2, 128, "bfloat16", window=5),
         Shape(3, 1, 48, "float16", tq=3),
+        Shape(13, 13, 128, "bfloat16"),
     ],
     ids=lambda s: s.name,
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels.gpu import tunings
 from pallas_kernels.gpu.orders import Orders
 from pallas_kernels.gpu.plan import PlanLayout, make_plan
-from pallas_kernels.gpu.spec import Memory, Spec, Tuning
+from pallas_kernels.gpu.spec import LINE, Memory, Spec, Tuning
 from pallas_kernels.gpu.warp_numpy import Cta, WarpMachine
 
 
@@ -87,7 +87,11 @@ def fits(wanted: Spec) -> None:
         s = replace(wanted, tuning=tuning)
         assert s.shared_bytes <= 227 * 1024
         assert s.heads_at_once * s.ways <= tuning.n_warps
-        assert s.K % s.heads_at_once == 0
+        firsts = [int(s.first_head(np, group)) for group in range(s.head_groups)]
+        groups = [range(first, first + s.heads_at_once) for first in firsts]
+        assert {head for group in groups for head in group} == {*range(s.K)}
+        assert all(head in groups[head // s.heads_at_once] for head in range(s.K)), "where it is looked for"
+        assert not s.swizzled or all(first * s.row_bytes % LINE == 0 for first in firsts)
         assert s.stage_bytes % 1024 == 0, "or the swizzle's pattern would differ from stage to stage"
 
 

@@ -147,7 +147,9 @@ class Combination:
         bt, n = number // s.N, number % s.N
         b, t = bt // s.Tq, bt % s.Tq
         k, query = n // s.G, t * s.G + n % s.G
-        item = (query // self.group) * s.head_groups + k // s.heads_at_once
+        head_group = k // s.heads_at_once
+        head = k - s.first_head(w, head_group)
+        item = (query // self.group) * s.head_groups + head_group
         n_tiles, share = self.plan("n_tiles", b), self.plan("tiles_per_cta")
         start = self.plan("tile_start", b) + item * n_tiles
         first_cta = start // share
@@ -156,7 +158,7 @@ class Combination:
 
         def gather(j: Any, carry: list[Any]) -> list[Any]:
             part = b * s.items_per_request + item + first_cta + j // s.ways
-            at = (w.i64(part) * s.ways + w.i64(j % s.ways)) * s.heads_at_once + w.i64(k % s.heads_at_once)
+            at = (w.i64(part) * s.ways + w.i64(j % s.ways)) * s.heads_at_once + w.i64(head)
             at = at * s.rows + w.i64(query % self.group)
             lse = w.load(self.m.lse, at * 4, "f32")
             values = []

@@ -212,7 +212,7 @@ class Orders:
                 w.expect(full, s.tile_tokens * s.token_bytes, w.lane == 0)
                 w.sync()
                 to = self.ring + stage * s.stage_bytes + half * s.tile_bytes
-                first_head = (order.item % s.head_groups) * s.heads_at_once
+                first_head = s.first_head(w, order.item % s.head_groups)
                 for (token, there), slot in zip(tokens, slots, strict=True):
                     row = to + token * s.pitch_bytes
                     self.copy_token(half, row, slot, first_head, full, there)

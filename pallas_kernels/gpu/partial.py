@@ -171,7 +171,7 @@ class PartialAttention(Orders):
         return order, scales
 
     def head(self, order: Order) -> Any:
-        return (order.item % self.s.head_groups) * self.s.heads_at_once + self.head_in_cta
+        return self.s.first_head(self.w, order.item % self.s.head_groups) + self.head_in_cta
 
     # --- an item's beginning ---
     def nothing(self) -> State:

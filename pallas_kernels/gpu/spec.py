@@ -20,6 +20,7 @@ SWIZZLE_PERIOD = 8 * LINE
 TOKENS = 16  # of a warp's product: rows of its left operand
 QUERIES = 8  # columns of its right operand
 MOST_QUERIES = 16  # that a warp takes through the keys at once
+FEW_HEADS = 4  # of a CTA, from which on their rows are read fast enough
 ORDERS = 8  # tiles that are planned ahead
 ORDER_WORDS = 5
 
@@ -126,17 +127,31 @@ class Spec:
 
     @property
     def heads_at_once(self) -> int:
-        """KV heads a CTA takes: the most that divide K."""
-        return max(h for h in range(1, self.tuning.n_warps + 1) if self.K % h == 0)
+        """KV heads a CTA takes: the most that divide K. Where these are few, such as 1 of 13, as many as make
+        the fewest groups of one size, of which the last two overlap.
+
+        Short rows are read slowly, and what two groups have is read twice (docs/benchmarks.md has both
+        speeds). A group begins at any head where a head's row is whole lines.
+        """
+        most = min(self.tuning.n_warps, self.K)
+        dividing = max(h for h in range(1, most + 1) if self.K % h == 0)
+        if dividing >= FEW_HEADS or dividing == self.K or self.row_bytes % LINE:
+            return dividing
+        return -(-self.K // -(-self.K // most))
+
+    @property
+    def head_groups(self) -> int:
+        return -(-self.K // self.heads_at_once)
+
+    def first_head(self, w: Any, group: Any) -> Any:
+        """Of a group: the last one ends with the last head."""
+        first = group * self.heads_at_once
+        return first if self.K % self.heads_at_once == 0 else w.minimum(first, self.K - self.heads_at_once)
 
     @property
     def ways(self) -> int:
         """Warps that share a head of a CTA, each with its 16 tokens of a tile."""
         return self.tuning.n_warps // self.heads_at_once
-
-    @property
-    def head_groups(self) -> int:
-        return self.K // self.heads_at_once
 
     @property
     def blocks(self) -> int:
