@@ -21,9 +21,9 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16"]
 KvDtype = Literal["auto", "int8", "int8-channel", "int8-channel-asymmetric"]
 # decode: every token by a decode step, from an empty context. long: the same of windows of 1,024 tokens.
-# chunks: prompts in chunks, then decode steps. together: as chunks, those of all rows in one call. mixed: each prompt's chunks in the steps in which earlier rows
-# are decoded. moves: as chunks, and midway KV is copied, moved to the host, and back into other slots.
-# tokens: the engine, greedy, from a pool too small for all.
+# chunks: prompts in chunks, then decode steps. together: as chunks, those of all rows in one call. mixed: each
+# prompt's chunks in the steps in which earlier rows are decoded. moves: as chunks, and midway KV is copied,
+# moved to the host, and back into other slots. tokens: the engine, greedy, from a pool too small for all.
 HOWS = ("decode", "long", "chunks", "together", "mixed", "moves", "tokens")
 DEMO = "smollm2-135m-instruct"
 
@@ -56,6 +56,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "h112k5g7": _heads(112, 5, 7),
     "h256k1g8": _heads(256, 1, 8),
     "h16k6g2": _heads(16, 6, 2),
+    "h128k13g1": _heads(128, 13, 1),  # of a quarter of the 33B shape: groups of heads overlap
     "window": _heads(64, 2, 4, model_type="mistral", sliding_window=24),
 }
 
