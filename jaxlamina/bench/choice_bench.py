@@ -228,7 +228,9 @@ def measure(
             if isinstance(found, str):
                 report.left_out[_told(job)] = found
                 continue
-            for result in found:
+            for line in found["failed"]:
+                report.left_out[f"{_told(job)}: {line.partition(': ')[0]}"] = line.partition(": ")[2]
+            for result in found["results"]:
                 for candidate in wanted[job].get((_step_of(result["case"]), result["way"]), ()):
                     candidate.measured_ms = result["ms"]
     return report
@@ -261,10 +263,10 @@ def waves(jobs: Sequence[InstanceJob], n_devices: int) -> Iterator[list[Instance
 
 def _run(
     jobs: Mapping[InstanceJob, Sequence[str]], on_gpus: bool, way_s: float
-) -> dict[InstanceJob, list[dict[str, Any]] | str]:
-    """Of each job that runs at once the results, or why there are none."""
+) -> dict[InstanceJob, dict[str, Any] | str]:
+    """Of each job that runs at once the record, or why there is none."""
     until, first, started = time.monotonic() + way_s, 0, {}
-    found: dict[InstanceJob, list[dict[str, Any]] | str] = {}
+    found: dict[InstanceJob, dict[str, Any] | str] = {}
     for job, options in jobs.items():
         environment = only(range(first, first + job.n_devices)) if on_gpus else {}
         if not on_gpus and not job.launch:
@@ -282,7 +284,7 @@ def _run(
             # A bench of which one way failed ends with 1, and has told of the others.
             line = out.strip().splitlines()[-1:] or [""]
             record = json.loads(line[0]) if line[0].startswith("{") else None
-            found[job] = reason(err) if record is None else record["results"]
+            found[job] = reason(err) if record is None else record
     finally:
         for process in started.values():
             end(process)

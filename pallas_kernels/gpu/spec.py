@@ -20,7 +20,7 @@ SWIZZLE_PERIOD = 8 * LINE
 TOKENS = 16  # of a warp's product: rows of its left operand
 QUERIES = 8  # columns of its right operand
 MOST_QUERIES = 16  # that a warp takes through the keys at once
-FEW_HEADS = 4  # of a CTA, from which on their rows are read fast enough
+FEW_HEADS = 3  # of a CTA, from which on their rows are read fast enough
 ORDERS = 8  # tiles that are planned ahead
 ORDER_WORDS = 5
 
