@@ -98,7 +98,7 @@ def predict_command(
 def _calibration(given: Path | None, out: Path | None, on_progress: object) -> DeviceCalibration:
     from jaxlamina.errors import UserError
     from jaxlamina.planner import calibration, prediction
-    from jaxlamina.planner.fit import fit
+    from jaxlamina.planner.fit import fit, sums
     from jaxlamina.planner.points import measured
 
     if out is None:
@@ -110,10 +110,11 @@ def _calibration(given: Path | None, out: Path | None, on_progress: object) -> D
     assert callable(on_progress)
     on_progress("fitting")
     known = measured()
-    found = fit(prediction.evidence_of(known))
-    dates = sorted(point.date for point in known.calibrating)
+    used = (*known.calibrating, *known.calibrating_sums)
+    found = sums(known.calibrating_sums, fit(prediction.evidence_of(known)))
+    dates = sorted(point.date for point in used)
     versions = {"jax": "0.11.2", "python": "3.12.3"}
-    points = tuple(dict.fromkeys(f"{point.table}: {point}" for point in known.calibrating))
+    points = tuple(dict.fromkeys(f"{point.table}: {point}" for point in used))
     when = f"{dates[0]} to {dates[-1]}"
     made = calibration.DeviceCalibration(found.terms, found.links, "NVIDIA H200", versions, when, points)
     made.save(out)

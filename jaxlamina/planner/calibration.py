@@ -23,12 +23,14 @@ from jaxlamina.planner.terms import LinkTerms, Terms
 _GIVEN = ("hardware", "scaled_from")
 TERM_NAMES = tuple(f.name for f in fields(Terms) if f.name not in _GIVEN)
 _IN_HOST = ("memory", "nccl")
+_IN_PROCESS = "sharded"
 _KEYS = {"hardware", "device", "versions", "date", "points", "terms", "links"}
 
 
 @dataclass(frozen=True)
 class DeviceCalibration:
-    """``links``: by how messages go ("memory", "nccl", "gloo", "mpi"). ``points``: of the measurements that
+    """``links``: by how messages go ("memory", "nccl", "gloo", "mpi"), and "sharded" for XLA's sums over
+    devices of one process. ``points``: of the measurements that
     they were fitted to. ``device``, ``versions`` and ``date``: of what they were measured on."""
 
     terms: Terms
@@ -93,6 +95,12 @@ class DeviceCalibration:
         if self.terms.scaled_from is not None and self.terms.hardware.chip_link_gb_s is None:
             return None
         return next((self.links[name] for name in _IN_HOST if name in self.links), None)
+
+    @property
+    def in_process(self) -> LinkTerms | None:
+        """By which devices of one process that share out a model sum (`jaxlamina.run.sharded`): as measured,
+        else as `in_host`."""
+        return None if self.in_host is None else self.links.get(_IN_PROCESS, self.in_host)
 
     @property
     def origin(self) -> str:

@@ -39,7 +39,7 @@ def device(name: str, usd_h: float | None = None, given: DeviceCalibration | Non
     takes it. ``UserError`` where its FLOP/s are not known."""
     found = calibration.for_device(name, given)
     price = found.terms.hardware.price_usd_h if usd_h is None else usd_h
-    return Device(found.terms, price, found.in_host, found.origin)
+    return Device(found.terms, price, found.in_host, found.origin, found.in_process)
 
 
 def terms_note(*devices: Device) -> str:

@@ -72,6 +72,11 @@ class StepPoint:
         return self.tensor_parallel if self.dop is None else sum(self.dop)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether devices of one process shared out the model, whose sums are XLA's."""
+        return self.dop is None and self.tensor_parallel > 1
+
+    @property
     def layout(self) -> str:
         """What kind of layout it is of, as leave-one-out has them."""
         if self.dop is None:
@@ -102,6 +107,8 @@ class StepPoint:
         if self.dop is None or self.share == 1:
             n = self.tensor_parallel
             link = links.get("memory")
+            if self.is_sharded:
+                link = links.get("sharded", link)
             return Deployment(config, terms, n_model=n, tensor_parallel=n, model_link=link, **sizes)
         n_model, n_attention = self.dop
         return Deployment(
@@ -158,7 +165,8 @@ class ExchangePoint:
 @dataclass(frozen=True)
 class MeasuredPoints:
     """``calibrating``: every third counted point in the file's order, from the third on: the rule that is
-    there before any result. Points that came later are none of them."""
+    there before any result. Points that came later are none of them, but for those of XLA's sums: every third
+    of these calibrates the sums alone (``calibrating_sums``)."""
 
     steps: tuple[StepPoint, ...]
     kernels: tuple[KernelPoint, ...]
@@ -172,6 +180,10 @@ class MeasuredPoints:
     @property
     def calibrating(self) -> tuple[StepPoint, ...]:
         return tuple(point for point in self.counted if not point.later)[2::3]
+
+    @property
+    def calibrating_sums(self) -> tuple[StepPoint, ...]:
+        return tuple(point for point in self.counted if point.later and point.is_sharded)[2::3]
 
 
 @cache

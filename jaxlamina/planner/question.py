@@ -21,12 +21,14 @@ from jaxlamina.planner.workload import Workload
 @dataclass(frozen=True)
 class Device:
     """A kind of device, what one costs (None: not known), and what joins two of them in a host (None: not
-    known, so that they cannot share out a model). ``origin``: where the terms are from."""
+    known, so that they cannot share out a model); ``in_process``: by which those of one process sum, None: as
+    in a host. ``origin``: where the terms are from."""
 
     terms: Terms
     usd_h: float | None = None
     in_host: LinkTerms | None = None
     origin: str = ""
+    in_process: LinkTerms | None = None
 
     @property
     def name(self) -> str:
