@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from serving import ROOT
 from supervised import wait_until
 
 from jaxlamina.process import ending
@@ -111,7 +112,7 @@ def test_what_a_process_starts_ends_with_it_before_either_is_gone():
         leaving = Leaving()
 
         async def end():
-            await leaving.end_all(but_others(child.pid), 0.0)
+            await leaving.end_all(lambda: but_others(child.pid), 0.0)
             assert leaving and ending.began(child.pid) == began
             assert ending.exit_code(other, since) is not None or ending.began(other) != since
             await leaving.gone()
@@ -132,7 +133,68 @@ def but_others(pid):
 def test_what_does_not_end_is_killed_after_its_time():
     with process(SLEEPS) as child:
         leaving, began = Leaving(), time.monotonic()
-        asyncio.run(asyncio.wait_for(leaving.end_all(but_others(child.pid), 0.5), 30))
+        asyncio.run(asyncio.wait_for(leaving.end_all(lambda: but_others(child.pid), 0.5), 30))
         assert time.monotonic() - began >= 0.5
         asyncio.run(leaving.gone())
         assert ending.began(child.pid) is None
+
+
+# Answers /health at once, as a spare when it is its turn.
+SERVER = """
+import http.server, os, pathlib, socketserver, sys, time
+path = sys.argv[-1]
+if "JAXLAMINA_STANDBY" in os.environ:
+    pathlib.Path(path + ".stands-by").touch()
+    while not os.path.exists(path + ".takes-over"):
+        time.sleep(0.01)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *of_it):
+        pass
+socketserver.ThreadingUnixStreamServer(path, Handler).serve_forever()
+"""
+# A process of its own, since a supervisor ends all others that are below it. What is killed stays for as long as
+# its number is in `held`.
+SUPERVISOR = """
+import asyncio, os, subprocess, sys
+from pathlib import Path
+from jaxlamina.supervisor import leaving
+from jaxlamina.supervisor.child import SupervisedJob
+
+held, polled, is_gone = set(), subprocess.Popen.poll, leaving._is_gone
+subprocess.Popen.poll = lambda self: None if self.pid in held else polled(self)
+leaving._is_gone = lambda pid, began: pid not in held and is_gone(pid, began)
+
+async def spare_of(job):
+    while job.spare_state != "standing by":
+        await asyncio.sleep(0.02)
+
+async def main():
+    times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
+    job = SupervisedJob([sys.executable, *sys.argv[2:]], Path(sys.argv[1]), n_spare=1, **times)
+    running = asyncio.create_task(job.run())
+    first = await job.ready(20)
+    await asyncio.wait_for(spare_of(job), 20)
+    held.add(first.process.pid)
+    first.process.kill()
+    second = await job.ready(20, after=first.n)
+    print(second.n, job.causes[0].text, Path(f"/proc/{first.process.pid}").exists(), flush=True)
+    await asyncio.sleep(0.5)
+    print(job.n_starts, job.spare_state, flush=True)
+    held.clear()
+    await asyncio.wait_for(spare_of(job), 20)
+    print(job.n_starts, Path(f"/proc/{first.process.pid}").exists(), flush=True)
+    job.end()
+    job.end()
+    await running
+
+asyncio.run(main())
+"""
+
+
+def test_a_spare_takes_over_from_what_is_not_gone_and_the_next_one_waits_for_that(tmp_path):
+    words = [sys.executable, "-c", SUPERVISOR, str(tmp_path), "-c", SERVER]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.stdout.splitlines() == ["2 killed by SIGKILL True", "2 none", "3 False"], done.stderr

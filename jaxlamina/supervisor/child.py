@@ -340,8 +340,10 @@ class SupervisedJob:
         if running.process.poll() is None:
             running.process.kill()
         await running.forget()
-        others = [x.process.pid for x in (self._running, self._spare) if x is not None and x is not running]
-        await self._leaving.end_all(others, self._end_s)
+        await self._leaving.end_all(lambda: self._others(running), self._end_s)
+
+    def _others(self, running: Running) -> list[int]:
+        return [x.process.pid for x in (self._running, self._spare) if x is not None and x is not running]
 
     async def _keep_spare(self) -> None:
         """Starts one whenever the job is ready and there is none."""

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,11 +32,11 @@ class Leaving:
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    async def end_all(self, but: Collection[int], end_s: float) -> None:
-        """Until nothing below this process runs ``but`` those and what is below them. The others are killed
-        after ``end_s``."""
+    async def end_all(self, but: Callable[[], Collection[int]], end_s: float) -> None:
+        """Until nothing below this process runs ``but`` those, which may change meanwhile, and what is below
+        them. The others are killed after ``end_s``."""
         kill_at = time.monotonic() + end_s
-        while left := [pid for pid in _below(but) if not self._leaves(pid)]:
+        while left := [pid for pid in _below(but()) if not self._leaves(pid)]:
             now = time.monotonic()
             if now > kill_at + _MOST_S:
                 _log.error("processes of the job do not end: %s", left)
