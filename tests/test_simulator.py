@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 
@@ -13,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_engine import SAMPLER, ImaginaryExecutor, V
 
+from jaxlamina.cli.main import main
 from jaxlamina.engine.engine import Engine
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
@@ -259,6 +261,16 @@ def test_short_prompts_cost_the_calls_that_they_go_in():
     assert (apart.n_prompt_steps, together.n_prompt_steps, longer.n_prompt_steps) == (64, 4, 64)
     assert together.prefill_s == pytest.approx(4 * prefill_s(UNSPLIT, 512), rel=0.01)
     assert together.prefill_s < apart.prefill_s / 4
+
+
+def test_an_unsplit_model_is_simulated_with_short_prompts_together(tmp_path, capsys):
+    trace = tmp_path / "short.jsonl"
+    line = {"timestamp": 0, "input_length": 30, "output_length": 2}
+    trace.write_text(f"{json.dumps(line)}\n" * 16)
+    load = ("simulate", "--model", "llama-3-8b", "--trace", str(trace), "--json")
+    for options, n in (((), 1), (("--prompt-batch-tokens", "0"), 16), (("--dop", "1,1"), 16)):
+        assert main([*load, *options]) == 0
+        assert json.loads(capsys.readouterr().out)["n_prompt_steps"] == n
 
 
 def test_times_between_the_grids_points_are_near_the_planners():
