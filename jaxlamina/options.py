@@ -28,6 +28,9 @@ FIRST_COME = "fifo"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SEQS = 32
 """Sequences decoded at once where nobody says."""
+PROMPT_BATCH_TOKENS = 512
+"""Of short prompts in one call on an accelerator, which takes as long to read the weights as to multiply them
+with some 300 tokens (docs/findings.md)."""
 NOTICE_S, START_S, KV_RETURN_GB_S = 1.0, 32.0, 1.1
 """What a failure costs where nobody says: until it is noticed, until the job is ready again, and how fast KV
 comes back. One H100's, without a spare (docs/reliability.md)."""
@@ -257,8 +260,9 @@ class EngineOptions(Options):
     prompt_batch_tokens: int | None = option(
         None,
         "Tokens, padding included, of several short prompts that are computed in one call, which reads "
-        "weights once for all; 0: each prompt is a call of its own. Default: 512 for a model of one process "
-        "on an accelerator; 0 otherwise, and where attention workers share requests or tokens.",
+        "weights once for all; 0: each prompt is a call of its own. Default: "
+        f"{PROMPT_BATCH_TOKENS} for a model of one process on an accelerator; 0 otherwise, and where "
+        "attention workers share requests or tokens.",
         least=0,
     )
     async_scheduling: bool = option(

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from jaxlamina.errors import UserError
@@ -24,6 +25,7 @@ from jaxlamina.exit_codes import BAD_INPUT
 from jaxlamina.job.cluster import JOB, Cluster
 from jaxlamina.process.host_memory import memory_folder
 from jaxlamina.process.owned_folder import PIPES, owned_folder
+from jaxlamina.server.pieces import SECRET
 from launch.commands import (
     handing_on,
     is_open_mpi,
@@ -56,13 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _job(cluster: Cluster, options: LaunchOptions, folder: str) -> Job:
     environment = {**os.environ, JOB: secrets.token_hex(16)}  # by which rank 0 knows its own
+    job = partial(
+        Job,
+        describe=cluster.describe,
+        end_s=options.end_s,
+        folder=folder,
+        leaves_the_dead=SECRET in os.environ,  # a supervisor's
+    )
     if options.starter:
         child = mpi_child(_starter(options.starter, environment), options, environment, folder)
-        begin_s = cluster.start_deadline_s
-        return Job([child], cluster.describe, end_s=options.end_s, folder=folder, begin_s=begin_s)
+        return job([child], begin_s=cluster.start_deadline_s)
     if cluster.transport == "xla":
         children = plain_children(cluster, options, environment, folder)
-        return Job(children, cluster.describe, end_s=options.end_s, folder=folder)
+        return job(children)
     if shutil.which("mpirun") is None:
         raise UserError(
             "transport='mpi' needs mpirun, which is not here: apt-get install openmpi-bin libopenmpi-dev, "
@@ -71,7 +79,7 @@ def _job(cluster: Cluster, options: LaunchOptions, folder: str) -> Job:
     mpirun = mpirun_argv(cluster.n_ranks, _version("mpirun"), root=os.geteuid() == 0)
     pipes = {rank: _pipe(Path(folder, str(rank))) for rank in range(cluster.n_ranks)}
     child = mpi_child(mpirun, options, environment, folder)
-    return Job([child], cluster.describe, pipes=pipes, end_s=options.end_s, folder=folder)
+    return job([child], pipes=pipes)
 
 
 def _starter(words: Sequence[str], environment: Mapping[str, str]) -> Sequence[str]:

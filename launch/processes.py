@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxlamina.exit_codes import BAD_INPUT, FAILED, WRONG
+from jaxlamina.process import ending
 from jaxlamina.process.parents import end_with_parent
 
 # Names the folder of the ranks' pipes in the environment of every process that `launch.local` starts.
@@ -53,8 +54,14 @@ class Child:
 class _Running:
     child: Child
     process: subprocess.Popen[bytes]
+    since: int | None  # the kernel's ticks
     code: int | None = None
     told: bool = False  # it was we who ended it
+
+    def exit_code(self) -> int | None:
+        """None: it runs. One that does not may be there still."""
+        code = self.process.poll()
+        return ending.exit_code(self.process.pid, self.since) if code is None else code
 
     @property
     def is_first(self) -> bool:
@@ -123,6 +130,8 @@ class Job:
     - ``end_s``, ``folder``: rank 0 brings its work to an end by itself when it is told to stop, in so many
       seconds; the folder is that of `LAUNCHED`. None: a signal ends all at once.
     - ``begin_s``: rank 0 must have begun, on this host, after so many seconds.
+    - ``leaves_the_dead``: what has ended need not be gone at the end, as what started this process sees to
+      it. A GPU's memory takes the kernel a second.
     """
 
     def __init__(
@@ -135,6 +144,7 @@ class Job:
         end_s: float | None = None,
         folder: str = "",
         begin_s: float | None = None,
+        leaves_the_dead: bool = False,
     ) -> None:
         self._children = children
         self._describe = describe
@@ -143,6 +153,7 @@ class Job:
         self._end_s = end_s
         self._first_pid = Path(folder, FIRST_PID)
         self._begin_s = begin_s
+        self._leaves_the_dead = leaves_the_dead
         self._begin_by = None if begin_s is None else time.monotonic() + begin_s
         self._running: list[_Running] = []
         self._selector = selectors.DefaultSelector()
@@ -194,7 +205,7 @@ class Job:
             preexec_fn=partial(end_with_parent, last_signal),  # noqa: PLW1509 (this process has one thread)
             process_group=None if self._end_s is None else 0,  # a terminal's Ctrl-C is for this process alone
         )
-        self._running.append(_Running(child, process))
+        self._running.append(_Running(child, process, ending.began(process.pid)))
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 self._watch(stream.fileno(), child.rank, stream)
@@ -258,7 +269,7 @@ class Job:
     def _look(self) -> None:
         now = time.monotonic()
         for running in self._running:
-            if running.code is None and (code := running.process.poll()) is not None:
+            if running.code is None and (code := running.exit_code()) is not None:
                 running.code = code
                 self._ended(running, now)
         if self._reason.reports and self._deadline is None:
@@ -340,8 +351,10 @@ class Job:
 
     def _kill_all(self) -> None:
         for running in self._running:
-            if running.process.poll() is None:
+            if running.exit_code() is None:
                 running.process.kill()
+        if not self._leaves_the_dead:
+            for running in self._running:
                 running.process.wait()
 
     def _say_why(self) -> None:

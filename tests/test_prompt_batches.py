@@ -139,12 +139,13 @@ def test_runs_have_each_prompt_once_in_order_and_none_beside_what_it_follows(dat
         computed_by |= dict.fromkeys(own, i)
         prompts.append((request, (shared, shared + n_new)))
     step = ScheduledStep(tuple(r for r, _ in prompts), (), (), spans=tuple(s for _, s in prompts))
-    runs = step.runs(n_together=batches.first_of)
+    runs = step.runs(calls=batches.calls)
     assert [prompt for run in runs for prompt in run.prompts] == prompts
     for run in runs:
+        size = run.size
         if len(run.prompts) == 1:
+            assert size is None
             continue
-        size = batches.fit(run.prompts)
         assert size is not None and len(run.prompts) <= size.batch
         assert size.batch * size.n_tokens <= n_tokens and size.batch >= 4
         ids = {int(request.request_id) for request, _ in run.prompts}
@@ -152,6 +153,24 @@ def test_runs_have_each_prompt_once_in_order_and_none_beside_what_it_follows(dat
             assert stop - start <= size.n_tokens and start <= max(1, size.context)
             assert not request.scores_prompt
             assert not {computed_by[slot] for slot in np.asarray(request.slots.view()[:start]).tolist()} & ids
+
+
+def test_where_no_program_is_there_that_is_found_out_once_a_step(monkeypatch):
+    sizes = CompiledSizes(Buckets.default(16, 256))
+    sizes.add([StepSizes("prefill", 1, 256, 0), StepSizes("chunk", 16, 16, 256)])
+    batches, looks = PromptBatches(sizes, 512), []
+    monkeypatch.setattr(batches, "_alike", lambda prompts: looks.append(0) or list(prompts))
+    prompts: list[PromptSpan] = []
+    for i in range(64):
+        request = Request(f"{i}", list(range(30)), 4)
+        request.slots.extend(range(30 * i, 30 * i + 30))
+        prompts.append((request, (0, 30)))
+    assert [run.prompts for run in batches.calls(prompts)] == [(prompt,) for prompt in prompts]
+    missing = StepSizes("prefill", 16, 32, 0)
+    assert len(looks) == 1 and sizes.wanted == {missing: 1}
+    after = [(request, (20, 30)) for request, _ in prompts]  # of these there is one
+    assert [len(run.prompts) for run in batches.calls(prompts + after)] == [1] * 64 + [16] * 4
+    assert len(looks) == 2 + 4 and sizes.wanted[missing] == 2
 
 
 def test_sizes_of_several_prompts_are_no_others():

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_engine import SAMPLER, ImaginaryExecutor, V
 
+from jaxlamina.cli.main import main
 from jaxlamina.engine.engine import Engine
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, prefill_s, step_cost
 from jaxlamina.planner.hardware import Hardware
 from jaxlamina.planner.traces import Trace, load, repeated
-from jaxlamina.run.executor import StepLogits
+from jaxlamina.run.executor import Capabilities, StepLogits
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
 from jaxlamina.simulator.step_times import FS, FS_US, ModelledTimes
+from jaxlamina.steps.batch import PrefillBatch
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import Step
 
@@ -48,6 +53,7 @@ ROWS = st.lists(
     min_size=1,
     max_size=12,
 )
+SHORT = [(0, 9, 3), *[(0, 12, 3)] * 4, (0, 5, 2)]
 
 
 class ClockedExecutor(ImaginaryExecutor):
@@ -57,6 +63,11 @@ class ClockedExecutor(ImaginaryExecutor):
     def __init__(self, n_slots: int, times: ModelledTimes) -> None:
         super().__init__(n_slots)
         self.times, self.now, self.ends = times, 0, [0]  # femtoseconds
+        self.n_together = 0  # the most prompts of a call
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(batches_prompts=True)
 
     def run(self, step: Step) -> StepLogits:
         fs = 0
@@ -65,22 +76,36 @@ class ClockedExecutor(ImaginaryExecutor):
             n_stored = int(step.decodes.lengths[rows].sum())
             fs = self.times.cell(int(rows.sum()), n_stored).fs(n_stored)
         for part in step.prompts:
-            [n_stored], [last] = part.batch.lengths.tolist(), part.batch.logits_at.tolist()
-            fs = self.times.prefill_fs(last + 1, n_stored)
+            n, stored = n_prompts(part.batch, self.n_slots), part.batch.lengths
+            n_tokens = int(part.batch.logits_at[0]) + 1 if n == 1 else part.batch.tokens.size
+            fs = self.times.prefill_fs(n_tokens, int(stored[:n].sum()) // n)
+            self.n_together = max(self.n_together, n)
         self.ends.append(max(self.now, self.ends[-1]) + fs)
         return super().run(step)
+
+    def prompts(self, batch: PrefillBatch) -> jax.Array:
+        n = n_prompts(batch, self.n_slots)
+        logits = super().prompts(PrefillBatch(*(x[:n] for x in batch)))
+        return jnp.pad(logits, [(0, len(batch.tokens) - n), (0, 0)])
+
+
+def n_prompts(batch: PrefillBatch, n_slots: int) -> int:
+    """Without padding, which stores nothing."""
+    return int((batch.slots[:, 0] < n_slots).sum())
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     rows=ROWS,
     n_slots=st.integers(64, 120),
-    max_num_seqs=st.integers(1, 4),
+    max_num_seqs=st.integers(1, 6),
     chunk=st.sampled_from([None, 7]),
     is_async=st.booleans(),
     headroom=st.sampled_from([None, 0.0, 1.0]),
+    together=st.sampled_from([0, 128]),
 )
-def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, is_async, headroom):
+@example(rows=SHORT, n_slots=120, max_num_seqs=6, chunk=None, is_async=True, headroom=0.0, together=128)
+def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, is_async, headroom, together):
     """The engine computes with an imaginary model, and its clock goes by the same times of steps."""
     trace = trace_of(rows)
     times = ModelledTimes(UNSPLIT)
@@ -88,7 +113,7 @@ def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, i
     engine = Engine(
         executor,
         vocab_size=V,
-        buckets=Buckets(batch=(1, 2, 4), prompt=(8, 64), context=(8, 96)),
+        buckets=Buckets.default(max_num_seqs, LLAMA.max_position_embeddings, "doubling"),
         max_num_seqs=max_num_seqs,
         max_model_len=96,
         eos_token_ids=(),
@@ -96,6 +121,7 @@ def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, i
         max_num_batched_tokens=chunk,
         async_scheduling=is_async,
         headroom=headroom,
+        prompt_batch_tokens=together,
     )
     engine.drawing.sampler = SAMPLER
     first_s, end_s, ids = [0.0] * len(trace), [0.0] * len(trace), {}
@@ -120,6 +146,7 @@ def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, i
         async_scheduling=is_async,
         kv_headroom=headroom,
         kv_slots=n_slots,
+        prompt_batch_tokens=together,
     )
     found = simulate(UNSPLIT, trace, policy)
     check_whole(found, trace)
@@ -128,6 +155,7 @@ def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, i
     assert found.n_preemptions == engine.stats.n_preemptions
     assert found.n_decode_steps == engine.stats.n_decode_steps
     assert found.n_prompt_steps == engine.stats.n_prefill_steps
+    assert rows is not SHORT or executor.n_together == 4
 
 
 @settings(max_examples=40, deadline=None)
@@ -144,9 +172,10 @@ def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, i
         st.tuples(st.floats(0, 0.4), st.just("model"), st.sampled_from([0.0, 0.05, 3.0])), max_size=2
     ),
     kept_kv=st.booleans(),
+    together=st.sampled_from([0, 128]),
 )
 def test_many_steps_at_once_are_the_same_as_one_by_one(
-    rows, n_slots, max_num_seqs, chunk, mixed, is_async, max_tokens, name, failures, kept_kv
+    rows, n_slots, max_num_seqs, chunk, mixed, is_async, max_tokens, name, failures, kept_kv, together
 ):
     trace = trace_of(rows)
     policy = ServingPolicy(
@@ -158,6 +187,7 @@ def test_many_steps_at_once_are_the_same_as_one_by_one(
         kv_slots=n_slots,
         max_tokens=max_tokens,
         kept_kv=kept_kv,
+        prompt_batch_tokens=together,
     )
     fast = simulate(UNSPLIT, trace, policy, failures=failures)
     slow = simulate(UNSPLIT, trace, policy, failures=failures, one_by_one=True)
@@ -220,6 +250,27 @@ def test_a_prompt_costs_as_many_tokens_as_are_computed_for_it():
         for n, multiple in ((81, 16), (96, 1))
     )
     assert run.prefill_s == whole.prefill_s > simulate(UNSPLIT, trace_of([(0, 81, 1)])).prefill_s
+
+
+def test_short_prompts_cost_the_calls_that_they_go_in():
+    """As many tokens as such a call is padded to, here 16 prompts of 32; and what is too long is alone."""
+    apart, together, longer = (
+        simulate(UNSPLIT, trace_of([(0, n, 1)] * 64), ServingPolicy(prompt_batch_tokens=n_tokens))
+        for n, n_tokens in ((30, 0), (30, 512), (200, 512))
+    )
+    assert (apart.n_prompt_steps, together.n_prompt_steps, longer.n_prompt_steps) == (64, 4, 64)
+    assert together.prefill_s == pytest.approx(4 * prefill_s(UNSPLIT, 512), rel=0.01)
+    assert together.prefill_s < apart.prefill_s / 4
+
+
+def test_an_unsplit_model_is_simulated_with_short_prompts_together(tmp_path, capsys):
+    trace = tmp_path / "short.jsonl"
+    line = {"timestamp": 0, "input_length": 30, "output_length": 2}
+    trace.write_text(f"{json.dumps(line)}\n" * 16)
+    load = ("simulate", "--model", "llama-3-8b", "--trace", str(trace), "--json")
+    for options, n in (((), 1), (("--prompt-batch-tokens", "0"), 16), (("--dop", "1,1"), 16)):
+        assert main([*load, *options]) == 0
+        assert json.loads(capsys.readouterr().out)["n_prompt_steps"] == n
 
 
 def test_times_between_the_grids_points_are_near_the_planners():

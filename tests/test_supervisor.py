@@ -20,6 +20,8 @@ from checkpoint_examples import tiny_words_folder
 from serving import ROOT, environment
 from supervised import Asked, Supervised, children, continuation, find, is_there, plain, restarts, wait_until
 
+from jaxlamina.errors import UserError
+from jaxlamina.server.files import Folder
 from jaxlamina.supervisor.changes import Change, JobCommand, Workers
 
 LONG = {"prompt": "w1 w2 w3", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -217,6 +219,20 @@ def test_running_requests_are_finished_at_its_end(tiny):
         assert asked.ends and len(asked.events) > 150
         assert server.finish() == 0
         assert not any(os.path.exists(f"/proc/{pid}") for pid in below)
+
+
+def test_a_supervisor_holds_the_folder_of_files(tiny, tmp_path):
+    """Its job does not, since a spare takes over before the job before it has let go of anything."""
+    words = [sys.executable, "-m", "jaxlamina", "serve", "--supervise", "--port", "0", "--model", str(tiny)]
+    with contextlib.closing(Folder(tmp_path)):
+        done = subprocess.run(
+            [*words, "--files-dir", str(tmp_path)],
+            check=False, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment(),
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert f"error: {tmp_path} is in use by another server" in done.stderr
+    with supervised(tiny, "--files-dir", str(tmp_path)), pytest.raises(UserError, match="in use"):
+        Folder(tmp_path)
 
 
 def test_a_job_that_cannot_start_ends_its_supervisor(tiny):

@@ -14,7 +14,14 @@ import typer
 
 from jaxlamina.cli import model_options
 from jaxlamina.errors import UserError
-from jaxlamina.options import DEFAULT_SEQS, FIRST_COME, KV_RETURN_GB_S, NOTICE_S, START_S
+from jaxlamina.options import (
+    DEFAULT_SEQS,
+    FIRST_COME,
+    KV_RETURN_GB_S,
+    NOTICE_S,
+    PROMPT_BATCH_TOKENS,
+    START_S,
+)
 
 if TYPE_CHECKING:
     from jaxlamina.planner.costs import Deployment
@@ -57,6 +64,7 @@ def simulate(
     kv_headroom: model_options.KvHeadroom = None,
     async_scheduling: model_options.AsyncScheduling = True,
     mixed_steps: model_options.MixedSteps = False,
+    prompt_batch_tokens: model_options.PromptBatchTokens = None,
     scheduling_policy: model_options.SchedulingPolicy = None,
     failure: Annotated[
         list[str] | None,
@@ -97,12 +105,15 @@ def simulate(
         link_us,
     )
     load = _load(trace, hours, speedup)
+    if prompt_batch_tokens is None:
+        prompt_batch_tokens = 0 if setup.is_split else PROMPT_BATCH_TOKENS
     policy = simulator.ServingPolicy(
         scheduling_policy=scheduling_policy or FIRST_COME,
         max_num_seqs=max_num_seqs or DEFAULT_SEQS,
         max_num_batched_tokens=max_num_batched_tokens,
         tpot_slo_ms=tpot_slo_ms,
         mixed_steps=mixed_steps,
+        prompt_batch_tokens=prompt_batch_tokens,
         async_scheduling=async_scheduling,
         kv_headroom=kv_headroom,
         kv_slots=kv_slots,

@@ -385,8 +385,8 @@ class Engine:
         if step.requests:
             self.drawing.begin()
             n_workers = self.capabilities.n_prefill_workers
-            together = self.batching.first_of
-            runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps, n_together=together)
+            calls = self.batching.calls
+            runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps, calls=calls)
             sizes = None if self.chunk_size is None else self._sizes_to_tell(step)
             launched = LaunchedStep([rows for run in runs for rows in self._run(run)], sizes)
         for chunk in step.begun:  # behind what the same worker is to send
@@ -419,8 +419,8 @@ class Engine:
         """Launches one of the executor's steps, and the choice of its tokens."""
         if run.computed is not None:
             return [self._run_computed(run.computed)]
-        if len(run.prompts) > 1 and not self.capabilities.n_prefill_workers:
-            return [self._run_prompts(run.prompts)]
+        if run.size is not None:
+            return [self._run_prompts(run.prompts, run.size)]
         of_rows, of_prompts = self._sizes(run)
         self._rows = rows = in_place(run.decodes, self._rows) if run.decodes else self._rows
         batch = None if of_rows is None else self._decode_batch(rows, of_rows)
@@ -437,10 +437,8 @@ class Engine:
             found.append(self._prefilled(*prompt, of_prompt))
         return found
 
-    def _run_prompts(self, prompts: Sequence[PromptSpan]) -> LaunchedRows:
+    def _run_prompts(self, prompts: Sequence[PromptSpan], size: StepSizes) -> LaunchedRows:
         """Several in one call."""
-        size = self.batching.fit(prompts)
-        assert size is not None
         [logits] = self._timed(Step(prompts=(PromptPart(self._prefill_batch(prompts, size)),))).prompts
         for request, span in prompts:
             self._count(request, span)

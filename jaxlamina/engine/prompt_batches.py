@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxlamina.engine.request import Request
-from jaxlamina.engine.scheduled_step import PromptSpan
+from jaxlamina.engine.scheduled_step import PromptSpan, RunTogether
 from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes, bucket
 
 # Fewer prompts take no longer one by one: a call's padding is computed, too.
@@ -29,35 +29,45 @@ class PromptBatches:
     def __init__(self, sizes: CompiledSizes, n_tokens: int) -> None:
         self._sizes, self.n_tokens = sizes, n_tokens
 
-    def first_of(self, prompts: Sequence[PromptSpan]) -> int:
-        """How many of the first of ``prompts`` are computed together."""
-        found = self._alike(prompts)
-        return len(found) if len(found) >= _LEAST_PROMPTS and self.fit(found) is not None else 1
+    def calls(self, prompts: Sequence[PromptSpan]) -> list[RunTogether]:
+        """``prompts``, of one step, in their order."""
+        found: list[RunTogether] = []
+        without = set[tuple[int, bool]]()  # of which no program is there yet: that is found out once
+        while prompts:
+            call = self._first_of(prompts, without)
+            found.append(call)
+            prompts = prompts[len(call.prompts) :]
+        return found
 
-    def fit(self, prompts: Sequence[PromptSpan]) -> StepSizes | None:
-        """What ``prompts``, of one call, are padded to; None where no such program is there yet."""
-        width = self._width(prompts[0])
-        context = max(start for _, (start, _) in prompts)
+    def _first_of(self, prompts: Sequence[PromptSpan], without: set[tuple[int, bool]]) -> RunTogether:
+        alone, kind = RunTogether((), (prompts[0],)), self._kind(prompts[0])
+        width, _ = kind
         rows = n_rows(self._sizes.buckets, self.n_tokens, width)
-        return self._sizes.fit_known(StepSizes("chunk" if context else "prefill", rows, width, context))
+        if min(rows, len(prompts)) < _LEAST_PROMPTS or kind in without:
+            return alone
+        alike = self._alike(prompts[:rows])
+        if len(alike) < _LEAST_PROMPTS:
+            return alone
+        context = max(start for _, (start, _) in alike)
+        size = self._sizes.fit_known(StepSizes("chunk" if context else "prefill", rows, width, context))
+        if size is None:
+            without.add(kind)
+            return alone
+        return RunTogether((), tuple(alike), size=size)
 
-    def _width(self, prompt: PromptSpan) -> int:
+    def _kind(self, prompt: PromptSpan) -> tuple[int, bool]:
+        """What it is padded to, and whether it has stored tokens where that makes another program."""
         start, stop = prompt[1]
-        return bucket(stop - start, self._sizes.buckets.prompt)
+        return bucket(stop - start, self._sizes.buckets.prompt), self._sizes.buckets.prefills and start > 0
 
     def _alike(self, prompts: Sequence[PromptSpan]) -> list[PromptSpan]:
-        """The first ones that can be in one call: as wide, with stored tokens or without where that makes
-        another program, and none after KV that another of them computes."""
-        if not (self.n_tokens and prompts):
-            return []
-        buckets, width, follows = self._sizes.buckets, self._width(prompts[0]), prompts[0][1][0] > 0
-        most = n_rows(buckets, self.n_tokens, width)
+        """The first ones that can be in one call: of one kind, and none after KV that another of them
+        computes."""
+        kind = self._kind(prompts[0])
         found: list[PromptSpan] = []
         computed: list[np.ndarray] = []
-        for request, (start, stop) in prompts[:most]:
-            is_alike = self._width((request, (start, stop))) == width
-            is_alike &= not buckets.prefills or (start > 0) == follows
-            if not (is_alike and _is_plain(request, stop)):
+        for request, (start, stop) in prompts:
+            if not (self._kind((request, (start, stop))) == kind and _is_plain(request, stop)):
                 break
             slots = request.slots.view()
             if computed and start and np.isin(slots[:start], np.concatenate(computed)).any():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxlamina.engine.request import Request
 from jaxlamina.kv import Move
+from jaxlamina.steps.buckets import StepSizes
 
 PromptSpan = tuple[Request, tuple[int, int]]
 """A prompt, and from which position to which it is computed."""
@@ -30,6 +31,11 @@ class RunTogether(NamedTuple):
     decodes: tuple[Request, ...]
     prompts: tuple[PromptSpan, ...] = ()
     computed: OwnChunk | None = None  # all there is, if there is one
+    size: StepSizes | None = None  # of several prompts in one call: what they are padded to
+
+
+def one_by_one(prompts: Sequence[PromptSpan]) -> list[RunTogether]:
+    return [RunTogether((), (prompt,)) for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,13 @@ class ScheduledStep:
         *,
         n_prefill_workers: int = 0,
         mixed: bool = False,
-        n_together: Callable[[Sequence[PromptSpan]], int] = lambda prompts: 1,
+        calls: Callable[[Sequence[PromptSpan]], list[RunTogether]] = one_by_one,
     ) -> list[RunTogether]:
         """The executor's steps that this one is made of, one after another.
 
         Prefill workers compute one prompt each beside the decodes; further prompts of a worker come after
-        these. Without such workers each prompt is a step of its own, but that the first one goes with the
-        decodes if steps are ``mixed``. One that is scored does not: its logits are of all its tokens. Of what
-        is left the first ``n_together(prompts)`` are one step.
+        these. Without such workers the first prompt goes with the decodes if steps are ``mixed``. One that is
+        scored does not: its logits are of all its tokens. What is left goes in steps as ``calls`` has it.
         """
         prompts = tuple(zip(self.prefills, self.spans, strict=True))
         if n_prefill_workers:
@@ -81,12 +86,7 @@ class ScheduledStep:
             return taken_in + self._runs_on_workers(prompts)
         n_alongside = int(bool(mixed and self.decodes and prompts and not prompts[0][0].scores_prompt))
         found = [RunTogether(self.decodes, prompts[:n_alongside])] if self.decodes else []
-        left = prompts[n_alongside:]
-        while left:
-            n = n_together(left)
-            found.append(RunTogether((), left[:n]))
-            left = left[n:]
-        return found
+        return found + calls(prompts[n_alongside:])
 
     def _runs_on_workers(self, prompts: tuple[PromptSpan, ...]) -> list[RunTogether]:
         n_before: Counter[int] = Counter()

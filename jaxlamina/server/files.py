@@ -96,10 +96,10 @@ def set_aside(path: Path, why: str) -> None:
 
 
 class Folder:
-    """A server's folder, which no other process uses meanwhile. `UserError` if one does, or if it cannot be
-    made."""
+    """A server's folder, which no other server uses meanwhile: ``locked`` by this process, or by what has
+    started it. `UserError` if one does, or if it cannot be made."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, locked: bool = True) -> None:
         self.path = path
         try:
             for name in ("files", "batches"):
@@ -108,7 +108,8 @@ class Folder:
         except OSError as error:
             raise UserError(f"cannot use the folder {path}: {error.strerror}") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if locked:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
             raise UserError(

@@ -148,7 +148,8 @@ class App:
         folder = settings.files_dir or Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxlamina-"))
         )
-        locked = self._stack.enter_context(contextlib.closing(Folder(folder)))
+        own = Folder(folder, locked=settings.supervisor is None)  # which has it, for all of its servers
+        locked = self._stack.enter_context(contextlib.closing(own))
         ignores_priority = getattr(llm.engine.scheduler.policy, "ignores_priority", False)
         prompts = Prompts(
             llm,

@@ -23,8 +23,9 @@ import numpy as np
 
 from jaxlamina.engine import chunk_size
 from jaxlamina.engine.policies import load_policy
+from jaxlamina.engine.prompt_batches import PromptBatches
 from jaxlamina.engine.request import Request, RequestState
-from jaxlamina.engine.scheduled_step import PromptSpan, ScheduledStep
+from jaxlamina.engine.scheduled_step import RunTogether, ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
 from jaxlamina.errors import UserError
 from jaxlamina.kv import SlotAllocator
@@ -37,6 +38,7 @@ from jaxlamina.planner.traces import Trace
 from jaxlamina.process import garbage
 from jaxlamina.simulator.results import OverTime, SimulatedRun
 from jaxlamina.simulator.step_times import FS, FS_US, CostCell, ModelledTimes
+from jaxlamina.steps.buckets import Buckets, CompiledSizes
 
 _ARRIVAL, _STEP, _FAILURE, _READY = range(4)  # at the same moment in this order
 _REPORT_EVERY = 1000  # ended requests
@@ -60,8 +62,9 @@ class ServingPolicy:
     so that after a failure requests go on with all but their last few tokens (docs/reliability.md).
     ``batch_sizes``: a step's requests cost as many as the next of these, which programs are compiled for;
     none: as many as they are. ``prompt_multiple``: a prompt's tokens in a step of their own cost as many as
-    the next multiple of it. ``with_prefill``: False: prompts take no time, as where the papers count decode
-    steps alone.
+    the next multiple of it. ``prompt_batch_tokens``: short prompts go in calls of so many tokens by the
+    engine's rule, with the sizes that a GPU has programs for; 0: each is a call of its own.
+    ``with_prefill``: False: prompts take no time, as where the papers count decode steps alone.
     """
 
     scheduling_policy: str = "fifo"
@@ -76,6 +79,7 @@ class ServingPolicy:
     kept_kv: bool = True
     batch_sizes: tuple[int, ...] = ()
     prompt_multiple: int = 1
+    prompt_batch_tokens: int = 0
     with_prefill: bool = True
 
 
@@ -140,14 +144,13 @@ class _Launched:
     rows: list[Request]
     n_decodes: int
     n_stored: int  # of the decodes, before it
-    prompts: list[PromptSpan]
-    alongside: bool  # the first prompt goes in the program of the decodes
+    calls: list[RunTogether]  # of prompts; the first one may be the program of the decodes
     n_returned: int  # tokens whose kept KV comes back before it
 
 
 def _is_late(step: _Launched) -> bool:
     """Whether all for whom a step was scheduled have ended since."""
-    return not step.prompts and all(request.payload.request is None for request in step.rows)
+    return not step.calls and all(request.payload.request is None for request in step.rows)
 
 
 @dataclass
@@ -185,6 +188,10 @@ class _Simulation:
             self.policy.tpot_slo_ms,
             predict if self.policy.with_prefill else None,
         )
+        sizes = Buckets.default(
+            self.policy.max_num_seqs, self.setup.config.max_position_embeddings, "doubling"
+        )
+        self._batching = PromptBatches(CompiledSizes(sizes), self.policy.prompt_batch_tokens)
         self._live: dict[int, _Life] = {}
         self._come: list[int] = []  # and not taken in yet
         self._n_starts = 0  # of the job: steps of an earlier start are lost
@@ -291,7 +298,7 @@ class _Simulation:
         self._is_idle = step is None
         if step is None:
             return
-        if not (step.prompts or is_changed or self.one_by_one):
+        if not (step.calls or is_changed or self.one_by_one):
             skipped_fs = self._skip(now, step)
             if skipped_fs:
                 self._ahead = step
@@ -331,47 +338,53 @@ class _Simulation:
         self._n_preemptions += len(step.preempted)
         if not step.prefills and not step.decodes:
             return None
-        rows, prompts = list(step.decodes), []
+        rows, calls = list(step.decodes), list[RunTogether]()
         n_stored = 0
         for request in rows:
             request.n_in_flight += 1
             n_stored += len(request.slots) - 1
-        alongside = False
         if step.prefills:
-            runs = step.runs(mixed=self.policy.mixed_steps)
-            alongside = bool(runs[0].decodes and runs[0].prompts)
-            prompts = [prompt for run in runs for prompt in run.prompts]
-            for request, (_, stop) in prompts:
+            runs = step.runs(mixed=self.policy.mixed_steps, calls=self._batching.calls)
+            calls = [run for run in runs if run.prompts]
+            for request, (_, stop) in (prompt for run in calls for prompt in run.prompts):
                 if stop == request.n_tokens:
                     rows.append(request)
                     request.n_in_flight += 1
         n_returned = sum(len(move.target) for move in step.brought)
-        return _Launched(rows, len(step.decodes), n_stored, prompts, alongside, n_returned)
+        return _Launched(rows, len(step.decodes), n_stored, calls, n_returned)
 
     def _fs(self, step: _Launched) -> int:
         """How long a step takes; it is counted."""
-        fs, prompts = 0, step.prompts
-        if step.n_decodes and step.alongside:
-            _, (start, stop) = prompts[0]
+        fs, calls = 0, step.calls
+        if calls and calls[0].decodes:
+            [(_, (start, stop))] = calls[0].prompts
             cost = self._times.mixed(step.n_decodes, step.n_stored, stop - start)
             self._mixed.append(cost)
-            fs, prompts = round(FS * cost.step_s), prompts[1:]
+            fs, calls = round(FS * cost.step_s), calls[1:]
         elif step.n_decodes:
             cell = self._times.cell(step.n_decodes, step.n_stored)
             cell.count(1, step.n_stored)
             fs = cell.fs(step.n_stored)
-        self._n_prompt_steps += len(prompts)
-        multiple = self.policy.prompt_multiple
-        for _, (start, stop) in prompts:
-            n_tokens = -(-(stop - start) // multiple) * multiple
-            prompt_fs = self._times.prefill_fs(n_tokens, start) if self.policy.with_prefill else 0
-            self._prefill_fs += prompt_fs
-            fs += prompt_fs
+        self._n_prompt_steps += len(calls)
+        if self.policy.with_prefill:
+            prompts_fs = sum(map(self._call_fs, calls))
+            self._prefill_fs += prompts_fs
+            fs += prompts_fs
         if step.n_returned and self.rate is not None:
             return_fs = round(FS * self.rate.return_s(self.setup, step.n_returned))
             self._return_fs += return_fs
             fs += return_fs
         return fs
+
+    def _call_fs(self, call: RunTogether) -> int:
+        """Of prompts in a call of their own: padded ones are all tokens of one, after as many as they have
+        stored on average."""
+        stored = [start for _, (start, _) in call.prompts]
+        if call.size is not None:
+            return self._times.prefill_fs(call.size.batch * call.size.n_tokens, sum(stored) // len(stored))
+        [(_, (start, stop))] = call.prompts
+        multiple = self.policy.prompt_multiple
+        return self._times.prefill_fs(-(-(stop - start) // multiple) * multiple, start)
 
     def _accept(self, step: _Launched, now: int) -> None:
         """As `Postprocess.take_in`: everyone's token."""

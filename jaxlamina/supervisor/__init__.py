@@ -5,6 +5,6 @@ below it, at a Unix socket of its own. Whatever of that dies or falls silent, th
 request goes on after the tokens that it had, and its client sees a pause. Knows HTTP and processes; nothing
 of models and steps, and no JAX.
 
-`journal` keeps requests on disk, `child` the job's processes, `requests` each request through all processes
-that work at it, `front` is what clients see, and `run` puts them together.
+`journal` keeps requests on disk, `child` the job's processes, `leaving` waits for their end, `requests` has
+each request through all processes that work at it, `front` is what clients see, and `run` puts them together.
 """

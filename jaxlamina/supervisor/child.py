@@ -22,6 +22,7 @@ from typing import NamedTuple
 import httpx
 
 from jaxlamina.exit_codes import FAILED
+from jaxlamina.process import ending
 from jaxlamina.process.parents import end_with_parent, take_orphans
 from jaxlamina.server.pieces import (
     HEADER,
@@ -31,12 +32,12 @@ from jaxlamina.server.pieces import (
     STEP_SECONDS,
     TAKES_OVER,
 )
+from jaxlamina.supervisor.leaving import Leaving
 from jaxlamina.supervisor.retrying import MOST_FAILED_STARTS, Retrying
 
-_LOOK_S = 0.1
+_LOOK_S = 0.02
 _PROBE_S = 1.0  # between two looks at /health
 _STARTING_PROBE_S = 0.1
-_KILLED_S = 10.0  # for the kernel to take a killed process away
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -70,7 +71,7 @@ class Running:
         headers: Mapping[str, str],
     ) -> None:
         self.n, self.command, self.process, self.socket = n, command, process, socket
-        self.began = time.monotonic()
+        self.began, self._since = time.monotonic(), ending.began(process.pid)
         self.is_spare = False
         # A step may take long; what ends a job that is silent is its probe.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -80,6 +81,11 @@ class Running:
             headers=headers,
             timeout=httpx.Timeout(None, connect=5.0),
         )
+
+    def exit_code(self) -> int | None:
+        """None: it runs. One that does not may be there still."""
+        code = self.process.poll()
+        return ending.exit_code(self.process.pid, self._since) if code is None else code
 
     @property
     def stands_by(self) -> bool:
@@ -132,6 +138,7 @@ class SupervisedJob:
     ) -> None:
         self._n_spare = n_spare
         self._spare: Running | None = None
+        self._leaving = Leaving()
         self._is_changing = False
         self._planned = ""  # why the one that runs is ended, where somebody asked for it
         self._before: tuple[str, ...] | None = None  # the command until then, while the new one is not ready
@@ -189,13 +196,13 @@ class SupervisedJob:
             keeping.cancel()
             if self._spare is not None:
                 await self._end(self._spare)
+            await self._leaving.gone()
 
     async def _run(self) -> None:
         code = 0
         while not self.ends():
-            running = self._next()
-            cause = await self._watch(running)
-            code = running.process.returncode
+            running = await self._next()
+            cause, code = await self._watch(running)
             was_ready, ended_at = self._is_ready, time.monotonic()
             await self._set_ready(False)
             await self._end(running)
@@ -284,11 +291,12 @@ class SupervisedJob:
 
     async def _make_ready(self, command: tuple[str, ...], deadline_s: float) -> None:
         """A spare of ``command``, which stands by."""
+        await self._leaving.gone()
         new = self._spare = self._start(is_spare=True, command=command)
         until = time.monotonic() + deadline_s
         while not new.stands_by:
             await asyncio.sleep(_LOOK_S)
-            code = new.process.poll()
+            code = new.exit_code()
             if code is None and time.monotonic() < until and self._spare is new:
                 continue
             if self._spare is new:
@@ -315,10 +323,12 @@ class SupervisedJob:
         if self._running is not None:
             self._running.process.kill()
 
-    def _next(self) -> Running:
-        """The spare, however far it is, or a new start. What is being made ready for a change is none yet."""
+    async def _next(self) -> Running:
+        """The spare, however far it is, at once; or a new start, when the memory and ports of what ran before
+        are free. What is being made ready for a change is none yet."""
         spare, self._spare = self._spare, None
-        if spare is None or spare.process.poll() is not None or spare.command != self._command:
+        if spare is None or spare.exit_code() is not None or spare.command != self._command:
+            await self._leaving.gone()
             self._running = self._start()
         else:
             spare.take_over()
@@ -326,11 +336,14 @@ class SupervisedJob:
         return self._running
 
     async def _end(self, running: Running) -> None:
+        """Until nothing of it runs any more. It may be there still."""
         if running.process.poll() is None:
             running.process.kill()
         await running.forget()
-        others = [x for x in (self._running, self._spare) if x is not None and x is not running]
-        await _end_orphans([x.process.pid for x in others], self._end_s)
+        await self._leaving.end_all(lambda: self._others(running), self._end_s)
+
+    def _others(self, running: Running) -> list[int]:
+        return [x.process.pid for x in (self._running, self._spare) if x is not None and x is not running]
 
     async def _keep_spare(self) -> None:
         """Starts one whenever the job is ready and there is none."""
@@ -340,6 +353,9 @@ class SupervisedJob:
                 await self._changed.wait_for(
                     lambda: self._is_ready and not self._is_ending and not self._is_changing
                 )
+            if self._leaving:  # its memory is the spare's
+                await self._leaving.gone()
+                continue
             self._spare = spare = self._start(is_spare=True)
             stood_by = False
             while spare.is_spare and spare.process.poll() is None:
@@ -374,11 +390,11 @@ class SupervisedJob:
         running.is_spare = is_spare
         return running
 
-    async def _watch(self, running: Running) -> Cause:
-        """Until the process is over; why it is."""
+    async def _watch(self, running: Running) -> tuple[Cause, int]:
+        """Until the process is over; why it is, and its exit code."""
         began = heard = probed = running.began
         killed_because: Cause | None = None
-        while (code := running.process.poll()) is None:
+        while (code := running.exit_code()) is None:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
             if killed_because or now - probed < (_PROBE_S if self._is_ready else _STARTING_PROBE_S):
@@ -406,11 +422,11 @@ class SupervisedJob:
             if killed_because:
                 running.process.kill()
         if killed_because:
-            return killed_because
+            return killed_because, code
         if code < 0:
             with suppress(ValueError):
-                return Cause("killed", f"killed by {signal.Signals(-code).name}")
-        return Cause("exit", f"exit code {code}")
+                return Cause("killed", f"killed by {signal.Signals(-code).name}"), code
+        return Cause("exit", f"exit code {code}"), code
 
     async def _health(self, running: Running) -> _Health | None:
         """None: its server does not answer."""
@@ -445,29 +461,3 @@ class SupervisedJob:
         async with self._changed:
             self.given_up, self.code = why, code
             self._changed.notify_all()
-
-
-async def _end_orphans(but: Sequence[int], end_s: float) -> None:
-    """Processes that a dead job has left; a GPU and ports are free only when they are gone. They are killed
-    after ``end_s``."""
-    kill_at = time.monotonic() + end_s
-    while left := [pid for pid in _children() if pid not in but]:
-        now = time.monotonic()
-        if now > kill_at + _KILLED_S:
-            _log.error("processes of the job do not end: %s", left)
-            return
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                if now >= kill_at:
-                    os.kill(pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 (it does not block)
-        await asyncio.sleep(0.02)
-
-
-def _children() -> list[int]:
-    found: list[int] = []
-    for task in Path("/proc/self/task").glob("[0-9]*"):
-        with suppress(OSError):
-            found += map(int, (task / "children").read_text().split())
-    return found

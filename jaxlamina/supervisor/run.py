@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import httpx
@@ -29,6 +29,7 @@ from jaxlamina.process.memory_reserve import MemoryReserve
 from jaxlamina.process.owned_folder import PIPES, owned_folder, remove_left
 from jaxlamina.server.api_keys import ApiKeys
 from jaxlamina.server.connections import protocol
+from jaxlamina.server.files import Folder
 from jaxlamina.server.listening import DrainingServer
 from jaxlamina.server.settings import CONNECTIONS_END_S, Settings
 from jaxlamina.server.tls import tls_context
@@ -66,6 +67,7 @@ def supervise(
     with (
         owned_folder(Path(tempfile.gettempdir()), "jaxlamina-job") as folder,
         kept_folder(supervision.journal) as of_kv,
+        closing(Folder(settings.files_dir or folder / "files")),
     ):
         files = () if settings.files_dir is not None else ("--files-dir", str(folder / "files"))
         kept = () if kv_folder is not None else ("--kept-kv-folder", str(of_kv))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxlamina.errors import UserError
+from jaxlamina.options import PROMPT_BATCH_TOKENS
 from jaxlamina.process.host_memory import host_free_bytes
 from jaxlamina.workers.spec import AttentionSpec
 from jaxlamina.workers.workspace import LargestStep
@@ -210,7 +211,6 @@ def _mib(n_bytes: float) -> str:
 
 
 def prompt_batch_tokens(device: jax.Device) -> int:
-    """`Capabilities.prompt_batch_tokens` of a model on ``device``. An accelerator takes as long to read the
-    weights as to multiply them with some 300 tokens; a CPU multiplies for longer than it reads from 16 tokens
-    on (docs/findings.md)."""
-    return 512 if is_accelerator(device) else 0
+    """`Capabilities.prompt_batch_tokens` of a model on ``device``. A CPU multiplies for longer than it reads
+    from 16 tokens on (docs/findings.md)."""
+    return PROMPT_BATCH_TOKENS if is_accelerator(device) else 0

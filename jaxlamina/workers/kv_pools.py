@@ -142,7 +142,7 @@ class KVPools:
                 self._parts_at(np.zeros(size, np.int64))
                 self.put_bytes(np.full(size, self.n_slots), np.zeros((size, row_bytes), np.uint8))
             if self._packs:  # pinned memory takes its time
-                self._put_of[0] = self._put_staged(np.full(1, self.n_slots), self._staged(), 0)
+                self._put_of[0] = self._put_staged(np.full(1, self.n_slots), 0)
         ahead, self._ahead = self._ahead, None
         self._of_kept = KeptKV(path, row_bytes, wanted.identity, most, wanted.n_sharing, ahead)
         return self._of_kept.marks
@@ -185,7 +185,7 @@ class KVPools:
             reads = deque(readers.submit(read, i) for i in range(min(_N_READ, len(todo))))
             for i, piece in enumerate(todo):
                 which = reads.popleft().result()
-                self._put_of[which] = self._put_staged(slots[piece], staging, which)
+                self._put_of[which] = self._put_staged(slots[piece], which)
                 if i + _N_READ < len(todo):
                     reads.append(readers.submit(read, i + _N_READ))
 
@@ -202,18 +202,10 @@ class KVPools:
             )
         return self._staging
 
-    def _put_staged(self, slots: Int[np.ndarray, " n"], staging: Staging, which: int) -> jax.Array | None:
-        """Stores the first of an array's rows. It may be written to again once the number is ready; None: at
-        once."""
-        n = _width(len(slots))
-        if not self._packs:
-            self._put_bytes(slots, staging.arrays[which][:n])
-            return None
-        packed = staging.on_device(which, n)
-        (self.k, self.v), done = self._put_packed(
-            (self.k, self.v), packed, padded(slots, self.n_slots, len(packed))
-        )
-        return done
+    def _put_staged(self, slots: Int[np.ndarray, " n"], which: int) -> jax.Array | None:
+        staging, n = self._staged(), _width(len(slots))
+        rows = staging.on_device(which, n) if self._packs else staging.arrays[which][:n]
+        return self._put_bytes(slots, rows)
 
     def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
         """What is kept at ``places``."""
@@ -223,19 +215,24 @@ class KVPools:
         """Stores what another worker's `kept_rows` gave (at most a piece of `pieces`)."""
         self._put_bytes(slots, np.pad(rows, [(0, _width(len(slots)) - len(slots)), (0, 0)]))
 
-    def _put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "width row_bytes"]) -> None:
-        """Stores the first of ``rows``, as many as a program exists for."""
-        to = padded(slots, self.n_slots)
+    def _put_bytes(
+        self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "width row_bytes"] | jax.Array
+    ) -> jax.Array | None:
+        """Stores the first of ``rows``, as many as a program exists for; on the device they are packed.
+        Their memory may be written to again once the number is ready; None: at once."""
+        to = padded(slots, self.n_slots, len(rows))
         if self._packs:
-            packed = rows.view(_packed_dtype(self._arrays()))
-            (self.k, self.v), _ = self._put_packed((self.k, self.v), packed, to)
-            return
+            packed = rows if isinstance(rows, jax.Array) else rows.view(_packed_dtype(self._arrays()))
+            (self.k, self.v), done = self._put_packed((self.k, self.v), packed, to)
+            return done
+        assert isinstance(rows, np.ndarray)
         parts, at = [], 0
         for x in self._arrays():
             bits = rows[:, at : at + x.nbytes // len(x)].copy()
             parts.append(bits.view(x.dtype).reshape(len(to), *x.shape[1:]))
             at += bits.shape[1]
         self.put(to, self._per_pool(parts))
+        return None
 
     def _per_pool(self, flat: Sequence[Shaped[np.ndarray, "M ..."]]) -> Rows:
         """What is in the order of `_arrays`, pool by pool."""
