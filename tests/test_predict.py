@@ -45,7 +45,7 @@ def test_points_that_do_not_repeat_themselves_are_not_counted():
 def test_held_out_steps_are_predicted_within_the_aims():
     found = prediction.predicted(measured(), KNOWN)
     held_out = [one for one in found if one.is_held_out and not one.point.later]
-    assert len(held_out) >= 2 * sum(one.was_fitted for one in found)
+    assert len(held_out) >= 2 * sum(one.was_fitted and not one.point.later for one in found)
     errors = prediction.Errors.of("held out", held_out)
     assert errors.median <= prediction.MEDIAN_AIM
     assert errors.worst <= prediction.WORST_AIM
@@ -80,7 +80,7 @@ def test_the_layout_that_is_predicted_to_be_fastest_is_nearly_so():
     ranked = prediction.rankings(found)
     assert len(ranked) == 22 and all(len(one.layouts) > 1 for one in ranked)
     assert sum("2 GPUs" in one.name for one in ranked) == 17
-    assert sum(one.agrees for one in ranked) == 20 and sum(one.loss == 0 for one in ranked) == 19
+    assert sum(one.agrees for one in ranked) == 20 and sum(one.loss == 0 for one in ranked) == 18
     assert max(one.loss for one in ranked) < 0.05
     every = prediction.rankings(found, with_left_out=True)
     assert len(every) == 30 and sum(one.agrees for one in every) == 25

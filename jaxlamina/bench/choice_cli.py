@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jaxlamina.bench.flags import AsJson, Config, DType, Layers, Rounds, option, shape_of
+from jaxlamina.bench.flags import AsJson, Config, DType, Layers, Rounds, WayS, option, shape_of
 from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell
 from jaxlamina.errors import UserError
 from jaxlamina.process.gpus import n_gpus
@@ -26,17 +26,19 @@ def choice_command(
     config: Config = "llama-3-8b",
     layers: Layers = None,
     dtype: DType = "bfloat16",
-    trace: Annotated[
+    traces: Annotated[
         str, option("Traces, separated by commas: azure-conversation, azure-code, kimi-conversation.")
     ] = "azure-conversation,azure-code,kimi-conversation",
-    slo: Annotated[
+    slos: Annotated[
         str, option("Limits of TPOT in ms, separated by commas; none: without. Each with each trace.")
     ] = _NO_SLO,
     batch: Annotated[int | None, option("Requests at once, at most.", min=1)] = None,
     calibration: Annotated[
         Path | None, option("A file of `bench calibrate`, as `jaxlamina plan` takes it.")
     ] = None,
-    split: Annotated[int, option("Measure the best split plans of so many different pools.", min=0)] = 1,
+    split_plans: Annotated[
+        int, option("Measure the best split plans of so many different pools.", min=0)
+    ] = 1,
     within: Annotated[
         float,
         option(
@@ -44,7 +46,7 @@ def choice_command(
         ),
     ] = 0.3,
     rounds: Rounds = 3,
-    way_s: Annotated[float, option("Seconds for each job, with its start and its compiling.", min=1)] = 600.0,
+    way_s: WayS = 900.0,
     as_json: AsJson = False,
 ) -> None:
     """Whether the planner takes the layout that is fastest here: all unsplit plans for this machine's devices
@@ -57,7 +59,7 @@ def choice_command(
 
     dtype_of(dtype)
     on_gpus = n_gpus(os.environ) > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
-    questions, n = _questions(shape, devices, trace, slo, batch, calibration)
+    questions, n = _questions(shape, devices, traces, slos, batch, calibration)
     if on_gpus and n > n_gpus(os.environ):
         raise UserError(f"--devices {devices}: there are {n_gpus(os.environ)}")
     words = ["--config", config, "--dtype", dtype, "--rounds", str(rounds)]
@@ -67,7 +69,7 @@ def choice_command(
         cases, alone = [], dict[str, str]()
         for name, question in questions.items():
             try:
-                cases.append(choice_bench.case_of(name, question, split, within))
+                cases.append(choice_bench.case_of(name, question, split_plans, within))
             except UserError as error:
                 alone[name] = str(error)
         found = choice_bench.measure(
@@ -113,7 +115,15 @@ def _questions(
         for text, limit in limits.items():
             case = of if limit is None else f"{of}, TPOT {text} ms"
             found[case] = Question(
-                shape, load, one, one, link, counts={one.name: n}, slo_s=limit, most_requests=batch
+                shape,
+                load,
+                one,
+                one,
+                link,
+                counts={one.name: n},
+                slo_s=limit,
+                most_requests=batch,
+                as_run=True,
             )
     return found, n
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from jaxlamina.bench.flags import AsJson, Config, DType, Layers, Rounds, Seed, option, shape_of
+from jaxlamina.bench.flags import AsJson, Config, DType, Layers, Rounds, Seed, WayS, option, shape_of
 from jaxlamina.bench.report import Columns, Part, dim, left_out, progress, table, tell
 from jaxlamina.bench.serve_cli import DRAWN
 from jaxlamina.cli import model_options
@@ -52,7 +52,7 @@ def lamina_command(
     profile_s: Annotated[
         float, option("Record so many seconds of one more run: pools' bubbles. 0: none.", min=0)
     ] = 0.0,
-    way_s: Annotated[float, option("Seconds for each way, with its start and its compiling.", min=1)] = 900.0,
+    way_s: WayS = 900.0,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:

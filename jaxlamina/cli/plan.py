@@ -72,6 +72,14 @@ def plan(
     with_prefill: Annotated[
         bool, typer.Option("--with-prefill", help="Prompts take time, of model or prefill workers.")
     ] = False,
+    as_run: Annotated[
+        bool,
+        typer.Option(
+            "--as-run",
+            help="Price what devices share out unsplit as it runs here, by XLA's sums. Default: by sums at "
+            "their best.",
+        ),
+    ] = False,
     mtbf_hours: model_options.MtbfHours = None,
     notice_s: model_options.NoticeS = NOTICE_S,
     start_s: model_options.StartS = START_S,
@@ -138,6 +146,7 @@ def plan(
     question = _question(
         name, inputs.workload(trace, context), pools, linked.link, budget, slo, batch, with_prefill
     )
+    question = replace(question, as_run=as_run)
     if mtbf_hours is not None:
         question = replace(question, failures=FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s))
     notes = [inputs.terms_note(*both), linked.note]

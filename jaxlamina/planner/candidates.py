@@ -50,7 +50,8 @@ def split_over(question: Question, a: int, b: int, n_shards: int) -> Deployment:
 def whole_setups(question: Question) -> Iterator[Deployment]:
     for device in question.devices:
         for n in _shards(question, device):
-            setup = unsplit(question.config, device.terms, device.in_process or device.in_host, n)
+            sums = device.in_process if question.as_run else None
+            setup = unsplit(question.config, device.terms, sums or device.in_host, n)
             if most_copies(question, setup):
                 yield setup
 

@@ -43,6 +43,7 @@ class Question:
     ``most_requests``: never more at once, over all copies. ``ratio``: only plans with so many attention
     workers for each model worker. ``memory`` None: there is nothing to split onto.
     ``failures``: tokens are those of the time in which instances write.
+    ``as_run``: unsplit models that devices share out sum as this runtime has XLA sum, and not at their best.
     """
 
     config: ModelConfig
@@ -57,6 +58,7 @@ class Question:
     with_prefill: bool = False
     ratio: float | None = None
     failures: FailureRate | None = None
+    as_run: bool = False
 
     def __post_init__(self) -> None:
         if self.budget_usd_h is None and self.counts is None:
@@ -88,14 +90,14 @@ class Question:
 
     def prompt_s(self, setup: Deployment, n_shards: int) -> float:
         """A prompt's mean time on so many of the setup's compute devices."""
-        key = setup.compute.hardware.name, n_shards
+        key = setup.compute.hardware.name, n_shards, setup.model_link
         if key not in self._prompts_s:
             alone = unsplit(self.config, setup.compute, setup.model_link, n_shards)
             self._prompts_s[key] = _mean_prefill_s(alone, self.workload.prompts)
         return self._prompts_s[key]
 
     @cached_property
-    def _prompts_s(self) -> dict[tuple[str, int], float]:
+    def _prompts_s(self) -> dict[tuple[str, int, LinkTerms | None], float]:
         return {}
 
     @cached_property

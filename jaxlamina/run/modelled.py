@@ -142,7 +142,7 @@ def _deployment(
             raise UserError("both workers are one device's, and take turns")
         n = len(place.sharing) or 1
         return Deployment(
-            config, known.terms, n_model=n, tensor_parallel=n, model_link=known.in_host, **sizes
+            config, known.terms, n_model=n, tensor_parallel=n, model_link=known.in_process, **sizes
         )
     from jaxlamina.ranks.cluster_layout import local_share_of, q_first_of
 
