@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -294,12 +295,22 @@ WAYS = {
 }
 
 
+def tied(wanted, found, within=0.05):
+    """Where the two first differ, the other token was as likely but for rounding of bfloat16."""
+    pairs = zip(wanted.token_ids, found.token_ids, wanted.logprobs, strict=True)
+    differing = next(((a, b, at) for a, b, at in pairs if a != b), None)
+    if differing is None:
+        return True
+    a, b, at = differing
+    return b in at and at[a].logprob - at[b].logprob <= within
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_later_process_goes_on_after_what_is_kept(way, tmp_path):
     options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640} | WAYS[way]
     kept = {"kept_kv_slots": 600, "kept_kv_folder": str(tmp_path)}
     first = LLM(model(), **options, **kept)
-    outputs = first.generate(prompts(), GREEDY)
+    outputs = first.generate(prompts(), replace(GREEDY, logprobs=5))
     assert [o.n_cached_tokens for o in outputs] == [0, 0, 0]
     # Without a store the tokens are the same.
     assert [o.token_ids for o in LLM(model(), **options).generate(prompts(), GREEDY)] == [
@@ -307,7 +318,10 @@ def test_a_later_process_goes_on_after_what_is_kept(way, tmp_path):
     ]
     second = LLM(model(), **options, **kept)
     again = second.generate(prompts(), GREEDY)
-    assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
+    if way == "bfloat16":  # a prompt's last token alone rounds otherwise than with the others
+        assert all(tied(a, b) for a, b in zip(outputs, again, strict=True))
+    else:
+        assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
     assert [o.n_cached_tokens for o in again] == [36, 19, 63]  # the last token gives the next one
     stats = second.stats()
     assert stats["n_kept_hit_tokens"] == 36 + 19 + 63 and stats["n_prompt_tokens_computed"] == 3

@@ -1,0 +1,156 @@
+"""`bench choice`: which plans are measured and by which jobs, what is said of them, and a run of real jobs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benches import bench, refused
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxlamina.bench import choice_bench, step_bench
+from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, InstanceJob, StepKey, case_of, job_of, waves
+from jaxlamina.job.cluster import Cluster
+from jaxlamina.models.config_files import model_config
+from jaxlamina.planner import inputs
+from jaxlamina.planner.question import Question
+
+H200 = inputs.device("h200")
+
+
+def question(model: str = "llama-3-8b", n: int = 4, trace: str = "azure-conversation", **more) -> Question:
+    link = inputs.link_between(H200, H200, same_host=True).link
+    load = inputs.workload(trace)
+    return Question(model_config(model), load, H200, H200, link, counts={H200.name: n}, as_run=True, **more)
+
+
+def test_all_unsplit_plans_and_the_best_split_ones_are_candidates() -> None:
+    case = case_of("8B", question(), n_split=2)
+    whole = [one.setup for one in case.candidates if not one.setup.is_split]
+    assert sorted(setup.tensor_parallel for setup in whole) == [1, 2, 4]
+    split = [one.setup for one in case.candidates if one.setup.is_split]
+    assert len({(s.n_model, s.n_attention, s.tensor_parallel) for s in split}) == len(split) == 2
+    tokens = [one.predicted_tokens_s for one in case.candidates]
+    assert tokens == sorted(tokens, reverse=True) and case.chosen is case.candidates[0]
+    assert all(one.step.n_rows % one.setup.n_batches == 0 for one in case.candidates)
+    near = case_of("8B", question(), n_split=2, within=0.0)
+    assert near.candidates == case.candidates[:2], "the first choice has something to be compared with"
+
+
+def test_sums_cost_what_they_do_as_it_is_run() -> None:
+    of_xla = case_of("8B", question(), 0).candidates
+    at_best = case_of("8B", replace(question(), as_run=False), 0).candidates
+    slower = {one.setup.tensor_parallel: one.predicted_ms / one.step.n_rows for one in of_xla}
+    for one in at_best:
+        n = one.setup.tensor_parallel
+        assert (n == 1) == (slower[n] == one.predicted_ms / one.step.n_rows)
+
+
+def test_a_candidate_is_the_way_that_its_job_measures() -> None:
+    """By the names that `bench step` gives its ways."""
+    seen = set()
+    for model, trace in (
+        ("llama-3-8b", "azure-code"),
+        ("llama-33b", "kimi-conversation"),
+        ("llama-3-70b", "azure-code"),
+    ):
+        for one in case_of(model, question(model, trace=trace), n_split=4).candidates:
+            job, setup = job_of(one.setup, on_gpus=True), one.setup
+            options = dict(zip(job.options[::2], job.options[1::2], strict=False))
+            if not setup.is_split:
+                assert job.n_devices == setup.tensor_parallel and not job.launch
+                seen.add("whole")
+                continue
+            assert job.n_devices == setup.n_model + setup.n_attention
+            assert job.launch[:3] == ("launch", "--dop", f"{setup.n_model},{setup.n_attention}")
+            assert (f"tensor_parallel={setup.tensor_parallel}" in job.launch) == (setup.tensor_parallel > 1)
+            asked = step_bench.StepOptions(
+                [], None, 1, local_attention=step_bench.shares_of(str(setup.local_share)),
+                partitions=[setup.partition], staggered=[setup.n_batches] if setup.n_batches > 1 else [],
+            )  # fmt: skip
+            assert "--no-unsplit" in job.options and f"{setup.local_share}" in job.options, options
+            cluster = Cluster(dop=(setup.n_model, setup.n_attention), tensor_parallel=setup.tensor_parallel)
+            heads = [setup.config.num_key_value_heads]
+            names = [
+                way.name
+                for name, _ in step_bench.layouts(asked, cluster, heads)
+                for way in step_bench._ways(name, asked)
+            ]
+            assert one.way in names
+            seen.add(setup.partition)
+    assert seen == {"whole", "heads", "tokens"}
+
+
+def made(name: str, copies: int, n_rows: int, predicted: float, measured: float | None) -> Candidate:
+    setup = case_of("8B", question(), 0).candidates[0].setup
+    return Candidate(name, setup, copies, StepKey(n_rows, 100), predicted, measured)
+
+
+def test_what_is_said_of_a_choice() -> None:
+    chosen, other = made("a", 4, 10, 10.0, 12.5), made("b", 1, 40, 11.0, 10.0)
+    case = ChoiceCase("x", None, [chosen, other, made("c", 1, 1, 99.0, None)])
+    assert case.best is other and case.loss == pytest.approx(0.2) and not case.agrees
+    assert chosen.error == pytest.approx(-0.2) and chosen.measured_tokens_s == pytest.approx(3200)
+    close = ChoiceCase("y", None, [made("a", 4, 10, 10.0, 10.2), other])
+    assert close.agrees and close.loss == pytest.approx(1 - 10 / 10.2)
+    for measured in ((None, 10.0), (10.0, None)):
+        pair = [made("a", 4, 10, 10.0, measured[0]), made("b", 1, 40, 11.0, measured[1])]
+        lacking = ChoiceCase("z", None, pair)
+        assert lacking.loss is None and not lacking.agrees, "nothing was compared"
+
+
+@given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 4))
+def test_every_job_runs_once_and_none_waits_for_devices_that_are_free(sizes: list[int], n: int) -> None:
+    jobs = [InstanceJob(size, (), (str(i),)) for i, size in enumerate(sizes)]
+    found = list(waves(jobs, n))
+    assert sorted(job for wave in found for job in wave) == sorted(jobs)
+    for i, wave in enumerate(found):
+        used = sum(job.n_devices for job in wave)
+        assert used <= n or len(wave) == 1
+        later = [job.n_devices for after in found[i + 1 :] for job in after]
+        assert not later or used + min(later) > n
+
+
+def test_what_cannot_be_asked_is_refused_in_a_line() -> None:
+    assert "of one kind" in refused("choice", "--devices", "h200=2,h20=2")
+    assert "nothing to choose" in refused("choice", "--devices", "h200=1")
+    assert "tpot=" in refused("choice", "--devices", "h200=2", "--slos", "fast")
+
+
+def test_a_case_of_one_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(cases, words, **how):
+        return choice_bench.ChoiceReport(list(cases), dict(how["left_out"]))
+
+    monkeypatch.setattr(choice_bench, "measure", nothing)
+    record, shown = bench("choice", "--devices", "h200=2", "--config", "llama-3-70b", "--split-plans", "0")
+    assert record["cases"] == [] and "there is one plan" in record["left_out"]["azure-code"]
+    assert "in 0 of 0 cases" in shown
+
+
+@pytest.mark.slow  # two jobs, 30 s
+def test_real_jobs_fill_all_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one KV head, which nothing shares out: XLA's sums over a CPU's devices wait for each other for
+    ever where several steps are ahead on two cores."""
+    shape = {
+        "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    record, shown = bench(
+        "choice", "--devices", "h200=2", "--config", str(tmp_path / "config.json"), "--dtype", "float32",
+        "--traces", "azure-conversation", "--slos", "none,30", "--batch", "4", "--rounds", "1", "--within", "1",
+    )  # fmt: skip
+    assert record["left_out"] == {}
+    for case in record["cases"]:
+        plans = [one["plan"] for one in case["candidates"]]
+        assert len(plans) >= 3 and any("split" in p and "unsplit" not in p for p in plans)
+        assert all(np.isfinite(one["measured_ms"]) and one["measured_ms"] > 0 for one in case["candidates"])
+        best = max(case["candidates"], key=lambda one: one["measured_tokens_s"])
+        assert case["best"] == best["plan"] and 0 <= case["loss"] < 1
+    assert "of 2 cases" in shown
