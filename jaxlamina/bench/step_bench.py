@@ -249,6 +249,7 @@ def measure(
     on_progress("read bandwidth")
     read = kernels_bench.read_bandwidth()
     limit = statistics.median(read() for _ in range(3))
+    del read  # and its array of 4 GiB, which KV may need
     on_progress("weights")
     later = None if options.unsplit or options.local else source.later(options.dtype)
     params = later or source.load(options.dtype, _device_of(group))
