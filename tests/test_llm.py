@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -46,10 +47,9 @@ def small() -> LLM:
     )
 
 
-def recorded(model: LLM) -> list[np.ndarray]:
-    """The logits of every step that the model's executor runs from now on."""
+def run_recorded(model: LLM, prompts: list[str], params: SamplingParams) -> tuple[list, list[np.ndarray]]:
+    """Outputs, and the logits of every step that the model's executor runs for them."""
     steps: list[np.ndarray] = []
-
     run = model.executor.run
 
     def recording(step):
@@ -57,24 +57,28 @@ def recorded(model: LLM) -> list[np.ndarray]:
         steps.extend(np.array(x) for x in (logits.decodes, *logits.prompts) if x is not None)
         return logits
 
-    model.executor.run = recording
-    return steps
+    with patch.object(model.executor, "run", recording):
+        return model.generate(prompts, params), steps
 
 
-def test_split_smollm2_equals_unsplit_over_64_steps_of_a_mixed_batch():
-    params = SamplingParams(temperature=0.0, max_tokens=65, ignore_eos=True)  # the first comes of the prefill
+@pytest.mark.parametrize("n", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_split_smollm2_equals_unsplit_over_steps_of_a_mixed_batch(llm: LLM, n: int):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=n + 1, ignore_eos=True
+    )  # the first comes of the prefill
+    unsplit = LLM(MODEL, max_num_seqs=5, max_model_len=256, kv_slots=700, split=False)
     runs = []
-    for split in (True, False):
-        model = LLM(MODEL, max_num_seqs=5, max_model_len=256, kv_slots=700, split=split)
-        steps = recorded(model)
-        outputs = model.generate(PROMPTS, params)
+    for model in (llm, unsplit):
+        model.reset_prefix_cache()
+        before = model.stats()["n_decode_tokens"]
+        outputs, steps = run_recorded(model, PROMPTS, params)
         runs.append((outputs, steps))
         assert len({len(out.prompt_token_ids) for out in outputs}) > 2
-        assert model.stats()["n_decode_tokens"] == 5 * 64
+        assert model.stats()["n_decode_tokens"] == before + 5 * n
     (split_outputs, split_steps), (unsplit_outputs, unsplit_steps) = runs
     assert [out.token_ids for out in split_outputs] == [out.token_ids for out in unsplit_outputs]
     assert split_outputs[0].text.startswith(" Paris")
-    assert len(split_steps) == len(unsplit_steps) == 5 + 64
+    assert len(split_steps) == len(unsplit_steps) == 5 + n
     for got, want in zip(split_steps, unsplit_steps, strict=True):
         assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
