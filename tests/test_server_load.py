@@ -21,7 +21,7 @@ from test_demo_model import NAME, needs_model
 
 from jaxlamina import LLM, SamplingParams
 
-N_CLIENTS = 64
+N_CLIENTS = 40
 N_PLANS = 20  # different requests
 # Sixteen sequences that may have 96 tokens each, and KV for one and a third of them.
 POOL = (
