@@ -398,6 +398,21 @@ def test_unknown_model_is_refused_by_name():
         LLM("no-such-model")
 
 
+def test_bfloat16_is_near_float32():
+    config = ModelConfig.from_hf(MODELS["llama"])
+    model = InMemoryModel(config, random_params(config, seed=1))
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=3)
+    first = []
+    for dtype in ("float32", "bfloat16"):
+        llm = LLM(model, dtype=dtype, max_num_seqs=1, max_model_len=32)
+        assert {of.dtype.name for of in llm.executor.specs} == {dtype}
+        [out] = llm.generate({"prompt_token_ids": [5, 9, 11, 3]}, params)
+        first.append({token: x.logprob for token, x in out.outputs[0].logprobs[0].items()})
+    assert first[0] != first[1] and list(first[0]) == list(first[1])
+    assert list(first[0].values()) == pytest.approx(list(first[1].values()), abs=0.05)
+
+
+@pytest.mark.slow  # each of its 30 layers is compiled anew for four tokens
 def test_bfloat16_writes_too():
     model = LLM(MODEL, dtype="bfloat16", max_num_seqs=1, max_model_len=64, kv_slots=64)
     [out] = model.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4))

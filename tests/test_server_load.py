@@ -61,7 +61,7 @@ class Plan:
 @pytest.fixture(scope="module")
 def plans():
     rng = random.Random(11)
-    llm = LLM(NAME, max_num_seqs=1, max_model_len=96, prefix_caching=False)
+    llm = LLM(NAME, max_num_seqs=5, max_model_len=256, kv_slots=700, prefix_caching=False)
     found = []
     for i in range(N_PLANS):
         n_words, at = rng.choice((2, 6, 12, 30)), rng.randrange(len(WORDS) - 30)
