@@ -23,16 +23,16 @@ from jaxlamina import LLM, SamplingParams
 
 N_CLIENTS = 40
 N_PLANS = 20  # different requests
-# Sixteen sequences that may have 96 tokens each, and KV for one and a third of them.
+# Eight sequences that may have 96 tokens each, and KV for one and a third of them.
 POOL = (
     "--kv-slots",
     "128",
     "--max-num-seqs",
-    "16",
+    "8",
     "--max-model-len",
     "96",
     "--max-num-batched-tokens",
-    "64",
+    "32",
     "--kv-headroom",
     "0",
 )
