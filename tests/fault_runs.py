@@ -264,6 +264,8 @@ class Run:
         assert check.recoveries <= n <= max(check.recoveries, check.recoveries_at_most), self.story()
         if check.cause:
             assert check.cause in restarts(server)[-1], self.story()
+        for cause, said in zip(check.causes, restarts(server), strict=False):
+            assert cause in said, self.story()
         own = server.get("/metrics").decode()
         counted = re.findall(r"^jaxlamina:recoveries_total\{.*\} (\S+)$", own, re.MULTILINE)
         assert sum(map(float, counted)) == n

@@ -51,6 +51,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     recoveries: int
     recoveries_at_most: int = 0  # 0: as many as ``recoveries``
     cause: str = ""
+    causes: tuple[str, ...] = ()
     recomputed_at_most: int | None = None
     streams_may_end: bool = False
 

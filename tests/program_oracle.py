@@ -149,7 +149,11 @@ LIKE_OTHERS = {
     "unequal heads, mini-batches",
     "unequal heads, two copies",
     "unequal heads, a prefill worker",
+    "unequal heads beside shards'",  # as those beside a model rank's, and those of two shards
+    "two shards",  # as with three workers, and test_tensor_parallel's job
+    "two stages",  # as "stages' tokens", and test_pipeline_parallel's job
     "two stages, by tokens",  # as "stages' tokens", whose workers have part of them
+    "a model rank's tokens",  # as with two workers
     "a model rank's heads, q first",
     "a model rank's heads, mini-batches",
     "a model rank's requests",

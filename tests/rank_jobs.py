@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import ForkedRank
 from quick_to_compile import FLAGS
 
 from launch.commands import mpirun_argv
@@ -42,9 +43,9 @@ def started(
     elsewhere: bool = False,
     hold_prompts: Any = None,
     **cluster: Any,
-) -> Iterator[list[subprocess.Popen[str]]]:
+) -> Iterator[list[Any]]:
     """A job's processes, of one model worker unless ``dop`` is a pair: mpirun, or each rank's own. Rank 0's
-    output is read through the first one's pipes."""
+    output is what the first one says."""
     dop = (1, dop) if isinstance(dop, int) else dop
     control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
     job = {
@@ -67,23 +68,20 @@ def started(
     }
     job |= {name: x for name, x in more.items() if x}
     n = sum(dop) + cluster.get("prefill_workers", 0)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     if "smollm2" not in json.dumps(scenarios):  # a model so small is compiled for longer than it runs
         # Each once, as in `make test`: a program is kept under the flags as they are written.
         flags = dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS])
         environment["XLA_FLAGS"] = " ".join(flags)
-    command = [*JOB, json.dumps(job)]
+    processes: list[Any]
     if transport == "mpi":
-        ranks = [(*mpirun_argv(n, "Open MPI", root=os.geteuid() == 0), *command)]
-        places = [environment]
+        command = [*mpirun_argv(n, "Open MPI", root=os.geteuid() == 0), *JOB, json.dumps(job)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, **pipes)]
     else:
-        ranks = [tuple(command)] * n
-        places = [environment | {"JAXLAMINA_RANK": str(i), "JAXLAMINA_N_RANKS": str(n)} for i in range(n)]
-    pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, **(pipe if i == 0 else {}))
-        for i, (argv, env) in enumerate(zip(ranks, places, strict=True))
-    ]
+        places = [{"JAXLAMINA_RANK": str(i), "JAXLAMINA_N_RANKS": str(n)} for i in range(n)]
+        processes = [ForkedRank(json.dumps(job), environment | of, not i) for i, of in enumerate(places)]
     try:
         yield processes
     finally:

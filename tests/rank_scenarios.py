@@ -1,5 +1,6 @@
 """What rank 0 of `rank_job` runs: each scenario a model over the ranks beside the same model unsplit in its own
-process. A model is a name of `test_models`, or a name and what is changed of it, or a name of `plain_models`.
+process. A model is a name of `test_models`, or a name and what is changed of it, or a name of `plain_models`, or a
+file's path.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PROMPTS = ([*SHARED, 54, 55], [7, 8], [*SHARED, 33, 34, 35, 36])
 
 
 def source(model: str | list[Any]) -> Any:
-    if model == "smollm2-135m-instruct":
+    if model == "smollm2-135m-instruct" or (isinstance(model, str) and os.path.isabs(model)):
         return model
     name, changes = (model, {}) if isinstance(model, str) else model
     if name in plain_models.NAMES:

@@ -329,9 +329,9 @@ def test_split_command_ends_with_json(tmp_path: Path, only_json: bool) -> None:
 
 def test_decode_command_ends_with_json(tiny_folder: Path) -> None:
     options = ["--model", str(tiny_folder), "--batch", "2", "--prompt", "5", "--tokens", "3"]
-    record, shown = bench("decode", *options, "--rounds", "1", "--peers", "split,unsplit")
+    record, shown = bench("decode", *options, "--rounds", "1", "--peers", "unsplit")
     assert record["bench"] == "decode" and record["prompt_kind"] == "random token ids"
-    assert [r["peer"] for r in record["results"]] == ["split", "unsplit"]
+    assert [r["peer"] for r in record["results"]] == ["unsplit"]
     assert record["roofline_tokens_per_s"].keys() == {"2"}
     assert {"device", "versions", "date"} <= record.keys()
     assert "roofline at batch 2" in shown

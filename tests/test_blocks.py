@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_examples import LLAMA, host_params
 from native_levels import each_level  # noqa: F401  # a fixture
+from rank_jobs import check_greedy, run_job
+from test_weights_gguf import write_gguf
 
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.models.causal_lm import of_origin
@@ -22,7 +22,6 @@ from jaxlamina.workers.streamed import with_streamed_products
 from pallas_kernels import blocks, cpu
 
 FORMS = list(blocks.N_BYTES)
-ROOT = Path(__file__).resolve().parents[1]
 DEMO = "smollm2-135m-instruct"
 native = pytest.mark.skipif(cpu.loaded().library is None, reason=f"no native kernels: {cpu.loaded().reason}")
 
@@ -99,14 +98,25 @@ def test_no_matrix_is_decoded_whole(demo):
     assert "f32[49152,576]" not in text and "f32[1536,576]" not in text and "f32[576,1536]" not in text
 
 
+def of_blocks(folder, form):
+    """A small model's file whose matrices are of such blocks."""
+
+    def kind(name, w):
+        return gguf.GGMLQuantizationType["F32" if w.ndim == 1 else form]
+
+    return str(write_gguf(folder / "m.gguf", LLAMA, host_params(LLAMA), quantise=kind))
+
+
 @pytest.mark.parametrize("split", [False, True])
-def test_a_model_writes_the_same_with_and_without(split, demo):
-    prompts = ["The capital of France is", "Once upon a time, a long way from here, there was", "1 2 3 4"]
+@pytest.mark.parametrize("form", ["Q4_1", "Q8_0", pytest.param(None, id=DEMO, marks=pytest.mark.slow)])
+def test_a_model_writes_the_same_with_and_without(form, split, tmp_path):
+    prompts = [{"prompt_token_ids": [5 + i, *range(2, 2 + n)]} for i, n in enumerate((4, 11, 6))]
+    model = of_blocks(tmp_path, form) if form else DEMO
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=3, ignore_eos=True)
     outs = []
     for quantization in ("none", "gguf"):
         llm = LLM(
-            DEMO, split=split, quantization=quantization, dtype="float32", max_model_len=64, max_num_seqs=3
+            model, split=split, quantization=quantization, dtype="float32", max_model_len=64, max_num_seqs=3
         )
         outs.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)])
     assert [ids for ids, _ in outs[0]] == [ids for ids, _ in outs[1]]
@@ -138,21 +148,7 @@ def test_what_cannot_stay_as_it_is_says_why(tmp_path):
         LLM(DEMO, quantization="awq")
 
 
-def test_other_model_ranks_get_blocks_too():
-    """Stages of a pipeline, each with some of the matrices, and the words of one process."""
-    words = ["generate", "The capital of France is", "--max-tokens", "8", "--temperature", "0"]
-    words += ["--max-model-len", "64", "--quantization"]
-    stages = ["launch", "--dop", "2,1", "--transport", "xla", "--set", "pipeline_parallel=2", "--"]
-    outs = [
-        subprocess.run(
-            [sys.executable, "-m", "jaxlamina", *command],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            cwd=ROOT,
-            check=False,
-        )
-        for command in ([*words, "none"], [*stages, *words, "gguf"])
-    ]
-    assert [done.returncode for done in outs] == [0, 0], outs[-1].stderr
-    assert outs[0].stdout == outs[1].stdout and outs[0].stdout.strip()
+def test_other_model_ranks_get_blocks_too(tmp_path):
+    """Stages of a pipeline, each with some of the matrices."""
+    scenario = "greedy", {"model": of_blocks(tmp_path, "Q4_1"), "n_tokens": 12, "quantization": "gguf"}
+    check_greedy(run_job("xla", (2, 1), [scenario], pipeline_parallel=2)[0], n_tokens=12)

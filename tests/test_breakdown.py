@@ -4,6 +4,7 @@ time is judged."""
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import subprocess
@@ -72,10 +73,20 @@ def breakdown(
     return done.stdout, json.loads(done.stdout.strip().splitlines()[-1]), events
 
 
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, Any]:
+    """A figure's file, which is there where matplotlib is, and what `breakdown` gives."""
+    folder = tmp_path_factory.mktemp("two workers")
+    svg = folder / "breakdown.svg"
+    options = {"figure": str(svg)} if importlib.util.find_spec("matplotlib") else {}
+    return svg, *breakdown(folder, "xla", (1, 2), 2, **options)
+
+
 @pytest.mark.parametrize(
     ("transport", "dop", "n_batches", "tensor_parallel"),
     [
-        ("xla", (1, 1), 2, 1),
+        ("xla", (1, 2), 2, 1),
+        pytest.param("xla", (1, 1), 2, 1, marks=pytest.mark.slow),
         pytest.param("xla", (2, 1), 3, 1, marks=pytest.mark.slow),
         pytest.param("xla", (2, 1), 2, 2, marks=pytest.mark.slow),
         pytest.param("mpi", (1, 1), 2, 1, marks=[pytest.mark.mpi, pytest.mark.slow]),
@@ -83,9 +94,17 @@ def breakdown(
     ],
 )
 def test_every_rank_is_on_the_timeline_with_its_own_work(
-    tmp_path: Path, transport: str, dop: tuple[int, int], n_batches: int, tensor_parallel: int
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    transport: str,
+    dop: tuple[int, int],
+    n_batches: int,
+    tensor_parallel: int,
 ) -> None:
-    _, record, events = breakdown(tmp_path, transport, dop, n_batches, tensor_parallel)
+    if dop == (1, 2):
+        _, _, record, events = request.getfixturevalue("two_workers")
+    else:
+        _, record, events = breakdown(tmp_path, transport, dop, n_batches, tensor_parallel)
     a, b = dop
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(names) == list(range(a + b + 1)) and names[a + b] == "steps"
@@ -134,16 +153,15 @@ def test_steps_that_cannot_be_recorded_end_no_job(transport: str) -> None:
 
 
 def test_profile_of_what_is_being_written(tmp_path: Path) -> None:
-    """`generate --profile`: the text of a run without, and both ranks' spans of its steps."""
+    """`generate --profile`: the text of one process without, and both ranks' spans of its steps."""
     tiny_folder = tiny_words_folder(tmp_path, max_position_embeddings=32)
     timeline, texts = tmp_path / "steps.json", []
-    for more in ([], [f"--profile={timeline}"]):
-        control, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
+    launch = ("launch", "--dop=1,1", f"--model={tiny_folder}", "--local-attention", "0", "--")
+    for first, more in (((), ()), (launch, (f"--profile={timeline}",))):
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "jaxlamina", "launch", "--dop=1,1", f"--model={tiny_folder}"),
-                *("--set", f"control={json.dumps(control)}", "--set", f"coordinator={json.dumps(coordinator)}"),
-                *("--local-attention", "0", "--", "generate", "w3 w5 w8", "w1", f"--model={tiny_folder}", "--max-tokens=8", "--ignore-eos"),
+                *(sys.executable, "-m", "jaxlamina", *first),
+                *("generate", "w3 w5 w8", "w1", f"--model={tiny_folder}", "--max-tokens=8", "--ignore-eos"),
                 *more,
             ],
             check=False, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
@@ -196,10 +214,9 @@ def check_record(record: dict[str, Any], dop: tuple[int, int], n_batches: int) -
         assert x["pools"]["attention"]["shares"]["bubble"] > 0
 
 
-def test_the_table_and_the_figure(tmp_path: Path) -> None:
+def test_the_table_and_the_figure(two_workers: tuple[Path, Any, Any, Any]) -> None:
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install matplotlib")
-    svg = tmp_path / "breakdown.svg"
-    out, record, _ = breakdown(tmp_path, "xla", (1, 2), 2, figure=str(svg))
+    svg, out, record, _ = two_workers
     assert len(record["results"][0]["ranks"]) == 3
     rows = [line for line in out.splitlines() if "attention × 2" in line]
     for row, result in zip(rows, record["results"], strict=True):

@@ -216,7 +216,7 @@ def test_prompt_logprobs_are_those_of_transformers(torch_model):
         * 3
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
-    llm = LLM(NAME, max_num_seqs=2, max_model_len=128, max_num_batched_tokens=32)
+    llm = LLM(NAME, max_num_seqs=5, max_model_len=256, kv_slots=700, max_num_batched_tokens=32)
     [out] = llm.generate(text, replace(greedy, prompt_logprobs=5))
     tokens = list(out.prompt_token_ids)
     assert len(tokens) > 2 * 32 and len(out.prompt_logprobs) == len(tokens)

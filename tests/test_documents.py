@@ -28,8 +28,9 @@ PAGES = [
 ]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNS = [page for page in PAGES if any(b.page == page and b.language in RUN and not b.why_not for b in BLOCKS)]
-# A minute or more each, and they hold little that README has not.
-SLOW = ("docs/launch.md", "docs/serving.md")
+# Half a minute of a core or more each, and they hold little that README has not. The one block of reliability.md that
+# runs starts what test_faults and test_supervisor start.
+SLOW = ("docs/launch.md", "docs/serving.md", "docs/reliability.md")
 # Compiled as a user's programs are. The others are compiled as this run's tests are, whose programs they find
 # in its cache.
 FOR_USERS = "README.md"

@@ -18,15 +18,18 @@ from contextlib import closing, suppress
 
 import msgspec
 import pytest
-from checkpoint_examples import tiny_words_folder
+from checkpoint_examples import LLAMA, byte_tokenizer, tiny_words_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import ROOT, environment, serving
 
 from jaxlamina import LLM, SamplingParams, UserError
+from jaxlamina.llm import InMemoryModel
+from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.params import StructuredOutputs
 from jaxlamina.server.pieces import SECRET, Opening, Piece
 from jaxlamina.supervisor.journal import Entry, Journal
+from jaxlamina.text.tokenizer import Tokenizer
 
 PROMPT = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6]
 KINDS = {
@@ -80,7 +83,9 @@ def test_a_request_goes_on_after_what_it_wrote(llm, kind, n):
 
 def test_a_grammar_goes_on_where_it_was():
     pytest.importorskip("llguidance")
-    llm = LLM("smollm2-135m-instruct", max_num_seqs=2, max_model_len=64)
+    config = ModelConfig.from_hf(LLAMA)
+    model = InMemoryModel(config, random_params(config, seed=1), Tokenizer(byte_tokenizer()))
+    llm = LLM(model, split=False, max_num_seqs=2, max_model_len=64)
     asked = StructuredOutputs(regex="[A-Z][a-z]{3,8} [0-9]{4}, [a-z ]{5,10}!")
     params = SamplingParams(max_tokens=40, seed=2, structured_outputs=asked)
     whole = run(llm.engine, params)

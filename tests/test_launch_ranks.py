@@ -180,22 +180,22 @@ def gone(ranks):
     return not left
 
 
-@pytest.mark.parametrize("transport", [MPI, "xla"])
-def test_a_killed_rank_ends_the_job_and_is_named(tiny, transport):
-    process, ranks = long_job(transport, tiny)
+@pytest.mark.parametrize(
+    ("transport", "rank", "role", "dop"),
+    [
+        pytest.param("mpi", 2, "attention worker 1", "1,2", marks=pytest.mark.mpi),
+        ("xla", 1, "model worker 1", "2,1"),
+        pytest.param("xla", 2, "attention worker 1", "1,2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_ends_the_job_and_is_named(tiny, transport, rank, role, dop):
+    several = ("--set", "n_batches=3") if role.startswith("model") else ()
+    process, ranks = long_job(transport, tiny, *several, dop=dop)
     began = time.monotonic()
-    os.kill(ranks[2], signal.SIGKILL)
+    os.kill(ranks[rank], signal.SIGKILL)
     code, _, err = finish(process, timeout=40)
     assert time.monotonic() - began < 15 and code == 3 and gone(ranks), err
-    assert err[-1].startswith("error: rank 2 (attention worker 1): killed by SIGKILL"), err
-
-
-def test_a_killed_model_worker_is_named(tiny):
-    process, ranks = long_job("xla", tiny, "--set", "n_batches=3", dop="2,1")
-    os.kill(ranks[1], signal.SIGKILL)
-    code, _, err = finish(process, timeout=40)
-    assert code == 3 and gone(ranks), err
-    assert err[-1].startswith("error: rank 1 (model worker 1): killed by SIGKILL"), err
+    assert err[-1].startswith(f"error: rank {rank} ({role}): killed by SIGKILL"), err
 
 
 def test_a_rank_that_stands_still_ends_the_job_after_the_deadline(tiny):

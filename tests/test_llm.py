@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -46,10 +47,9 @@ def small() -> LLM:
     )
 
 
-def recorded(model: LLM) -> list[np.ndarray]:
-    """The logits of every step that the model's executor runs from now on."""
+def run_recorded(model: LLM, prompts: list[str], params: SamplingParams) -> tuple[list, list[np.ndarray]]:
+    """Outputs, and the logits of every step that the model's executor runs for them."""
     steps: list[np.ndarray] = []
-
     run = model.executor.run
 
     def recording(step):
@@ -57,24 +57,28 @@ def recorded(model: LLM) -> list[np.ndarray]:
         steps.extend(np.array(x) for x in (logits.decodes, *logits.prompts) if x is not None)
         return logits
 
-    model.executor.run = recording
-    return steps
+    with patch.object(model.executor, "run", recording):
+        return model.generate(prompts, params), steps
 
 
-def test_split_smollm2_equals_unsplit_over_64_steps_of_a_mixed_batch():
-    params = SamplingParams(temperature=0.0, max_tokens=65, ignore_eos=True)  # the first comes of the prefill
+@pytest.mark.parametrize("n", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_split_smollm2_equals_unsplit_over_steps_of_a_mixed_batch(llm: LLM, n: int):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=n + 1, ignore_eos=True
+    )  # the first comes of the prefill
+    unsplit = LLM(MODEL, max_num_seqs=5, max_model_len=256, kv_slots=700, split=False)
     runs = []
-    for split in (True, False):
-        model = LLM(MODEL, max_num_seqs=5, max_model_len=256, kv_slots=700, split=split)
-        steps = recorded(model)
-        outputs = model.generate(PROMPTS, params)
+    for model in (llm, unsplit):
+        model.reset_prefix_cache()
+        before = model.stats()["n_decode_tokens"]
+        outputs, steps = run_recorded(model, PROMPTS, params)
         runs.append((outputs, steps))
         assert len({len(out.prompt_token_ids) for out in outputs}) > 2
-        assert model.stats()["n_decode_tokens"] == 5 * 64
+        assert model.stats()["n_decode_tokens"] == before + 5 * n
     (split_outputs, split_steps), (unsplit_outputs, unsplit_steps) = runs
     assert [out.token_ids for out in split_outputs] == [out.token_ids for out in unsplit_outputs]
     assert split_outputs[0].text.startswith(" Paris")
-    assert len(split_steps) == len(unsplit_steps) == 5 + 64
+    assert len(split_steps) == len(unsplit_steps) == 5 + n
     for got, want in zip(split_steps, unsplit_steps, strict=True):
         assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
@@ -394,6 +398,21 @@ def test_unknown_model_is_refused_by_name():
         LLM("no-such-model")
 
 
+def test_bfloat16_is_near_float32():
+    config = ModelConfig.from_hf(MODELS["llama"])
+    model = InMemoryModel(config, random_params(config, seed=1))
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=3)
+    first = []
+    for dtype in ("float32", "bfloat16"):
+        llm = LLM(model, dtype=dtype, max_num_seqs=1, max_model_len=32)
+        assert {of.dtype.name for of in llm.executor.specs} == {dtype}
+        [out] = llm.generate({"prompt_token_ids": [5, 9, 11, 3]}, params)
+        first.append({token: x.logprob for token, x in out.outputs[0].logprobs[0].items()})
+    assert first[0] != first[1] and list(first[0]) == list(first[1])
+    assert list(first[0].values()) == pytest.approx(list(first[1].values()), abs=0.05)
+
+
+@pytest.mark.slow  # each of its 30 layers is compiled anew for four tokens
 def test_bfloat16_writes_too():
     model = LLM(MODEL, dtype="bfloat16", max_num_seqs=1, max_model_len=64, kv_slots=64)
     [out] = model.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4))

@@ -21,18 +21,18 @@ from test_demo_model import NAME, needs_model
 
 from jaxlamina import LLM, SamplingParams
 
-N_CLIENTS = 64
+N_CLIENTS = 40
 N_PLANS = 20  # different requests
-# Sixteen sequences that may have 96 tokens each, and KV for one and a third of them.
+# Eight sequences that may have 96 tokens each, and KV for one and a third of them.
 POOL = (
     "--kv-slots",
     "128",
     "--max-num-seqs",
-    "16",
+    "8",
     "--max-model-len",
     "96",
     "--max-num-batched-tokens",
-    "64",
+    "32",
     "--kv-headroom",
     "0",
 )
@@ -61,7 +61,7 @@ class Plan:
 @pytest.fixture(scope="module")
 def plans():
     rng = random.Random(11)
-    llm = LLM(NAME, max_num_seqs=1, max_model_len=96, prefix_caching=False)
+    llm = LLM(NAME, max_num_seqs=5, max_model_len=256, kv_slots=700, prefix_caching=False)
     found = []
     for i in range(N_PLANS):
         n_words, at = rng.choice((2, 6, 12, 30)), rng.randrange(len(WORDS) - 30)
