@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +66,7 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """``rounds``: each live, and simulated with terms that are fitted to steps just before and after it.
+    """``rounds``: each live, and simulated with terms that are fitted to steps before, after and within it.
     ``held_out_error``: of single steps, each by terms that are fitted to the others. ``tpot_of_5_percent``:
     by what share TPOT's median grows where all steps take 5 % longer, simulated; the median of the rounds."""
 
@@ -116,6 +118,62 @@ class _Clock:
     def skip_to(self, seconds: float) -> None:
         self._skipped += max(0.0, seconds - self.now())
 
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """What is done meanwhile takes no time."""
+        began = self.now()
+        yield
+        self._skipped -= self.now() - began
+
+
+class _Kind(NamedTuple):
+    """Of a step that terms are fitted to: requests with so many stored tokens each, or for 0 a prompt."""
+
+    n_rows: int
+    n_tokens: int
+
+
+class _Steps:
+    """Single steps, each kind in turn: before and after a live run, and in it while nothing is to be done.
+    A machine's pace drifts by more than the aim within a minute."""
+
+    KINDS = (*(_Kind(*step) for step in DECODES), *(_Kind(0, n) for n in PROMPTS))
+
+    def __init__(self, engine: Engine, read: Callable[[], float]) -> None:
+        self._engine, self._read = engine, read
+        self._seconds: dict[_Kind, list[float]] = {kind: [] for kind in self.KINDS}
+        self._turns = cycle(self.KINDS)
+
+    def all_once(self) -> None:
+        for kind in self.KINDS:
+            self._seconds[kind].append(self._timed(kind))
+
+    def next_one(self) -> None:
+        kind = next(self._turns)
+        self._seconds[kind].append(self._timed(kind))
+
+    def medians(self) -> list[MeasuredStep]:
+        return [_step_of(kind, statistics.median(values)) for kind, values in self._seconds.items()]
+
+    def keep_last(self) -> None:
+        """Of each kind, for the round after this one, whose beginning it is."""
+        self._seconds = {kind: values[-1:] for kind, values in self._seconds.items()}
+
+    def _timed(self, kind: _Kind) -> float:
+        if kind.n_rows:
+            return _decode_s(self._engine, self._read, *kind)
+        clock = _Clock(self._read)
+        self._engine.add_request([11 + i % 1000 for i in range(kind.n_tokens)], _greedy(1))
+        while not self._engine.idle:
+            self._engine.step()
+        return clock.now()
+
+
+def _step_of(kind: _Kind, seconds: float) -> MeasuredStep:
+    n_rows, n = kind
+    n_tokens = n_rows * (n + _STEPS // 2) if n_rows else -(-n // _VECTOR) * _VECTOR
+    return MeasuredStep(n_rows, n_tokens, seconds)
+
 
 def slice_of(trace: Trace, n: int, shorter: float, rate: float) -> Trace:
     """The first ``n`` requests, ``shorter`` times shorter, of which ``rate`` arrive a second on average."""
@@ -159,17 +217,18 @@ def measure(
     )
     rounds, errors, held_out, growths = [], [], [], []
     on_progress("compiling")
-    _steps(engine, read)
+    single = _Steps(engine, read)
+    single.all_once()
     _live(engine, trace, read)
     on_progress("single steps")
-    after = _steps(engine, read)
+    single.all_once()
     for i in range(1, n_rounds + 1):
-        on_progress(f"round {i} of {n_rounds}: {len(trace)} requests")
-        live = _live(engine, trace, read)
+        on_progress(f"round {i} of {n_rounds}: {len(trace)} requests, and single steps between them")
+        single.keep_last()
+        live = _live(engine, trace, read, single.next_one)
         on_progress(f"round {i} of {n_rounds}: single steps")
-        before, after = after, _steps(engine, read)
-        # A machine's pace drifts by more than the aim within a minute: steps of both its ends.
-        steps = [a._replace(seconds=(a.seconds + b.seconds) / 2) for a, b in zip(before, after, strict=True)]
+        single.all_once()
+        steps = single.medians()
         terms = fitted(config, steps)
         simulated = _simulated(config, terms, trace, policy)
         rounds.append((live, simulated))
@@ -194,12 +253,17 @@ def _longer(terms: Terms, factor: float) -> Terms:
     return replace(terms, **changed)
 
 
-def _live(engine: Engine, trace: Trace, read: Callable[[], float]) -> ServedSlice:
+def _live(
+    engine: Engine, trace: Trace, read: Callable[[], float], meanwhile: Callable[[], object] = lambda: None
+) -> ServedSlice:
+    """``meanwhile``: done each time that all requests so far have been served, and of no time."""
     n = len(trace)
     first, end, ids = np.zeros(n), np.zeros(n), dict[str, int]()
     arrivals, n_come, clock = trace.arrival_us / 1e6, 0, _Clock(read)
     while n_come < n or not engine.idle:
         if engine.idle:
+            with clock.standing():
+                meanwhile()
             clock.skip_to(arrivals[n_come])
         while n_come < n and arrivals[n_come] <= clock.now():
             prompt = [(7 * n_come + i) % 1000 + 10 for i in range(trace.n_prompt[n_come])]
@@ -217,25 +281,7 @@ def _greedy(n: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
-def _steps(engine: Engine, read: Callable[[], float]) -> list[MeasuredStep]:
-    """Each size of step, once there is nothing else to do."""
-    found = []
-    for n_rows, context in DECODES:
-        seconds = _timed(engine, read, n_rows, context)
-        found.append(MeasuredStep(n_rows, n_rows * (context + _STEPS // 2), seconds))
-    for n in PROMPTS:
-        several = []
-        for _ in range(3):
-            clock = _Clock(read)
-            engine.add_request([11 + i % 1000 for i in range(n)], _greedy(1))
-            while not engine.idle:
-                engine.step()
-            several.append(clock.now())
-        found.append(MeasuredStep(0, -(-n // _VECTOR) * _VECTOR, statistics.median(several)))
-    return found
-
-
-def _timed(engine: Engine, read: Callable[[], float], n_rows: int, context: int) -> float:
+def _decode_s(engine: Engine, read: Callable[[], float], n_rows: int, context: int) -> float:
     """The median of decode steps, without those in which prompts are computed."""
     for i in range(n_rows):
         engine.add_request([11 + (i + j) % 1000 for j in range(context)], _greedy(_STEPS + 4))
