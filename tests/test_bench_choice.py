@@ -115,6 +115,26 @@ def test_every_job_runs_once_and_none_waits_for_devices_that_are_free(sizes: lis
         assert not later or used + min(later) > n
 
 
+def test_a_job_that_is_late_has_told_of_steps_on_the_way() -> None:
+    """In the words in which `bench step` tells of them."""
+    tell = f"{step_bench.StepCase(64, 2130)}, unsplit, 4 devices by weights: {50.1666:.2f} ms"
+    said = f"weights\n{tell}\nB 7, 9 tokens: compiling unsplit, 4 devices by weights\n"
+    [found] = choice_bench._so_far(said)
+    assert found == {"case": "B 64, 2130 tokens", "way": "unsplit, 4 devices by weights", "ms": 50.17}
+    assert choice_bench._step_of(found["case"]) == str(StepKey(64, 2130))
+
+
+@pytest.mark.slow  # 15 s
+def test_what_a_late_job_has_not_come_to_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    record, _ = bench(
+        "choice", "--devices", "h200=2", "--config", "smollm2-135m", "--layers", "1", "--dtype", "float32",
+        "--traces", "azure-code", "--batch", "4", "--way-s", "3", "--split-plans", "0",
+    )  # fmt: skip
+    assert set(record["left_out"].values()) == {"not done within 3 s"}
+    assert all(one["measured_ms"] is None for one in record["cases"][0]["candidates"])
+
+
 def test_what_cannot_be_asked_is_refused_in_a_line() -> None:
     assert "of one kind" in refused("choice", "--devices", "h200=2,h20=2")
     assert "nothing to choose" in refused("choice", "--devices", "h200=1")

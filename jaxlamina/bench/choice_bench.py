@@ -10,6 +10,7 @@ started; nothing of models.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,7 +208,7 @@ def measure(
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> ChoiceReport:
     """Fills in what the candidates take. ``words``: of `bench step`, for every job. A job that fails or is
-    not done within ``way_s`` is left out, with its reason."""
+    not done within ``way_s`` is left out, with its reason, but for steps that it had told of."""
     report = ChoiceReport(list(cases), dict(left_out))
     wanted: dict[InstanceJob, dict[tuple[str, str], list[Candidate]]] = {}
     for candidate in (one for case in cases for one in case.candidates):
@@ -234,6 +235,12 @@ def measure(
                 for candidate in wanted[job].get((_step_of(result["case"]), result["way"]), ()):
                     candidate.measured_ms = result["ms"]
     return report
+
+
+def _so_far(said: str) -> Iterator[dict[str, Any]]:
+    """Of a job that was too late, the steps that it has told of on the way."""
+    for case, way, ms in re.findall(r"^(B \d+, \d+ tokens), (.+): ([\d.]+) ms$", said, re.MULTILINE):
+        yield {"case": case, "way": way, "ms": float(ms)}
 
 
 def _told(job: InstanceJob) -> str:
@@ -279,7 +286,8 @@ def _run(
             try:
                 out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                found[job] = f"not done within {way_s:g} s"
+                late = f"the rest: not done within {way_s:g} s"
+                found[job] = {"results": list(_so_far(end(process))), "failed": [late]}
                 continue
             # A bench of which one way failed ends with 1, and has told of the others.
             line = out.strip().splitlines()[-1:] or [""]

@@ -47,14 +47,16 @@ def start(job: ComparedJob) -> subprocess.Popen[str]:
     return subprocess.Popen(words, env={**os.environ, **job.environment}, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.communicate(timeout=_COLLECT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+def end(process: subprocess.Popen[str]) -> str:
+    """What it said on the way, if it has not ended yet."""
+    if process.poll() is not None:
+        return ""
+    process.terminate()
+    try:
+        return process.communicate(timeout=_COLLECT_S)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[1]
 
 
 def reason(said: str) -> str:
