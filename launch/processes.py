@@ -60,8 +60,7 @@ class _Running:
 
     def exit_code(self) -> int | None:
         """None: it runs. One that does not may be there still."""
-        code = self.process.poll()
-        return ending.exit_code(self.process.pid, self.since) if code is None else code
+        return ending.code_of(self.process, self.since)
 
     @property
     def is_first(self) -> bool:

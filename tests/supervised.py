@@ -18,7 +18,8 @@ from pathlib import Path
 
 from serving import WORDS_TEMPLATE, Server
 
-from jaxlamina.bench.job_processes import began, children, words_of
+from jaxlamina.bench.job_processes import began, words_of
+from jaxlamina.process.descendants import descendants as children
 from launch.commands import OPEN_MPI
 
 DEADLINE_S = 150

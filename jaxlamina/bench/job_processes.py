@@ -15,6 +15,8 @@ from pathlib import Path
 from jaxlamina.bench.server_process import Server, running
 from jaxlamina.errors import UserError
 from jaxlamina.job.roles import Pools
+from jaxlamina.process import ending
+from jaxlamina.process.descendants import descendants
 
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "spin": signal.SIGUSR1}
 _SPINS = """
@@ -32,26 +34,10 @@ signal.signal(signal.SIGUSR1, spin)
 _RANKS = ("JAXLAMINA_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
-def children(pid: int) -> list[int]:
-    """All processes below one."""
-    found: list[int] = []
-    left = [pid]
-    while left:
-        folder = Path(f"/proc/{left.pop()}/task")
-        with suppress(OSError):  # it may end meanwhile
-            for task in os.listdir(folder):
-                with suppress(OSError):
-                    new = [int(x) for x in (folder / task / "children").read_text().split()]
-                    found += new
-                    left += new
-    return found
-
-
 def began(pid: int) -> float:
     """When, in the kernel's ticks; infinity if it is not there."""
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return float("inf")
+    found = ending.began(pid)
+    return float("inf") if found is None else found
 
 
 def words_of(pid: int) -> list[str]:
@@ -76,7 +62,7 @@ def rank_of(pid: int) -> int | None:
 def find(whom: str, supervisor: int, workers: Mapping[str, int] | None) -> int:
     """The process of the server, or of the last worker of a kind, in the job that runs. ``workers``: of each
     kind how many a job over ranks has; None: it is one process. ``UserError`` if there is none."""
-    below = sorted(children(supervisor), key=began)  # a spare is younger
+    below = sorted(descendants(supervisor), key=began)  # a spare is younger
     if workers is None:
         if whom != "server":
             raise UserError(f"--whom {whom}: the job is one process, which is the server")
@@ -107,7 +93,7 @@ def supervised(
                 try:
                     yield server
                 finally:
-                    left = {pid: began(pid) for pid in children(server.pid)}
+                    left = {pid: began(pid) for pid in descendants(server.pid)}
         finally:
             for pid, since in left.items():
                 if began(pid) == since:

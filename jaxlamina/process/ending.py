@@ -9,6 +9,7 @@ second or longer where it has a GPU or some gigabytes. Until then it may hold me
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,12 @@ def exit_code(pid: int, since: int | None) -> int | None:
     if any(thread is not None and thread.runs for thread in threads):
         return None
     return os.waitstatus_to_exitcode(found.status)
+
+
+def code_of(process: subprocess.Popen[bytes], since: int | None) -> int | None:
+    """As `exit_code`, of a child of this process, which it waits for if it is gone already."""
+    code = process.poll()
+    return exit_code(process.pid, since) if code is None else code
 
 
 def _stat(path: Path) -> _Stat | None:

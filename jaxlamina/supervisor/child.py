@@ -84,8 +84,7 @@ class Running:
 
     def exit_code(self) -> int | None:
         """None: it runs. One that does not may be there still."""
-        code = self.process.poll()
-        return ending.exit_code(self.process.pid, self._since) if code is None else code
+        return ending.code_of(self.process, self._since)
 
     @property
     def stands_by(self) -> bool:

@@ -13,9 +13,9 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
 
 from jaxlamina.process import ending
+from jaxlamina.process.descendants import descendants
 
 _LOOK_S = 0.02
 _MOST_S = 10.0  # for the kernel to end a process that is killed; and to take it away
@@ -79,15 +79,5 @@ def _is_gone(pid: int, began: int | None) -> bool:
 def _below(but: Collection[int]) -> set[int]:
     """All processes below this one ``but`` those and what is below them. What a process leaves behind comes
     up to this one, and could be missed on its way by one look."""
-    return _look(but) | _look(but)
-
-
-def _look(but: Collection[int]) -> set[int]:
-    found, parents = set[int](), ["self"]
-    while parents:
-        for task in Path(f"/proc/{parents.pop()}/task").glob("[0-9]*"):
-            with suppress(OSError):
-                new = {int(x) for x in (task / "children").read_text().split()} - found - set(but)
-                found |= new
-                parents += map(str, new)
-    return found
+    pid = os.getpid()
+    return {*descendants(pid, but), *descendants(pid, but)}
