@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxlamina.engine.request import Request
-from jaxlamina.engine.scheduled_step import PromptSpan, RunTogether
+from jaxlamina.engine.scheduled_step import PromptSpan, RunTogether, one_by_one
 from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes, bucket
 
 # Fewer prompts take no longer one by one: a call's padding is computed, too.
@@ -33,17 +33,17 @@ class PromptBatches:
         """``prompts``, of one step, in their order."""
         found: list[RunTogether] = []
         without = set[tuple[int, bool]]()  # of which no program is there yet: that is found out once
-        while prompts:
+        while len(prompts) >= _LEAST_PROMPTS:
             call = self._first_of(prompts, without)
             found.append(call)
             prompts = prompts[len(call.prompts) :]
-        return found
+        return found + one_by_one(prompts)
 
     def _first_of(self, prompts: Sequence[PromptSpan], without: set[tuple[int, bool]]) -> RunTogether:
         alone, kind = RunTogether((), (prompts[0],)), self._kind(prompts[0])
         width, _ = kind
         rows = n_rows(self._sizes.buckets, self.n_tokens, width)
-        if min(rows, len(prompts)) < _LEAST_PROMPTS or kind in without:
+        if rows < _LEAST_PROMPTS or kind in without:
             return alone
         alike = self._alike(prompts[:rows])
         if len(alike) < _LEAST_PROMPTS:
