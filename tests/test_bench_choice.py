@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlamina.bench import choice_bench, step_bench
-from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, InstanceJob, StepKey, case_of, job_of, waves
+from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, InstanceJob, case_of, job_of, waves
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner import inputs
@@ -36,7 +36,7 @@ def test_all_unsplit_plans_and_the_best_split_ones_are_candidates() -> None:
     assert len({(s.n_model, s.n_attention, s.tensor_parallel) for s in split}) == len(split) == 2
     tokens = [one.predicted_tokens_s for one in case.candidates]
     assert tokens == sorted(tokens, reverse=True) and case.chosen is case.candidates[0]
-    assert all(one.step.n_rows % one.setup.n_batches == 0 for one in case.candidates)
+    assert all(one.step.batch % one.setup.n_batches == 0 for one in case.candidates)
     near = case_of("8B", question(), n_split=2, within=0.0)
     assert near.candidates == case.candidates[:2], "the first choice has something to be compared with"
 
@@ -44,10 +44,10 @@ def test_all_unsplit_plans_and_the_best_split_ones_are_candidates() -> None:
 def test_sums_cost_what_they_do_as_it_is_run() -> None:
     of_xla = case_of("8B", question(), 0).candidates
     at_best = case_of("8B", replace(question(), as_run=False), 0).candidates
-    slower = {one.setup.tensor_parallel: one.predicted_ms / one.step.n_rows for one in of_xla}
+    slower = {one.setup.tensor_parallel: one.predicted_ms / one.step.batch for one in of_xla}
     for one in at_best:
         n = one.setup.tensor_parallel
-        assert (n == 1) == (slower[n] == one.predicted_ms / one.step.n_rows)
+        assert (n == 1) == (slower[n] == one.predicted_ms / one.step.batch)
 
 
 def test_a_candidate_is_the_way_that_its_job_measures() -> None:
@@ -87,7 +87,7 @@ def test_a_candidate_is_the_way_that_its_job_measures() -> None:
 
 def made(name: str, copies: int, n_rows: int, predicted: float, measured: float | None) -> Candidate:
     setup = case_of("8B", question(), 0).candidates[0].setup
-    return Candidate(name, setup, copies, StepKey(n_rows, 100), predicted, measured)
+    return Candidate(name, setup, copies, step_bench.StepCase(n_rows, 100), predicted, measured)
 
 
 def test_what_is_said_of_a_choice() -> None:
@@ -121,7 +121,7 @@ def test_a_job_that_is_late_has_told_of_steps_on_the_way() -> None:
     said = f"weights\n{tell}\nB 7, 9 tokens: compiling unsplit, 4 devices by weights\n"
     [found] = choice_bench._so_far(said)
     assert found == {"case": "B 64, 2130 tokens", "way": "unsplit, 4 devices by weights", "ms": 50.17}
-    assert choice_bench._step_of(found["case"]) == str(StepKey(64, 2130))
+    assert found["case"] == str(step_bench.StepCase(64, 2130)), "by which candidates are looked for"
 
 
 @pytest.mark.slow  # 15 s

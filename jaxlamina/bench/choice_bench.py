@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxlamina.bench.compared_jobs import ComparedJob, end, only, pretended, reason, start
+from jaxlamina.bench.compared_jobs import ComparedJob, end, launched, only, pretended, reason, start
+from jaxlamina.bench.step_bench import StepCase
 from jaxlamina.errors import UserError
 from jaxlamina.planner.costs import Deployment, step_cost
 from jaxlamina.planner.prediction import LOSS_AIM
@@ -33,16 +34,6 @@ class InstanceJob(NamedTuple):
     options: tuple[str, ...]
 
 
-class StepKey(NamedTuple):
-    """Requests and stored tokens of each."""
-
-    n_rows: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"{self.n_rows}x{self.context}"
-
-
 @dataclass
 class Candidate:
     """A plan, with as many requests as can be cut into its batches. ``measured_ms``: None before it is
@@ -51,7 +42,7 @@ class Candidate:
     name: str
     setup: Deployment
     copies: int
-    step: StepKey
+    step: StepCase
     predicted_ms: float
     measured_ms: float | None = None
 
@@ -60,11 +51,11 @@ class Candidate:
         setup = plan.setup
         n_rows = plan.n_rows - plan.n_rows % setup.n_batches
         predicted = 1e3 * step_cost(setup, n_rows, context).step_s
-        return cls(_name(plan), setup, plan.copies, StepKey(n_rows, context), predicted)
+        return cls(_name(plan), setup, plan.copies, StepCase(n_rows, context), predicted)
 
     def tokens_s(self, ms: float) -> float:
         """Of all copies, with steps of so many ms."""
-        return self.copies * self.step.n_rows / ms * 1e3
+        return self.copies * self.step.batch / ms * 1e3
 
     @property
     def predicted_tokens_s(self) -> float:
@@ -91,7 +82,7 @@ class Candidate:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "plan": self.name, "copies": self.copies, "requests": self.step.n_rows,
+            "plan": self.name, "copies": self.copies, "requests": self.step.batch,
             "context": self.step.context, "predicted_ms": self.predicted_ms, "measured_ms": self.measured_ms,
             "predicted_tokens_s": self.predicted_tokens_s, "measured_tokens_s": self.measured_tokens_s,
         }  # fmt: skip
@@ -185,16 +176,12 @@ def job_of(setup: Deployment, on_gpus: bool) -> InstanceJob:
     if not setup.is_split:
         n = setup.tensor_parallel
         return InstanceJob(n, (), () if n == 1 else ("--devices", str(n), "--no-unsplit"))
-    platform = "cuda" if on_gpus else "cpu"
-    changes = [f'model_platform="{platform}"', f'attention_platform="{platform}"']
-    changes += [f"tensor_parallel={setup.tensor_parallel}"] if setup.tensor_parallel > 1 else []
+    changes = [f"tensor_parallel={setup.tensor_parallel}"] if setup.tensor_parallel > 1 else []
     changes += [f'pipelining="{setup.mode}"'] if setup.n_replicas > 1 else []
-    settings = [word for change in changes for word in ("--set", change)]
     a, b, n = setup.n_model, setup.n_attention, setup.n_batches
-    launch = ("launch", "--dop", f"{a},{b}", "--transport", "xla", *settings, "--")
     options = ("--no-unsplit", "--partitions", setup.partition, "--shares", str(setup.local_share))
     staggered = ("--staggered", str(n)) if n > 1 else ()
-    return InstanceJob(a + b, launch, (*options, *staggered))
+    return InstanceJob(a + b, launched(a, b, changes, on_gpus=on_gpus), (*options, *staggered))
 
 
 def measure(
@@ -219,9 +206,8 @@ def measure(
     for wave in waves(list(wanted), n_devices if on_gpus else 1):
         on_progress(f"jobs {done + 1} to {done + len(wave)} of {len(wanted)}: {', '.join(map(_told, wave))}")
         done += len(wave)
-        cuts = {job: ",".join(dict.fromkeys(step for step, _ in wanted[job])) for job in wave}
         try:
-            ended = _run({job: [*words, "--case", cuts[job]] for job in wave}, on_gpus, way_s)
+            ended = _run({job: [*words, "--case", _cases(wanted[job])] for job in wave}, on_gpus, way_s)
         except KeyboardInterrupt:  # of minutes of measuring, what there is already is told
             report.left_out[", ".join(map(_told, wave))] = "interrupted, and all after it"
             break
@@ -232,9 +218,15 @@ def measure(
             for line in found["failed"]:
                 report.left_out[f"{_told(job)}: {line.partition(': ')[0]}"] = line.partition(": ")[2]
             for result in found["results"]:
-                for candidate in wanted[job].get((_step_of(result["case"]), result["way"]), ()):
+                for candidate in wanted[job].get((result["case"], result["way"]), ()):
                     candidate.measured_ms = result["ms"]
     return report
+
+
+def _cases(wanted: Mapping[tuple[str, str], Sequence[Candidate]]) -> str:
+    """As ``--case`` has them."""
+    steps = (candidates[0].step for candidates in wanted.values())
+    return ",".join(dict.fromkeys(f"{step.batch}x{step.context}" for step in steps))
 
 
 def _so_far(said: str) -> Iterator[dict[str, Any]]:
@@ -245,12 +237,6 @@ def _so_far(said: str) -> Iterator[dict[str, Any]]:
 
 def _told(job: InstanceJob) -> str:
     return " ".join((*job.launch, "bench step", *job.options))
-
-
-def _step_of(case: str) -> str:
-    """ "B 16, 2048 tokens" as ``--case`` has it."""
-    n_rows, context = (word for word in case.replace(",", "").split() if word.isdecimal())
-    return f"{n_rows}x{context}"
 
 
 def waves(jobs: Sequence[InstanceJob], n_devices: int) -> Iterator[list[InstanceJob]]:

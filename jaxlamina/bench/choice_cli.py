@@ -54,11 +54,11 @@ def choice_command(
     shape = shape_of(config, layers)
     if isinstance(shape, str):
         raise UserError("the planner knows no costs of a model of your own: name a shape")
-    from jaxlamina.bench import choice_bench, machine
+    from jaxlamina.bench import choice_bench, compared_jobs, machine
     from jaxlamina.bench.step_bench import dtype_of
 
     dtype_of(dtype)
-    on_gpus = n_gpus(os.environ) > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
+    on_gpus = compared_jobs.on_gpus()
     questions, n = _questions(shape, devices, traces, slos, batch, calibration)
     if on_gpus and n > n_gpus(os.environ):
         raise UserError(f"--devices {devices}: there are {n_gpus(os.environ)}")
@@ -135,7 +135,7 @@ def _parts(found: ChoiceReport, title: str) -> Iterator[Part]:
     columns: Columns = (
         ("case", lambda row: row[0].name, "<"),
         ("plan", lambda row: row[1].name, "<"),
-        ("requests each", lambda row: row[1].step.n_rows, ""),
+        ("requests each", lambda row: row[1].step.batch, ""),
         ("context", lambda row: row[1].step.context, ","),
         ("predicted, ms", lambda row: row[1].predicted_ms, ".2f"),
         ("measured, ms", lambda row: row[1].measured_ms, ".2f"),

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxlamina.process.gpus import MEMORY_SHARE
+from jaxlamina.process.gpus import MEMORY_SHARE, n_gpus
 
 _GPU_SHARE = "0.92"  # of each GPU's memory: KV fills what weights leave
 _COLLECT_S = 15.0  # for a job to end that was told to
@@ -24,6 +24,19 @@ class ComparedJob:
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def on_gpus() -> bool:
+    return n_gpus(os.environ) > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
+
+
+def launched(a: int, b: int, changes: Sequence[str], *options: str, on_gpus: bool) -> tuple[str, ...]:
+    """The words before a command that ``a`` model workers and ``b`` attention workers run, all on devices of
+    one kind. ``changes``: of the cluster, as ``--set`` has them."""
+    platform = "cuda" if on_gpus else "cpu"
+    platforms = [f'{key}="{platform}"' for key in ("model_platform", "attention_platform")]
+    settings = [word for change in (*platforms, *changes) for word in ("--set", change)]
+    return ("launch", "--dop", f"{a},{b}", "--transport", "xla", *options, *settings, "--")
 
 
 def only(gpus: Sequence[int] | range) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxlamina.bench.compared_jobs import ComparedJob, end, only, pretended, reason, start
+from jaxlamina.bench.compared_jobs import ComparedJob, end, launched, only, pretended, reason, start
 from jaxlamina.bench.rounds import record_of
 
 
@@ -82,17 +82,14 @@ def ways(
             name += f", {n_copies} copies" if n_copies > 1 else ""
             name += f", {n_idle} idle" if n_idle else ""
             found.append(ComparedWay(name, _copies(n_copies, n, on_gpus)))
-    platform = "cuda" if on_gpus else "cpu"
-    platforms = [f'{key}="{platform}"' for key in ("model_platform", "attention_platform")]
     for a, b in dops:
         for share in shares:
-            changes = [*platforms, *([f"tensor_parallel={a}"] if a > 1 else [])]
+            changes = [f"tensor_parallel={a}"] if a > 1 else []
             changes += ['partition="heads"'] if a > 1 and share != "0" else []
-            words = [word for change in changes for word in ("--set", change)]
-            launch = ("launch", "--dop", f"{a},{b}", "--transport", "xla", "--local-attention", share, *words)
+            words = launched(a, b, changes, "--local-attention", share, on_gpus=on_gpus)
             environment = {} if not on_gpus else only(range(a + b))
             name = f"DOP ({a}, {b}), " + ("Lamina" if share == "0" else f"local attention {share}")
-            found.append(ComparedWay(name, (ComparedJob((*launch, "--"), environment),)))
+            found.append(ComparedWay(name, (ComparedJob(words, environment),)))
     return found
 
 

@@ -59,9 +59,9 @@ def lamina_command(
     """The papers' comparison (Lamina 2025, Figures 10 and 11): a model over two pools, beside the same model
     unsplit on as many devices: copies, and tensor parallelism. Random weights, requests of a trace."""
     shape_of(config, layers)
-    from jaxlamina.bench import lamina_bench, machine
+    from jaxlamina.bench import compared_jobs, lamina_bench, machine
 
-    on_gpus = n_gpus(os.environ) > 0 and os.environ.get("JAX_PLATFORMS") != "cpu"
+    on_gpus = compared_jobs.on_gpus()
     n = gpus or (n_gpus(os.environ) if on_gpus else 2)
     if on_gpus and n > n_gpus(os.environ):
         raise UserError(f"--gpus {n}: there are {n_gpus(os.environ)}")

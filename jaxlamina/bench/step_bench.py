@@ -126,6 +126,11 @@ class StepOptions:
     partitions: Sequence[str] = ()
 
     @property
+    def n_parts(self) -> int:
+        """Of the requests, where devices share them out: beside *by requests* there is always *unsplit*."""
+        return self.n_devices if self.unsplit else 1
+
+    @property
     def one_by_one(self) -> bool:
         """Executors come one after another, each with all of the memory."""
         return self.n_devices > 1 or bool(self.local_attention)
@@ -244,8 +249,7 @@ def measure(
     """(results, bytes/s at which the device reads one long array). Without a group nothing is over ranks.
     ``on_failure``: told of each way that a device could not run, which is left out. ``UserError`` for a
     number that no case can be cut into."""
-    by_requests = options.n_devices if options.unsplit else 1
-    check_cut(options.cases, [*options.staggered, *options.mini_batches, by_requests])
+    check_cut(options.cases, [*options.staggered, *options.mini_batches, options.n_parts])
     on_progress("read bandwidth")
     read = kernels_bench.read_bandwidth()
     limit = statistics.median(read() for _ in range(3))
@@ -352,8 +356,7 @@ class _CaseRun:
         self._at_own_pace: dict[str, tuple[Way, OwnPaceRun]] = {}
         options, known = bench.options, (bench.n_slots, bench.model.vocab_size)
         self._batch = shuffled_batch(case, *known)
-        n_parts = options.n_devices if options.unsplit else 1
-        self._part = shuffled_batch(StepCase(case.batch // n_parts, case.context), *known)
+        self._part = shuffled_batch(StepCase(case.batch // options.n_parts, case.context), *known)
         self._chunk = shuffled_chunk(case, options.prefill, *known) if options.prefill else None
 
     def run(self, executors: dict[str, Any]) -> list[StepResult]:
