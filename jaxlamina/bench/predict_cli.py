@@ -110,11 +110,10 @@ def _calibration(given: Path | None, out: Path | None, on_progress: object) -> D
     assert callable(on_progress)
     on_progress("fitting")
     known = measured()
-    used = (*known.calibrating, *known.calibrating_sums)
     found = sums(known.calibrating_sums, fit(prediction.evidence_of(known)))
-    dates = sorted(point.date for point in used)
+    dates = sorted(point.date for point in known.used)
     versions = {"jax": "0.11.2", "python": "3.12.3"}
-    points = tuple(dict.fromkeys(f"{point.table}: {point}" for point in used))
+    points = tuple(dict.fromkeys(f"{point.table}: {point}" for point in known.used))
     when = f"{dates[0]} to {dates[-1]}"
     made = calibration.DeviceCalibration(found.terms, found.links, "NVIDIA H200", versions, when, points)
     made.save(out)

@@ -153,7 +153,7 @@ def _setup(
         raise UserError(f"{local_share=} must be from 0 to 1")
     config, of_compute = model_config(model), inputs.device(compute)
     n_model, n_attention = dop
-    sums = of_compute.in_host if n_attention else of_compute.in_process or of_compute.in_host
+    sums = of_compute.in_host if n_attention else of_compute.in_process
     of_shards = {"tensor_parallel": tensor_parallel, "model_link": sums}
     if not n_attention:
         if memory is not None or local_share or batches > 1:

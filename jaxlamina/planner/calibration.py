@@ -30,8 +30,8 @@ _KEYS = {"hardware", "device", "versions", "date", "points", "terms", "links"}
 @dataclass(frozen=True)
 class DeviceCalibration:
     """``links``: by how messages go ("memory", "nccl", "gloo", "mpi"), and "sharded" for XLA's sums over
-    devices of one process. ``points``: of the measurements that
-    they were fitted to. ``device``, ``versions`` and ``date``: of what they were measured on."""
+    devices of one process. ``points``: of the measurements that they were fitted to. ``device``, ``versions``
+    and ``date``: of what they were measured on."""
 
     terms: Terms
     links: Mapping[str, LinkTerms]

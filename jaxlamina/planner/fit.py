@@ -80,14 +80,14 @@ def sums(points: Sequence[StepPoint], found: Fitted) -> Fitted:
     """With a link for XLA's sums, fitted to ``points`` of sharded models; all else stays."""
     from scipy.optimize import least_squares
 
+    evidence = Evidence(found.terms.hardware, points)
+
     def fitted(logs: np.ndarray) -> Fitted:
         fixed_s, bytes_s = map(float, np.exp(logs))
         return Fitted(found.terms, {**found.links, "sharded": LinkTerms(fixed_s, bytes_s)})
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        now = fitted(logs)
-        times_s = [point.predicted(now.terms, now.links).step_s for point in points]
-        return np.log([1e3 * s / point.measured_ms for s, point in zip(times_s, points, strict=True)])
+        return np.array(_errors(evidence, fitted(logs)))
 
     first, low, high = (np.log([bound[i] for bound in _LINK.values()]) for i in (1, 0, 2))
     return fitted(least_squares(errors, first, bounds=(low, high), xtol=1e-6, ftol=1e-7).x)

@@ -185,6 +185,11 @@ class MeasuredPoints:
     def calibrating_sums(self) -> tuple[StepPoint, ...]:
         return tuple(point for point in self.counted if point.later and point.is_sharded)[2::3]
 
+    @property
+    def used(self) -> tuple[StepPoint, ...]:
+        """All that the package's calibration was fitted to."""
+        return (*self.calibrating, *self.calibrating_sums)
+
 
 @cache
 def measured() -> MeasuredPoints:

@@ -144,7 +144,7 @@ def evidence_of(measured: MeasuredPoints, device: str = "h200") -> Evidence:
 
 def predicted(measured: MeasuredPoints, calibration: DeviceCalibration) -> list[Predicted]:
     """All points. Those of another device than the calibration's by its scaled terms."""
-    fitted = {id(point) for point in (*measured.calibrating, *measured.calibrating_sums)}
+    fitted = {id(point) for point in measured.used}
     by_device: dict[str, DeviceCalibration] = {}
     found = []
     for point in measured.steps:
