@@ -14,7 +14,7 @@ from jaxlamina.supervisor.requests import FollowedRequests
 
 PIECES = [
     Piece(opening=Opening(True, (1,)), text="data: begins\n\n"),
-    *(Piece(of=(0, 0), token=n, text=f"data: {n}\n\n") for n in range(4)),
+    *(Piece(of=(0, 0), token=n, at=n, text=f"data: {n}\n\n") for n in range(4)),
     Piece(status=200, text="data: [DONE]\n\n"),
 ]
 

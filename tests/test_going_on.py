@@ -21,12 +21,14 @@ import pytest
 from checkpoint_examples import LLAMA, byte_tokenizer, tiny_words_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import ROOT, environment, serving
+from serving import ROOT, WORDS_TEMPLATE, environment, serving
 
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.params import StructuredOutputs
+from jaxlamina.server.async_engine import AsyncEngine, Prompt
+from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pieces import SECRET, Opening, Piece
 from jaxlamina.supervisor.journal import Entry, Journal
 from jaxlamina.text.tokenizer import Tokenizer
@@ -51,12 +53,12 @@ def llm(tiny):
     return LLM(tiny, max_num_seqs=4, max_model_len=128)
 
 
-def run(engine, params, written=()):
+def run(engine, params, written=(), n_given=0):
     """Events of one request, beside another that runs already."""
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True, seed=1))
     engine.step()
     job = engine.admission.job(PROMPT, params, None)
-    engine.add_job(job, written=written)
+    engine.add_job(job, written=written, n_given=n_given)
     events = []
     while not engine.idle:
         events += [event for event in engine.step() if event.request_id == job.request_id]
@@ -72,6 +74,10 @@ def test_a_request_goes_on_after_what_it_wrote(llm, kind, n):
     again = run(llm.engine, KINDS[kind], tokens[:n])
     assert [event.is_again for event in again] == [i < n for i in range(len(tokens))]
     assert [(e.token_id, e.new_text) for e in again] == [(e.token_id, e.new_text) for e in whole]
+    check_same_end(whole, again)
+
+
+def check_same_end(whole, again):
     first, last = whole[-1].output, again[-1].output
     assert (first.text, first.finish_reason, first.stop_reason) == (
         last.text,
@@ -79,6 +85,20 @@ def test_a_request_goes_on_after_what_it_wrote(llm, kind, n):
         last.stop_reason,
     )
     assert not any(event.output for event in again[:-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "n_given"), [(7, 7), (7, 1), (23, 20), (10**6, 10**6)])
+def test_what_a_caller_has_had_is_one_event(llm, kind, n, n_given):
+    whole = run(llm.engine, KINDS[kind])
+    tokens = [event.token_id for event in whole]
+    n, n_given = min(n, len(tokens)), min(n_given, len(tokens))
+    bundle, *again = run(llm.engine, KINDS[kind], tokens[:n], n_given)
+    assert bundle.is_again and bundle.n_tokens == n_given and bundle.token_id == tokens[n_given - 1]
+    assert bundle.new_text == "".join(event.new_text for event in whole[:n_given])
+    assert [e.is_again for e in again] == [i < n for i in range(n_given, len(tokens))]
+    assert [(e.token_id, e.new_text) for e in again] == [(e.token_id, e.new_text) for e in whole[n_given:]]
+    check_same_end(whole, [bundle, *again])
 
 
 def test_a_grammar_goes_on_where_it_was():
@@ -236,6 +256,38 @@ def test_a_journal_without_memory_tries_again(tmp_path):
     journal.close()
 
 
+# --- requests that go on together ---
+
+
+@pytest.mark.parametrize(("n_expected", "n_come"), [(3, 3), (4, 3), (0, 1)])
+def test_no_step_is_begun_before_all_that_go_on_together_are_there(llm, n_expected, n_come):
+    """Nor waited for without end where one of them stays away."""
+    n_waiting = []
+
+    async def scenario():
+        engine = AsyncEngine(
+            llm.engine,
+            Metrics("tiny"),
+            prepare=lambda stopped: None,
+            max_concurrent=9,
+            before_step=lambda: n_waiting.append(len(llm.engine.scheduler.waiting)),
+        )
+        engine.start()
+        assert await engine.started()
+        all_answers = []
+        for _ in range(n_come):
+            engine.expect(n_expected)
+            all_answers.append(await engine.submit([Prompt(PROMPT)], KINDS["greedy"]))
+            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            for answers in all_answers:
+                assert len([event async for _, event in answers]) == 24
+        assert await engine.stop(60)
+
+    asyncio.run(scenario())
+    assert n_waiting[0] == n_come
+
+
 # --- what a server says to a supervisor ---
 
 
@@ -263,6 +315,35 @@ class OverSocket(http.client.HTTPConnection):
             return answer.status, answer.read()
 
 
+STREAMS = {
+    "/v1/completions": {"prompt": "w1 w2", "max_tokens": 5},
+    "/v1/completions with ids": {"prompt": "w1 w2", "max_tokens": 5, "return_token_ids": True},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "w3"}], "max_tokens": 5},
+    "/v1/responses": {"input": "w3", "max_output_tokens": 5},
+}
+
+
+def check_what_is_not_told_again(post, path):
+    """Of a stream that goes on after three tokens, of which a client has had two, the third comes again, and
+    what comes after is as if all of them had come."""
+    body = json.dumps(STREAMS[path] | {"stream": True, "ignore_eos": True}).encode()
+    follow = {"key": "k", "created": 1, "seed": 2}
+
+    def told(**more):
+        status, lines = post("/followed" + path.split()[0], json.dumps(follow | more).encode() + b"\n" + body)
+        assert status == 200, lines
+        opening, *tokens, end = [msgspec.json.decode(line, type=Piece) for line in lines.splitlines()]
+        assert opening.opening is not None and end.status == 200
+        return opening, tokens, end
+
+    opening, tokens, end = told()
+    assert [piece.at for piece in tokens] == list(range(5))
+    written = [piece.token for piece in tokens[:3]]
+    again = told(written=[(0, written)], n_given=[(0, 2)], n_cached=[(0, 0)], n_together=1)
+    assert (again[0], again[2]) == (opening, end)
+    assert [(p.at, p.token, p.text) for p in again[1]] == [(p.at, p.token, p.text) for p in tokens[2:]]
+
+
 def test_what_a_supervisor_is_told(tiny, tmp_path):
     path = tmp_path / "job.sock"
     words = [
@@ -275,6 +356,8 @@ def test_what_a_supervisor_is_told(tiny, tmp_path):
         "--no-warm-up",
         "--uds",
         str(path),
+        "--chat-template",
+        WORDS_TEMPLATE,
     ]
     body = b'{"key":"k","created":1,"seed":2}\n{"prompt":"w1","max_tokens":2}'
     secret = {"X-JaxLamina-Supervisor": "abc"}
@@ -298,6 +381,8 @@ def test_what_a_supervisor_is_told(tiny, tmp_path):
         for wrong in (b"", b"{}", b"\xff\n{}", body.replace(b"1", b'"1"', 1), b"[" * 10**5, body + b"}"):
             status, found = OverSocket(path).post("/followed/v1/completions", wrong, secret)
             assert status == 400, found
+        for kind in STREAMS:
+            check_what_is_not_told_again(lambda to, body: OverSocket(path).post(to, body, secret), kind)
     finally:
         process.kill()
         process.wait()

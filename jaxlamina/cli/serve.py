@@ -113,14 +113,13 @@ def serve(
         with bar(console, "compiling", line_every_s=15.0) as on_progress:
             is_own = settings.supervisor is None  # else the supervisor says so
             on_ready = partial(say, f"ready: {address}/v1") if is_own else lambda: None
-            behind = None
+            app = App(llm, settings, on_progress, on_ready)
             if stands_by:
                 if asked.keeps_kv and asked.kept_kv_folder is not None:
                     llm.foresee_kv(asked.kept_kv_folder)
-                behind = stand_by(llm, settings, on_progress)
+                app.stood_by(stand_by(llm, settings, on_progress))
                 if asked.keeps_kv:
                     llm.keep_kv(asked.kept_kv_folder, asked.kept_kv_slots)
-            app = App(llm, settings, on_progress, on_ready, is_warm=stands_by, behind=behind)
             if listener is not None:
                 listener.listen()
             if is_own:

@@ -231,14 +231,16 @@ class Engine:
         priority: int = 0,
         caller: Hashable | None = None,
         written: Sequence[int] = (),
+        n_given: int = 0,
         n_cached: int | None = None,
     ) -> str:
         """Queues what `Admission.job` made, maybe in another thread. ``caller``: whoever else's turn it is,
         is not kept waiting by many jobs of one caller; jobs without one are served as they come.
 
         ``written``: what the request wrote in an earlier process, of one that `LiveRequest.may_go_on`. The
-        next step gives its events again, and the request goes on after it: its KV is computed like a
-        prompt's. ``n_cached``: prompt tokens whose KV was there when it was first computed.
+        next step gives its events again, one for the first ``n_given`` tokens, and the request goes on after
+        it: its KV is computed like a prompt's. ``n_cached``: prompt tokens whose KV was there when it was
+        first computed.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(f"{priority=} must be a whole number; lower goes first")
@@ -264,7 +266,7 @@ class Engine:
         )
         self.scheduler.add(request)
         self.postprocess.live[job.request_id] = job, [request]
-        self._again += self.postprocess.take_back(request, written) if written else ()
+        self._again += self.postprocess.take_back(request, written, n_given) if written else ()
         return job.request_id
 
     def step(self) -> list[TokenEvent]:

@@ -76,8 +76,9 @@ class TokenEvent:
     chosen at the end (``best_of``, beam search), all of their events come then; the last token's has the rest
     of the text. ``error``: why the request had to be ended, with no ``output``; it has no more events.
     ``logprobs``: the token's entry, where they are asked for; ``prompt_logprobs``: with the request's first
-    event. ``is_again``: it was written before, in an earlier process (`Engine.add_job`). ``n_found``: of the
-    request's tokens before it, those whose KV was there; with its first event that is new.
+    event. ``is_again``: it was written before, in an earlier process (`Engine.add_job`); ``n_tokens``: how
+    many of its tokens it stands for then, of which it is the last. ``n_found``: of the request's tokens
+    before it, those whose KV was there; with its first event that is new.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class TokenEvent:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     error: Exception | None = None
     is_again: bool = False
+    n_tokens: int = 1
     n_found: int | None = None
 
 

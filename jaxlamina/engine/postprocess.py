@@ -119,21 +119,26 @@ class Postprocess:
             return False
         return job.beams is not None or job.continuations[request.index].finished is None
 
-    def take_back(self, request: Request, tokens: Sequence[int]) -> list[TokenEvent]:
-        """What a request wrote in an earlier process, as if it were drawn now, up to its end."""
+    def take_back(self, request: Request, tokens: Sequence[int], n_given: int) -> list[TokenEvent]:
+        """What a request wrote in an earlier process, as if it were drawn now, up to its end. Of the first
+        ``n_given`` there is one event."""
         job: LiveRequest = request.payload
         [c] = job.continuations
         c.matcher = job.matcher and job.matcher.copy()
         job.n_written = len(tokens)
         events: list[TokenEvent] = []
-        for token in tokens:
+        for n, token in enumerate(tokens, start=1):
             if not self.is_live(request):
                 break
-            events += (replace(event, is_again=True) for event in self._accept(request, token, None))
+            found = self._accept(request, token, None, silent=n < n_given)
+            events += found if n > n_given else [replace(event, n_tokens=n) for event in found]
         return events
 
-    def _accept(self, request: Request, token: int, drawn: _Drawn | None) -> list[TokenEvent]:
-        """Takes one token into its request, and ends the request if that is to be."""
+    def _accept(
+        self, request: Request, token: int, drawn: _Drawn | None, *, silent: bool = False
+    ) -> list[TokenEvent]:
+        """Takes one token into its request, and ends the request if that is to be. ``silent``: unless it
+        does, its text is for a later event."""
         job: LiveRequest = request.payload
         c = job.continuations[request.index]
         request.output_token_ids.append(token)
@@ -142,6 +147,8 @@ class Postprocess:
             entry, ended = self._read(job, c, drawn)
         except BaseException as error:  # noqa: BLE001 (its own grammar, text or entry: the others go on)
             return [self._fail(job, contained(error))]
+        if silent and not ended:
+            return []
         output = None
         if ended:
             self._finish(request)
@@ -150,10 +157,22 @@ class Postprocess:
         if job.params.chosen_at_end:
             return [] if output is None else events_at_end(output)
         new_text = c.text.release(finished=ended)
-        of_prompt = job.prompt_entries if c.index == 0 and len(c.token_ids) == 1 else None
-        n_found = job.n_found if c.index == 0 and len(c.token_ids) == job.n_written + 1 else None
+        n, is_first = len(c.token_ids), c.index == 0
+        of_prompt = job.prompt_entries if is_first and n == 1 else None
+        is_again = is_first and n <= job.n_written
+        n_found = job.n_found if is_first and n == job.n_written + 1 else None
         return [
-            TokenEvent(job.request_id, token, new_text, output, c.index, entry, of_prompt, n_found=n_found)
+            TokenEvent(
+                job.request_id,
+                token,
+                new_text,
+                output,
+                c.index,
+                entry,
+                of_prompt,
+                is_again=is_again,
+                n_found=n_found,
+            )
         ]
 
     def _read(

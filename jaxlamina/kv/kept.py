@@ -12,6 +12,7 @@ tokens before its first.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -167,13 +168,12 @@ class KeptPrefixes:
 
     def find(self, digests: Digests) -> Int32[np.ndarray, " n"]:
         """Places of the first of these tokens, as far as they are kept without a gap."""
-        found: list[int] = []
-        for low, high in zip(digests.low.tolist(), digests.high.tolist(), strict=True):
-            place = self._place_of.get(low)
-            if place is None or int(self._records["high"][place]) != high:
-                break
-            found.append(place)
-        places = np.asarray(found, np.int32)
+        known = itertools.takewhile(
+            lambda place: place is not None, map(self._place_of.get, digests.low.tolist())
+        )
+        places = np.fromiter(known, np.int32)  # type: ignore[arg-type]
+        differs = self._records["high"][places] != digests.high[: len(places)]
+        places = places[: int(differs.argmax()) if differs.any() else len(places)]
         self._use(places, digests.first)
         self.n_found_tokens += len(places)
         return places

@@ -29,8 +29,9 @@ T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _COMPILING_AT_ONCE = 2  # grammars
 _LOOK_S = 0.02  # whether requests have ended that a pause waits for
+_TOGETHER_S = 0.5  # that a step waits for requests which go on together
 NOTHING_WRITTEN: Mapping[int, Sequence[int]] = {}
-NONE_CACHED: Mapping[int, int] = {}
+NONE: Mapping[int, int] = {}
 State = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 
@@ -133,6 +134,7 @@ class _Add:
     answers: Answers
     jobs: Sequence[LiveRequest]
     written: Sequence[Sequence[int]]
+    n_given: Mapping[int, int]
     n_cached: Mapping[int, int]
     priority: int
     caller: int
@@ -205,6 +207,8 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_since: float | None = None
         self._running: dict[str, _Running] = {}  # the thread's
+        self._n_added = 0
+        self._together = 0, 0.0  # how many are to be added, and until when they are waited for
         # The event loop's:
         self._loop: asyncio.AbstractEventLoop
         self._open: set[Answers] = set()
@@ -247,6 +251,13 @@ class AsyncEngine:
         if self.state != "ready":
             raise Unavailable(self._why_not())
 
+    def expect(self, n: int) -> None:
+        """``n`` requests go on together after another process's end, and each says so. No step is begun
+        before all of them are there, but for half a second at most: the first ones would have the others
+        wait for a step of their own."""
+        if n > self._together[0]:
+            self._together = n, time.perf_counter() + _TOGETHER_S
+
     async def submit(
         self,
         prompts: Sequence[Prompt],
@@ -256,15 +267,17 @@ class AsyncEngine:
         counted: bool = True,
         seed: int | None = None,
         written: Mapping[int, Sequence[int]] = NOTHING_WRITTEN,
-        n_cached: Mapping[int, int] = NONE_CACHED,
+        n_given: Mapping[int, int] = NONE,
+        n_cached: Mapping[int, int] = NONE,
     ) -> Answers:
         """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
         others.
 
         ``priority``: as of `Engine.add_request`. ``counted``: against ``max_concurrent``. ``seed``: of
-        requests whose parameters have none, None: any. ``written``, ``n_cached``: as of `Engine.add_job`, by
-        prompt; the former is left out of those that begin anew. Raises `UserError` for what cannot be served
-        (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of ours.
+        requests whose parameters have none, None: any. ``written``, ``n_given``, ``n_cached``: as of
+        `Engine.add_job`, by prompt; the first is left out of those that begin anew. Raises `UserError` for
+        what cannot be served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of
+        ours.
         """
         self.check_ready()
         if counted and self.n_open >= self.max_concurrent:
@@ -280,7 +293,7 @@ class AsyncEngine:
             if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
                 raise Unavailable(self._why_not())
             await self._post(
-                _Add(answers, jobs, again, n_cached, priority, next(self._callers), reply), reply
+                _Add(answers, jobs, again, n_given, n_cached, priority, next(self._callers), reply), reply
             )
         except BaseException:
             answers.close()
@@ -435,8 +448,9 @@ class AsyncEngine:
     def _take_in(self) -> bool:
         """Does what has been asked for; waits where there is nothing else to do. False: it is over."""
         while not self._stopping.is_set():
+            wait_s = None if self._engine.rests else self._awaits_s()
             try:
-                message = self._inbox.get(block=self._engine.rests)
+                message = self._inbox.get(block=wait_s != 0, timeout=wait_s)
             except queue.Empty:
                 return True
             if isinstance(message, _Add):
@@ -454,12 +468,22 @@ class AsyncEngine:
                 message.call()
         return False
 
+    def _awaits_s(self) -> float:
+        """How long a step waits for requests that come together (`expect`)."""
+        n, until_s = self._together
+        return max(0.0, until_s - time.perf_counter()) if self._n_added < n else 0.0
+
     def _add(self, message: _Add) -> None:
         now = time.perf_counter()
+        self._n_added += 1
         try:
             for index, job in enumerate(message.jobs):
                 how: Any = {"priority": message.priority, "caller": message.caller}
-                before: Any = {"written": message.written[index], "n_cached": message.n_cached.get(index)}
+                before: Any = {
+                    "written": message.written[index],
+                    "n_given": message.n_given.get(index, 0),
+                    "n_cached": message.n_cached.get(index),
+                }
                 self._engine.add_job(job, **before, **how)
                 self._running[job.request_id] = _Running(message.answers, index, now)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)

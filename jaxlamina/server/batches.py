@@ -58,7 +58,11 @@ class Batches:
         self._rows = asyncio.Semaphore(n_at_once)
         self._suspect = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._known = {batch["id"]: batch for batch in _states(folder)}
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def look(self) -> None:
+        """At what earlier servers left, before anything else: none of them writes any more."""
+        self._known = {batch["id"]: batch for batch in _states(self._folder)}
 
     def resume(self) -> None:
         """Goes on with what an earlier server left."""

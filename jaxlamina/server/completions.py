@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxlamina.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxlamina.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenEvent
 from jaxlamina.server.async_engine import Prompt
 from jaxlamina.server.forms import Chunk, Form, Text, prompt_field, ranked
 from jaxlamina.server.protocol import (
@@ -90,6 +90,12 @@ class CompletionForm(Form):
             return
         logprobs = self._logprobs(choice, None if entry is None else [entry])
         yield self._chunk(CompletionChoice(index=choice, text=text, logprobs=logprobs, token_ids=ids))
+
+    def pass_over(self, which: int, event: TokenEvent) -> None:
+        if event.output is None and event.prompt_logprobs is None:
+            self._begun.add(self._choice(which, event.index))  # all that its chunk would leave
+        else:
+            super().pass_over(which, event)
 
     def text_chunk(self, choice: int, text: str) -> CompletionResponse:
         return self._chunk(CompletionChoice(index=choice, text=text))

@@ -97,7 +97,8 @@ def set_aside(path: Path, why: str) -> None:
 
 class Folder:
     """A server's folder, which no other server uses meanwhile: ``locked`` by this process, or by what has
-    started it. `UserError` if one does, or if it cannot be made."""
+    started it, whose servers say when it is theirs alone (`clear`). `UserError` if another one uses it, or if
+    it cannot be made."""
 
     def __init__(self, path: Path, *, locked: bool = True) -> None:
         self.path = path
@@ -115,8 +116,13 @@ class Folder:
             raise UserError(
                 f"{path} is in use by another server: give this one a folder of its own"
             ) from None
-        for name in ("files", "batches"):  # what a server left that died while it wrote
-            for left in (path / name).glob(f"*{_NEW}"):
+        if locked:
+            self.clear()
+
+    def clear(self) -> None:
+        """Removes what a server left that died while it wrote."""
+        for name in ("files", "batches"):
+            for left in (self.path / name).glob(f"*{_NEW}"):
                 left.unlink(missing_ok=True)
 
     def close(self) -> None:

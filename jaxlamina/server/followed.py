@@ -8,7 +8,8 @@ and events; nothing of HTTP.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from jaxlamina.engine.outputs import RequestOutput, TokenEvent
@@ -20,23 +21,26 @@ from jaxlamina.server.workshop import in_thread
 
 
 class FollowedAnswer:
-    """The lines of one answer. `close` in any case, also where nothing was read."""
+    """The lines of one answer, without those of repeated tokens that need not be told again: of prompts by
+    number the first ``n_given``. `close` in any case, also where nothing was read."""
 
     def __init__(
         self,
         form: Form,
         answers: Answers,
         error_of: Callable[[Exception], ApiError],
+        n_given: Mapping[int, int],
         *,
         is_stream: bool,
     ) -> None:
         self._form, self._answers, self._error_of, self._is_stream = form, answers, error_of, is_stream
+        self._n_given = n_given
 
     def close(self) -> None:
         self._answers.close()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        form, outputs = self._form, dict[int, RequestOutput]()
+        form, outputs, n_seen = self._form, dict[int, RequestOutput](), Counter[tuple[int, int]]()
         try:
             n_tokens = self._answers.n_prompt_tokens
             opening = Opening(self._is_stream, n_tokens, len(n_tokens) * form.n)
@@ -44,9 +48,15 @@ class FollowedAnswer:
             async for which, event in self._answers:
                 if event.output is not None:
                     outputs[which] = event.output
-                text = await text_of(form, which, event) if self._is_stream else ""
                 of = which, event.index
-                yield Piece(text, of=of, token=event.token_id, n_found=event.n_found).line()
+                n_seen[of] += event.n_tokens
+                at = n_seen[of] - 1
+                if event.is_again and at < self._n_given.get(which, 0):
+                    if self._is_stream:
+                        form.pass_over(which, event)
+                    continue
+                text = await text_of(form, which, event) if self._is_stream else ""
+                yield Piece(text, of=of, token=event.token_id, at=at, n_found=event.n_found).line()
             if self._is_stream:
                 end = Piece(self._text(form.closing()) + form.last, status=200)
             else:

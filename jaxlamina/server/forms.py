@@ -39,6 +39,7 @@ class Form(ABC):
     token ids, of prompts and of what is written."""
 
     prefix: str
+    counts_events = False  # each says how many there were before it
 
     def __init__(
         self, model: str, n: int, *, include_usage: bool, gives_written: bool = True, gives_ids: bool = False
@@ -77,6 +78,12 @@ class Form(ABC):
             self._finished[which] = event.output
             for completion in event.output.outputs:
                 yield from self.end(self._choice(which, completion.index), completion)
+
+    def pass_over(self, which: int, event: TokenEvent) -> None:
+        """As `chunks` of an event that has gone out already, maybe as several unless they are counted: what
+        comes after goes by it."""
+        for _ in self.chunks(which, event):
+            pass
 
     def closing(self) -> Iterator[Chunk]:
         """Chunks after the last token."""

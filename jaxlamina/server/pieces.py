@@ -26,14 +26,17 @@ STEP_SECONDS = "x-step-seconds"
 
 class Follow(msgspec.Struct, frozen=True):
     """What makes an answer the same in another process: ``key``, of which its ids are made, ``created`` (Unix
-    time), ``seed``, for what has none, and of prompts by number the tokens ``written`` so far, and how many
-    of their own had their KV there at first (``n_cached``)."""
+    time), ``seed``, for what has none, and of prompts by number the tokens ``written`` so far, how many of
+    these need not be told again (``n_given``), and how many of their own had their KV there at first
+    (``n_cached``). ``n_together``: requests that go on, this one with them, and are asked for at once."""
 
     key: str
     created: int
     seed: int
     written: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    n_given: tuple[tuple[int, int], ...] = ()
     n_cached: tuple[tuple[int, int], ...] = ()
+    n_together: int = 0
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -49,9 +52,9 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """Part of an answer, or with ``status`` the end of it.
 
     - ``opening``: of the first, which comes once the request is accepted.
-    - ``token`` of sequence ``of`` = (prompt, continuation), and with it ``text``, the events of a stream as
-      they go out. ``n_found``: with a prompt's first new token, of the tokens before it those whose KV was
-      there.
+    - ``token`` number ``at`` of sequence ``of`` = (prompt, continuation), and with it ``text``, the events of
+      a stream as they go out. ``n_found``: with a prompt's first new token, of the tokens before it those
+      whose KV was there.
     - ``status``: 200 with the stream's last ``text`` or the whole ``answer``, JSON; or an error's, likewise.
     - ``gone``: the server fails or ends; the request is nobody's fault.
     """
@@ -60,6 +63,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     opening: Opening | None = None
     of: tuple[int, int] | None = None
     token: int | None = None
+    at: int = 0
     n_found: int | None = None
     status: int = 0
     answer: str = ""

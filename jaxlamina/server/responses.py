@@ -207,6 +207,7 @@ class ResponsesForm(Form):
     """``n_tokens``: how many tokens a text has."""
 
     prefix = "resp"
+    counts_events = True
 
     def __init__(
         self, body: ResponsesRequest, model: str, reading: Reading, n_tokens: Callable[[str], int]

@@ -101,8 +101,7 @@ class _LogProgress:
 
 class App:
     """One server of one model. ``on_progress(n_done, n_all)``: programs compiled of those that are there
-    before the first request, from the engine's thread. ``is_warm``: they have been compiled, and ``behind``
-    goes on with the others, where there are any."""
+    before the first request, from the engine's thread. Before `run` its folder may be another server's."""
 
     def __init__(
         self,
@@ -110,13 +109,12 @@ class App:
         settings: Settings,
         on_progress: Progress,
         on_ready: Callable[[], None],
-        is_warm: bool = False,
-        behind: Behind | None = None,
     ) -> None:
         self.settings = settings
         self._on_progress, self._on_ready = on_progress, on_ready
         self._todo = ToCompile.of(llm, settings)
-        self._is_warm, self._behind = is_warm, behind
+        self._is_warm = False
+        self._behind: Behind | None = None
         self._is_alone = False  # until attention workers' programs are there, too
         self._log_progress = _LogProgress()
         self._n_done = 0
@@ -149,7 +147,7 @@ class App:
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxlamina-"))
         )
         own = Folder(folder, locked=settings.supervisor is None)  # which has it, for all of its servers
-        locked = self._stack.enter_context(contextlib.closing(own))
+        self._folder = locked = self._stack.enter_context(contextlib.closing(own))
         ignores_priority = getattr(llm.engine.scheduler.policy, "ignores_priority", False)
         prompts = Prompts(
             llm,
@@ -191,6 +189,7 @@ class App:
             timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
+        config.load()
         self._server = DrainingServer(config, self.end, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -201,6 +200,11 @@ class App:
         if (group := llm.executor.group) is not None:
             group.last_words = self._last_words
             self._compiling_end_s = THREAD_END_S  # ranks end together, as their libraries would have it
+
+    def stood_by(self, behind: Behind | None) -> None:
+        """The programs are compiled, and what there was then is no garbage (`garbage.settle`); ``behind``
+        goes on with the others, where there are any."""
+        self._is_warm, self._behind = True, behind
 
     def run(self, listener: socket.socket | None = None) -> bool:
         """Serves until `end` or a signal; whether everything had ended in time. `UserError` if it was never
@@ -258,6 +262,8 @@ class App:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
+        self._folder.clear()
+        self._batches.look()
         self.engine.start()
         resuming = asyncio.create_task(self._once_started())
         yield
@@ -287,11 +293,11 @@ class App:
         self._on_progress(0, len(first))
         if self._is_warm:
             self._compiled(len(first))
-        else:
-            if self.settings.warm_up and not self.settings.wait_for_all:
-                self._is_alone = self._engine.executor.stay_alone(True)
-            all_of_drawing = self.settings.wait_for_all
-            warm_up(self._engine, first, self._compiled, stopped, all_of_drawing=all_of_drawing)
+            return
+        if self.settings.warm_up and not self.settings.wait_for_all:
+            self._is_alone = self._engine.executor.stay_alone(True)
+        all_of_drawing = self.settings.wait_for_all
+        warm_up(self._engine, first, self._compiled, stopped, all_of_drawing=all_of_drawing)
         garbage.settle()
 
     def _compiled(self, n: int) -> None:
@@ -301,10 +307,9 @@ class App:
     def _compile_behind(self) -> None:
         """The rest of the programs, while requests are answered."""
         told = self._compiled_behind, self.engine.between_steps
-        if self._behind is not None:
+        if self._behind is not None:  # since it stood by
             self._behind.go_on_with(*told)
-            if self._behind.n_done == self._behind.n_all:
-                self._compiled_behind(self._behind.n_all)
+            self._note_compiled(self._behind)
         elif self._todo.all and not self.settings.wait_for_all:
             self._behind = self._todo.behind(self._engine, *told, is_alone=self._is_alone)
             if self.settings.supervisor is not None:
@@ -313,11 +318,14 @@ class App:
 
     def _compiled_behind(self, n: int) -> None:
         assert self._behind is not None
-        self._n_done = len(self._todo.first) + n
-        n_all = len(self._todo.first) + self._behind.n_all
-        self._log_progress(self._n_done, n_all)
-        if self._n_done == n_all:
+        self._note_compiled(self._behind)
+        if n == self._behind.n_all:
             self.engine.between_steps(garbage.settle)
+
+    def _note_compiled(self, behind: Behind) -> None:
+        n_first = len(self._todo.first)
+        self._n_done = n_first + behind.n_done
+        self._log_progress(self._n_done, n_first + behind.n_all)
 
     def _progress(self) -> tuple[int, int]:
         """Of the programs that are there before the first request."""

@@ -84,8 +84,9 @@ class Service:
 
     async def followed(self, body: Body, follow: Follow) -> FollowedAnswer:
         """The answer for a supervisor; accepted once this returns."""
+        self.engine.expect(follow.n_together)
         form, answers = await self._begin(body, counted=True, follow=follow)
-        return FollowedAnswer(form, answers, _of, is_stream=bool(body.stream))
+        return FollowedAnswer(form, answers, _of, dict(follow.n_given), is_stream=bool(body.stream))
 
     async def _begin(self, body: Body, counted: bool, follow: Follow | None = None) -> tuple[Form, Answers]:
         self.check_model(body.model)
@@ -99,6 +100,7 @@ class Service:
             if follow is not None:
                 form.identify(follow.key, follow.created)
                 before = {"written": dict(follow.written), "n_cached": dict(follow.n_cached)}
+                before |= {} if form.counts_events else {"n_given": dict(follow.n_given)}
                 how |= {"seed": follow.seed, **before}
             return form, await self.engine.submit(prompts, params, **how)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)

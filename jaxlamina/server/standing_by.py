@@ -41,9 +41,14 @@ def stand_by(llm: LLM, settings: Settings, on_progress: Callable[[int, int], Non
     )
     garbage.settle()  # now, and not when requests wait
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    behind = None
+    behind: Behind | None = None
+
+    def on_done(n: int) -> None:
+        if behind is not None and n == behind.n_all:
+            calls.put(garbage.settle)
+
     if compiles_behind and todo.all:
-        behind = todo.behind(llm.engine, lambda n: None, calls.put, is_alone=is_alone)
+        behind = todo.behind(llm.engine, on_done, calls.put, is_alone=is_alone)
         behind.start()
     Path(settings.uds + STANDS_BY).touch()
     takes_over = Path(settings.uds + TAKES_OVER)

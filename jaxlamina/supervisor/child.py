@@ -37,7 +37,8 @@ from jaxlamina.supervisor.retrying import MOST_FAILED_STARTS, Retrying
 
 _LOOK_S = 0.02
 _PROBE_S = 1.0  # between two looks at /health
-_STARTING_PROBE_S = 0.1
+_STARTING_PROBE_S, _FIRST_PROBE_S = 0.1, 0.02  # the latter in the first seconds: a spare takes none
+_FIRST_S = 5.0
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -396,7 +397,8 @@ class SupervisedJob:
         while (code := running.exit_code()) is None:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
-            if killed_because or now - probed < (_PROBE_S if self._is_ready else _STARTING_PROBE_S):
+            starting_s = _FIRST_PROBE_S if now - began < _FIRST_S else _STARTING_PROBE_S
+            if killed_because or now - probed < (_PROBE_S if self._is_ready else starting_s):
                 continue
             probed = now
             health = await self._health(running)

@@ -63,7 +63,7 @@ class FollowedRequest:
     content: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     tokens: defaultdict[_Of, list[int]] = field(default_factory=lambda: defaultdict(list))
-    n_given: Counter[_Of] = field(default_factory=Counter)  # tokens whose text has gone out
+    n_given: Counter[_Of] = field(default_factory=Counter)  # tokens whose text has gone out, the first ones
     is_open: bool = False  # what comes before the first token has gone out
     n_cached: dict[int, int] = field(default_factory=dict)  # by prompt, when it was first computed
     to_compute: dict[int, int] = field(default_factory=dict)  # tokens of prompts that go on, not begun yet
@@ -140,6 +140,7 @@ class FollowedRequests:
         self._job, self._journal, self._recovery_s = job, journal, recovery_s
         self._memory = memory
         self._all: dict[str, FollowedRequest] = {}
+        self._waiting: set[FollowedRequest] = set()  # their job went away, and they have no token since
         # Of an earlier supervisor.
         self._before, self._model_before = list(journal.entries()), journal.model()
         self._ended_before: dict[str, Entry] = {}
@@ -186,6 +187,7 @@ class FollowedRequests:
             if request.task is not None:
                 request.task.cancel()
             self._all.pop(request.key, None)
+            self._waiting.discard(request)
             self._journal.forget(request.key)
 
     async def settle(self) -> None:
@@ -222,6 +224,7 @@ class FollowedRequests:
                     await self._ask(running, request)
                 except (_Gone, httpx.HTTPError, OSError, MemoryError) as error:
                     request.waits_since = request.waits_since or time.monotonic()
+                    self._waiting.add(request)
                     if request.n_tokens > n_tokens:  # so it is not this one that the job dies of
                         n_tries, n_tokens = 0, request.n_tokens
                     n_tries += not isinstance(error, _NotTaken | httpx.ConnectError)
@@ -245,13 +248,21 @@ class FollowedRequests:
         except Exception as error:  # noqa: BLE001 (a fault of ours is this request's alone)
             _log.error("request %s failed", request.key, exc_info=error)
             request.fail(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
+        self._waiting.discard(request)
         self._journal.ended(request.key)
 
     async def _ask(self, running: Running, request: FollowedRequest) -> None:
         """Follows the answer to its end in one start of the job."""
         entry = request.entry
-        written = tuple((which, tuple(ids)) for (which, index), ids in request.tokens.items() if not index)
-        follow = Follow(entry.key, entry.created, entry.seed, written, tuple(request.n_cached.items()))
+        follow = Follow(
+            entry.key,
+            entry.created,
+            entry.seed,
+            tuple((which, tuple(ids)) for (which, index), ids in request.tokens.items() if not index),
+            tuple((which, n) for (which, index), n in request.n_given.items() if not index),
+            tuple(request.n_cached.items()),
+            len(self._waiting) if request in self._waiting else 0,
+        )
         content = msgspec.json.encode(follow) + b"\n" + entry.body
         headers = {"content-type": "application/json"}
         async with running.client.stream(
@@ -264,20 +275,19 @@ class FollowedRequests:
                 kept = {k: v for k, v in found.headers.items() if k in ("content-type", "retry-after")}
                 request.end(found.status_code, said, kept)
                 return
-            seen: Counter[_Of] = Counter()
             async for line in _lines(found):
-                if self._take(request, _pieces.decode(line), seen):
+                if self._take(request, _pieces.decode(line)):
                     return
         raise _Gone("its answer broke off")
 
-    def _take(self, request: FollowedRequest, piece: Piece, seen: Counter[_Of]) -> bool:
+    def _take(self, request: FollowedRequest, piece: Piece) -> bool:
         """Whether the answer has ended with it."""
         if piece.gone is not None:
             raise _Gone(piece.gone)
         if piece.opening is not None:
             self._opened(request, piece)
         elif piece.of is not None:
-            return not self._token(request, piece, seen)
+            return not self._token(request, piece)
         elif piece.status:
             self._give(request, piece.text)
             request.end(piece.status, piece.answer.encode("ascii"))
@@ -298,11 +308,10 @@ class FollowedRequests:
             }
         request.note()
 
-    def _token(self, request: FollowedRequest, piece: Piece, seen: Counter[_Of]) -> bool:
+    def _token(self, request: FollowedRequest, piece: Piece) -> bool:
         """Whether the answer can go on after it."""
         assert piece.of is not None and piece.token is not None
-        of, at = piece.of, seen[piece.of]
-        seen[of] += 1
+        of, at = piece.of, piece.at
         tokens = request.tokens[of]
         if at < len(tokens) and tokens[at] != piece.token:
             reason = f"token {at} came out otherwise after a recovery, so the text cannot go on"
@@ -329,6 +338,7 @@ class FollowedRequests:
 
     def _stood_still(self, request: FollowedRequest) -> None:
         now = time.monotonic()
+        self._waiting.discard(request)
         if request.waits_since:
             self.stalls_s.append(now - (request.last_token_at or request.waits_since))
             request.waits_since = 0.0
