@@ -40,7 +40,10 @@ def serve_command(
     dataset_name: Annotated[str, option(", ".join(DATASETS) + ".")] = "random",
     dataset_path: Annotated[
         Path | None,
-        option("The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, or a .jsonl as of Mooncake."),
+        option(
+            "The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, a .jsonl as of Mooncake, or a "
+            ".json of --save-result, to send that load again."
+        ),
     ] = None,
     speedup: Annotated[float, option("The trace's arrivals come so much faster.")] = 1.0,
     num_prompts: Annotated[int, option("Requests; of a trace the first ones.", min=1)] = 1000,
