@@ -63,6 +63,14 @@ def simulate(
     async_scheduling: model_options.AsyncScheduling = True,
     mixed_steps: model_options.MixedSteps = False,
     prompt_batch_tokens: model_options.PromptBatchTokens = None,
+    host_ms: Annotated[
+        float,
+        typer.Option(
+            "--host-ms",
+            min=0,
+            help="What the host has to do for each step, while devices compute if --async-scheduling.",
+        ),
+    ] = 0.0,
     scheduling_policy: model_options.SchedulingPolicy = None,
     failure: Annotated[
         list[str] | None,
@@ -116,6 +124,7 @@ def simulate(
         kv_headroom=kv_headroom,
         kv_slots=kv_slots,
         kept_kv=kept_kv,
+        host_s=host_ms / 1e3,
     )
     failures = [_failure(text) for text in failure or []]
     rate = None if mtbf_hours is None else FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s, seed)
@@ -283,6 +292,8 @@ def _rows(run: SimulatedRun) -> Iterator[tuple[str, str]]:
     yield "preempted", f"{run.n_preemptions:,}"
     for pool, share in run.bubbles.items():
         yield f"bubbles, {pool} pool", f"{share:.1%}"
+    if run.host_s:
+        yield "waits for the host", f"{run.host_s / run.seconds:.1%}"
     if run.n_failures:
         yield "failures", f"{run.n_failures:,}"
         yield "down (s), share", f"{run.down_s:,.1f}, {run.down_s / run.seconds:.2%}"
