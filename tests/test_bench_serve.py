@@ -33,6 +33,7 @@ from jaxlamina.bench.serve_metrics import (
     summary,
 )
 from jaxlamina.bench.server_process import serving
+from jaxlamina.cli.main import main
 from jaxlamina.errors import UserError
 
 AT_ONCE = 3  # what the tests' server takes
@@ -307,6 +308,7 @@ def test_failed_requests_are_counted_and_shown(server: str) -> None:
     [
         (["--model", "other"], "does not serve 'other', but 'tiny'"),
         (["--endpoint", "embeddings"], "--endpoint 'embeddings' must be completions or chat"),
+        (["--endpoint", "chat", "--token-ids"], "--token-ids is of --endpoint completions"),
         (["--input-len", "4000"], "longer than the 128 tokens"),
         (["--dataset-name", "trace"], "--dataset-path goes with"),
         (
@@ -323,6 +325,63 @@ def test_what_cannot_be_done_is_one_line(server: str, options: list[str], what: 
     result = bench(server, *options)
     assert isinstance(result.exception, UserError)
     assert what in str(result.exception) and "\n" not in str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def of_shape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of a shape alone: random weights and no tokenizer, so that no token has any text."""
+    folder = tiny_words_folder(tmp_path_factory.mktemp("shape"), max_position_embeddings=64)
+    options = ["--model", str(folder / "tiny.toml"), "--load-format", "dummy", "--no-warm-up"]
+    with serving([*options, "--max-num-seqs", "4"], deadline_s=240) as url:
+        yield url
+
+
+LOAD = ["--num-prompts", "5", "--input-len", "6", "--output-len", "7", "--ignore-eos"]
+
+
+def test_tokens_of_a_server_without_a_tokenizer_are_timed_one_by_one(of_shape: str, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    record = record_of(bench(of_shape, *LOAD, "--token-ids", "--save-result", str(file)))
+    assert (record["completed"], record["token_ids"]) == (5, True)
+    assert (record["total_input_tokens"], record["total_output_tokens"]) == (5 * 6, 5 * 7)
+    saved = json.loads(file.read_text())
+    assert [len(itl) for itl in saved["itls"]] == [6] * 5
+    for ttft, itls, e2el in zip(saved["ttfts"], saved["itls"], saved["e2els"], strict=True):
+        assert 0 < ttft < e2el and sum(itls) <= e2el - ttft + 1e-9
+
+
+def test_a_saved_result_is_simulated_beside_what_was_measured(
+    of_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    words = [*LOAD, "--token-ids", "--request-rate", "50", "--save-result", str(file)]
+    record = record_of(bench(of_shape, *words))
+    capsys.readouterr()
+    simulate = ["simulate", "--model", "llama-3-8b", "--trace", str(file)]
+    assert main([*simulate, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["n_requests"], found["n_left_out"]) == (5, 0)
+    shown = {
+        "output_throughput",
+        *(f"{s}_{m}_ms" for s in ("mean", "p50", "p90", "p99") for m in ("tpot", "ttft")),
+    }
+    assert found["compared"].keys() == shown
+    for name, one in found["compared"].items():
+        assert one["measured"] == pytest.approx(record[name])
+        assert one["error"] == pytest.approx(one["simulated"] / one["measured"] - 1)
+    assert found["compared"]["p50_tpot_ms"]["simulated"] == pytest.approx(1e3 * found["tpot_s"]["p50"])
+    for options in (["--speedup", "2"], ["--hours", "0.001"]):  # another load
+        assert main([*simulate, "--json", *options]) == 0
+        assert "compared" not in json.loads(capsys.readouterr().out)
+    again = record_of(bench(of_shape, "--dataset-name", "trace", "--dataset-path", str(file), "--token-ids"))
+    assert (again["completed"], again["total_input_tokens"]) == (5, 5 * 6)
+
+
+def test_a_server_without_a_tokenizer_names_the_option(of_shape: str) -> None:
+    for endpoint in ("completions", "chat"):
+        error = bench(of_shape, *LOAD, "--endpoint", endpoint).exception
+        assert isinstance(error, UserError) and "\n" not in str(error)
+        assert "this model has no tokenizer" in str(error) and "--token-ids" in str(error)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

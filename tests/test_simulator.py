@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from test_engine import SAMPLER, ImaginaryExecutor, V
 
 from jaxlamina.cli.main import main
 from jaxlamina.engine.engine import Engine
+from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.errors import UserError
 from jaxlamina.models.config_files import model_config
 from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, prefill_s, step_cost
@@ -24,7 +26,7 @@ from jaxlamina.planner.traces import Trace, load, repeated
 from jaxlamina.run.executor import Capabilities, StepLogits
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
-from jaxlamina.simulator.step_times import FS, FS_US, ModelledTimes
+from jaxlamina.simulator.step_times import FS, FS_US, ModelledTimes, Pace
 from jaxlamina.steps.batch import PrefillBatch
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import Step
@@ -53,6 +55,7 @@ ROWS = st.lists(
     min_size=1,
     max_size=12,
 )
+HOST_US = st.sampled_from([0, 0, 3000, 9_000, 60_000])  # a step takes the devices 5,000 and more
 SHORT = [(0, 9, 3), *[(0, 12, 3)] * 4, (0, 5, 2)]
 
 
@@ -64,6 +67,12 @@ class ClockedExecutor(ImaginaryExecutor):
         super().__init__(n_slots)
         self.times, self.now, self.ends = times, 0, [0]  # femtoseconds
         self.n_together = 0  # the most prompts of a call
+        self.host_fs, self.is_first = 0, True
+        self.computes_until = self.host_until = 0
+
+    def next_step(self) -> None:
+        """The calls that come are of another step."""
+        self.is_first = True
 
     @property
     def capabilities(self) -> Capabilities:
@@ -80,7 +89,14 @@ class ClockedExecutor(ImaginaryExecutor):
             n_tokens = int(part.batch.logits_at[0]) + 1 if n == 1 else part.batch.tokens.size
             fs = self.times.prefill_fs(n_tokens, int(stored[:n].sum()) // n)
             self.n_together = max(self.n_together, n)
-        self.ends.append(max(self.now, self.ends[-1]) + fs)
+        if self.is_first:
+            self.is_first, self.computes_until = False, max(self.now, self.ends[-1])
+            is_ahead = self.ends[-1] > self.now
+            self.host_until = self.computes_until + self.host_fs
+            if not is_ahead:
+                self.computes_until = self.host_until
+        self.computes_until += fs
+        self.ends.append(max(self.computes_until, self.host_until))
         return super().run(step)
 
     def prompts(self, batch: PrefillBatch) -> jax.Array:
@@ -103,9 +119,14 @@ def n_prompts(batch: PrefillBatch, n_slots: int) -> int:
     is_async=st.booleans(),
     headroom=st.sampled_from([None, 0.0, 1.0]),
     together=st.sampled_from([0, 128]),
+    host_us=HOST_US,
 )
-@example(rows=SHORT, n_slots=120, max_num_seqs=6, chunk=None, is_async=True, headroom=0.0, together=128)
-def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, is_async, headroom, together):
+@example(
+    rows=SHORT, n_slots=120, max_num_seqs=6, chunk=None, is_async=True, headroom=0.0, together=128, host_us=0
+)
+def test_it_is_the_engine_on_another_clock(
+    rows, n_slots, max_num_seqs, chunk, is_async, headroom, together, host_us
+):
     """The engine computes with an imaginary model, and its clock goes by the same times of steps."""
     trace = trace_of(rows)
     times = ModelledTimes(UNSPLIT)
@@ -124,6 +145,14 @@ def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, i
         prompt_batch_tokens=together,
     )
     engine.drawing.sampler = SAMPLER
+    executor.host_fs = host_us * FS_US
+    schedule = engine.scheduler.schedule
+
+    def scheduled() -> ScheduledStep:
+        executor.next_step()
+        return schedule()
+
+    engine.scheduler.schedule = scheduled
     first_s, end_s, ids = [0.0] * len(trace), [0.0] * len(trace), {}
     n_come = 0
     while n_come < len(trace) or not engine.idle:
@@ -147,6 +176,7 @@ def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, i
         kv_headroom=headroom,
         kv_slots=n_slots,
         prompt_batch_tokens=together,
+        host_s=host_us / 1e6,
     )
     found = simulate(UNSPLIT, trace, policy)
     check_whole(found, trace)
@@ -173,9 +203,21 @@ def test_it_is_the_engine_on_another_clock(rows, n_slots, max_num_seqs, chunk, i
     ),
     kept_kv=st.booleans(),
     together=st.sampled_from([0, 128]),
+    host_us=HOST_US,
 )
 def test_many_steps_at_once_are_the_same_as_one_by_one(
-    rows, n_slots, max_num_seqs, chunk, mixed, is_async, max_tokens, name, failures, kept_kv, together
+    rows,
+    n_slots,
+    max_num_seqs,
+    chunk,
+    mixed,
+    is_async,
+    max_tokens,
+    name,
+    failures,
+    kept_kv,
+    together,
+    host_us,
 ):
     trace = trace_of(rows)
     policy = ServingPolicy(
@@ -188,12 +230,13 @@ def test_many_steps_at_once_are_the_same_as_one_by_one(
         max_tokens=max_tokens,
         kept_kv=kept_kv,
         prompt_batch_tokens=together,
+        host_s=host_us / 1e6,
     )
     fast = simulate(UNSPLIT, trace, policy, failures=failures)
     slow = simulate(UNSPLIT, trace, policy, failures=failures, one_by_one=True)
     check_whole(fast, trace)
     assert fast.first_s.tolist() == slow.first_s.tolist() and fast.end_s.tolist() == slow.end_s.tolist()
-    for field in ("n_preemptions", "n_decode_steps", "n_prompt_steps", "prefill_s", "down_s"):
+    for field in ("n_preemptions", "n_decode_steps", "n_prompt_steps", "prefill_s", "down_s", "host_s"):
         assert getattr(fast, field) == getattr(slow, field), field
     assert fast.decoding == pytest.approx(slow.decoding)
 
@@ -290,10 +333,22 @@ def test_times_between_the_grids_points_are_near_the_planners():
 @given(n_stored=st.integers(0, 5000), n=st.integers(0, 300), more=st.integers(0, 10**12))
 def test_steps_that_fit_into_a_time(n_stored, n, more):
     cell = ModelledTimes(UNSPLIT).cell(3, n_stored)
-    assert cell.fs_of(n, n_stored) == sum(cell.fs(n_stored + 3 * i) for i in range(n))
-    limit = cell.fs_of(n, n_stored) + more
-    found = cell.n_within(limit, n_stored)
-    assert cell.fs_of(found, n_stored) <= limit < cell.fs_of(found + 1, n_stored)
+    pace = cell.pace(n_stored)
+    assert pace.fs_of(n) == sum(cell.fs(n_stored + 3 * i) for i in range(n))
+    limit = pace.fs_of(n) + more
+    found = pace.n_within(limit)
+    assert pace.fs_of(found) <= limit < pace.fs_of(found + 1)
+
+
+@given(first=st.integers(1, 200), growth=st.integers(-9, 9), n=st.integers(1, 20), least=st.integers(0, 250))
+def test_steps_that_are_at_least_so_long(first, growth, n, least):
+    n = min(n, (first - 1) // -growth + 1) if growth < 0 else n  # no step takes less than nothing
+    several = [first + growth * i for i in range(n)]
+    pace, n_alike = Pace(first, growth).at_least(least, n)
+    assert 1 <= n_alike <= n
+    assert pace.fs_of(n_alike) == sum(max(least, fs) for fs in several[:n_alike])
+    if n_alike < n:  # no fewer than must be
+        assert (several[n_alike] < least) != (several[0] < least)
 
 
 def test_a_day_is_the_trace_again_and_again():
@@ -307,6 +362,40 @@ def test_a_day_is_the_trace_again_and_again():
     for seconds in (0, -1, math.inf, math.nan, 1e18):
         with pytest.raises(UserError):
             repeated(trace, seconds)
+
+
+def test_a_host_is_hidden_behind_the_devices_or_they_wait_for_it():
+    trace = trace_of([(0, 900, 400)] * 4)
+    step_ms = 1e3 * step_cost(UNSPLIT, 4, 1100).step_s
+    assert 3 < step_ms < 20
+    runs = {
+        (ms, is_async): simulate(
+            UNSPLIT,
+            trace,
+            ServingPolicy(host_s=ms / 1e3, async_scheduling=is_async, max_num_batched_tokens=None),
+        )
+        for ms in (0, 2, 30)
+        for is_async in (True, False)
+    }
+    without = runs[0, True]
+    tpot = {key: 1e3 * run.tpot_s[-1] for key, run in runs.items()}  # of who came last, so no prompt is in it
+    assert without.host_s == 0 and tpot[0, False] == pytest.approx(tpot[0, True])
+    assert tpot[2, True] == pytest.approx(tpot[0, True]) and 0 < runs[2, True].host_s < 0.02
+    assert tpot[2, False] == pytest.approx(tpot[0, False] + 2, abs=0.02)
+    assert tpot[30, True] == pytest.approx(30, rel=0.01)
+    assert tpot[30, False] == pytest.approx(tpot[0, False] + 30, rel=0.01)
+    assert runs[30, True].seconds == pytest.approx(without.seconds + runs[30, True].host_s)
+    # Steps become longer than what the host has to do while they are taken at once.
+    longer = Deployment(LLAMA, replace(TERMS, attention_bytes_s=3e10))
+    first_s, last_s = (step_cost(longer, 4, n).step_s for n in (900, 1300))
+    middle = ServingPolicy(host_s=(first_s + last_s) / 2)
+    fast, slow = (simulate(longer, trace, middle, one_by_one=one_by_one) for one_by_one in (False, True))
+    assert fast.end_s.tolist() == slow.end_s.tolist() and fast.host_s == slow.host_s
+    n_short = fast.host_s / ((last_s - first_s) / 4)  # steps that wait, half of the half on average
+    assert 0.4 * fast.n_decode_steps < n_short < 0.6 * fast.n_decode_steps
+    for host_s in (-1, math.nan, math.inf):
+        with pytest.raises(UserError, match="the host's time for a step"):
+            simulate(UNSPLIT, trace, ServingPolicy(host_s=host_s))
 
 
 def test_what_cannot_be_served_is_refused():

@@ -20,14 +20,13 @@ import msgspec
 
 from jaxlamina.bench.job_processes import FAULTS, find, supervised
 from jaxlamina.bench.loads import Size
-from jaxlamina.bench.serve_client import Stream, Target, ask, look, prompts, session
+from jaxlamina.bench.serve_client import ANY_TOKEN_IDS, Stream, Target, ask, look, prompts, session
 from jaxlamina.bench.serve_metrics import TimedAnswer
 from jaxlamina.bench.server_process import Server
 from jaxlamina.bench.start_bench import command_of
 from jaxlamina.errors import UserError
 
 _POLL_S = 0.005
-_TOKEN_IDS = range(20, 60)  # that any vocabulary has; a shape has no tokenizer
 _ENDED, _READY, _SPARE = "the job ended: ", "the job is ready again", "a spare stands by"
 # A counter, by the name it has in `Counters`.
 _COUNTERS = {
@@ -148,7 +147,7 @@ class _Bench:
             if self._standing_by_s is not None:
                 await self._until(lambda: self._said(_SPARE, number + 1), "the spare")
                 await asyncio.sleep(self._standing_by_s)
-            texts = prompts([load.size] * load.n_streams, _TOKEN_IDS, seed=number)
+            texts = prompts([load.size] * load.n_streams, ANY_TOKEN_IDS, seed=number)
             streams = [Stream() for _ in texts]
             asked = [
                 asyncio.create_task(ask(http, target, text, load.size, stream))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,7 +40,10 @@ def serve_command(
     dataset_name: Annotated[str, option(", ".join(DATASETS) + ".")] = "random",
     dataset_path: Annotated[
         Path | None,
-        option("The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, or a .jsonl as of Mooncake."),
+        option(
+            "The trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, a .jsonl as of Mooncake, or a "
+            ".json of --save-result, to send that load again."
+        ),
     ] = None,
     speedup: Annotated[float, option("The trace's arrivals come so much faster.")] = 1.0,
     num_prompts: Annotated[int, option("Requests; of a trace the first ones.", min=1)] = 1000,
@@ -56,6 +60,14 @@ def serve_command(
     ] = None,
     ignore_eos: Annotated[
         bool, option("Have outputs as long as asked for (vLLM, JaxLamina).", "--ignore-eos")
+    ] = False,
+    token_ids: Annotated[
+        bool,
+        option(
+            "For a server without a tokenizer (JaxLamina, vLLM): prompts are ids that any vocabulary has, "
+            "and a token without text counts when it comes, too.",
+            "--token-ids",
+        ),
     ] = False,
     seed: Seed = 0,
     percentile_metrics: Annotated[
@@ -80,10 +92,12 @@ def serve_command(
         raise UserError(f"what is {more_goodput[0]!r}? this command takes options alone")
     limits = [*(goodput or []), *(more_goodput or [])]
     wanted = serve_metrics.Wanted.parse(percentile_metrics, metric_percentiles, limits)
-    _check(endpoint, dataset_name, dataset_path, speedup, request_rate)
+    _check(endpoint, dataset_name, dataset_path, speedup, request_rate, token_ids)
     url = address(base_url, host, port)
     served = asyncio.run(serve_client.look(url, model, api_key))
-    target = serve_client.Target(url, endpoint, served.model, api_key, ignore_eos, timeout)
+    if token_ids:
+        served = replace(served, token_ids=serve_client.ANY_TOKEN_IDS)
+    target = serve_client.Target(url, endpoint, served.model, api_key, ignore_eos, timeout, token_ids)
     if dataset_path is not None:
         sizes, arrive_s = loads.read_trace(dataset_path, speedup)
     else:
@@ -98,6 +112,7 @@ def serve_command(
         "endpoint": endpoint,
         "model": served.model,
         "dataset_name": dataset_name,
+        "token_ids": token_ids,
     }
     record |= {"num_prompts": len(load.sizes), "num_too_long": n_too_long, "burstiness": burstiness}
     record |= {"request_rate": None if dataset_path or math.isinf(request_rate) else request_rate}
@@ -112,11 +127,13 @@ def serve_command(
         raise UserError(f"no request was answered: {next(iter(record['errors']))}")
 
 
-def _check(endpoint: str, name: str, path: Path | None, speedup: float, rate: float) -> None:
+def _check(endpoint: str, name: str, path: Path | None, speedup: float, rate: float, token_ids: bool) -> None:
     from jaxlamina.bench.serve_client import PATHS
 
     if endpoint not in PATHS:
         raise UserError(f"--endpoint {endpoint!r} must be {' or '.join(PATHS)}")
+    if token_ids and endpoint != "completions":
+        raise UserError("--token-ids is of --endpoint completions: a chat's messages are text")
     if name not in DATASETS:
         raise UserError(f"--dataset-name {name!r} must be one of {', '.join(DATASETS)}")
     if (name == "trace") != (path is not None):
@@ -175,7 +192,12 @@ def _run(target: Target, load: Load) -> Measured:
             on_progress(what, n_done, len(load.sizes))
 
         async def both() -> Measured:
-            await serve_bench.try_out(target, trial, load.sizes[0])
+            try:
+                await serve_bench.try_out(target, trial, load.sizes[0])
+            except UserError as error:
+                if isinstance(trial, str) and "tokenizer" in str(error):
+                    raise UserError(f"{error} (--token-ids does so)") from None
+                raise
             return await serve_bench.run(target, load, on_answer)
 
         return asyncio.run(both())

@@ -25,6 +25,8 @@ WORDS = (
     *("the", "of", "and", "to", "in", "is", "was", "for", "that"),
     *("on", "as", "with", "be", "by", "at", "from", "it"),
 )
+ANY_TOKEN_IDS = range(20, 60)
+"""That any vocabulary has: for a server without a tokenizer, such as of a shape alone."""
 _CONNECT_S = 30.0
 # A connection is not used again after so long: one that the server is about to close would fail its next
 # request.

@@ -84,6 +84,13 @@ def _annotation(definition: Definition) -> Any:
 
 _MODEL = definitions(ModelOptions)
 # Of what is planned for or simulated.
+TraceName = Annotated[
+    str,
+    typer.Option(
+        help="azure-conversation, azure-code, kimi-conversation, a .csv or .jsonl file, or a .json file of "
+        "`bench serve --save-result`."
+    ),
+]
 MemoryDevice = Annotated[
     str | None, typer.Option(help="The device of attention workers; left out: as --compute.")
 ]

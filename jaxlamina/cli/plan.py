@@ -31,9 +31,7 @@ def plan(
     model: Annotated[
         str, typer.Option(help="A name in configs/models, or a .toml or config.json file.")
     ] = _MODEL,
-    trace: Annotated[
-        str, typer.Option(help="azure-conversation, azure-code, kimi-conversation, or a .csv or .jsonl file.")
-    ] = _TRACE,
+    trace: model_options.TraceName = _TRACE,
     compute: Annotated[
         str | None, typer.Option(help="The device of model workers: a name in configs/hardware or a .toml.")
     ] = None,

@@ -25,17 +25,15 @@ from jaxlamina.options import (
 
 if TYPE_CHECKING:
     from jaxlamina.planner.costs import Deployment
-    from jaxlamina.planner.traces import Trace
-    from jaxlamina.simulator import Failure, SimulatedRun
+    from jaxlamina.planner.traces import AnsweredTrace, Trace
+    from jaxlamina.simulator import Compared, Failure, SimulatedRun
 
 
 def simulate(
     model: Annotated[
         str, typer.Option(help="A name in configs/models, or a .toml or config.json file.")
     ] = "llama-3-8b",
-    trace: Annotated[
-        str, typer.Option(help="azure-conversation, azure-code, kimi-conversation, or a .csv or .jsonl file.")
-    ] = "azure-conversation",
+    trace: model_options.TraceName = "azure-conversation",
     hours: Annotated[
         float | None, typer.Option(help="So much of the trace, again and again if it is shorter.")
     ] = None,
@@ -65,6 +63,14 @@ def simulate(
     async_scheduling: model_options.AsyncScheduling = True,
     mixed_steps: model_options.MixedSteps = False,
     prompt_batch_tokens: model_options.PromptBatchTokens = None,
+    host_ms: Annotated[
+        float,
+        typer.Option(
+            "--host-ms",
+            min=0,
+            help="What the host has to do for each step, while devices compute if --async-scheduling.",
+        ),
+    ] = 0.0,
     scheduling_policy: model_options.SchedulingPolicy = None,
     failure: Annotated[
         list[str] | None,
@@ -104,7 +110,7 @@ def simulate(
         link_gb_s,
         link_us,
     )
-    load = _load(trace, hours, speedup)
+    load, answered = _load(trace, hours, speedup)
     if prompt_batch_tokens is None:
         prompt_batch_tokens = 0 if setup.is_split else PROMPT_BATCH_TOKENS
     policy = simulator.ServingPolicy(
@@ -118,16 +124,22 @@ def simulate(
         kv_headroom=kv_headroom,
         kv_slots=kv_slots,
         kept_kv=kept_kv,
+        host_s=host_ms / 1e3,
     )
     failures = [_failure(text) for text in failure or []]
     rate = None if mtbf_hours is None else FailureRate(mtbf_hours, notice_s, start_s, kv_return_gb_s, seed)
     with bar(Console(stderr=True), "requests", line_every_s=10) as on_progress:
         run = simulator.simulate(setup, load, policy, failures=failures, rate=rate, on_progress=on_progress)
+    beside = {} if answered is None else simulator.compared(answered, run)
     if as_json:
         asked = {"model": model, "trace": trace, "hours": hours, "speedup": speedup, "compute": compute}
-        print(json.dumps(asked | {"memory": memory, "dop": dop} | run.to_dict()))
+        record = asked | {"memory": memory, "dop": dop} | run.to_dict()
+        if answered is not None:
+            each = {name: one._asdict() | {"error": one.error} for name, one in beside.items()}
+            record |= {"compared": each, "n_left_out": answered.n_left_out}
+        print(json.dumps(record))
         return
-    _show(f"{model}, {trace}, {_pools(setup)}", run)
+    _show(f"{model}, {trace}, {_pools(setup)}", run, beside, answered.n_left_out if answered else 0)
 
 
 def _setup(
@@ -189,14 +201,17 @@ def _failure(text: str) -> Failure:
         raise UserError(f"--failure {text!r} must be seconds, pool, seconds, such as 3600,model,40") from None
 
 
-def _load(name: str, hours: float | None, speedup: float) -> Trace:
+def _load(name: str, hours: float | None, speedup: float) -> tuple[Trace, AnsweredTrace | None]:
+    """What is to be served; and with what a server measured, where it is that load as it was."""
     from jaxlamina.planner import traces
 
     if not (speedup > 0 and math.isfinite(speedup)):
         raise UserError(f"--speedup {speedup:g} must be above 0")
     found = traces.named(name)
+    if isinstance(found, traces.AnsweredTrace) and speedup == 1 and hours is None:
+        return found, found
     found = traces.Trace((found.arrival_us / speedup).astype(int), found.n_prompt, found.n_output)
-    return found if hours is None else traces.repeated(found, 3600 * hours)
+    return (found if hours is None else traces.repeated(found, 3600 * hours)), None
 
 
 def _pools(setup: Deployment) -> str:
@@ -207,7 +222,7 @@ def _pools(setup: Deployment) -> str:
     return f"{setup.n_model} × {compute} and {setup.n_attention} × {memory.hardware.name}{batches}"
 
 
-def _show(title: str, run: SimulatedRun) -> None:
+def _show(title: str, run: SimulatedRun, beside: dict[str, Compared], n_left_out: int) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -221,8 +236,34 @@ def _show(title: str, run: SimulatedRun) -> None:
         table.add_row(name, value)
     out: Any = Console()
     print_table(out, table)
+    if beside:
+        print_table(out, _beside(beside))
+    if n_left_out:
+        what = f"left out: {n_left_out:,} requests that failed, or have no output"
+        out.print(what, style="yellow", highlight=False, soft_wrap=True)
     note = "simulated: the engine's scheduler, times of steps by the planner's costs, of terms "
     out.print(f"{note}{_terms(run.setup)}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _beside(numbers: dict[str, Compared]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="beside what bench serve measured", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for heading in ("measured", "simulated", "error"):
+        table.add_column(heading, justify="right")
+    for name, one in numbers.items():
+        error = "–" if one.error is None else f"{one.error:+.1%}"
+        table.add_row(_title(name), f"{one.measured:,.2f}", f"{one.simulated:,.2f}", error)
+    return table
+
+
+def _title(name: str) -> str:
+    if name == "output_throughput":
+        return "output tok/s"
+    statistic, metric, unit = name.split("_")
+    return f"{metric.upper()} {statistic} ({unit})"
 
 
 def _terms(setup: Deployment) -> str:
@@ -251,6 +292,8 @@ def _rows(run: SimulatedRun) -> Iterator[tuple[str, str]]:
     yield "preempted", f"{run.n_preemptions:,}"
     for pool, share in run.bubbles.items():
         yield f"bubbles, {pool} pool", f"{share:.1%}"
+    if run.host_s:
+        yield "waits for the host", f"{run.host_s / run.seconds:.1%}"
     if run.n_failures:
         yield "failures", f"{run.n_failures:,}"
         yield "down (s), share", f"{run.down_s:,.1f}, {run.down_s / run.seconds:.2%}"

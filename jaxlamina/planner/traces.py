@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jaxlamina.errors import UserError
 
@@ -26,6 +26,8 @@ _MOST_TOKENS = 1 << 31
 _MOST_US = 1 << 62
 _MOST_REQUESTS = 50_000_000
 _CSV = "a trace is CSV with TIMESTAMP,ContextTokens,GeneratedTokens"
+_LEAST_S, _MOST_S = 1e-6, _MOST_US / 1e6
+_RESULT = "a .json trace is what `jaxlamina bench serve --save-result` writes"
 _JSONL = "a line of a .jsonl trace has timestamp (ms), input_length and output_length (tokens)"
 
 
@@ -39,6 +41,30 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.arrival_us)
+
+
+@dataclass(frozen=True, eq=False)
+class AnsweredTrace(Trace):
+    """Requests that a server has answered (`jaxlamina bench serve`); arrivals after the load's first, whether
+    or not that one was answered.
+
+    ``ttft_s``, ``e2el_s``: to the first token and to the end of the last one. ``seconds``: of the whole load.
+    ``n_left_out``: requests that failed, or have no output."""
+
+    ttft_s: Float[np.ndarray, " R"]
+    e2el_s: Float[np.ndarray, " R"]
+    seconds: float
+    n_left_out: int
+
+    @property
+    def tpot_s(self) -> Float[np.ndarray, " M"]:
+        """Seconds per token after the first, of requests with more than one."""
+        several = self.n_output > 1
+        return (self.e2el_s - self.ttft_s)[several] / (self.n_output[several] - 1)
+
+    @property
+    def output_per_s(self) -> float:
+        return float(self.n_output.sum()) / self.seconds
 
 
 def load(name: str) -> Trace:
@@ -71,7 +97,7 @@ def repeated(trace: Trace, seconds: float) -> Trace:
 
 def named(name: str) -> Trace:
     """As `load`; a file's, where that is what its name ends like (`read`)."""
-    return read(name) if Path(name).suffix in (".csv", ".jsonl") else load(name)
+    return read(name) if Path(name).suffix in (".csv", ".jsonl", ".json") else load(name)
 
 
 def save(trace: Trace, path: Path) -> None:
@@ -82,11 +108,13 @@ def save(trace: Trace, path: Path) -> None:
 
 
 def read(path: str | Path) -> Trace:
-    """A trace from a file, in order of time: CSV as of the Azure LLM inference traces, or ``.jsonl`` as of
-    the Mooncake (Kimi) traces.
+    """A trace from a file, in order of time: CSV as of the Azure LLM inference traces, ``.jsonl`` as of the
+    Mooncake (Kimi) traces, or ``.json`` as `answered` reads it.
 
     Requests without a prompt or an output are left out. ``UserError`` that names the line that is wrong.
     """
+    if Path(path).suffix == ".json":
+        return answered(path)
     is_lines = Path(path).suffix == ".jsonl"
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -134,3 +162,74 @@ def _sizes(n_prompt: int, n_output: int) -> tuple[int, int]:
     if not all(isinstance(n, int) and abs(n) <= _MOST_TOKENS for n in sizes):
         raise ValueError(f"{sizes} must be whole numbers up to {_MOST_TOKENS:,}")
     return sizes
+
+
+def answered(path: str | Path) -> AnsweredTrace:
+    """A load that `jaxlamina bench serve` has saved, in order of time, without requests that failed.
+
+    ``UserError`` for another file, and for a load whose requests did not arrive when it says, since the
+    client held them back (--max-concurrency)."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            result = json.load(file)
+        found = _of_result(result)
+    except OSError as error:
+        raise UserError(f"cannot read the trace {path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: {error}; {_RESULT}") from None
+    most = result.get("max_concurrency")
+    if most is not None and not (isinstance(most, int) and most >= len(result["arrivals"])):
+        raise UserError(
+            f"{path}: requests did not arrive when it says, since --max-concurrency held them back in the "
+            "client: measure without it"
+        )
+    return found
+
+
+def _of_result(result: Any) -> AnsweredTrace:
+    bench = result.get("bench") if isinstance(result, dict) else None
+    if bench != "serve":
+        raise ValueError(f"it is of bench {bench!r:.40}" if bench else "it is no bench's result")
+    _check_s("duration", result.get("duration"), least=_LEAST_S)
+    requests = _requests(result)
+    rows: list[tuple[int, int, int, float, float]] = []
+    for i, (arrival_s, n_prompt, n_output, ttft_s, e2el_s) in enumerate(requests):
+        try:
+            _check_s("arrival", arrival_s)
+            if ttft_s is None and e2el_s is None:  # it failed
+                continue
+            _check_s("ttft", ttft_s)
+            _check_s("e2el", e2el_s, least=ttft_s)
+            sizes = _sizes(n_prompt, n_output)
+        except ValueError as error:
+            raise ValueError(f"request {i}: {error}") from None
+        if min(sizes) > 0:
+            rows.append((round(1e6 * arrival_s), *sizes, ttft_s, e2el_s))
+    if not rows:
+        raise ValueError("no request was answered")
+    rows.sort(key=lambda row: row[0])
+    arrivals, prompts, outputs = np.array([row[:3] for row in rows], np.int64).T
+    ttfts, e2els = np.array([row[3:] for row in rows], float).T
+    arrivals -= round(1e6 * min(arrival_s for arrival_s, *_ in requests))
+    n_left_out = len(requests) - len(rows)
+    return AnsweredTrace(arrivals, prompts, outputs, ttfts, e2els, float(result["duration"]), n_left_out)
+
+
+def _requests(result: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """(arrival, prompt, output, TTFT, E2EL) of each."""
+    names = ("arrivals", "input_lens", "output_lens", "ttfts", "e2els")
+    columns = {name: result[name] for name in names if isinstance(result.get(name), list)}
+    missing = [name for name in names if name not in columns]
+    if missing:
+        raise ValueError(f"it has no list of {', '.join(missing)}")
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"lists differ in length: {lengths}")
+    return list(zip(*columns.values(), strict=True))
+
+
+def _check_s(name: str, value: Any, least: float = 0.0) -> None:
+    """``ValueError`` unless it is a time that can be."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and least <= value <= _MOST_S):
+        raise ValueError(f"{name} {value!r:.40} must be seconds from {least:g} to {_MOST_S:g}")

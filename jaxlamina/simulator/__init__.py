@@ -3,7 +3,8 @@
 Knows times of steps by the planner's costs; computes no token and imports no JAX.
 """
 
+from jaxlamina.simulator.compared import Compared, compared
 from jaxlamina.simulator.results import SimulatedRun
 from jaxlamina.simulator.simulation import Failure, ServingPolicy, simulate
 
-__all__ = ["Failure", "ServingPolicy", "SimulatedRun", "simulate"]
+__all__ = ["Compared", "Failure", "ServingPolicy", "SimulatedRun", "compared", "simulate"]

@@ -32,6 +32,7 @@ class SimulatedRun:
     """Times are seconds after the trace's first arrival, in the trace's order. ``decoding``: seconds of all
     decode steps, and how long pools were busy in them; ``prefill_s``: of steps that computed prompts alone.
     ``down_s``: after failures, until the job was ready; ``kv_return_s``: in which kept KV came back then.
+    ``host_s``: in which steps waited for the host, and devices had nothing to do.
     """
 
     setup: Deployment
@@ -50,6 +51,7 @@ class SimulatedRun:
     n_failures: int
     down_s: float
     kv_return_s: float
+    host_s: float
     over_time: OverTime
 
     @property
@@ -83,7 +85,8 @@ class SimulatedRun:
 
     @property
     def bubbles(self) -> dict[str, float]:
-        """By pool: the share of decode steps' time in which its devices compute nothing."""
+        """By pool: the share of decode steps' time in which its devices compute nothing, waits for the host
+        left out."""
         step_s = max(self.decoding.step_s, 1e-300)
         found = {"model": 1 - self.decoding.model_busy_s / step_s}
         if self.setup.is_split:
@@ -101,7 +104,7 @@ class SimulatedRun:
         names = (
             "seconds", "output_per_s", "requests_per_s", "mean_batch", "bubbles", "n_preemptions",
             "n_decode_steps", "n_prompt_steps", "n_kv_slots", "n_slots_left", "prefill_s",
-            "n_failures", "down_s", "kv_return_s",
+            "n_failures", "down_s", "kv_return_s", "host_s",
         )  # fmt: skip
         found = {name: getattr(self, name) for name in names}
         found |= {"n_requests": len(self.end_s), "decode_s": self.decoding.step_s}

@@ -37,7 +37,7 @@ from jaxlamina.planner.failures import FailureRate
 from jaxlamina.planner.traces import Trace
 from jaxlamina.process import garbage
 from jaxlamina.simulator.results import OverTime, SimulatedRun
-from jaxlamina.simulator.step_times import FS, FS_US, CostCell, ModelledTimes
+from jaxlamina.simulator.step_times import FS, FS_US, CostCell, ModelledTimes, Pace
 from jaxlamina.steps.buckets import Buckets, CompiledSizes
 
 _ARRIVAL, _STEP, _FAILURE, _READY = range(4)  # at the same moment in this order
@@ -65,6 +65,9 @@ class ServingPolicy:
     the next multiple of it. ``prompt_batch_tokens``: short prompts go in calls of so many tokens by the
     engine's rule, with the sizes that a GPU has programs for; 0: each is a call of its own.
     ``with_prefill``: False: prompts take no time, as where the papers count decode steps alone.
+    ``host_s``: seconds that the host has to do for each step (schedule, launch, read tokens, send them). A
+    step that was launched while the one before it ran (``async_scheduling``) takes these or the devices'
+    time, whichever is longer; any other step both.
     """
 
     scheduling_policy: str = "fifo"
@@ -81,6 +84,7 @@ class ServingPolicy:
     prompt_multiple: int = 1
     prompt_batch_tokens: int = 0
     with_prefill: bool = True
+    host_s: float = 0.0
 
 
 def simulate(
@@ -97,9 +101,12 @@ def simulate(
     ``failures``; with it KV that is kept takes time to come back. ``on_progress``: how many have ended, and
     all.
 
-    ``UserError`` for a request that the setup's KV slots could not hold, and for failures that cannot be.
+    ``UserError`` for a request that the setup's KV slots could not hold, and for failures and a host's time
+    that cannot be.
     """
     policy = policy or ServingPolicy()
+    if not 0 <= policy.host_s < math.inf:
+        raise UserError(f"the host's time for a step, {policy.host_s:g} s, must be finite and at least 0")
     known = [_checked(Failure(*failure), setup) for failure in failures]
     with garbage.young_only():
         return _Simulation(setup, trace, policy, known, rate, one_by_one, on_progress).run()
@@ -178,6 +185,7 @@ class _Simulation:
         self._first_s, self._end_s = array("d", bytes(8 * n)), array("d", bytes(8 * n))
         self._n_ended, self._n_preemptions, self._n_prompt_steps = 0, 0, 0
         self._prefill_fs = self._down_fs = self._return_fs = self._n_failures = 0
+        self._host_fs, self._waited_fs = round(FS * self.policy.host_s), 0
         n_devices = self.setup.n_model + self.setup.n_attention
         self._random = None if self.rate is None else self.rate.times(n_devices)
         self._mixed: list[StepCost] = []
@@ -291,14 +299,17 @@ class _Simulation:
             life = self._live[index] = _Life(index, self._outputs[index])
             self._add(life)
         self._come.clear()
+        is_ahead = self._ahead is not None and self.policy.async_scheduling
         step, self._ahead = self._ahead or self._launch(), None
         if self.policy.max_tokens is not None and step is not None and _is_late(step):
-            step = self._launch()
+            step, is_ahead = self._launch(), False
         self._note(now, step)
         self._is_idle = step is None
         if step is None:
             return
-        if not (step.calls or is_changed or self.one_by_one):
+        # One that should have been launched ahead, and was not, takes longer than those after it.
+        is_like_next = is_ahead == self.policy.async_scheduling
+        if is_like_next and not (step.calls or is_changed or self.one_by_one):
             skipped_fs = self._skip(now, step)
             if skipped_fs:
                 self._ahead = step
@@ -307,7 +318,13 @@ class _Simulation:
         if self.policy.async_scheduling:
             self._ahead = self._launch()
         self._current = step
-        heapq.heappush(self.events, (now + self._fs(step), _STEP, self._n_starts))
+        heapq.heappush(self.events, (now + self._with_host(self._fs(step), is_ahead), _STEP, self._n_starts))
+
+    def _with_host(self, fs: int, is_ahead: bool) -> int:
+        """A step whose devices take so long."""
+        found = max(fs, self._host_fs) if is_ahead else fs + self._host_fs
+        self._waited_fs += found - fs
+        return found
 
     def _fail(self, now: int, failure: Failure) -> None:
         ready_at = max(self._ready_at, now + round(FS * failure.downtime_s))
@@ -354,7 +371,7 @@ class _Simulation:
         return _Launched(rows, len(step.decodes), n_stored, calls, n_returned)
 
     def _fs(self, step: _Launched) -> int:
-        """How long a step takes; it is counted."""
+        """How long a step takes the devices; it is counted."""
         fs, calls = 0, step.calls
         if calls and calls[0].decodes:
             [(_, (start, stop))] = calls[0].prompts
@@ -420,10 +437,15 @@ class _Simulation:
         if n <= 0:
             return 0
         cell: CostCell = self._times.cell(n_rows, step.n_stored)
+        of_devices = cell.pace(step.n_stored)
         n = min(n, cell.n_left(step.n_stored))
+        if self.policy.async_scheduling:
+            pace, n = of_devices.at_least(self._host_fs, n)
+        else:
+            pace = Pace(of_devices.first + self._host_fs, of_devices.growth)
         if self.events:
             until, what, _ = self.events[0]
-            n_before = cell.n_within(until - now - 1, step.n_stored)
+            n_before = pace.n_within(until - now - 1)
             # With the next step scheduled as one begins, the step in which somebody comes is like the others.
             n = min(n, n_before + (what == _ARRIVAL and self.policy.async_scheduling))
         if n <= 0:
@@ -432,7 +454,8 @@ class _Simulation:
         for request in step.rows:
             request.output_token_ids += [0] * n
         cell.count(n, step.n_stored)
-        fs = cell.fs_of(n, step.n_stored)
+        fs = pace.fs_of(n)
+        self._waited_fs += fs - of_devices.fs_of(n)
         step.n_stored += n * n_rows
         return fs
 
@@ -469,5 +492,6 @@ class _Simulation:
             n_failures=self._n_failures,
             down_s=self._down_fs / FS,
             kv_return_s=self._return_fs / FS,
+            host_s=self._waited_fs / FS,
             over_time=OverTime(*(np.asarray(x) for x in self._over_time)),
         )

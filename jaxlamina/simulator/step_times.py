@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import cache
 from math import isqrt
+from typing import NamedTuple
 
 from jaxlamina.planner import costs
 from jaxlamina.planner.costs import Deployment, StepCost
@@ -31,6 +32,36 @@ _CONTEXTS = [128 * i for i in range(9)] + [round(1024 * 1.2**i) for i in range(1
 _PROMPTS = [0, *(round(16 * 1.15**i) for i in range(110))]
 
 
+class Pace(NamedTuple):
+    """Steps in a row, femtoseconds: the first one's, and how much longer each is than the one before."""
+
+    first: int
+    growth: int
+
+    def fs_of(self, n_steps: int) -> int:
+        """Of so many."""
+        return n_steps * self.first + self.growth * (n_steps * (n_steps - 1) // 2)
+
+    def n_within(self, fs: int) -> int:
+        """The most that take at most so long together. At least 0."""
+        first, growth = self
+        if fs < first:
+            return 0
+        if growth <= 0:  # as if none were shorter than the first
+            return fs // first
+        # growth/2 n² + (first - growth/2) n = fs
+        b = 2 * first - growth
+        return (isqrt(b * b + 8 * growth * fs) - b) // (2 * growth)
+
+    def at_least(self, fs: int, n_steps: int) -> tuple[Pace, int]:
+        """With ``fs`` for steps that are shorter; and of ``n_steps`` how many there are until steps cease to
+        be so, or begin to."""
+        first, growth = self
+        if first >= fs:
+            return self, n_steps if growth >= 0 else min(n_steps, (first - fs) // -growth + 1)
+        return Pace(fs, 0), n_steps if growth <= 0 else min(n_steps, -((first - fs) // growth))
+
+
 class CostCell:
     """Steps of ``n_rows`` requests whose stored tokens together are from ``lo`` to below ``hi``: the time is
     a straight line over them. It counts the steps that it has given times for."""
@@ -46,21 +77,9 @@ class CostCell:
     def fs(self, n_stored: int) -> int:
         return self.fs_at_lo + self.fs_per_token * (n_stored - self.lo)
 
-    def fs_of(self, n_steps: int, n_stored: int) -> int:
+    def pace(self, n_stored: int) -> Pace:
         """Of steps in a row, each with ``n_rows`` stored tokens more than the one before."""
-        growth = self.fs_per_token * self.n_rows
-        return n_steps * self.fs(n_stored) + growth * (n_steps * (n_steps - 1) // 2)
-
-    def n_within(self, fs: int, n_stored: int) -> int:
-        """The most steps in a row that take at most so long together. At least 0."""
-        first, growth = self.fs(n_stored), self.fs_per_token * self.n_rows
-        if fs < first:
-            return 0
-        if growth <= 0:  # as if none were shorter than the first
-            return fs // first
-        # growth/2 n² + (first - growth/2) n = fs
-        b = 2 * first - growth
-        return (isqrt(b * b + 8 * growth * fs) - b) // (2 * growth)
+        return Pace(self.fs(n_stored), self.fs_per_token * self.n_rows)
 
     def n_left(self, n_stored: int) -> int:
         """Steps in a row from here that are of this cell."""
