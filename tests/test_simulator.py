@@ -288,10 +288,9 @@ def test_a_failure_costs_its_downtime_and_what_is_computed_again():
 
 
 def test_a_prompt_costs_as_many_tokens_as_are_computed_for_it():
-    run, whole = (
-        simulate(UNSPLIT, trace_of([(0, n, 1)]), ServingPolicy(prompt_multiple=multiple))
-        for n, multiple in ((81, 16), (96, 1))
-    )
+    buckets = Buckets((4,), (64, 96, 128), (4096,))
+    padded = ServingPolicy(buckets=buckets)
+    run, whole = (simulate(UNSPLIT, trace_of([(0, n, 1)]), p) for n, p in ((81, padded), (96, None)))
     assert run.prefill_s == whole.prefill_s > simulate(UNSPLIT, trace_of([(0, 81, 1)])).prefill_s
 
 

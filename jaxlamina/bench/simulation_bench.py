@@ -212,8 +212,7 @@ def measure(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=1024,
         kv_slots=1024 * max_num_seqs,
-        batch_sizes=engine.buckets.batch,
-        prompt_multiple=_VECTOR,
+        buckets=replace(engine.buckets, prompt=tuple(range(_VECTOR, 1024 + 1, _VECTOR))),
     )
     rounds, errors, held_out, growths = [], [], [], []
     on_progress("compiling")

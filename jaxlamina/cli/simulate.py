@@ -63,6 +63,13 @@ def simulate(
     async_scheduling: model_options.AsyncScheduling = True,
     mixed_steps: model_options.MixedSteps = False,
     prompt_batch_tokens: model_options.PromptBatchTokens = None,
+    padding: Annotated[
+        bool,
+        typer.Option(
+            "--padding/--no-padding",
+            help="A step's requests, and a prompt's tokens, cost as many as a GPU has programs for.",
+        ),
+    ] = True,
     host_ms: Annotated[
         float,
         typer.Option(
@@ -124,6 +131,7 @@ def simulate(
         kv_headroom=kv_headroom,
         kv_slots=kv_slots,
         kept_kv=kept_kv,
+        buckets=simulator.gpu_buckets(setup, max_num_seqs or DEFAULT_SEQS) if padding else None,
         host_s=host_ms / 1e3,
     )
     failures = [_failure(text) for text in failure or []]

@@ -5,6 +5,14 @@ Knows times of steps by the planner's costs; computes no token and imports no JA
 
 from jaxlamina.simulator.compared import Compared, compared
 from jaxlamina.simulator.results import SimulatedRun
-from jaxlamina.simulator.simulation import Failure, ServingPolicy, simulate
+from jaxlamina.simulator.simulation import Failure, ServingPolicy, gpu_buckets, simulate
 
-__all__ = ["Compared", "Failure", "ServingPolicy", "SimulatedRun", "compared", "simulate"]
+__all__ = [
+    "Compared",
+    "Failure",
+    "ServingPolicy",
+    "SimulatedRun",
+    "compared",
+    "gpu_buckets",
+    "simulate",
+]

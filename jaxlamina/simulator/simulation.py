@@ -38,7 +38,7 @@ from jaxlamina.planner.traces import Trace
 from jaxlamina.process import garbage
 from jaxlamina.simulator.results import OverTime, SimulatedRun
 from jaxlamina.simulator.step_times import FS, FS_US, CostCell, ModelledTimes, Pace
-from jaxlamina.steps.buckets import Buckets, CompiledSizes
+from jaxlamina.steps.buckets import Buckets, CompiledSizes, bucket
 
 _ARRIVAL, _STEP, _FAILURE, _READY = range(4)  # at the same moment in this order
 _REPORT_EVERY = 1000  # ended requests
@@ -60,10 +60,9 @@ class ServingPolicy:
     ``kv_slots``: None for what the setup's memory holds. ``max_tokens``: what each request asks for, of which
     it writes what the trace says; None: it asks for just this. ``kept_kv``: KV is also kept in host memory,
     so that after a failure requests go on with all but their last few tokens (docs/reliability.md).
-    ``batch_sizes``: a step's requests cost as many as the next of these, which programs are compiled for;
-    none: as many as they are. ``prompt_multiple``: a prompt's tokens in a step of their own cost as many as
-    the next multiple of it. ``prompt_batch_tokens``: short prompts go in calls of so many tokens by the
-    engine's rule, with the sizes that a GPU has programs for; 0: each is a call of its own.
+    ``buckets``: a step's requests, and a prompt's tokens, cost as many as they are padded to; None: as many
+    as they are. ``prompt_batch_tokens``: short prompts go in calls of so many tokens by the engine's rule,
+    with ``buckets`` or those of a GPU's programs; 0: each is a call of its own.
     ``with_prefill``: False: prompts take no time, as where the papers count decode steps alone.
     ``host_s``: seconds that the host has to do for each step (schedule, launch, read tokens, send them). A
     step that was launched while the one before it ran (``async_scheduling``) takes these or the devices'
@@ -80,11 +79,15 @@ class ServingPolicy:
     kv_slots: int | None = None
     max_tokens: int | None = None
     kept_kv: bool = True
-    batch_sizes: tuple[int, ...] = ()
-    prompt_multiple: int = 1
+    buckets: Buckets | None = None
     prompt_batch_tokens: int = 0
     with_prefill: bool = True
     host_s: float = 0.0
+
+
+def gpu_buckets(setup: Deployment, max_num_seqs: int) -> Buckets:
+    """What the engine pads to where attention is the Mosaic GPU kernel."""
+    return Buckets.default(max_num_seqs, setup.config.max_position_embeddings, "doubling")
 
 
 def simulate(
@@ -189,16 +192,15 @@ class _Simulation:
         n_devices = self.setup.n_model + self.setup.n_attention
         self._random = None if self.rate is None else self.rate.times(n_devices)
         self._mixed: list[StepCost] = []
-        self._times = ModelledTimes(self.setup, self.policy.batch_sizes)
+        buckets = self.policy.buckets
+        self._times = ModelledTimes(self.setup, () if buckets is None else buckets.batch)
         predict = partial(self._times.with_prompt_s, self.policy.mixed_steps)
         self._most_prompt_tokens, self._chunk_size = chunk_size.chosen(
             self.policy.max_num_batched_tokens,
             self.policy.tpot_slo_ms,
             predict if self.policy.with_prefill else None,
         )
-        sizes = Buckets.default(
-            self.policy.max_num_seqs, self.setup.config.max_position_embeddings, "doubling"
-        )
+        sizes = buckets or gpu_buckets(self.setup, self.policy.max_num_seqs)
         self._batching = PromptBatches(CompiledSizes(sizes), self.policy.prompt_batch_tokens)
         self._live: dict[int, _Life] = {}
         self._come: list[int] = []  # and not taken in yet
@@ -375,7 +377,7 @@ class _Simulation:
         fs, calls = 0, step.calls
         if calls and calls[0].decodes:
             [(_, (start, stop))] = calls[0].prompts
-            cost = self._times.mixed(step.n_decodes, step.n_stored, stop - start)
+            cost = self._times.mixed(step.n_decodes, step.n_stored, self._padded(stop - start))
             self._mixed.append(cost)
             fs, calls = round(FS * cost.step_s), calls[1:]
         elif step.n_decodes:
@@ -400,8 +402,12 @@ class _Simulation:
         if call.size is not None:
             return self._times.prefill_fs(call.size.batch * call.size.n_tokens, sum(stored) // len(stored))
         [(_, (start, stop))] = call.prompts
-        multiple = self.policy.prompt_multiple
-        return self._times.prefill_fs(-(-(stop - start) // multiple) * multiple, start)
+        return self._times.prefill_fs(self._padded(stop - start), start)
+
+    def _padded(self, n_tokens: int) -> int:
+        """What a prompt's tokens cost as many as."""
+        buckets = self.policy.buckets
+        return n_tokens if buckets is None else bucket(n_tokens, buckets.prompt)
 
     def _accept(self, step: _Launched, now: int) -> None:
         """As `Postprocess.take_in`: everyone's token."""
