@@ -261,8 +261,8 @@ class EngineOptions(Options):
         None,
         "Tokens, padding included, of several short prompts that are computed in one call, which reads "
         "weights once for all; 0: each prompt is a call of its own. Default: "
-        f"{PROMPT_BATCH_TOKENS} for a model of one process on an accelerator; 0 otherwise, and where "
-        "attention workers share requests or tokens.",
+        f"{PROMPT_BATCH_TOKENS} on accelerators of one process, and with one model worker where messages go "
+        "by memory; 0 otherwise, and where attention workers share requests or tokens.",
         least=0,
     )
     async_scheduling: bool = option(

@@ -305,12 +305,20 @@ def test_short_prompts_cost_the_calls_that_they_go_in():
     assert together.prefill_s < apart.prefill_s / 4
 
 
-def test_an_unsplit_model_is_simulated_with_short_prompts_together(tmp_path, capsys):
+def test_short_prompts_are_simulated_together_where_the_engine_has_them_so(tmp_path, capsys):
     trace = tmp_path / "short.jsonl"
     line = {"timestamp": 0, "input_length": 30, "output_length": 2}
     trace.write_text(f"{json.dumps(line)}\n" * 16)
     load = ("simulate", "--model", "llama-3-8b", "--trace", str(trace), "--json")
-    for options, n in (((), 1), (("--prompt-batch-tokens", "0"), 16), (("--dop", "1,1"), 16)):
+    split = ("--dop", "1,1")
+    for options, n in (
+        ((), 1),
+        (("--prompt-batch-tokens", "0"), 16),
+        (split, 1),
+        ((*split, "--partition", "requests"), 16),
+        (("--dop", "2,1"), 16),
+        ((*split, "--memory", "h20"), 16),
+    ):
         assert main([*load, *options]) == 0
         assert json.loads(capsys.readouterr().out)["n_prompt_steps"] == n
 

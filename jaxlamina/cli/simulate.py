@@ -119,7 +119,8 @@ def simulate(
     )
     load, answered = _load(trace, hours, speedup)
     if prompt_batch_tokens is None:
-        prompt_batch_tokens = 0 if setup.is_split else PROMPT_BATCH_TOKENS
+        by_memory = memory is link_gb_s is link_us is None and partition == "heads" and setup.n_model == 1
+        prompt_batch_tokens = PROMPT_BATCH_TOKENS if by_memory or not setup.is_split else 0
     policy = simulator.ServingPolicy(
         scheduling_policy=scheduling_policy or FIRST_COME,
         max_num_seqs=max_num_seqs or DEFAULT_SEQS,

@@ -63,7 +63,7 @@ from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.transports import Program
 from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.calibration import Calibration, channel_scales
-from jaxlamina.workers.capacity import is_accelerator
+from jaxlamina.workers.capacity import is_accelerator, prompt_batch_tokens
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.spec import bucket_cut, specs_of, windows_of
@@ -283,13 +283,17 @@ class RanksExecutor(Executor):
         """Programs cannot be compiled behind where they depend on where tokens lie in more than a few ways,
         or on prefill workers."""
         places_tokens = self.pool.placement is not None
+        batches_prompts = not places_tokens and not self.prefill_workers
+        # By default where the exactness gate has shown it on GPUs: one model rank, messages by memory.
+        by_default = batches_prompts and self.group.transport.by_memory and not self.group.replicas
         return Capabilities(
             bucket_cut=self._bucket_cut,
             n_prefill_workers=self.prefill_workers,
             own_pace_tokens=self._own_pace_tokens if self.prefill_workers else 0,
             places_tokens=places_tokens,
             compiles_behind=not self.prefill_workers and (not places_tokens or self.pool.has_few_shapes),
-            batches_prompts=not places_tokens and not self.prefill_workers,
+            batches_prompts=batches_prompts,
+            prompt_batch_tokens=prompt_batch_tokens(self.device) if by_default else 0,
             why_not_mixed=why_not(self.layout, self._mixed_like),
         )
 
