@@ -44,11 +44,14 @@ def test_contexts_as_they_are_cut():
         return Buckets.default(1, 2048, cut).context
 
     assert contexts("coarse") == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-    assert contexts("doubling") == (2048,) and Buckets.default(1, 9000, "doubling").context == (
-        2048,
-        8192,
-        9000,
-    )
+    assert contexts("doubling") == (2048,)
+    for most, found in (
+        (4096, (4096,)),
+        (9000, (2250, 9000)),
+        (16384, (4096, 16384)),
+        (32768, (2048, 8192, 32768)),
+    ):
+        assert Buckets.default(1, most, "doubling").context == found
     assert len(contexts("fine")) == 24 and Buckets.default(1, 96, "coarse").context == (64, 96)
     assert Buckets.default(1, 96, "doubling").context == (96,)
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 Cut = Literal["fine", "coarse", "doubling", "few"]
+_SHORT_CONTEXT = 2048  # where padding costs the width of a table alone, what is shorter is not told apart
 
 
 def bucket(n: int, sizes: Sequence[int]) -> int:
@@ -254,10 +255,11 @@ def _doubling(start: int, until: int, stop: int) -> tuple[int, ...]:
 
 
 def _contexts(most: int, cut: Cut) -> tuple[int, ...]:
-    """Steps of 64 up to 512, then eight an octave; 64, 128, then two an octave; or from 2,048 on one in two
-    octaves."""
+    """Steps of 64 up to 512, then eight an octave; 64, 128, then two an octave; or all, a quarter of it, and
+    so on down to 2,048."""
     if cut in ("doubling", "few"):
-        return (*(n for n in (2048, 8192, 32768, 131072) if n < most), most)
+        quarter = -(-most // 4)
+        return (*(_contexts(quarter, cut) if quarter >= _SHORT_CONTEXT else ()), most)
     even = {"fine": range(64, 512, 64), "coarse": (64, 128)}[cut]
     start, per_octave = {"fine": (512, 8), "coarse": (256, 2)}[cut]
     few = tuple(n for n in even if n < most)
