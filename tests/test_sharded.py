@@ -20,7 +20,7 @@ from jaxlamina.weights.dummy import Drawn, random_weights
 from jaxlamina.run.sharded import ShardedExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from dataclasses import replace
-config = replace(model_config("smollm2-135m"), num_attention_heads=8, num_key_value_heads=4, head_dim=64).with_layers(2)
+config = replace(model_config("smollm2-135m"), num_attention_heads=8, num_key_value_heads=4, head_dim=64, hidden_size=128, intermediate_size=256, vocab_size=2048).with_layers(2)
 params, case = random_weights(config, jnp.float32), sb.StepCase(3, 16)
 n_slots = 64
 fn, batch = partial(apply, config), sb.shuffled_batch(case, n_slots, config.vocab_size)
