@@ -11,6 +11,7 @@ are seen elsewhere: ranks over MPI and by `jaxlamina launch`, commands below a s
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -249,6 +250,9 @@ def main(arguments: Sequence[str]) -> int:
     fd, kind = arguments
     for name in IMPORTS[kind]:
         importlib.import_module(name)
+    # Collections in forks would go through all that was imported, and so copy its memory.
+    gc.collect()
+    gc.freeze()
     rank_of(socket.socket(fileno=int(fd)))
     if kind == "command":
         from jaxlamina.cli.main import main as command_line

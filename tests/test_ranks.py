@@ -99,7 +99,8 @@ def test_workers_share_heads_that_they_do_not_divide(
 def test_q_with_k_and_v_gives_the_same_tokens(transport: str, tmp_path: Path) -> None:
     found = run_job(transport, 2, [("greedy", {"model": "llama"})], q_first=False, frozen=tmp_path)
     for rank in ("1", "2"):  # nor are their steps held up by collections of what was compiled
-        assert int((tmp_path / rank).read_text()) > 10_000
+        # A started rank leaves out its imports, too.
+        assert int((tmp_path / rank).read_text()) > (10_000 if transport == "mpi" else 1000)
     check_greedy(found[0])
     assert all("q with k and v" in x for x in found[0]["programs"] if x.startswith(("decode", "chunk")))
 
