@@ -153,6 +153,7 @@ LIKE_OTHERS = {
     "unequal heads, a prefill worker",
     "unequal heads beside shards'",  # as those beside a model rank's, and those of two shards
     "two shards",  # as with three workers, and test_tensor_parallel's job
+    "two shards, by requests",  # as two workers and two copies by requests
     "two shards, three workers by heads",  # as unequal heads with two shards
     "two stages",  # as "stages' tokens", and test_pipeline_parallel's job
     "two stages, by tokens",  # as "stages' tokens", whose workers have part of them
