@@ -41,6 +41,7 @@ def noting(kind):
     return found
   return make
 sb.UnsplitExecutor, sb.ShardedExecutor = noting(UnsplitExecutor), noting(ShardedExecutor)
+sb._ROUND_S = 0.02
 found, _ = sb.measure(sb.source_of(config), sb.StepOptions([sb.StepCase(4, 16)], jnp.float32, 1, n_devices=2))
 print(json.dumps({"ways": {r.way: (r.max_difference, r.floor_ms) for r in found}, "worst": worst, "alive": alive, "pools": max(float(abs(x).max()) for x in pools),
   "n_devices": [len(x.kv.k[0].sharding.device_set) for x in (one, two)],
