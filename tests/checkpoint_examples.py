@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.models.config_files import model_config
+from jaxlamina.weights import open_checkpoint
+from jaxlamina.weights.convert import _write_side_files
 from jaxlamina.weights.safetensors_io import write_safetensors
 
 LLAMA = {
@@ -152,4 +155,21 @@ def tiny_words_folder(folder: Path, max_position_embeddings: int) -> Path:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def few_layers_folder(folder: Path, n_layers: int = 3) -> Path:
+    """A Hugging Face folder of the demo model's first layers, its words and its template: what it writes means
+    little, and its programs are made in a fraction of the time."""
+    checkpoint = open_checkpoint("smollm2-135m-instruct")
+    config = checkpoint.config.with_layers(n_layers)
+    params = {
+        name: array
+        for name, array in checkpoint.host_tensors("float32", None)
+        if not (layer := re.match(r"model\.layers\.(\d+)\.", name)) or int(layer[1]) < n_layers
+    }
+    shapes = {name: tuple(array.shape) for name, array in params.items()}
+    write_safetensors(folder, shapes, iter(params.items()), np.dtype("float32"), 10**9)
+    _write_side_files(folder, checkpoint, "float32")
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
     return folder

@@ -1,16 +1,17 @@
-"""Ranks of tests as forks of one process that has imported what ranks need and begun nothing of JAX's.
+"""Ranks and commands of tests as forks of one process that has imported what they need and begun nothing of JAX's.
 
-A rank's imports take seconds of a core, which is more than most of what tests have it do. What JAX reads from the
-environment when it is imported is as the server's; a job that wants it otherwise gets a server of its own. Real
-starts are seen elsewhere: over MPI, and by `jaxlamina launch`. All forks have one seed of hashes, which ranks
-there have not.
+Their imports take seconds of a core, which is more than most of what tests have them do. What JAX reads from the
+environment when it is imported is as the server's; who wants it otherwise gets a server of its own. Real starts
+are seen elsewhere: ranks over MPI and by `jaxlamina launch`, commands below a supervisor, in `test_server_end`, in
+`test_cli` and in the documents' blocks. All forks have one seed of hashes, which ranks there have not.
 
-    python forked_ranks.py FD    the server: a line of JSON and the rank's descriptors for each rank over socket FD
+    python forked_ranks.py FD KIND    the server: a line of JSON and the process's descriptors for each over socket FD
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -25,64 +26,104 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-IMPORTS = (
-    "rank_scenarios",
-    "plain_models",
-    "test_models",
-    "jaxlamina.ranks.attention_rank",
-    "jaxlamina.ranks.model_rank",
-    "jaxlamina.run.set_up",
-    "jaxlamina.transports.xla",
-    "jaxlib.mlir.dialects.mhlo",
-    "encodings.idna",
-)
-READ_BY_IMPORTS = ("JAX_", "TF_", "PYTHON")  # how names of variables begin
+IMPORTS = {
+    "rank": (
+        "rank_scenarios",
+        "plain_models",
+        "test_models",
+        "jaxlamina.ranks.attention_rank",
+        "jaxlamina.ranks.model_rank",
+        "jaxlamina.run.set_up",
+        "jaxlamina.transports.xla",
+        "jaxlib.mlir.dialects.mhlo",
+        "encodings.idna",
+    ),
+    "command": (
+        "jaxlamina.cli.main",
+        "jaxlamina.cli.serve",
+        "jaxlamina.llm",
+        "jaxlamina.ranks",
+        "jaxlamina.run.set_up",
+        "jaxlamina.server.run",
+        "jaxlamina.server.standing_by",
+        "jaxlib.mlir.dialects.mhlo",
+        "encodings.idna",
+        "pydantic.v1",
+        "rich.status",
+        "uvicorn.lifespan.on",
+        "uvicorn.loops.uvloop",
+        "uvicorn.protocols.http.httptools_impl",
+    ),
+}
+READ_BY_IMPORTS = ("JAX_", "TF_", "PYTHON", "HF_")  # how names of variables begin
 _LARGEST = 1 << 17  # a request's bytes
 
 
-class ForkedRank:
-    """One rank of `rank_job`, with what `subprocess.Popen` has of a started one. Its output is kept if wanted,
-    else it goes where this process's goes."""
+class Forked:
+    """A process of ``kind`` with what `subprocess.Popen` has of a started one. ``out``, ``err``: its descriptors."""
 
-    def __init__(self, argument: str, environment: Mapping[str, str], kept: bool) -> None:
-        self._files = [tempfile.TemporaryFile("w+") for _ in range(2 * kept)]  # noqa: SIM115 (closed by `wait`)
-        self._said: list[str] = []
+    def __init__(
+        self, kind: str, words: Sequence[str], environment: Mapping[str, str], out: int, err: int
+    ) -> None:
         self.returncode: int | None = None
         self._life, theirs = socket.socketpair()
         with theirs:
             request = json.dumps(
-                {"argv": ["rank_job.py", argument], "environment": dict(environment)}
+                {"argv": words, "environment": dict(environment), "cwd": os.getcwd()}
             ).encode()
             assert len(request) < _LARGEST
-            fds = [theirs.fileno(), *([file.fileno() for file in self._files] or (1, 2))]
-            socket.send_fds(_server(environment).requests, [request], fds)
+            socket.send_fds(_server(environment, kind).requests, [request], [theirs.fileno(), out, err])
         self.pid = int(self._told(60))
 
     def _told(self, timeout: float | None) -> str:
-        """What the server says next of this rank: its process, then how it ended."""
+        """What the server says next of this process: its number, then how it ended."""
         self._life.settimeout(timeout)
         try:
             told = self._life.recv(64).decode()
         except TimeoutError:
-            raise subprocess.TimeoutExpired("a forked rank", timeout or 0) from None
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0) from None
         if not told:
-            raise RuntimeError("the server of forked ranks has ended: its stderr says why")
+            raise RuntimeError("the server of forked processes has ended: its stderr says why")
         return told
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             self.returncode = int(self._told(timeout))
             self._life.close()
-            for file in self._files:
-                file.seek(0)
-                self._said.append(file.read())
-                file.close()
         return self.returncode
 
-    def kill(self) -> None:
-        if self.returncode is None and not select.select([self._life], [], [], 0)[0]:
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._life], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
             with suppress(ProcessLookupError):  # it ends just now
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedRank(Forked):
+    """One rank of `rank_job`. Its output is kept if wanted, else it goes where this process's goes."""
+
+    def __init__(self, argument: str, environment: Mapping[str, str], kept: bool) -> None:
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2 * kept)]  # noqa: SIM115 (closed by `wait`)
+        self._said: list[str] = []
+        out, err = (file.fileno() for file in self._files) if kept else (1, 2)
+        super().__init__("rank", ["rank_job.py", argument], environment, out, err)
+
+    def wait(self, timeout: float | None = None) -> int:
+        super().wait(timeout)
+        for file in self._files:
+            file.seek(0)
+            self._said.append(file.read())
+            file.close()
+        self._files = []
+        assert self.returncode is not None
+        return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
@@ -90,14 +131,25 @@ class ForkedRank:
         return out, err
 
 
+class ForkedCommand(Forked):
+    """A command line of `jaxlamina`, whose ``stderr`` is a pipe; nobody reads its stdout."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        reading, writing = os.pipe()
+        self.stderr = open(reading)  # noqa: SIM115 (the caller closes it)
+        with open(os.devnull, "wb") as nowhere:
+            super().__init__("command", ["jaxlamina", *words], environment, nowhere.fileno(), writing)
+        os.close(writing)
+
+
 class _Server:
     """The process that forks, for one environment of imports. It ends with this process, and its ranks with it."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], kind: str) -> None:
         self.requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), kind],
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # its threads would be there at a fork
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -108,15 +160,19 @@ class _Server:
         self._process.wait(60)
 
 
-_servers: dict[tuple[tuple[str, str], ...], _Server] = {}
+_servers: dict[tuple[str, Any], _Server] = {}
 
 
-def _server(environment: Mapping[str, str]) -> _Server:
-    at_import = tuple(sorted((k, v) for k, v in environment.items() if k.startswith(READ_BY_IMPORTS)))
-    if at_import not in _servers:
-        _servers[at_import] = server = _Server(environment)
+def _server(environment: Mapping[str, str], kind: str = "rank") -> _Server:
+    like = kind, read_by_imports(environment)
+    if like not in _servers:
+        _servers[like] = server = _Server(environment, kind)
         atexit.register(server.close)
-    return _servers[at_import]
+    return _servers[like]
+
+
+def read_by_imports(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, v) for k, v in environment.items() if k.startswith(READ_BY_IMPORTS)))
 
 
 # --- the server ---
@@ -186,13 +242,22 @@ def begin(request: dict[str, Any], out: int, err: int) -> None:
     os.close(err)
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
     sys.argv = request["argv"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    for name in IMPORTS:
+    fd, kind = arguments
+    for name in IMPORTS[kind]:
         importlib.import_module(name)
-    rank_of(socket.socket(fileno=int(arguments[0])))
+    # Collections in forks would go through all that was imported, and so copy its memory.
+    gc.collect()
+    gc.freeze()
+    rank_of(socket.socket(fileno=int(fd)))
+    if kind == "command":
+        from jaxlamina.cli.main import main as command_line
+
+        return command_line()
     import rank_job
 
     return rank_job.main()

@@ -143,14 +143,18 @@ OTHER_HEADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What they are made of is in others, too: `test_layouts` runs them as slow tests.
 LIKE_OTHERS = {
+    "two workers by heads",  # as test_ranks' jobs, and three with shards
     "two workers by requests, q first",
     "two shards, by heads, q first",  # as with three workers, of whose heads a rank has some
     "unequal heads",  # as with three workers
     "unequal heads, mini-batches",
+    "unequal heads, q first, three workers",  # as with two shards, and beside a model rank's
     "unequal heads, two copies",
     "unequal heads, a prefill worker",
     "unequal heads beside shards'",  # as those beside a model rank's, and those of two shards
     "two shards",  # as with three workers, and test_tensor_parallel's job
+    "two shards, by requests",  # as two workers and two copies by requests
+    "two shards, three workers by heads",  # as unequal heads with two shards
     "two stages",  # as "stages' tokens", and test_pipeline_parallel's job
     "two stages, by tokens",  # as "stages' tokens", whose workers have part of them
     "a model rank's tokens",  # as with two workers
@@ -161,6 +165,7 @@ LIKE_OTHERS = {
     "stages' heads",
     "all on shards",
     "all on stages",
+    "two prefill workers, by requests",  # as one, and test_prefill_workers' job
 }
 KINDS = ("decode", "staggered", "prefill", "chunk", "scored", "decode with chunk", "decode beside chunks")
 

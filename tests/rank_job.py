@@ -112,13 +112,14 @@ def hold_prompts(folder: str) -> None:
 
 
 def frozen(folder: str) -> None:
-    """Has this attention rank note with each step how many objects are left out of Python's collections."""
+    """Has this attention rank note with each step how many objects it has left out of Python's collections; a
+    fork's imports were left out before."""
     from jaxlamina.ranks.attention_rank import AttentionRank
 
-    on_step = AttentionRank._on_step
+    on_step, before = AttentionRank._on_step, gc.get_freeze_count()
 
     def noted(self: AttentionRank, message: Any) -> None:
-        (Path(folder) / f"{self._rank}").write_text(f"{gc.get_freeze_count()}")
+        (Path(folder) / f"{self._rank}").write_text(f"{gc.get_freeze_count() - before}")
         on_step(self, message)
 
     AttentionRank._on_step = noted  # type: ignore[method-assign]

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forked_ranks import READ_BY_IMPORTS, ForkedCommand
+
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 240
+STARTED = ("-m", "jaxlamina")  # as a user starts it
 # Every word of every message, and what asks for an answer: for models of `tiny_words_folder`.
 WORDS_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -32,7 +35,7 @@ def environment(**more: str) -> dict[str, str]:
 class Server:
     """A process that serves. ``lines``: its stderr so far."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedCommand
     lines: list[str] = field(default_factory=list)
     port: int = 0
     reader: threading.Thread = field(default_factory=threading.Thread)
@@ -50,6 +53,14 @@ class Server:
             env=environment(**(variables or {})),
             **how,
         )
+        return cls._read(process)
+
+    @classmethod
+    def forked(cls, words: list[str], variables: Mapping[str, str]) -> Any:
+        return cls._read(ForkedCommand(words, environment(**variables)))
+
+    @classmethod
+    def _read(cls, process: subprocess.Popen[str] | ForkedCommand) -> Any:
         server = cls(process)
         server.reader = threading.Thread(target=server.read, daemon=True)
         server.reader.start()
@@ -132,13 +143,19 @@ class Server:
 @contextmanager
 def serving(
     *options: str,
-    before: tuple[str, ...] = ("-m", "jaxlamina"),
+    before: tuple[str, ...] | None = None,
     ready: bool = True,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """``jaxlamina serve`` with ``options`` on a free port, ready to answer unless it shall not be.
-    ``variables``: more of its environment."""
-    server: Server = Server.start([sys.executable, *before, "serve", "--port", "0", *options], variables)
+    ``variables``: more of its environment. A fork of a process that has imported what it needs, unless
+    Python's words ``before`` the command are given, or imports would read one of the variables."""
+    words, variables = ["serve", "--port", "0", *options], variables or {}
+    server: Server
+    if before is None and not any(name.startswith(READ_BY_IMPORTS) for name in variables):
+        server = Server.forked(words, variables)
+    else:
+        server = Server.start([sys.executable, *(before or STARTED), *words], variables)
     try:
         server.port = int(server.wait_for("serving ").rpartition(":")[2])
         if ready:

@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from checkpoint_examples import few_layers_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import LetterTokenizer, V, run
@@ -246,8 +247,8 @@ def test_beams_of_a_random_model_are_transformers(name: str, width: int):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_beams_of_the_demo_model_are_transformers():
-    checkpoint = open_checkpoint("smollm2-135m-instruct")
+def test_beams_of_real_words_are_transformers(tmp_path):
+    checkpoint = open_checkpoint(few_layers_folder(tmp_path))
     params = checkpoint.load()
     torch, model = transformers_model(checkpoint.config, params)
     llm = LLM(checkpoint, max_num_seqs=4, max_model_len=128, kv_slots=400)

@@ -53,6 +53,12 @@ TINY = {
 }
 
 
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at how many steps a round of step bench has."""
+    monkeypatch.setattr(step_bench, "_ROUND_S", 0.02)
+
+
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of a random two-layer llama, without a tokenizer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -218,21 +219,26 @@ def test_generate_takes_its_share_of_a_gpus_memory(here, tiny_folder, monkeypatc
     assert here(*arguments, "--gpu-memory-utilization", "1.5").returncode == 2
 
 
-def test_generate_reads_a_prompt_from_stdin(tiny_folder):
+def test_generate_reads_a_prompt_from_stdin(here, tiny_folder):
     arguments = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "1", "--seed", "7"]
     piped = command("generate", "-", *arguments, input="w3 w5\n")
-    assert piped.returncode == 0 and piped.stdout == command("generate", "w3 w5", *arguments).stdout
+    assert piped.returncode == 0 and piped.stdout == here("generate", "w3 w5", *arguments).stdout
 
 
-@needs_demo_model
-def test_generate_json_of_two_prompts():
-    done = command("generate", "--max-tokens", "6", "--json", "--logprobs", "2", "Hi!", "Name a colour.")
+def test_generate_json_of_two_prompts(here, tiny_folder, tmp_path):
+    chatty = tmp_path / "chatty"
+    shutil.copytree(tiny_folder, chatty)
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}<|im_start|>assistant"
+    (chatty / "chat_template.jinja").write_text(template)
+    done = here(
+        "generate", "--model", str(chatty), "--max-tokens", "6", "--json", "--logprobs", "2", "w3 w5", "w8"
+    )
     assert done.returncode == 0 and done.stderr == ""
     record = json.loads(done.stdout)
-    assert record["split"]["n_slices"] == 31 and len(record["outputs"]) == 2
+    assert record["split"]["n_slices"] == 3 and len(record["outputs"]) == 2
     assert record["n_tokens"] == sum(len(o["token_ids"]) for o in record["outputs"])
     for output in record["outputs"]:
-        assert output["prompt"].endswith("<|im_start|>assistant\n")  # through the chat template
+        assert output["prompt"].endswith("<|im_start|>assistant")  # through the chat template
         assert len(output["logprobs"]) == len(output["token_ids"]) and output["text"]
 
 

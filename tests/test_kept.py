@@ -305,7 +305,13 @@ def tied(wanted, found, within=0.05):
     return b in at and at[a].logprob - at[b].logprob <= within
 
 
-@pytest.mark.parametrize("way", WAYS)
+# What they are made of is in others, too: slow tests.
+LIKE_OTHERS = ("unsplit", "two by requests", "a share of heads", "int8-channel", "no prefix cache")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in LIKE_OTHERS)) for way in WAYS]
+)
 def test_a_later_process_goes_on_after_what_is_kept(way, tmp_path):
     options = {"max_num_seqs": 4, "max_model_len": 160, "kv_slots": 640} | WAYS[way]
     kept = {"kept_kv_slots": 600, "kept_kv_folder": str(tmp_path)}

@@ -115,7 +115,11 @@ def pids(process):
 
 
 @pytest.mark.parametrize(
-    ("transport", "partition"), [pytest.param("mpi", "requests", marks=pytest.mark.mpi), ("xla", "heads")]
+    ("transport", "partition"),
+    [
+        pytest.param("mpi", "requests", marks=pytest.mark.mpi),
+        pytest.param("xla", "heads", marks=pytest.mark.slow),  # by TLS: below
+    ],
 )
 def test_a_launched_job_writes_what_one_process_writes(tiny, unsplit, transport, partition):
     options = ("--dop", "1,2", "--partition", partition)

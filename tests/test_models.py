@@ -149,6 +149,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt-plain": OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False},
     "opt-no-final-norm": OPT | {"_remove_final_layer_norm": True},
 }
+# Others of a family have the same slices and the same attention but for a table, a bias or a factor, which this
+# file compares with transformers' whole models: where models are split, these are slow tests.
+VARIANTS = (
+    *("llama-tied", "llama-biases", "llama-linear", "llama-yarn", "llama-v5", "mistral"),
+    *("qwen3-biases", "opt-gelu-untied", "opt-plain", "opt-no-final-norm"),
+)
 
 ROWS = np.random.default_rng(7).integers(3, SMALL["vocab_size"], size=(2, 19), dtype=np.int32)
 

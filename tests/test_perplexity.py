@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from checkpoint_examples import tiny_words_folder
 from test_models import MODELS
 
 from jaxlamina import LLM
@@ -53,14 +54,18 @@ FLOAT = WINDOWS[1024][1]
 FLOAT_OF_A_FEW = 73.0851
 
 
-@pytest.mark.parametrize(
-    "kv_dtype",
-    [
-        pytest.param("int8", marks=pytest.mark.slow),
-        "int8-channel",
-        pytest.param("int8-channel-asymmetric", marks=pytest.mark.slow),
-    ],
-)
+def test_int8_kv_of_a_small_model(tmp_path: Path):
+    """Each form is near float KV, and none is float KV."""
+    folder = tiny_words_folder(tmp_path, max_position_embeddings=64)
+    text = " ".join(f"w{i * i % 61}" for i in range(200))
+    kv_dtypes = ["auto", "int8", "int8-channel", "int8-channel-asymmetric"]
+    calibration = {"calibration_tokens": [*range(1, 64)]}
+    found = [result.value for _, result in by_kv_dtype(folder, text, kv_dtypes, 4, 32, **calibration)]
+    assert len(set(found)) == 4 and found[1:] == pytest.approx([found[0]] * 3, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-channel", "int8-channel-asymmetric"])
 def test_int8_kv_of_a_few_windows(kv_dtype: str):
     """Within 1 % of float KV. Scales by channel were chosen on other text."""
     text = TEXT.read_text(encoding="utf-8")

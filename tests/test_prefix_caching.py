@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from checkpoint_examples import few_layers_folder
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
@@ -13,7 +14,6 @@ from jaxlamina.errors import UserError
 from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 
-MODEL = "smollm2-135m-instruct"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SYSTEM = """You are the keeper of a small library by the sea. Readers write to you with questions about books, maps and
 the weather. Answer each of them in a few plain sentences, name the shelf where a book stands, and never promise one
@@ -22,8 +22,10 @@ QUESTIONS = ["Where do I find a map of the harbour?", "Which book tells how nets
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(MODEL, max_num_seqs=8, max_model_len=256, kv_slots=700)
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(
+        few_layers_folder(tmp_path_factory.mktemp("few")), max_num_seqs=8, max_model_len=256, kv_slots=700
+    )
 
 
 def computed(model: LLM, ask):

@@ -33,8 +33,8 @@ def slow(transport: str, *values: object) -> object:
     [
         *(("xla", *shape) if shape in USUAL else slow("xla", *shape) for shape in SHAPES),
         *(
-            # One worker over MPI: test_prefill_workers.
-            mpi(*shape) if shape in (*USUAL, (3, "requests")) else slow("mpi", *shape)
+            # One worker over MPI: test_prefill_workers; by requests: test_launch_ranks.
+            mpi(*shape) if shape in USUAL else slow("mpi", *shape)
             for shape in SHAPES
         ),
     ],
@@ -73,7 +73,8 @@ def test_ranks_give_the_unsplit_models_tokens(transport: str, n_workers: int, pa
         slow("xla", (2, 2), 3, {"pipeline_parallel": 2}),
         slow("xla", (1, 2), 3, {"prefill_workers": 1, "prefill_chunk": 8}),
         slow("mpi", (1, 3), 4, {"mini_batches": 2}),
-        ("xla", (1, 2), 4, {"local_attention": 0.25}),
+        # Beside a model rank's: test_layouts.
+        slow("xla", (1, 2), 4, {"local_attention": 0.25}),
         slow("mpi", (1, 2), 5, {"local_attention": 0.4, "n_batches": 2}),
         slow("xla", (2, 3), 6, {"tensor_parallel": 2, "local_attention": 0.3}),
         slow("mpi", (2, 3), 6, {"tensor_parallel": 2, "local_attention": 0.3, "n_batches": 2}),
@@ -98,7 +99,8 @@ def test_workers_share_heads_that_they_do_not_divide(
 def test_q_with_k_and_v_gives_the_same_tokens(transport: str, tmp_path: Path) -> None:
     found = run_job(transport, 2, [("greedy", {"model": "llama"})], q_first=False, frozen=tmp_path)
     for rank in ("1", "2"):  # nor are their steps held up by collections of what was compiled
-        assert int((tmp_path / rank).read_text()) > 10_000
+        # A started rank leaves out its imports, too.
+        assert int((tmp_path / rank).read_text()) > (10_000 if transport == "mpi" else 1000)
     check_greedy(found[0])
     assert all("q with k and v" in x for x in found[0]["programs"] if x.startswith(("decode", "chunk")))
 
@@ -107,7 +109,7 @@ def test_q_with_k_and_v_gives_the_same_tokens(transport: str, tmp_path: Path) ->
     ("transport", "dop", "more"),
     [
         ("xla", 2, {}),
-        ("xla", (2, 1), {"tensor_parallel": 2}),
+        slow("xla", (2, 1), {"tensor_parallel": 2}),
         slow("xla", (2, 1), {"pipeline_parallel": 2}),
         slow("xla", (2, 1), {"n_batches": 3}),
         slow("mpi", (2, 1), {"tensor_parallel": 2}),
@@ -121,7 +123,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_run(transport: str, dop:
     assert found["ahead"]
 
 
-@pytest.mark.parametrize("local_attention", [0, 0.5])
+@pytest.mark.parametrize("local_attention", [0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_launching_a_step_waits_for_nothing(local_attention: float) -> None:
     """The attention rank takes its time for every step, and rank 0 waits for tokens, not while it launches."""
     more = {"local_attention": local_attention, "partition": "tokens"}

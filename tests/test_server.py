@@ -30,7 +30,17 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer i
 def server():
     # The model's own template, with a place for tools.
     template = str(Path(__file__).with_name("chat_with_tools.jinja"))
-    options = ("--max-model-len", "256", "--max-num-seqs", "4", "--no-warm-up", "--chat-template", template)
+    options = (
+        "--max-model-len",
+        "256",
+        "--max-num-seqs",
+        "4",
+        "--no-warm-up",
+        "--chat-template",
+        template,
+        "--max-num-batched-tokens",
+        "32",
+    )
     options += ("--scheduling-policy", "fifo")  # one that takes no priority
     with serving(*options) as found:
         yield found

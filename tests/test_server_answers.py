@@ -55,6 +55,7 @@ FORMS = {
 @pytest.fixture(scope="module")
 def server():
     options = ("--max-model-len", "256", "--max-num-seqs", "4", "--no-warm-up", "--reasoning-parser", "qwen3")
+    options += ("--max-num-batched-tokens", "32")
     with serving(*options, "--trust-request-chat-template") as found:
         yield found
 

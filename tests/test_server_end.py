@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_examples import tiny_words_folder
-from serving import WORDS_TEMPLATE, serving
+from serving import STARTED, WORDS_TEMPLATE, serving
 
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.run.executor import WrappedExecutor
@@ -54,7 +54,7 @@ class Stream(threading.Thread):
 
 
 def test_running_requests_are_finished_and_new_ones_refused(tiny):
-    with serving("--model", str(tiny), "--no-warm-up", "--shutdown-timeout", "120") as server:
+    with serving("--model", str(tiny), "--no-warm-up", "--shutdown-timeout", "120", before=STARTED) as server:
         stream = Stream(server, LONG)
         server.process.send_signal(signal.SIGTERM)
         server.wait_until(lambda: server.request("GET", "/health")[0] == 503)
@@ -69,7 +69,7 @@ def test_running_requests_are_finished_and_new_ones_refused(tiny):
 
 
 def test_programs_that_are_compiled_behind_are_not_waited_for(tiny):
-    with serving("--model", str(tiny), "--uvicorn-log-level", "info") as server:
+    with serving("--model", str(tiny), "--uvicorn-log-level", "info", before=STARTED) as server:
         server.process.send_signal(signal.SIGTERM)
         assert server.finish(120) == 0
     assert not any("compiled all" in line for line in server.lines), server.lines
@@ -78,7 +78,7 @@ def test_programs_that_are_compiled_behind_are_not_waited_for(tiny):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_what_is_not_finished_in_time_is_told_so(tiny, how):
-    with serving("--model", str(tiny), "--no-warm-up", "--shutdown-timeout", "0.3") as server:
+    with serving("--model", str(tiny), "--no-warm-up", "--shutdown-timeout", "0.3", before=STARTED) as server:
         stream = Stream(server, LONG)
         began = time.monotonic()
         server.process.send_signal(how)
@@ -91,7 +91,7 @@ def test_what_is_not_finished_in_time_is_told_so(tiny, how):
 def test_it_answers_before_all_is_compiled(tiny):
     """What comes then, whole and in the same words as later; and it says how far it is."""
     options = ("--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
-    with serving("--model", str(tiny), *options, ready=False) as server:
+    with serving("--model", str(tiny), *options, ready=False, before=STARTED) as server:
         server.wait_for("ready: ")
         body = {"prompt": "w1 w2", "max_tokens": 8, "temperature": 0, "logprobs": 1}
         before = server.post("/v1/completions", body)["choices"][0]
@@ -114,7 +114,9 @@ def test_it_waits_for_all_where_told(tiny):
         "16",
         "--wait-for-all",
     )
-    with serving("--model", str(tiny), "--chat-template", WORDS_TEMPLATE, *options, ready=False) as server:
+    with serving(
+        "--model", str(tiny), "--chat-template", WORDS_TEMPLATE, *options, ready=False, before=STARTED
+    ) as server:
         status, found = server.request("GET", "/health")
         if status == 503:  # it may be ready by now
             assert found["status"] == "starting" and 0 <= found["compiled"] <= found["of"] == 3
@@ -131,7 +133,7 @@ def test_it_waits_for_all_where_told(tiny):
 @pytest.mark.slow
 def test_a_start_that_is_interrupted_ends_well(tiny):
     options = ("--max-num-seqs", "16")  # hundreds of programs
-    with serving("--model", str(tiny), *options, ready=False) as server:
+    with serving("--model", str(tiny), *options, ready=False, before=STARTED) as server:
         assert server.request("GET", "/health")[0] == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.finish(90) == 0
@@ -163,7 +165,9 @@ def test_rank_0_serves(tiny, transport):
 
 def test_what_the_device_does_under_load_is_told_once(tiny):
     options = ("--no-split", "--max-num-seqs", "2", "--max-model-len", "64", "--no-warm-up")
-    with serving("--model", str(tiny), *options, "--profile-after", "0.05", "--profile-s", "0.1") as server:
+    with serving(
+        "--model", str(tiny), *options, "--profile-after", "0.05", "--profile-s", "0.1", before=STARTED
+    ) as server:
         told = "INFO:     under load: "
         until = time.monotonic() + 60
         while not (found := [line for line in server.lines if line.startswith(told)]):

@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
+from checkpoint_examples import few_layers_folder
 from serving import serving
 from test_demo_model import NAME, needs_model
 
 from jaxlamina import LLM, SamplingParams
 
-N_CLIENTS = 40
+N_CLIENTS = 64
 N_PLANS = 20  # different requests
 # Eight sequences that may have 96 tokens each, and KV for one and a third of them.
 POOL = (
@@ -59,9 +60,14 @@ class Plan:
 
 
 @pytest.fixture(scope="module")
-def plans():
+def folder(tmp_path_factory):
+    return few_layers_folder(tmp_path_factory.mktemp("few"))
+
+
+@pytest.fixture(scope="module")
+def plans(folder):
     rng = random.Random(11)
-    llm = LLM(NAME, max_num_seqs=5, max_model_len=256, kv_slots=700, prefix_caching=False)
+    llm = LLM(folder, max_num_seqs=5, max_model_len=256, kv_slots=700, prefix_caching=False)
     found = []
     for i in range(N_PLANS):
         n_words, at = rng.choice((2, 6, 12, 30)), rng.randrange(len(WORDS) - 30)
@@ -166,8 +172,9 @@ def check_that_it_ends_well(server):
         pytest.param(("--host-kv-slots", "200"), id="moved to the host", marks=pytest.mark.slow),
     ],
 )
-def test_many_streams_over_a_small_pool(plans, more):
-    with serving(*POOL, *more, "--no-warm-up") as server:
+def test_many_streams_over_a_small_pool(plans, folder, more):
+    model = ("--model", str(folder), "--served-model-name", NAME)
+    with serving(*model, *POOL, *more, "--no-warm-up") as server:
         count = asyncio.run(load(server, plans, random.Random(3), lambda: True))
         print(count)
         assert server.metric("vllm:num_preemptions_total") > 0
@@ -184,7 +191,7 @@ def resident_mib(pid):
 @needs_model
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 1200)
-def test_memory_stays_as_it_is_for_ten_minutes(plans):
+def test_memory_stays_as_it_is_for_ten_minutes(plans, folder):
     """JAXLAMINA_SOAK_S: other than 600 seconds."""
     samples = []
 
@@ -199,7 +206,8 @@ def test_memory_stays_as_it_is_for_ten_minutes(plans):
         return (await asyncio.gather(load(server, plans, rng, lambda: time.monotonic() > end), sample()))[0]
 
     rng = random.Random(5)
-    with serving(*POOL, "--host-kv-slots", "200") as server:
+    model = ("--model", str(folder), "--served-model-name", NAME)
+    with serving(*model, *POOL, "--host-kv-slots", "200") as server:
         asyncio.run(both(server, SOAK_S / 5))  # what is compiled or allocated at its first use
         check_that_nothing_is_left(server)
         samples.clear()

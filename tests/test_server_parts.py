@@ -293,7 +293,9 @@ def test_programs_are_compiled_ahead_by_other_threads(split, mixed, caplog):
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("options", [{}, {"split": False, "mixed_steps": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"split": False, "mixed_steps": True}, marks=pytest.mark.slow)], ids=str
+)
 def test_programs_are_compiled_behind_requests(options):
     """A few serve every request, with the same tokens; the others come while requests run, those that were
     wanted first, and then nothing is compiled for a request any more."""

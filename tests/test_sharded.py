@@ -20,7 +20,7 @@ from jaxlamina.weights.dummy import Drawn, random_weights
 from jaxlamina.run.sharded import ShardedExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from dataclasses import replace
-config = replace(model_config("smollm2-135m"), num_attention_heads=8, num_key_value_heads=4, head_dim=64).with_layers(2)
+config = replace(model_config("smollm2-135m"), num_attention_heads=8, num_key_value_heads=4, head_dim=64, hidden_size=128, intermediate_size=256, vocab_size=2048).with_layers(2)
 params, case = random_weights(config, jnp.float32), sb.StepCase(3, 16)
 n_slots = 64
 fn, batch = partial(apply, config), sb.shuffled_batch(case, n_slots, config.vocab_size)
@@ -41,6 +41,7 @@ def noting(kind):
     return found
   return make
 sb.UnsplitExecutor, sb.ShardedExecutor = noting(UnsplitExecutor), noting(ShardedExecutor)
+sb._ROUND_S = 0.02
 found, _ = sb.measure(sb.source_of(config), sb.StepOptions([sb.StepCase(4, 16)], jnp.float32, 1, n_devices=2))
 print(json.dumps({"ways": {r.way: (r.max_difference, r.floor_ms) for r in found}, "worst": worst, "alive": alive, "pools": max(float(abs(x).max()) for x in pools),
   "n_devices": [len(x.kv.k[0].sharding.device_set) for x in (one, two)],

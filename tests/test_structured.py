@@ -1,4 +1,4 @@
-"""Structured outputs: what SmolLM2 writes follows schema, expression or choice; bad ones are refused at
+"""Structured outputs: what is written follows schema, expression or choice; bad ones are refused at
 once."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from checkpoint_examples import few_layers_folder
 
 from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
 from jaxlamina.sampling.structured import Grammars
@@ -31,8 +32,10 @@ SEEDED = SamplingParams(temperature=1.5, max_tokens=60, seed=3)
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM("smollm2-135m-instruct", max_num_seqs=5, max_model_len=256, kv_slots=700)
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(
+        few_layers_folder(tmp_path_factory.mktemp("few")), max_num_seqs=5, max_model_len=256, kv_slots=700
+    )
 
 
 def follows_schema(text: str) -> bool:

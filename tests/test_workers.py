@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_models import MODELS
+from test_models import MODELS, VARIANTS
 
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig, apply, random_params
@@ -93,8 +93,13 @@ def assert_close(got: np.ndarray, want: np.ndarray, relative: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in MODELS if n not in ("gemma", "phi3-longrope", "qwen3-moe-plain-shares")]
-)  # as gemma2, phi3, qwen3-moe
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS))
+        for name in MODELS
+        if name not in ("gemma", "phi3-longrope", "qwen3-moe-plain-shares")  # as gemma2, phi3, qwen3-moe
+    ],
+)
 def test_split_equals_unsplit_and_the_whole_sequence(name: str):
     config = config_of(name)
     params = random_params(config, seed=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_models import MODELS
+from test_models import MODELS, VARIANTS
 from test_workers import BUCKETS, N_SLOTS, assert_close, config_of, make
 
 from jaxlamina.models import random_params
@@ -51,7 +51,11 @@ SAME = (
     "qwen3-moe",
     "qwen3-moe-plain-shares",
 )
-CASES = [(name, "split") for name in MODELS if name not in SAME] + [
+CASES = [
+    pytest.param(name, "split", marks=[pytest.mark.slow] * (name in VARIANTS))
+    for name in MODELS
+    if name not in SAME
+] + [
     ("llama", "unsplit"),
     ("qwen2-window", "unsplit"),
 ]

@@ -74,7 +74,7 @@ class ServedRank(ABC):
             handle = self._handlers.get(type(message))
             if handle is None:
                 raise UserError(f"rank 0 sent a {type(message).__name__}, which is not for {self.kind}")
-            if isinstance(message, (m.Setup, m.SetupModel)):
+            if self._epoch and isinstance(message, (m.Setup, m.SetupModel)):
                 garbage.unsettle()
             handle(message)
             # A program more. While others are traced steps would wait for it: there is much that is new each
