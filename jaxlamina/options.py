@@ -262,7 +262,7 @@ class EngineOptions(Options):
         "Tokens, padding included, of several short prompts that are computed in one call, which reads "
         "weights once for all; 0: each prompt is a call of its own. Default: "
         f"{PROMPT_BATCH_TOKENS} on accelerators of one process, and with one model worker where messages go "
-        "by memory; 0 otherwise, and where attention workers share requests or tokens.",
+        "by memory; 0 otherwise, with prefill workers, and where attention workers share requests or tokens.",
         least=0,
     )
     async_scheduling: bool = option(

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from checkpoint_examples import tiny_words_folder
 from serving import STARTED, WORDS_TEMPLATE, serving
@@ -20,6 +21,7 @@ from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.run.executor import WrappedExecutor
 from jaxlamina.server.async_engine import AsyncEngine, Prompt, Unavailable
 from jaxlamina.server.metrics import Metrics
+from jaxlamina.server.pieces import HEADER
 from jaxlamina.server.run import App
 from jaxlamina.server.settings import Settings
 
@@ -337,3 +339,34 @@ def test_a_model_that_cannot_be_run_ends_the_server(tiny):
         pytest.raises(UserError, match="cannot be run: Broken: no such kernel"),
     ):
         App(llm, Settings(("tiny",)), lambda n_done, n_all: None, lambda: None).run(listener)
+
+
+def test_a_spares_server_leaves_its_folder_alone_before_its_turn(tiny, tmp_path):
+    """Another server writes there until then; what that has left is found."""
+    llm, ready = LLM(str(tiny), max_num_seqs=2, max_model_len=64), threading.Event()
+    socket_path, folder = tmp_path / "job.sock", tmp_path / "files"
+    settings = Settings(
+        ("tiny",), uds=str(socket_path), supervisor="s", files_dir=folder, warm_up=False, dashboard=False
+    )
+    app = App(llm, settings, lambda n_done, n_all: None, ready.set)
+    half_written = folder / "files" / "file-1.new"
+    half_written.touch()
+    state = {
+        "id": f"batch-{1:032x}", "endpoint": "/v1/completions", "input_file_id": f"file-{1:032x}", "status": "completed",
+        "created_at": 1, "expires_at": 2, "request_counts": {"total": 0, "completed": 0, "failed": 0}, "object": "batch",
+    }  # fmt: skip
+    (folder / "batches" / f"{state['id']}.json").write_text(json.dumps(state))
+    assert half_written.exists()
+    thread = threading.Thread(target=app.run, daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(60) and not half_written.exists()
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(socket_path)), base_url="http://job"
+        ) as client:
+            found = client.get("/v1/batches", headers={HEADER: "s"}, timeout=60).json()
+        assert [batch["id"] for batch in found["data"]] == [state["id"]]
+    finally:
+        app.end()
+        thread.join(60)
+    assert not thread.is_alive()

@@ -25,7 +25,7 @@ from jaxlamina.planner.hardware import Hardware
 from jaxlamina.planner.traces import Trace, load, repeated
 from jaxlamina.run.executor import Capabilities, StepLogits
 from jaxlamina.sampling.params import SamplingParams
-from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
+from jaxlamina.simulator import ServingPolicy, SimulatedRun, gpu_buckets, simulate
 from jaxlamina.simulator.step_times import FS, FS_US, ModelledTimes, Pace
 from jaxlamina.steps.batch import PrefillBatch
 from jaxlamina.steps.buckets import Buckets
@@ -292,6 +292,14 @@ def test_a_prompt_costs_as_many_tokens_as_are_computed_for_it():
     padded = ServingPolicy(buckets=buckets)
     run, whole = (simulate(UNSPLIT, trace_of([(0, n, 1)]), p) for n, p in ((81, padded), (96, None)))
     assert run.prefill_s == whole.prefill_s > simulate(UNSPLIT, trace_of([(0, 81, 1)])).prefill_s
+
+
+def test_prompts_may_be_longer_than_the_models_config_says():
+    """A trace's, in chunks that are longer, too."""
+    longest = LLAMA.max_position_embeddings + 4000
+    load = trace_of([(0, longest, 2), (0, 10, 2)])
+    policy = ServingPolicy(max_num_batched_tokens=None, buckets=gpu_buckets(UNSPLIT, 8, load))
+    assert simulate(UNSPLIT, load, policy).prefill_s > simulate(UNSPLIT, trace_of([(0, 10, 2)])).prefill_s
 
 
 def test_short_prompts_cost_the_calls_that_they_go_in():

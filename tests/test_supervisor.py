@@ -315,10 +315,20 @@ def test_a_request_that_ends_the_job_each_time_is_given_up(tiny, tmp_path):
     variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     server = Supervised.of([], tiny, ["--scheduling-policy", "poison:Poisoned"], variables)
     with contextlib.closing(server):
+        streams = [
+            Asked(
+                server.port, "/v1/completions", LONG | {"prompt": f"w{n}", "stream": True, "max_tokens": 480}
+            )
+            for n in (2, 3)
+        ]
+        wait_until(lambda: all(len(stream.events) > 20 for stream in streams))
         asked = Asked(server.port, "/v1/completions", LONG | {"prompt": "w1 " * 13})
         asked.join(200)
         assert asked.status == 500 and "job_ended" in asked.events[0]
         wait_until(lambda: len(restarts(server)) == 4)
+        for stream in streams:
+            stream.join(200)
+            assert stream.status == 200 and not any('"error"' in event for event in stream.events)
         other = Asked(server.port, "/v1/completions", LONG)
         other.join(60)
         assert other.status == 200

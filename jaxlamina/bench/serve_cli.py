@@ -196,7 +196,7 @@ def _run(target: Target, load: Load) -> Measured:
                 await serve_bench.try_out(target, trial, load.sizes[0])
             except UserError as error:
                 if isinstance(trial, str) and "tokenizer" in str(error):
-                    raise UserError(f"{error} (--token-ids does so)") from None
+                    raise UserError(f"{error} (--endpoint completions --token-ids does so)") from None
                 raise
             return await serve_bench.run(target, load, on_answer)
 

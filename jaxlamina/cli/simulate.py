@@ -132,7 +132,7 @@ def simulate(
         kv_headroom=kv_headroom,
         kv_slots=kv_slots,
         kept_kv=kept_kv,
-        buckets=simulator.gpu_buckets(setup, max_num_seqs or DEFAULT_SEQS) if padding else None,
+        buckets=simulator.gpu_buckets(setup, max_num_seqs or DEFAULT_SEQS, load) if padding else None,
         host_s=host_ms / 1e3,
     )
     failures = [_failure(text) for text in failure or []]

@@ -284,7 +284,8 @@ class RanksExecutor(Executor):
         or on prefill workers."""
         places_tokens = self.pool.placement is not None
         batches_prompts = not places_tokens and not self.prefill_workers
-        # By default where the exactness gate has shown it on GPUs: one model rank, messages by memory.
+        # By default as the exactness gate has shown it on GPUs: one model rank, there with one attention rank,
+        # and messages by memory.
         by_default = batches_prompts and self.group.transport.by_memory and not self.group.replicas
         return Capabilities(
             bucket_cut=self._bucket_cut,

@@ -138,6 +138,7 @@ class _Add:
     n_cached: Mapping[int, int]
     priority: int
     caller: int
+    is_together: bool
     reply: _Reply[None]
 
 
@@ -207,8 +208,8 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_since: float | None = None
         self._running: dict[str, _Running] = {}  # the thread's
-        self._n_added = 0
-        self._together = 0, 0.0  # how many are to be added, and until when they are waited for
+        self._n_together = 0  # that have come
+        self._expected = 0, 0.0  # how many are to come, and until when they are waited for
         # The event loop's:
         self._loop: asyncio.AbstractEventLoop
         self._open: set[Answers] = set()
@@ -255,8 +256,8 @@ class AsyncEngine:
         """``n`` requests go on together after another process's end, and each says so. No step is begun
         before all of them are there, but for half a second at most: the first ones would have the others
         wait for a step of their own."""
-        if n > self._together[0]:
-            self._together = n, time.perf_counter() + _TOGETHER_S
+        if n > self._expected[0]:
+            self._expected = n, time.perf_counter() + _TOGETHER_S
 
     async def submit(
         self,
@@ -269,6 +270,7 @@ class AsyncEngine:
         written: Mapping[int, Sequence[int]] = NOTHING_WRITTEN,
         n_given: Mapping[int, int] = NONE,
         n_cached: Mapping[int, int] = NONE,
+        is_together: bool = False,
     ) -> Answers:
         """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
         others.
@@ -277,7 +279,7 @@ class AsyncEngine:
         requests whose parameters have none, None: any. ``written``, ``n_given``, ``n_cached``: as of
         `Engine.add_job`, by prompt; the first is left out of those that begin anew. Raises `UserError` for
         what cannot be served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of
-        ours.
+        ours. ``is_together``: it is one of those of `expect`.
         """
         self.check_ready()
         if counted and self.n_open >= self.max_concurrent:
@@ -293,7 +295,18 @@ class AsyncEngine:
             if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
                 raise Unavailable(self._why_not())
             await self._post(
-                _Add(answers, jobs, again, n_given, n_cached, priority, next(self._callers), reply), reply
+                _Add(
+                    answers,
+                    jobs,
+                    again,
+                    n_given,
+                    n_cached,
+                    priority,
+                    next(self._callers),
+                    is_together,
+                    reply,
+                ),
+                reply,
             )
         except BaseException:
             answers.close()
@@ -470,12 +483,12 @@ class AsyncEngine:
 
     def _awaits_s(self) -> float:
         """How long a step waits for requests that come together (`expect`)."""
-        n, until_s = self._together
-        return max(0.0, until_s - time.perf_counter()) if self._n_added < n else 0.0
+        n, until_s = self._expected
+        return max(0.0, until_s - time.perf_counter()) if self._n_together < n else 0.0
 
     def _add(self, message: _Add) -> None:
         now = time.perf_counter()
-        self._n_added += 1
+        self._n_together += message.is_together
         try:
             for index, job in enumerate(message.jobs):
                 how: Any = {"priority": message.priority, "caller": message.caller}

@@ -35,9 +35,11 @@ class PoolTimes:
         self.every_s = every_s
         self.on_recorded: Callable[[Timeline], None] | None = None  # in the engine's thread
         self._executor, self._clock = executor, clock
-        self._due = clock() + every_s
+        self._due: float | None = None  # before the first step
 
     def before_step(self) -> None:
+        if self._due is None:
+            self._due = self._clock() + self.every_s
         if not self.take_in() and self._clock() >= self._due:
             self._due = math.inf
             self._executor.record_later(0, _N_STEPS, self._failed)

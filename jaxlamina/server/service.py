@@ -101,7 +101,7 @@ class Service:
                 form.identify(follow.key, follow.created)
                 before = {"written": dict(follow.written), "n_cached": dict(follow.n_cached)}
                 before |= {} if form.counts_events else {"n_given": dict(follow.n_given)}
-                how |= {"seed": follow.seed, **before}
+                how |= {"seed": follow.seed, "is_together": follow.n_together > 0, **before}
             return form, await self.engine.submit(prompts, params, **how)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             raise _of(error) from None

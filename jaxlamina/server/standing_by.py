@@ -55,6 +55,9 @@ def stand_by(llm: LLM, settings: Settings, on_progress: Callable[[int, int], Non
     while not takes_over.exists():
         with suppress(queue.Empty):
             calls.get(timeout=_LOOK_S)()
+    with suppress(queue.Empty):
+        while True:
+            calls.get_nowait()()
     if behind is not None:
         behind.rest(GOING_ON_S)
     return behind

@@ -85,9 +85,11 @@ class ServingPolicy:
     host_s: float = 0.0
 
 
-def gpu_buckets(setup: Deployment, max_num_seqs: int) -> Buckets:
-    """What the engine pads to where attention is the Mosaic GPU kernel."""
-    return Buckets.default(max_num_seqs, setup.config.max_position_embeddings, "doubling")
+def gpu_buckets(setup: Deployment, max_num_seqs: int, trace: Trace) -> Buckets:
+    """What the engine pads to where attention is the Mosaic GPU kernel, for a model as long as its config
+    says, or as a request of ``trace`` is."""
+    longest = int((trace.n_prompt + trace.n_output).max(initial=0))
+    return Buckets.default(max_num_seqs, max(setup.config.max_position_embeddings, longest), "doubling")
 
 
 def simulate(
@@ -200,7 +202,7 @@ class _Simulation:
             self.policy.tpot_slo_ms,
             predict if self.policy.with_prefill else None,
         )
-        sizes = buckets or gpu_buckets(self.setup, self.policy.max_num_seqs)
+        sizes = buckets or gpu_buckets(self.setup, self.policy.max_num_seqs, trace)
         self._batching = PromptBatches(CompiledSizes(sizes), self.policy.prompt_batch_tokens)
         self._live: dict[int, _Life] = {}
         self._come: list[int] = []  # and not taken in yet

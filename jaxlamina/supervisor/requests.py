@@ -30,6 +30,9 @@ from jaxlamina.supervisor.journal import KEEP_S, Entry, Journal
 MOST_TRIES = 4
 """Times that the job may go away while it works at a request and has found it no token: then that is held to
 be why."""
+_SUSPECT = 2
+"""Such times from which a request is asked for alone, so that it does not take others with it."""
+_ALONE_S, _LOOK_S = 60.0, 0.02  # that it waits for the others at most
 LEAST_TO_ACCEPT = 0.5
 """Of the memory's reserve: with less, what is left is for requests that are there already."""
 _MOST_KEPT_BYTES = 64 * 2**20  # of answers that have ended
@@ -141,6 +144,8 @@ class FollowedRequests:
         self._memory = memory
         self._all: dict[str, FollowedRequest] = {}
         self._waiting: set[FollowedRequest] = set()  # their job went away, and they have no token since
+        self._suspects: set[FollowedRequest] = set()  # of those
+        self._tried: FollowedRequest | None = None  # the one of these that the job works at
         # Of an earlier supervisor.
         self._before, self._model_before = list(journal.entries()), journal.model()
         self._ended_before: dict[str, Entry] = {}
@@ -157,7 +162,7 @@ class FollowedRequests:
         if self._model_before in (model, None):
             self._ended_before = {entry.key: entry for entry in entries if entry.has_ended}
             for entry in left:
-                self._begin(entry, is_of_before=True)
+                self._waiting.add(self._begin(entry, is_of_before=True))
             return len(left), 0
         for entry in entries:
             request = self._all[entry.key] = FollowedRequest(entry)
@@ -187,7 +192,7 @@ class FollowedRequests:
             if request.task is not None:
                 request.task.cancel()
             self._all.pop(request.key, None)
-            self._waiting.discard(request)
+            self._waits_no_more(request)
             self._journal.forget(request.key)
 
     async def settle(self) -> None:
@@ -219,11 +224,14 @@ class FollowedRequests:
         n_tries, n_tokens = 0, request.n_tokens
         try:
             while not request.status:
+                if n_tries >= _SUSPECT:
+                    await self._turn(request)
                 running = await self._job.ready(self._recovery_s)
                 try:
                     await self._ask(running, request)
                 except (_Gone, httpx.HTTPError, OSError, MemoryError) as error:
                     request.waits_since = request.waits_since or time.monotonic()
+                    self._waits_no_more(request)
                     self._waiting.add(request)
                     if request.n_tokens > n_tokens:  # so it is not this one that the job dies of
                         n_tries, n_tokens = 0, request.n_tokens
@@ -248,8 +256,22 @@ class FollowedRequests:
         except Exception as error:  # noqa: BLE001 (a fault of ours is this request's alone)
             _log.error("request %s failed", request.key, exc_info=error)
             request.fail(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
-        self._waiting.discard(request)
+        self._waits_no_more(request)
         self._journal.ended(request.key)
+
+    async def _turn(self, request: FollowedRequest) -> None:
+        """Waits until the others have tokens again, and no other suspect is without."""
+        self._suspects.add(request)
+        until = time.monotonic() + _ALONE_S  # some may wait for room in the job
+        while (self._tried or self._waiting - self._suspects) and time.monotonic() < until:
+            await asyncio.sleep(_LOOK_S)
+        self._tried = request
+
+    def _waits_no_more(self, request: FollowedRequest) -> None:
+        self._waiting.discard(request)
+        self._suspects.discard(request)
+        if self._tried is request:
+            self._tried = None
 
     async def _ask(self, running: Running, request: FollowedRequest) -> None:
         """Follows the answer to its end in one start of the job."""
@@ -261,7 +283,7 @@ class FollowedRequests:
             tuple((which, tuple(ids)) for (which, index), ids in request.tokens.items() if not index),
             tuple((which, n) for (which, index), n in request.n_given.items() if not index),
             tuple(request.n_cached.items()),
-            len(self._waiting) if request in self._waiting else 0,
+            len(self._waiting - self._suspects) if request in self._waiting - self._suspects else 0,
         )
         content = msgspec.json.encode(follow) + b"\n" + entry.body
         headers = {"content-type": "application/json"}
@@ -338,7 +360,7 @@ class FollowedRequests:
 
     def _stood_still(self, request: FollowedRequest) -> None:
         now = time.monotonic()
-        self._waiting.discard(request)
+        self._waits_no_more(request)
         if request.waits_since:
             self.stalls_s.append(now - (request.last_token_at or request.waits_since))
             request.waits_since = 0.0
