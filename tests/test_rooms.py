@@ -149,7 +149,9 @@ def test_policy_is_pure_python(path):
 
 POLICY_ON_ARRAYS = (
     "jaxlamina/kv/allocator.py",
+    "jaxlamina/kv/kv_worker.py",
     "jaxlamina/kv/placement.py",
+    "jaxlamina/kv/planned_rows.py",
     "jaxlamina/kv/pool_book.py",
     "jaxlamina/kv/prefix.py",
     "jaxlamina/kv/slot_list.py",

@@ -28,8 +28,9 @@ from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.sockets import parse_address
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.kv_worker import KVWorker, LayersApart
 from jaxlamina.kv.placement import AUTO, Held, checked_partition
-from jaxlamina.kv.pool_book import KVWorker, LayersApart, PoolBook
+from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
