@@ -331,9 +331,9 @@ def check_ran_so(case: Case, executor: Any) -> None:
     """Ranks' steps were what the case is named after, and not what another setting made of them."""
     wanted = {name: n for name, n in case.at.items() if name in ("n_batches", "mini_batches")}
     if wanted and not any(
-        all(getattr(shape, name) == n for name, n in wanted.items()) for shape in executor._programs
+        all(getattr(shape, name) == n for name, n in wanted.items()) for shape in executor.matched.shapes
     ):
-        raise AssertionError(f"no step ran with {wanted}: {[*map(str, executor._programs)]}")
+        raise AssertionError(f"no step ran with {wanted}: {[*map(str, executor.matched.shapes)]}")
 
 
 def main(job: dict[str, Any]) -> int:

@@ -328,8 +328,8 @@ def with_chunk(
     found = {"difference": max(differences), "finite": bool(np.isfinite(differences).all()), "tokens": tokens}
     if partition == "heads":  # a slot is the same on every worker
         found["stray"] = stray(group, sorted(set(range(n)) - used))
-    shapes = [shape for shape in over_ranks._programs if shape.kind == "decode" and shape.n_batches == 1]
-    counts = {str(shape): len(over_ranks.exchanges(shape)) for shape in shapes if shape.q_first}
+    shapes = [shape for shape in over_ranks.matched.shapes if shape.kind == "decode" and shape.n_batches == 1]
+    counts = {str(shape): len(over_ranks.matched.of(shape).exchanges()) for shape in shapes if shape.q_first}
     return found | {"programs": sorted(over_ranks.programs.counts), "n_exchanges": counts}
 
 
@@ -451,7 +451,7 @@ def warmed(
         first, behind = sorted(llm.stats()["compilations"]), list[int]()
         thread = warm_up.Behind(llm.engine, [], behind.append, lambda call: call(), 1, todo)
         thread.start()
-        assert thread.join(200) and len(behind) == len(todo) and not llm.executor._alone  # type: ignore[attr-defined]
+        assert thread.join(200) and len(behind) == len(todo) and not llm.executor.attention_share.is_alone  # type: ignore[attr-defined]
         assert not any("rows" in name for name in first), first
     for shape in warm_up.shapes(llm.buckets, **sizes):
         batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
