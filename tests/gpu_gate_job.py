@@ -35,12 +35,12 @@ from jaxlamina import LLM, SamplingParams, ranks
 from jaxlamina.bench.perplexity import logprobs_of
 from jaxlamina.engine.engine import Engine
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.models.causal_lm import built
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights import open_checkpoint
+from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers import DecodeBatch, PrefillBatch
 from launch.roles import place
 

@@ -28,9 +28,9 @@ from rank_job import held_bytes
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import random_params
 from jaxlamina.models.causal_lm import built
+from jaxlamina.weights.sources import InMemoryModel
 
 # Of mixed lengths; the third begins as the first does, so that it follows stored tokens.
 SHARED = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6, 12, 40, 41, 50, 51, 52, 53]

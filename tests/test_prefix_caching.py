@@ -10,8 +10,8 @@ from test_models import MODELS
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.bench import prefix_bench
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.weights.sources import InMemoryModel
 
 MODEL = "smollm2-135m-instruct"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

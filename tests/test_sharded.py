@@ -53,7 +53,7 @@ import json
 import numpy as np
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
+from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from test_models import MODELS
 
