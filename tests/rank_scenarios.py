@@ -423,14 +423,14 @@ def warmed(
     the programs that they need more, and whether their tokens are those of the unsplit model. ``ahead``: of
     ``n_todo``, how many of this rank's another thread had compiled before they were run. ``alone``: first the
     programs that attention workers have no part in, then the others as a server compiles them behind."""
-    from jaxlamina.engine import warm_up
+    from jaxlamina.engine import sizes_to_compile, warm_up
 
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
     llm = LLM(source(model), group=group, **limits)
     sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
     can = llm.engine.capabilities
     workers = {"n_prefill_workers": can.n_prefill_workers, "own_pace_tokens": can.own_pace_tokens}
-    todo = warm_up.shapes(llm.buckets, **sizes, **workers)
+    todo = sizes_to_compile.shapes(llm.buckets, **sizes, **workers)
     done: list[int] = []
     ahead: list[str] = []  # threads that compiled a program before it was to be run
     compile_later = llm.executor.compile_later
@@ -453,7 +453,7 @@ def warmed(
         thread.start()
         assert thread.join(200) and len(behind) == len(todo) and not llm.executor.attention_share.is_alone  # type: ignore[attr-defined]
         assert not any("rows" in name for name in first), first
-    for shape in warm_up.shapes(llm.buckets, **sizes):
+    for shape in sizes_to_compile.shapes(llm.buckets, **sizes):
         batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
         run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
         assert np.isfinite(run(batch)).all()

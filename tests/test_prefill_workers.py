@@ -22,7 +22,7 @@ from jaxlamina.engine.request import Request
 from jaxlamina.engine.room import SCORED_CHUNK
 from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
-from jaxlamina.engine.warm_up import shapes
+from jaxlamina.engine.sizes_to_compile import shapes
 from jaxlamina.steps.batch import levelled
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.shape import StepShape

@@ -157,6 +157,7 @@ POLICY_ON_ARRAYS = (
     "jaxlamina/kv/slot_list.py",
     "jaxlamina/kv/tiers.py",
     "jaxlamina/engine/scheduler.py",
+    "jaxlamina/engine/sizes_to_compile.py",
     "jaxlamina/planner/candidates.py",
     "jaxlamina/planner/costs.py",
     "jaxlamina/planner/question.py",

@@ -17,7 +17,8 @@ from test_engine import LetterTokenizer
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
-from jaxlamina.engine.warm_up import Behind, _empty_batch, first_of, shapes, warm_up
+from jaxlamina.engine.sizes_to_compile import first_of, shapes
+from jaxlamina.engine.warm_up import Behind, _empty_batch, warm_up
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling import adjustments
 from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS
