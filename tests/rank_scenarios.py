@@ -389,10 +389,10 @@ def step_bench(
     """Every way of `bench step`, with its logits' largest difference from unsplit."""
     import jax.numpy as jnp
 
-    from jaxlamina.bench import step_bench
+    from jaxlamina.bench import step_bench, step_ways
 
-    options = step_bench.StepOptions(
-        [step_bench.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2],
+    options = step_ways.StepOptions(
+        [step_ways.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2],
         local_attention=shares, partitions=partitions,
     )  # fmt: skip
     found, _ = step_bench.measure(source(model), options, group=group)
