@@ -120,6 +120,7 @@ POLICY = (
     "jaxlamina/steps/buckets.py",
     "jaxlamina/job/cluster.py",
     "jaxlamina/engine/chunk_size.py",
+    "jaxlamina/engine/own_pace.py",
     "jaxlamina/engine/policies.py",
     "jaxlamina/run/staggering.py",
     "jaxlamina/job/roles.py",

@@ -297,7 +297,7 @@ class Engine:
             step = self._ahead or self._launch()
             self._ahead = None
             if step is None:
-                if self.scheduler.awaits_workers:
+                if self.scheduler.own_pace.is_awaited:
                     self._take_computed(_WAIT_S)
                 return []
             if self.async_scheduling and not step.shapes_next:
@@ -404,9 +404,9 @@ class Engine:
     def _take_computed(self, wait_s: float = 0.0) -> None:
         """Tells the scheduler which prefill workers are done with their chunks; waits for one for so long at
         most."""
-        if self.scheduler.awaits_workers:
+        if self.scheduler.own_pace.is_awaited:
             for worker in self.executor.computed(wait_s):
-                self.scheduler.computed(worker)
+                self.scheduler.own_pace.computed(worker)
 
     def _move(self, step: ScheduledStep) -> None:
         for move in step.moves_out:
