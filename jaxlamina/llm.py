@@ -8,29 +8,27 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina import dtypes
+from jaxlamina.console.bars import UseTqdm, loading_bar, prompt_bar, stderr_bar
 from jaxlamina.engine import chunk_size as chunk_sizes
 from jaxlamina.engine.engine import Engine, TokenEvent
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import load_policy
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import KeptWanted
-from jaxlamina.model_files import is_code
 from jaxlamina.models import ModelConfig
-from jaxlamina.models.causal_lm import CausalLM, HasConfig, built
+from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.options import FIRST_COME, LLMOptions, definitions, described
 from jaxlamina.process import jax_cache
 from jaxlamina.run.make import ExecutorMaker, ModelPlace
@@ -38,12 +36,12 @@ from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.weights.fingerprint import fingerprint
 from jaxlamina.weights.replacing import check_same_arrays, check_same_model, copied
+from jaxlamina.weights.sources import ModelSource, as_stored, open_source, tokenizer_of
 from jaxlamina.workers.calibration import Calibration, calibration_rows
 from jaxlamina.workers.capacity import check_weights, is_accelerator
 from jaxlamina.workers.kept_kv import kept_prefixes
 from jaxlamina.workers.spec import CALIBRATED_KV_DTYPES
 from jaxlamina.workers.workspace import tree_bytes
-from pallas_kernels import cpu
 from splitter import SplitReport
 
 if TYPE_CHECKING:
@@ -54,56 +52,7 @@ _log = logging.getLogger(__name__)
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}
 Prompt = str | Sequence[int] | Mapping[str, Any]
-# Whether there is a bar, or what makes one: called with ``total``, it has ``update(n)`` and ``close()``, as
-# tqdm has.
-UseTqdm = bool | Callable[..., Any]
 Messages = Sequence[Mapping[str, Any]]  # one conversation
-
-
-class ModelSource(Protocol):
-    """What ``LLM`` needs of a checkpoint (`jaxlamina.weights.Checkpoint` is one), or of a `FlaxModel`."""
-
-    @property
-    def model(self) -> CausalLM: ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def own_dtype(self) -> str | None: ...
-
-    @property
-    def in_memory(self) -> bool: ...
-
-    def check(self) -> float: ...
-
-    def load(self, dtype: Any, device: Any, progress: Any) -> Mapping[str, jax.Array]: ...
-
-    def later(self, dtype: Any) -> Mapping[str, Any] | None: ...
-
-    def tokenizer(self) -> Any: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class InMemoryModel(HasConfig):
-    """A model whose parameters are already arrays; without a tokenizer it takes and gives token ids."""
-
-    in_memory: ClassVar[bool] = True
-    config: ModelConfig
-    params: Mapping[str, jax.Array]
-    text: Any | None = None  # a Tokenizer
-    eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def own_dtype(self) -> str | None:
-        """What most of the parameters are."""
-        return dtypes.most_common_dtype((x.dtype.name, x.nbytes) for x in self.params.values())
-
-    def load(self, dtype: Any, device: Any = None, progress: Any = None) -> dict[str, jax.Array]:
-        return {name: jax.device_put(jnp.asarray(x, dtype), device) for name, x in self.params.items()}
-
-    def tokenizer(self) -> Any:
-        return self.text
 
 
 class LoadedWeights(NamedTuple):
@@ -152,12 +101,14 @@ class LLM:
     ) -> None:
         self.options = o = _checked(options)
         policy = load_policy(o.scheduling_policy or FIRST_COME)
-        source = _open(model, o.load_format, o.revision)
+        source = open_source(model, o.load_format, o.revision)
         self.model: CausalLM = source.model
         self.place = ModelPlace.of(o, devices, group, self.model.kv_heads)
         on_cpu = not is_accelerator(self.place.model_device)
         self.dtype, self.why_dtype = self._dtype(o.dtype, source.own_dtype, on_cpu)
-        source = _as_stored(source, o.quantization, self.dtype, self.place)
+        platform, of_job = self.place.model_device.platform, self.place.group
+        in_shards = of_job is not None and of_job.cluster.tensor_parallel > 1
+        source = as_stored(source, o.quantization, self.dtype, platform, in_shards)
         self.model = source.model
         length = self._length(o.max_model_len)
         if self.why_dtype:
@@ -167,12 +118,12 @@ class LLM:
         if o.check_model:
             source.check()
         maker = ExecutorMaker(self.place, self.model, self.dtype, o, length)
-        self.tokenizer, self._why_no_tokenizer = _tokenizer(source)
+        self.tokenizer, self._why_no_tokenizer = tokenizer_of(source)
         calibration = self._calibration(o.kv_dtype, calibration_tokens, calibration_headroom)
         self.modelled = maker.modelled
         most_prompt_tokens, chunk_size = self._chunks()
         maker.check(weights=not source.in_memory)
-        with _loading(o.use_tqdm_on_load and on_load is None) as progress:
+        with loading_bar(o.use_tqdm_on_load and on_load is None) as progress:
             later = source.later(self.dtype) if self.place.shares_weights else None
             params = later or source.load(self.dtype, self.place.load_device, on_load or progress)
         self.executor = maker.make(params, calibration, recording)
@@ -264,7 +215,7 @@ class LLM:
             check_weights(n_bytes, self.dtype, device)
             params = copied(source, device)
         else:
-            opened = _open(source, "auto", revision)
+            opened = open_source(source, "auto", revision)
             if self.model.decoded is not None and getattr(opened, "forms", None):
                 opened = opened.in_blocks()  # type: ignore[attr-defined]
             where = str(source) if isinstance(source, str | Path) else "the new model"
@@ -309,7 +260,7 @@ class LLM:
             raise UserError(f"{len(priority)} priorities for {len(prompts)} prompts: give one each")
         if on_token is not None and not callable(use_tqdm):
             use_tqdm = False
-        with self._queued(prompts, params, priority) as ids, _prompt_bar(use_tqdm, len(ids)) as one_more:
+        with self._queued(prompts, params, priority) as ids, prompt_bar(use_tqdm, len(ids)) as one_more:
             finished: dict[str, RequestOutput] = {}
             while len(finished) < len(ids):
                 for event in self.engine.step():
@@ -390,7 +341,7 @@ class LLM:
         if unknown:
             raise UserError(f"serve has no setting {unknown[0]!r}: jaxlamina serve --help lists them")
         settings.setdefault("served_model_names", ("model",))
-        with bound(host, port) as listener, _bar("compiling") as on_progress:
+        with bound(host, port) as listener, stderr_bar("compiling") as on_progress:
             address = shown(listener, settings.get("ssl_certfile") is not None)
             app = App(
                 self,
@@ -533,43 +484,12 @@ class LLM:
         return max_model_len
 
 
-def _open(model: str | Path | ModelSource, load_format: str, revision: str | None) -> ModelSource:
-    if not isinstance(model, str | Path):
-        return model
-    if is_code(model):
-        return built(str(model))  # type: ignore[return-value]
-    # Readers need more than an in-memory model does.
-    from jaxlamina.weights import DummyCheckpoint, open_checkpoint
-
-    return DummyCheckpoint(model, revision) if load_format == "dummy" else open_checkpoint(model, revision)
-
-
 def _host(device: jax.Device) -> jax.Device:
     """Where arrays are in host memory, beside what ``device`` has; that itself where JAX knows no CPU."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         return device
-
-
-def _as_stored(source: ModelSource, asked: str, dtype: str, place: ModelPlace) -> ModelSource:
-    """``source``, with its quantised matrices as they are stored where that is asked for or, with "auto",
-    faster. ``UserError`` for what cannot be."""
-    forms = getattr(source, "forms", None)
-    shares = place.group is not None and place.group.cluster.tensor_parallel > 1
-    why_not = (
-        "the model has no matrices of Q4_0, Q4_1 or Q8_0, as a .gguf may"
-        if not forms
-        else f"its products are float32, and dtype is {dtype}"
-        if dtype != "float32"
-        else "tensor_parallel shares decoded weights out"
-        if shares
-        else None
-    )
-    if asked == "gguf" and why_not is not None:
-        raise UserError(f"quantization='gguf' is not possible: {why_not}; leave it out")
-    wanted = asked == "gguf" or (asked == "auto" and cpu.serves(place.model_device.platform))
-    return source.in_blocks() if wanted and why_not is None else source  # type: ignore[attr-defined]
 
 
 def _list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -581,42 +501,6 @@ def _list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [given] if is_flat else given
 
 
-@contextmanager
-def _loading(wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Where the progress of loading goes: to a bar, on a terminal."""
-    if not wanted:
-        yield None
-        return
-    with _bar("reading weights", in_bytes=True) as on_progress:
-        yield on_progress
-
-
-@contextmanager
-def _prompt_bar(use_tqdm: UseTqdm, n: int) -> Iterator[Callable[[], Any]]:
-    """What to call for every prompt that is finished, of ``n``."""
-    if callable(use_tqdm):
-        made = use_tqdm(total=n, desc="Processed prompts", dynamic_ncols=True)
-        try:
-            yield lambda: made.update(1)
-        finally:
-            made.close()
-    elif use_tqdm and n:
-        with _bar("prompts") as on_progress:
-            on_progress(0, n)
-            counted = itertools.count(1)
-            yield lambda: on_progress(next(counted), n)
-    else:
-        yield lambda: None
-
-
-def _bar(what: str, in_bytes: bool = False) -> Any:
-    from rich.console import Console
-
-    from jaxlamina.console.progress import bar
-
-    return bar(Console(stderr=True), what, in_bytes=in_bytes)
-
-
 def _checked(options: Mapping[str, Any]) -> LLMOptions:
     known = definitions(LLMOptions)
     for name in options:
@@ -624,14 +508,6 @@ def _checked(options: Mapping[str, Any]) -> LLMOptions:
             near = "".join(f", there is {there!r}" for there in difflib.get_close_matches(name, known, 1))
             raise TypeError(f"LLM has no option {name!r}{near}: help(jaxlamina.LLM) lists them")
     return LLMOptions(**options)
-
-
-def _tokenizer(source: ModelSource) -> tuple[Any | None, str]:
-    """The model's tokenizer, or None and why: token ids can be served without one."""
-    try:
-        return source.tokenizer(), "this model has none"
-    except UserError as error:
-        return None, str(error)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:

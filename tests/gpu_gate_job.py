@@ -35,12 +35,12 @@ from jaxlamina import LLM, SamplingParams, ranks
 from jaxlamina.bench.perplexity import logprobs_of
 from jaxlamina.engine.engine import Engine
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, apply, random_params
 from jaxlamina.models.causal_lm import built
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.step import PromptPart, Step
 from jaxlamina.weights import open_checkpoint
+from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers import DecodeBatch, PrefillBatch
 from launch.roles import place
 
@@ -331,9 +331,9 @@ def check_ran_so(case: Case, executor: Any) -> None:
     """Ranks' steps were what the case is named after, and not what another setting made of them."""
     wanted = {name: n for name, n in case.at.items() if name in ("n_batches", "mini_batches")}
     if wanted and not any(
-        all(getattr(shape, name) == n for name, n in wanted.items()) for shape in executor._programs
+        all(getattr(shape, name) == n for name, n in wanted.items()) for shape in executor.matched.shapes
     ):
-        raise AssertionError(f"no step ran with {wanted}: {[*map(str, executor._programs)]}")
+        raise AssertionError(f"no step ran with {wanted}: {[*map(str, executor.matched.shapes)]}")
 
 
 def main(job: dict[str, Any]) -> int:

@@ -28,9 +28,9 @@ from rank_job import held_bytes
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
 from jaxlamina.job.control import messages as m
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import random_params
 from jaxlamina.models.causal_lm import built
+from jaxlamina.weights.sources import InMemoryModel
 
 # Of mixed lengths; the third begins as the first does, so that it follows stored tokens.
 SHARED = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6, 12, 40, 41, 50, 51, 52, 53]
@@ -328,8 +328,8 @@ def with_chunk(
     found = {"difference": max(differences), "finite": bool(np.isfinite(differences).all()), "tokens": tokens}
     if partition == "heads":  # a slot is the same on every worker
         found["stray"] = stray(group, sorted(set(range(n)) - used))
-    shapes = [shape for shape in over_ranks._programs if shape.kind == "decode" and shape.n_batches == 1]
-    counts = {str(shape): len(over_ranks.exchanges(shape)) for shape in shapes if shape.q_first}
+    shapes = [shape for shape in over_ranks.matched.shapes if shape.kind == "decode" and shape.n_batches == 1]
+    counts = {str(shape): len(over_ranks.matched.of(shape).exchanges()) for shape in shapes if shape.q_first}
     return found | {"programs": sorted(over_ranks.programs.counts), "n_exchanges": counts}
 
 
@@ -389,10 +389,10 @@ def step_bench(
     """Every way of `bench step`, with its logits' largest difference from unsplit."""
     import jax.numpy as jnp
 
-    from jaxlamina.bench import step_bench
+    from jaxlamina.bench import step_bench, step_ways
 
-    options = step_bench.StepOptions(
-        [step_bench.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2],
+    options = step_ways.StepOptions(
+        [step_ways.StepCase(2, 8)], jnp.float32, 1, prefill=prefill, staggered=[2],
         local_attention=shares, partitions=partitions,
     )  # fmt: skip
     found, _ = step_bench.measure(source(model), options, group=group)
@@ -423,14 +423,14 @@ def warmed(
     the programs that they need more, and whether their tokens are those of the unsplit model. ``ahead``: of
     ``n_todo``, how many of this rank's another thread had compiled before they were run. ``alone``: first the
     programs that attention workers have no part in, then the others as a server compiles them behind."""
-    from jaxlamina.engine import warm_up
+    from jaxlamina.engine import sizes_to_compile, warm_up
 
     limits = {"max_num_seqs": 2, "max_model_len": max_model_len, "max_num_batched_tokens": chunk}
     llm = LLM(source(model), group=group, **limits)
     sizes = {"max_model_len": max_model_len, "max_chunk": chunk}
     can = llm.engine.capabilities
     workers = {"n_prefill_workers": can.n_prefill_workers, "own_pace_tokens": can.own_pace_tokens}
-    todo = warm_up.shapes(llm.buckets, **sizes, **workers)
+    todo = sizes_to_compile.shapes(llm.buckets, **sizes, **workers)
     done: list[int] = []
     ahead: list[str] = []  # threads that compiled a program before it was to be run
     compile_later = llm.executor.compile_later
@@ -451,9 +451,9 @@ def warmed(
         first, behind = sorted(llm.stats()["compilations"]), list[int]()
         thread = warm_up.Behind(llm.engine, [], behind.append, lambda call: call(), 1, todo)
         thread.start()
-        assert thread.join(200) and len(behind) == len(todo) and not llm.executor._alone  # type: ignore[attr-defined]
+        assert thread.join(200) and len(behind) == len(todo) and not llm.executor.attention_share.is_alone  # type: ignore[attr-defined]
         assert not any("rows" in name for name in first), first
-    for shape in warm_up.shapes(llm.buckets, **sizes):
+    for shape in sizes_to_compile.shapes(llm.buckets, **sizes):
         batch: Any = warm_up._empty_batch(shape, llm.executor.n_slots, max_model_len)
         run = llm.executor.decode if shape.kind == "decode" else llm.executor.prefill
         assert np.isfinite(run(batch)).all()

@@ -23,11 +23,11 @@ from jaxlamina.engine.engine import Engine
 from jaxlamina.engine.in_flight import StepTimes
 from jaxlamina.engine.outputs import RequestOutput, TokenEvent
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.run.executor import StepLogits, WrappedExecutor
 from jaxlamina.sampling.sampler import Sampler
 from jaxlamina.steps.step import Step
+from jaxlamina.weights.sources import InMemoryModel
 
 SAMPLER = Sampler()  # one for all engines: its programs are compiled once
 N_SLOTS, N_HOST_SLOTS = 56, 64

@@ -16,10 +16,10 @@ from test_parallel_sampling import dice, logits_after, sampled
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.engine.outputs import RequestOutput
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.beam import BeamSearch
 from jaxlamina.weights import open_checkpoint
+from jaxlamina.weights.sources import InMemoryModel
 
 PROMPT = [(5 * i) % V for i in range(20)]
 

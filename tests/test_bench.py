@@ -27,6 +27,7 @@ from jaxlamina.bench import (
     shapes,
     split_bench,
     step_bench,
+    step_ways,
 )
 from jaxlamina.bench.chosen_share import choices
 from jaxlamina.bench.prompts import prompts
@@ -411,24 +412,24 @@ def test_prefix_command_ends_with_json(tiny_folder: Path) -> None:
 
 
 def test_prompt_tokens_go_beside_steps_of_whole_batches() -> None:
-    options = step_bench.StepOptions([], jnp.float32, 1, prefill=4, n_devices=2)
-    names = [way.name for way in step_bench._ways("unsplit", options)]
+    options = step_ways.StepOptions([], jnp.float32, 1, prefill=4, n_devices=2)
+    names = [way.name for way in step_ways.ways_of("unsplit", options)]
     two = "unsplit, 2 devices by requests"
     assert names == ["unsplit", two, "unsplit, with 4 alongside", "unsplit, then 4"]
 
 
 def test_shares_of_step_bench() -> None:
-    shares = step_bench.shares_of("0,0.5,1,auto")
-    assert shares == [0.0, 0.5, 1.0, "auto"] and step_bench.shares_of("") == []
+    shares = step_ways.shares_of("0,0.5,1,auto")
+    assert shares == [0.0, 0.5, 1.0, "auto"] and step_ways.shares_of("") == []
     for wrong in ("0,half", "1.5", "0,"):
         with pytest.raises(UserError, match="--shares"):
-            step_bench.shares_of(wrong)
-    options = step_bench.StepOptions([], jnp.float32, 1, staggered=[2], local_attention=shares)
-    ways = step_bench._ways("split by tokens", options)
+            step_ways.shares_of(wrong)
+    options = step_ways.StepOptions([], jnp.float32, 1, staggered=[2], local_attention=shares)
+    ways = step_ways.ways_of("split by tokens", options)
     assert [(way.local_share, way.options.get("n_batches")) for way in ways] == [
         ("auto", None), (0.5, 1), (0.5, 2), (1.0, 1),
     ]  # fmt: skip
-    ways = step_bench._ways("split by tokens, 0 local", options)
+    ways = step_ways.ways_of("split by tokens, 0 local", options)
     assert [(way.local_share, way.options["n_batches"]) for way in ways] == [(None, 1), (None, 2)]
 
 
@@ -445,9 +446,9 @@ def test_shares_of_step_bench() -> None:
 def test_every_split_executor_of_step_bench_is_laid_out_as_it_is_named(
     asked: list[str], n_kv_heads: int, shares: list[Any], found: dict[str, Any]
 ) -> None:
-    cluster, options = Cluster(dop=(1, 2)), step_bench.StepOptions([], jnp.float32, 1)
+    cluster, options = Cluster(dop=(1, 2)), step_ways.StepOptions([], jnp.float32, 1)
     options = replace(options, local_attention=shares, partitions=asked)
-    layouts = dict(step_bench.layouts(options, cluster, [n_kv_heads]))
+    layouts = dict(step_ways.layouts(options, cluster, [n_kv_heads]))
     assert {name: changes["local_attention"] for name, changes in layouts.items()} == {
         f"split by {name}": share for name, share in found.items()
     }
@@ -495,7 +496,7 @@ def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(step_bench, "_run", failing)
     failed: list[str] = []
-    options = step_bench.StepOptions([step_bench.StepCase(2, 8)], jnp.float32, 2, local=True, prefill=4)
+    options = step_ways.StepOptions([step_ways.StepCase(2, 8)], jnp.float32, 2, local=True, prefill=4)
     found, _ = step_bench.measure(Drawn(ModelConfig.from_hf(TINY)), options, on_failure=failed.append)
     local = ["slice by slice, with 4 alongside", "slice by slice, then 4"]
     assert [r.way for r in found] == ["unsplit", "unsplit, then 4", *local]
@@ -508,8 +509,8 @@ def test_step_bench_leaves_out_what_a_device_cannot_run(monkeypatch: pytest.Monk
 
 
 def test_step_bench_with_prompt_tokens() -> None:
-    cases = [step_bench.StepCase(3, 8), step_bench.StepCase(2, 8)]
-    options = step_bench.StepOptions(cases, jnp.float32, 2, local=True, prefill=4)
+    cases = [step_ways.StepCase(3, 8), step_ways.StepCase(2, 8)]
+    options = step_ways.StepOptions(cases, jnp.float32, 2, local=True, prefill=4)
     found, _ = step_bench.measure(Drawn(ModelConfig.from_hf(TINY)), options)
     ways = {r.way: r for r in found}
     local = ["slice by slice", "slice by slice, with 4 alongside", "slice by slice, then 4"]

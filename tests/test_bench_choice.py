@@ -12,7 +12,7 @@ from benches import bench, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.bench import choice_bench, step_bench
+from jaxlamina.bench import choice_bench, step_ways
 from jaxlamina.bench.choice_bench import Candidate, ChoiceCase, InstanceJob, case_of, job_of, waves
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.models.config_files import model_config
@@ -68,8 +68,8 @@ def test_a_candidate_is_the_way_that_its_job_measures() -> None:
             assert job.n_devices == setup.n_model + setup.n_attention
             assert job.launch[:3] == ("launch", "--dop", f"{setup.n_model},{setup.n_attention}")
             assert (f"tensor_parallel={setup.tensor_parallel}" in job.launch) == (setup.tensor_parallel > 1)
-            asked = step_bench.StepOptions(
-                [], None, 1, local_attention=step_bench.shares_of(str(setup.local_share)),
+            asked = step_ways.StepOptions(
+                [], None, 1, local_attention=step_ways.shares_of(str(setup.local_share)),
                 partitions=[setup.partition], staggered=[setup.n_batches] if setup.n_batches > 1 else [],
             )  # fmt: skip
             assert "--no-unsplit" in job.options and f"{setup.local_share}" in job.options, options
@@ -77,8 +77,8 @@ def test_a_candidate_is_the_way_that_its_job_measures() -> None:
             heads = [setup.config.num_key_value_heads]
             names = [
                 way.name
-                for name, _ in step_bench.layouts(asked, cluster, heads)
-                for way in step_bench._ways(name, asked)
+                for name, _ in step_ways.layouts(asked, cluster, heads)
+                for way in step_ways.ways_of(name, asked)
             ]
             assert one.way in names
             seen.add(setup.partition)
@@ -87,7 +87,7 @@ def test_a_candidate_is_the_way_that_its_job_measures() -> None:
 
 def made(name: str, copies: int, n_rows: int, predicted: float, measured: float | None) -> Candidate:
     setup = case_of("8B", question(), 0).candidates[0].setup
-    return Candidate(name, setup, copies, step_bench.StepCase(n_rows, 100), predicted, measured)
+    return Candidate(name, setup, copies, step_ways.StepCase(n_rows, 100), predicted, measured)
 
 
 def test_what_is_said_of_a_choice() -> None:
@@ -117,11 +117,11 @@ def test_every_job_runs_once_and_none_waits_for_devices_that_are_free(sizes: lis
 
 def test_a_job_that_is_late_has_told_of_steps_on_the_way() -> None:
     """In the words in which `bench step` tells of them."""
-    tell = f"{step_bench.StepCase(64, 2130)}, unsplit, 4 devices by weights: {50.1666:.2f} ms"
+    tell = f"{step_ways.StepCase(64, 2130)}, unsplit, 4 devices by weights: {50.1666:.2f} ms"
     said = f"weights\n{tell}\nB 7, 9 tokens: compiling unsplit, 4 devices by weights\n"
     [found] = choice_bench._so_far(said)
     assert found == {"case": "B 64, 2130 tokens", "way": "unsplit, 4 devices by weights", "ms": 50.17}
-    assert found["case"] == str(step_bench.StepCase(64, 2130)), "by which candidates are looked for"
+    assert found["case"] == str(step_ways.StepCase(64, 2130)), "by which candidates are looked for"
 
 
 @pytest.mark.slow  # 15 s

@@ -15,8 +15,8 @@ from test_models import MODELS
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.bench.kv_present import KvPresent
 from jaxlamina.bench.lamina_bench import ComparedJob, ComparedWay, LaminaReport, combined, measure, ways
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.weights.sources import InMemoryModel
 
 
 def test_what_is_compared_on_four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

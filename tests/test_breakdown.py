@@ -21,7 +21,7 @@ from checkpoint_examples import tiny_words_folder
 from rank_jobs import run_job
 
 from jaxlamina.bench.breakdown_bench import check
-from jaxlamina.bench.step_bench import StepCase
+from jaxlamina.bench.step_ways import StepCase
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from launch.local import free_ports

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxlamina.engine.warm_up import first_of, shapes
+from jaxlamina.engine.sizes_to_compile import first_of, shapes
 from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes, bucket, steps
 from jaxlamina.workers.spec import AttentionSpec, bucket_cut
 

@@ -8,8 +8,8 @@ from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.weights.sources import InMemoryModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONG = [(7 * i) % 50 + 3 for i in range(90)]

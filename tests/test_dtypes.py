@@ -18,9 +18,9 @@ from test_weights_gguf import write_gguf
 from jaxlamina import LLM, UserError
 from jaxlamina.dtypes import chosen
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.weights import DummyCheckpoint, convert, open_checkpoint
+from jaxlamina.weights.sources import InMemoryModel
 
 small = partial(LLM, max_num_seqs=1, max_model_len=16, kv_slots=16, compilation_cache=False)
 

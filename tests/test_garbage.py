@@ -15,7 +15,6 @@ from test_models import MODELS
 
 from jaxlamina import LLM
 from jaxlamina.job.control import messages as m
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import garbage
 from jaxlamina.ranks.served_rank import ServedRank
@@ -23,6 +22,7 @@ from jaxlamina.server.run import App
 from jaxlamina.server.settings import Settings
 from jaxlamina.steps.exchange import Exchange
 from jaxlamina.steps.shape import StepShape
+from jaxlamina.weights.sources import InMemoryModel
 
 
 class Thing:

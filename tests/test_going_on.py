@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from serving import ROOT, WORDS_TEMPLATE, environment, serving
 
 from jaxlamina import LLM, SamplingParams, UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.params import StructuredOutputs
 from jaxlamina.server.async_engine import AsyncEngine, Prompt
@@ -32,6 +31,7 @@ from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pieces import SECRET, Opening, Piece
 from jaxlamina.supervisor.journal import Entry, Journal
 from jaxlamina.text.tokenizer import Tokenizer
+from jaxlamina.weights.sources import InMemoryModel
 
 PROMPT = [5, 9, 11, 3, 4, 17, 8, 2, 1, 6]
 KINDS = {

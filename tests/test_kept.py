@@ -23,8 +23,8 @@ from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.kv.kept import RECORD, KeptFound, KeptPrefixes, KeptWanted
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers.kept_kv import KeptKV, MappedAhead, kept_prefixes
 from jaxlamina.workers.kv_pools import KVPools
 from jaxlamina.workers.spec import AttentionSpec

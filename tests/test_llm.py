@@ -15,8 +15,8 @@ from test_models import MODELS
 
 import jaxlamina
 from jaxlamina import LLM, SamplingParams, UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.workers import capacity
 from jaxlamina.workers.calibration import Calibration
 

@@ -14,7 +14,7 @@ from checkpoint_examples import tiny_words_folder
 from serving import environment
 
 from jaxlamina import LLM, SamplingParams, UserError
-from jaxlamina.llm import InMemoryModel
+from jaxlamina.weights.sources import InMemoryModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 

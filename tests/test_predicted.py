@@ -13,12 +13,12 @@ from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.planner.calibration import DeviceCalibration
 from jaxlamina.planner.costs import Deployment, LinkTerms, Terms, step_cost
 from jaxlamina.planner.hardware import Hardware
 from jaxlamina.server.predicted import StepPredictor
+from jaxlamina.weights.sources import InMemoryModel
 
 RATIO = "jaxlamina:measured_over_predicted_step"
 YEAR = "made up, 2026"

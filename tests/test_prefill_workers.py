@@ -22,7 +22,7 @@ from jaxlamina.engine.request import Request
 from jaxlamina.engine.room import SCORED_CHUNK
 from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.engine.scheduler import Scheduler
-from jaxlamina.engine.warm_up import shapes
+from jaxlamina.engine.sizes_to_compile import shapes
 from jaxlamina.steps.batch import levelled
 from jaxlamina.steps.buckets import Buckets
 from jaxlamina.steps.shape import StepShape
@@ -249,11 +249,11 @@ def test_a_chunk_is_taken_in_once_it_is_computed_and_the_next_begins_then() -> N
     scheduler.add(request("second", 3, 20))
     assert begun(run_step_of_chunks(scheduler)) == [("first", 0, (0, 4), 0)]
     plan = run_step_of_chunks(scheduler)
-    assert not plan.requests and not plan.begun and scheduler.awaits_workers
-    scheduler.computed(0)
+    assert not plan.requests and not plan.begun and scheduler.own_pace.is_awaited
+    scheduler.own_pace.computed(0)
     plan = run_step_of_chunks(scheduler)
     assert [c.span for c in plan.computed] == [(0, 4)] and begun(plan) == [("first", 0, (4, 6), 4)]
-    scheduler.computed(0)
+    scheduler.own_pace.computed(0)
     plan = run_step_of_chunks(scheduler)  # its last: whoever waits begins at once
     assert [c.span for c in plan.computed] == [(4, 6)] and begun(plan) == [("second", 0, (0, 3), 0)]
     plan = run_step_of_chunks(scheduler)
@@ -268,7 +268,7 @@ def test_what_is_computed_for_one_who_has_gone_is_dropped_and_the_worker_is_free
     scheduler.finish(gone)
     scheduler.add(next_one)
     assert not begun(run_step_of_chunks(scheduler)) and not scheduler.running
-    scheduler.computed(0)
+    scheduler.own_pace.computed(0)
     plan = run_step_of_chunks(scheduler)
     assert not plan.computed and begun(plan) == [("next", 0, (0, 3), 0)]
     scheduler.check_integrity()
@@ -282,14 +282,14 @@ def test_an_interrupted_prompt_goes_on_with_the_steps(chat_ends: bool) -> None:
     work.priority = 1
     scheduler.add(work)
     run_step_of_chunks(scheduler)
-    scheduler.computed(0)
+    scheduler.own_pace.computed(0)
     run_step_of_chunks(scheduler)
     scheduler.add(chat)
-    scheduler.computed(0)
+    scheduler.own_pace.computed(0)
     assert begun(run_step_of_chunks(scheduler)) == [("chat", 0, (0, 2), 0)]
     if chat_ends:
         scheduler.finish(chat)
-    scheduler.computed(0)
+    scheduler.own_pace.computed(0)
     plan = run_step_of_chunks(scheduler)
     assert not plan.begun and drawn(plan) == [("work", 0, (8, 10))]
 
@@ -302,8 +302,8 @@ def test_a_beginning_of_less_than_a_chunk_is_computed_again() -> None:
         plan = run_step_of_chunks(scheduler)
         assert [(c.span, c.first) for c in plan.begun] == [(span, 0) for span in then or ()]
         assert drawn(plan) == ([("long", 0, (8, 10))] if then is None else [])
-        while scheduler.awaits_workers:
-            scheduler.computed(0)
+        while scheduler.own_pace.is_awaited:
+            scheduler.own_pace.computed(0)
             plan = run_step_of_chunks(scheduler)
         for r in plan.requests:
             scheduler.finish(r)
@@ -330,7 +330,7 @@ def test_any_workload_finishes_at_own_pace(
         check_order(scheduler, plan, before)
         for chunk in plan.computed:
             assert at_work.pop(chunk.request.worker) is chunk and chunk.request not in plan.preempted
-        for worker in [w for w, chunk in at_work.items() if scheduler._at_work.get(w) is not chunk]:
+        for worker in [w for w, chunk in at_work.items() if scheduler.own_pace._at_work.get(w) is not chunk]:
             dropped = at_work.pop(worker)
             assert dropped.request.chunk is not dropped, "nobody took it in"
         for r in plan.prefills:
@@ -345,7 +345,7 @@ def test_any_workload_finishes_at_own_pace(
             at_work[chunk.request.worker] = chunk
         for worker in at_work:
             if random.random() < 0.5:
-                scheduler.computed(worker)
+                scheduler.own_pace.computed(worker)
 
     how: dict[str, Any] = {"n_prefill_workers": n_workers, "own_pace_tokens": n_tokens}
     play(workload, aborted, random, check, policy=load_policy(name), **how)

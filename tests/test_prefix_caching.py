@@ -11,8 +11,8 @@ from test_models import MODELS
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.bench import prefix_bench
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.weights.sources import InMemoryModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SYSTEM = """You are the keeper of a small library by the sea. Readers write to you with questions about books, maps and

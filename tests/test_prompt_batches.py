@@ -14,10 +14,11 @@ from jaxlamina import LLM, SamplingParams
 from jaxlamina.engine.prompt_batches import PromptBatches, n_rows
 from jaxlamina.engine.request import Request
 from jaxlamina.engine.scheduled_step import PromptSpan, ScheduledStep
-from jaxlamina.engine.warm_up import Behind, first_of, shapes, warm_up
-from jaxlamina.llm import InMemoryModel
+from jaxlamina.engine.sizes_to_compile import first_of, shapes
+from jaxlamina.engine.warm_up import Behind, warm_up
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes
+from jaxlamina.weights.sources import InMemoryModel
 
 SHARED = [(11 * i) % 50 + 3 for i in range(20)]
 # Of all lengths; some begin alike, so that they follow KV that one before them computes in the same step.

@@ -13,8 +13,8 @@ from jaxlamina import LLM, SamplingParams
 from jaxlamina.engine.outputs import TokenEvent
 from jaxlamina.engine.room import SCORED_CHUNK
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.weights.sources import InMemoryModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 SCORED = replace(GREEDY, prompt_logprobs=5)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from jaxlamina import LLM, SamplingParams, StructuredOutputs, UserError
 from jaxlamina.engine.engine import Engine
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling.structured import Grammars
 from jaxlamina.server.async_engine import AsyncEngine, Prompt, TooMany, Unavailable
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.workshop import Busy, Workshop
 from jaxlamina.text.tokenizer import Tokenizer
+from jaxlamina.weights.sources import InMemoryModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PARAMS = {

@@ -120,6 +120,7 @@ POLICY = (
     "jaxlamina/steps/buckets.py",
     "jaxlamina/job/cluster.py",
     "jaxlamina/engine/chunk_size.py",
+    "jaxlamina/engine/own_pace.py",
     "jaxlamina/engine/policies.py",
     "jaxlamina/run/staggering.py",
     "jaxlamina/job/roles.py",
@@ -149,12 +150,15 @@ def test_policy_is_pure_python(path):
 
 POLICY_ON_ARRAYS = (
     "jaxlamina/kv/allocator.py",
+    "jaxlamina/kv/kv_worker.py",
     "jaxlamina/kv/placement.py",
+    "jaxlamina/kv/planned_rows.py",
     "jaxlamina/kv/pool_book.py",
     "jaxlamina/kv/prefix.py",
     "jaxlamina/kv/slot_list.py",
     "jaxlamina/kv/tiers.py",
     "jaxlamina/engine/scheduler.py",
+    "jaxlamina/engine/sizes_to_compile.py",
     "jaxlamina/planner/candidates.py",
     "jaxlamina/planner/costs.py",
     "jaxlamina/planner/question.py",

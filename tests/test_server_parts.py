@@ -17,8 +17,8 @@ from test_engine import LetterTokenizer
 from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
-from jaxlamina.engine.warm_up import Behind, _empty_batch, first_of, shapes, warm_up
-from jaxlamina.llm import InMemoryModel
+from jaxlamina.engine.sizes_to_compile import first_of, shapes
+from jaxlamina.engine.warm_up import Behind, _empty_batch, warm_up
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.sampling import adjustments
 from jaxlamina.sampling.sampler import LOGPROBS_WIDTHS
@@ -30,6 +30,7 @@ from jaxlamina.server.protocol import ChatCompletionRequest, CompletionRequest, 
 from jaxlamina.server.tools import call_schema
 from jaxlamina.steps.buckets import Buckets, StepSizes
 from jaxlamina.text.tokenizer import Tokenizer
+from jaxlamina.weights.sources import InMemoryModel
 
 # Programs that choose tokens, and say how likely they are.
 SAMPLER = ("choose", "report", "likeliest", *(stage.__name__ for stage in adjustments.STAGES))

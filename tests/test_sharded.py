@@ -13,7 +13,7 @@ _CODE = """
 import json, sys
 from functools import partial
 import jax, jax.numpy as jnp, numpy as np
-from jaxlamina.bench import step_bench as sb
+from jaxlamina.bench import step_bench as sb, step_ways
 from jaxlamina.models.config_files import model_config
 from jaxlamina.models import apply
 from jaxlamina.weights.dummy import Drawn, random_weights
@@ -21,7 +21,7 @@ from jaxlamina.run.sharded import ShardedExecutor
 from jaxlamina.run.unsplit import UnsplitExecutor
 from dataclasses import replace
 config = replace(model_config("smollm2-135m"), num_attention_heads=8, num_key_value_heads=4, head_dim=64, hidden_size=128, intermediate_size=256, vocab_size=2048).with_layers(2)
-params, case = random_weights(config, jnp.float32), sb.StepCase(3, 16)
+params, case = random_weights(config, jnp.float32), step_ways.StepCase(3, 16)
 n_slots = 64
 fn, batch = partial(apply, config), sb.shuffled_batch(case, n_slots, config.vocab_size)
 one = UnsplitExecutor(fn, params, n_slots=n_slots, device=jax.devices()[0])
@@ -42,7 +42,7 @@ def noting(kind):
   return make
 sb.UnsplitExecutor, sb.ShardedExecutor = noting(UnsplitExecutor), noting(ShardedExecutor)
 sb._ROUND_S = 0.02
-found, _ = sb.measure(sb.source_of(config), sb.StepOptions([sb.StepCase(4, 16)], jnp.float32, 1, n_devices=2))
+found, _ = sb.measure(sb.source_of(config), step_ways.StepOptions([step_ways.StepCase(4, 16)], jnp.float32, 1, n_devices=2))
 print(json.dumps({"ways": {r.way: (r.max_difference, r.floor_ms) for r in found}, "worst": worst, "alive": alive, "pools": max(float(abs(x).max()) for x in pools),
   "n_devices": [len(x.kv.k[0].sharding.device_set) for x in (one, two)],
   "own_bytes": max(s.data.nbytes for s in two.kv.k[0].addressable_shards) / one.kv.k[0].nbytes}))
@@ -54,7 +54,7 @@ import json
 import numpy as np
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
+from jaxlamina.weights.sources import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from test_models import MODELS
 

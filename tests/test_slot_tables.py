@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.messages import RunStep, decode, encode
 from jaxlamina.kv.allocator import SlotAllocator
-from jaxlamina.kv.pool_book import SegmentSlots
+from jaxlamina.kv.planned_rows import SegmentSlots
 from jaxlamina.ranks.remote_worker import SlotTables
 from jaxlamina.steps.shape import StepShape
 

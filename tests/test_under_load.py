@@ -12,9 +12,9 @@ from test_models import MODELS
 
 from jaxlamina import LLM, SamplingParams
 from jaxlamina.errors import UserError
-from jaxlamina.llm import InMemoryModel
 from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.profiling.under_load import LoadObserver, OneWindow, UnderLoad, device_events, observed
+from jaxlamina.weights.sources import InMemoryModel
 
 MS = 1_000_000
 

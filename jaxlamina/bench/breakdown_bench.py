@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxlamina.bench.step_bench import StepCase, alone, check_cut, largest_of, over_ranks, shuffled_batch
+from jaxlamina.bench.step_bench import alone, largest_of, over_ranks, shuffled_batch
+from jaxlamina.bench.step_ways import StepCase, check_cut
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.models.causal_lm import HasModel

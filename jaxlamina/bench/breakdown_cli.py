@@ -34,11 +34,11 @@ def breakdown_command(
     --staggered 2`."""
     shape = shape_of(config, layers)
     from jaxlamina import ranks
-    from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, step_bench
+    from jaxlamina.bench import breakdown_bench, breakdown_figure, machine, step_bench, step_ways
     from jaxlamina.profiling import perfetto
 
-    weights, cases = step_bench.dtype_of(dtype), step_bench.cases_of(case)
-    n_batches = step_bench.numbers_of(staggered)
+    weights, cases = step_bench.dtype_of(dtype), step_ways.cases_of(case)
+    n_batches = step_ways.numbers_of(staggered)
     check_figure(figure)
     if timeline is not None:
         perfetto.check(timeline, "--timeline")

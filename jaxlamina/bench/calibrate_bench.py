@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxlamina.bench import exchange_bench, kernels_bench, machine, step_bench
+from jaxlamina.bench import exchange_bench, kernels_bench, machine, step_bench, step_ways
 from jaxlamina.bench.exchange_ranks import RankError
 from jaxlamina.errors import UserError
 from jaxlamina.models import ModelConfig
@@ -44,9 +44,9 @@ class CalibrationSizes:
     cases: tuple[tuple[int, int], ...]
 
     @property
-    def steps(self) -> list[step_bench.StepCase]:
+    def steps(self) -> list[step_ways.StepCase]:
         few = [(rows, self.few_tokens) for rows in self.rows]
-        return [step_bench.StepCase(*case) for case in (*few, *self.cases)]
+        return [step_ways.StepCase(*case) for case in (*few, *self.cases)]
 
 
 ON_CPU = CalibrationSizes("float32", None, 16, (1, 8, 32), ((1, 1024), (8, 288), (16, 1024)))
@@ -124,7 +124,7 @@ def _steps(
 
     dtype = step_bench.dtype_of(sizes.dtype)
     whole = () if group is None else (0.0,)
-    options = step_bench.StepOptions(
+    options = step_ways.StepOptions(
         sizes.steps, dtype, n_rounds, local_attention=whole, partitions=("heads",)
     )
     results, read = step_bench.measure(

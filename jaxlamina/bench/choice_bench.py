@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxlamina.bench.compared_jobs import ComparedJob, end, launched, only, pretended, reason, start
-from jaxlamina.bench.step_bench import StepCase
+from jaxlamina.bench.step_ways import StepCase
 from jaxlamina.errors import UserError
 from jaxlamina.planner.costs import Deployment, step_cost
 from jaxlamina.planner.prediction import LOSS_AIM
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def way(self) -> str:
-        """As `jaxlamina.bench.step_bench` names it."""
+        """As `jaxlamina.bench.step_ways` names it."""
         setup = self.setup
         if not setup.is_split:
             n = setup.tensor_parallel

@@ -72,7 +72,8 @@ class Ours:
     """This project's engine, stepped by hand: what `LLM.generate` does, less turning tokens into text."""
 
     def __init__(self, job: PeerJob, *, split: bool) -> None:
-        from jaxlamina.llm import LLM, InMemoryModel
+        from jaxlamina.llm import LLM
+        from jaxlamina.weights.sources import InMemoryModel
 
         self.note = "model worker and attention worker, KV in float32" if split else "one program a step"
         found = opened(job.model)

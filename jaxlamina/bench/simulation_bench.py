@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxlamina.engine.engine import Engine
 from jaxlamina.errors import UserError
-from jaxlamina.llm import LLM, ModelSource
+from jaxlamina.llm import LLM
 from jaxlamina.models.config import ModelConfig
 from jaxlamina.planner import roofline
 from jaxlamina.planner.costs import Deployment, Terms, prefill_s, step_cost
@@ -26,6 +26,7 @@ from jaxlamina.planner.hardware import Hardware
 from jaxlamina.planner.traces import Trace
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.simulator import ServingPolicy, SimulatedRun, simulate
+from jaxlamina.weights.sources import ModelSource
 
 # (requests, stored tokens of each) and prompts of the steps that terms are fitted to. Products compute a
 # prompt's rows by vectors of 16 (of AVX-512; `pallas_kernels/native/product_kernel.cc`) and no other padding.

@@ -1,11 +1,11 @@
 """A decode step of a model shape with random weights: unsplit on one device, and split over this job's ranks,
 in one run.
 
-Ways of running take turns on the same batches. Two times each: many steps launched ahead and waited for once,
-which is what the devices need, and steps waited for one by one, which a lone request feels. If asked for,
-also with a chunk of a prompt: in the decode step, as a step after it, or on a prefill worker meanwhile where
-the job has one, in step with the rows and at its own pace (`own_pace`). Knows executors and clocks; nothing
-of tables, nor of how ranks were started.
+Ways of running (`step_ways`) take turns on the same batches. Two times each: many steps launched ahead and
+waited for once, which is what the devices need, and steps waited for one by one, which a lone request feels.
+If asked for, also with a chunk of a prompt: in the decode step, as a step after it, or on a prefill worker
+meanwhile where the job has one, in step with the rows and at its own pace (`own_pace`). Knows executors and
+clocks; nothing of tables, nor of how ranks were started.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import Any, TypeVar
 
 import jax
@@ -26,13 +25,13 @@ import numpy as np
 
 from jaxlamina.bench import kernels_bench
 from jaxlamina.bench.chosen_share import WantedShare, choices
-from jaxlamina.bench.lists import listed, pair, whole_numbers
 from jaxlamina.bench.own_pace import OwnPace, OwnPaceRun
 from jaxlamina.bench.rounds import ratios, record_of, seconds_of
 from jaxlamina.bench.shapes import kv_token_bytes, weight_bytes
+from jaxlamina.bench.step_ways import StepCase, StepOptions, Way, check_cut, layouts, staggered_words, ways_of
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
-from jaxlamina.kv.placement import AUTO, PARTITIONS, LocalShare
+from jaxlamina.kv.placement import AUTO, LocalShare
 from jaxlamina.models import ModelConfig
 from jaxlamina.models.causal_lm import CausalLM, HasModel, built
 from jaxlamina.ranks import Group
@@ -55,107 +54,6 @@ _TIMES, _STEPS = 5, 4
 # What a device cannot do, such as for want of memory, and arrays that are gone since. An executor's own
 # errors end the bench.
 _FAILURES = (RuntimeError,)
-# Executors that have new tokens placed by whichever share a way has.
-_OF_SEVERAL_SHARES = ("split by requests", "split by tokens")
-
-
-@dataclass(frozen=True)
-class StepCase:
-    """B requests of ``context`` stored tokens each."""
-
-    batch: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"B {self.batch}, {self.context} tokens"
-
-
-def cases_of(text: str) -> list[StepCase]:
-    """From "16x2048,64x4096", as ``--case`` has it; ``UserError`` for other text."""
-    what = "like 16x2048,64x4096: requests x stored tokens"
-    return [StepCase(*found) for found in listed("--case", text, pair, what)]
-
-
-def numbers_of(text: str, option: str = "--staggered") -> list[int]:
-    """Numbers of at least 2 from "2,4", as ``--staggered`` has them; ``UserError``, naming the option, for
-    other text."""
-    return whole_numbers(option, text, least=2) if text else []
-
-
-def shares_of(text: str) -> list[LocalShare]:
-    """From "0,0.25,auto", as ``--shares`` has it; ``UserError`` for other text."""
-    try:
-        found: list[LocalShare] = ["auto" if x == AUTO else float(x) for x in text.split(",") if text]
-    except ValueError:
-        found = [-1.0]
-    if not all(isinstance(x, str) or 0 <= x <= 1 for x in found):
-        raise UserError(f"--shares {text!r} must be shares from 0 to 1, or auto, like 0,0.25,0.5,auto")
-    return found
-
-
-def partitions_of(text: str) -> list[str]:
-    """From "heads,tokens", as ``--partitions`` has it; ``UserError`` for other text."""
-    found = text.split(",") if text else []
-    if wrong := [x for x in found if x not in PARTITIONS]:
-        raise UserError(f"--partitions {wrong[0]!r} must be of {', '.join(PARTITIONS)}")
-    return found
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """``unsplit``: also one program on one device. ``local``: also the slices called one by one from Python
-    in this process. ``staggered``: also split into so many staggered batches; ``mini_batches``: also with
-    each layer's messages in so many parts. ``prefill``: also with so many tokens of another prompt, of as
-    many tokens as the case's requests have, at its middle. ``n_devices``: also unsplit over so many devices
-    of this process, each with its share of the requests, and each with its share of every weight; then
-    executors come one after another, each with all of the memory, and ways do not take turns. So they do with
-    ``local_attention``, but for shares above 0 by requests and by tokens, which are ways of one executor."""
-
-    cases: Sequence[StepCase]
-    dtype: Any
-    n_rounds: int
-    unsplit: bool = True
-    local: bool = False
-    staggered: Sequence[int] = ()
-    mini_batches: Sequence[int] = ()
-    prefill: int = 0
-    n_devices: int = 1
-    # Shares of the KV on the model rank, and partitions, each of which is measured; none: as the job has it.
-    # "auto": what the balance comes to on the case; by heads, as a job has it.
-    local_attention: Sequence[LocalShare] = ()
-    partitions: Sequence[str] = ()
-
-    @property
-    def n_parts(self) -> int:
-        """Of the requests, where devices share them out: beside *by requests* there is always *unsplit*."""
-        return self.n_devices if self.unsplit else 1
-
-    @property
-    def one_by_one(self) -> bool:
-        """Executors come one after another, each with all of the memory."""
-        return self.n_devices > 1 or bool(self.local_attention)
-
-
-def check_cut(cases: Sequence[StepCase], staggered: Sequence[int]) -> None:
-    """``UserError`` for a number of staggered batches that a case cannot be cut into."""
-    for n in staggered:
-        for case in cases:
-            if case.batch % n:
-                raise UserError(f"{case.batch} requests cannot be cut into {n} batches of equal size")
-
-
-@dataclass(frozen=True)
-class Way:
-    """How an executor is asked to run a step: with which of its attributes, and whether a chunk of a prompt
-    is computed alongside, or in a step after it."""
-
-    name: str
-    options: dict[str, Any]
-    chunk: str | None = None  # "alongside", "after" or "own pace"
-    decode: str | None = None  # the way of the decode step by itself, where there is a chunk
-    # Of the KV on the model rank, where one executor has several shares.
-    local_share: LocalShare | None = None
-    share: int = 1  # of the case's requests this way takes one part of so many, on a device of its own
 
 
 @dataclass
@@ -323,28 +221,6 @@ class _Bench:
         return found
 
 
-def layouts(
-    options: StepOptions, cluster: Cluster, n_kv_heads: Sequence[int]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of split executors: their names, and what they change of the job's cluster.
-
-    By requests and by tokens one executor has all shares but 0: with that one model ranks keep no KV, and the
-    executor has none for it either. Where they may keep some, a few new tokens stay there whatever the share.
-    """
-    if not options.local_attention:
-        yield "split", {}
-        return
-    for asked in options.partitions or [cluster.partition]:
-        of_several = [x for x in options.local_attention if x != 0 and asked in ("requests", "tokens")]
-        for share in options.local_attention:
-            if share not in of_several:
-                changes = {"partition": asked, "local_attention": share}
-                partition = partition_of(replace(cluster, **changes), n_kv_heads)  # type: ignore[arg-type]
-                yield f"split by {partition}, {_words(share)}", changes | {"partition": partition}
-        if of_several:
-            yield f"split by {asked}", {"partition": asked, "local_attention": AUTO}
-
-
 class _CaseRun:
     """One case in all ways of some executors."""
 
@@ -366,7 +242,7 @@ class _CaseRun:
                 n_workers = len(executor.group.prefill_ranks)
                 own_pace = n_workers > 0 and executor.group.cluster.prefill_pace == "own"
                 self._store(executor, None)
-            for way in _ways(name, self._bench.options, n_workers, own_pace):
+            for way in ways_of(name, self._bench.options, n_workers, own_pace):
                 self._prepare(executor, way)
         turns: dict[str, int] = {}
         n_rounds = self._bench.options.n_rounds
@@ -435,7 +311,7 @@ class _CaseRun:
                 bench.on_failure(f"{self._case}, {way.name}: {_reason(error)}")
                 return
             share, n = chosen[-1].share, chosen[-1].n_batches
-            way = Way(f"{way.name}{_staggered(n)} ({share:.3f})", {"n_batches": n}, local_share=share)
+            way = Way(f"{way.name}{staggered_words(n)} ({share:.3f})", {"n_batches": n}, local_share=share)
         rows = self._batch if way.share == 1 else self._part
         step = self._steps[way.name] = partial(_run, executor, way, rows, self._chunk)
         self._places[way.name] = executor, way.local_share
@@ -516,61 +392,6 @@ def largest_of(cases: Sequence[StepCase], prefill: int = 0) -> LargestStep:
     # A prefill worker keeps all of the prompt that it computes.
     longest = max(max(case.context, _before(case) + prefill) for case in cases)
     return LargestStep(max(case.batch for case in cases), longest, max(2, prefill))
-
-
-def _ways(name: str, options: StepOptions, n_prefill_workers: int = 0, own_pace: bool = False) -> list[Way]:
-    """How an executor is asked to run a step."""
-    whole, prefill, n_devices = [Way(name, {})], options.prefill, options.n_devices
-    cut: list[Way] = []  # with a prompt's chunk only on workers of its own
-    if name == "unsplit" and n_devices > 1:  # devices do not meet: one shows what all take
-        cut.append(Way(f"unsplit, {n_devices} devices by requests", {}, share=n_devices))
-    if name.startswith("split") and options.local_attention:
-        numbers, shares = [1, *options.staggered], [x for x in options.local_attention if x != 0]
-        if name not in _OF_SEVERAL_SHARES:
-            return [Way(f"{name}{_staggered(n)}", {"n_batches": n}) for n in numbers]
-        if AUTO in shares:  # first, so that the balance has been told nothing of other ways' steps
-            cut.append(Way(f"{name}, auto", {}, local_share="auto"))
-        for share, n in product([x for x in shares if not isinstance(x, str)], numbers):
-            if n == 1 or share != 1:  # of what attention workers have nothing of there is nothing to stagger
-                how = {"n_batches": n}
-                cut.append(Way(f"{name}, {_words(share)}{_staggered(n)}", how, local_share=share))
-        return cut
-    if name == "split":
-        whole = [
-            Way("split, q first", {"q_first": True, "n_batches": 1, "mini_batches": 1}),
-            Way("split, q with k, v", {"q_first": False, "n_batches": 1, "mini_batches": 1}),
-        ]
-        cut += [Way(f"split, {n} staggered", {"n_batches": n}) for n in options.staggered]
-        parts = options.mini_batches
-        cut += [Way(f"split, {n} mini-batches", {"n_batches": 1, "mini_batches": n}) for n in parts]
-    chunks: list[Way] = []
-    here = {"prefill_workers": 0} if n_prefill_workers else {}
-    for way in whole if prefill and "by weights" not in name else []:  # that one has no step for both
-        also = {"alongside": f"with {prefill} alongside", "after": f"then {prefill}"}
-        chunks += [
-            Way(f"{way.name}, {words}", way.options | here, chunk, way.name) for chunk, words in also.items()
-        ]
-    for way in [*whole, *cut] if prefill and n_prefill_workers else []:
-        words = f"{way.name}, {prefill} on a prefill worker"
-        chunks.append(Way(words, way.options | {"prefill_workers": 1}, "alongside", way.name))
-        if own_pace:
-            all_of_them = way.options | {"prefill_workers": n_prefill_workers}
-            on = (
-                "a prefill worker"
-                if n_prefill_workers == 1
-                else f"each of {n_prefill_workers} prefill workers"
-            )
-            words = f"{way.name}, {prefill} on {on} at its own pace"
-            chunks.append(Way(words, all_of_them, "own pace", way.name))
-    return whole + cut + chunks
-
-
-def _words(share: LocalShare) -> str:
-    return share if isinstance(share, str) else f"{share:g} local"
-
-
-def _staggered(n: int) -> str:
-    return f", {n} staggered" if n > 1 else ""
 
 
 def _set(executor: Any, way: Way) -> None:

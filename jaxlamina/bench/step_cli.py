@@ -86,15 +86,15 @@ def step_command(
     import jax
 
     from jaxlamina import ranks
-    from jaxlamina.bench import machine, step_bench
+    from jaxlamina.bench import machine, step_bench, step_ways
 
     if partitions and not shares:
         raise UserError(f"--partitions {partitions} goes with --shares: add --shares 0")
     weights = step_bench.dtype_of(dtype)
-    options = step_bench.StepOptions(
-        step_bench.cases_of(case), weights, rounds, unsplit, local, step_bench.numbers_of(staggered),
-        step_bench.numbers_of(mini_batches, "--mini-batches"), prefill or 0, devices,
-        step_bench.shares_of(shares), step_bench.partitions_of(partitions),
+    options = step_ways.StepOptions(
+        step_ways.cases_of(case), weights, rounds, unsplit, local, step_ways.numbers_of(staggered),
+        step_ways.numbers_of(mini_batches, "--mini-batches"), prefill or 0, devices,
+        step_ways.shares_of(shares), step_ways.partitions_of(partitions),
     )  # fmt: skip
     group = ranks.current()
     if group is None and not (unsplit or local or devices > 1):

@@ -25,12 +25,13 @@ from jaxlamina.bench.shapes import kv_token_bytes
 from jaxlamina.bench.throughput_peers import BatchingJob, ContinuousBatching
 from jaxlamina.engine.outputs import TokenEvent
 from jaxlamina.errors import UserError
-from jaxlamina.llm import LLM, InMemoryModel
+from jaxlamina.llm import LLM
 from jaxlamina.models.causal_lm import HasModel
 from jaxlamina.process import garbage
 from jaxlamina.profiling.under_load import OneWindow, UnderLoad
 from jaxlamina.ranks import Group
 from jaxlamina.sampling.params import SamplingParams
+from jaxlamina.weights.sources import InMemoryModel
 
 # Continuous batching over one request at a time, generated tokens a second, SmolLM2 on a CPU, 32
 # ShareGPT-like requests.

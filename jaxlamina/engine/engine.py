@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from jaxlamina.engine.admission import Admission
 from jaxlamina.engine.chunk_size import ChunkSize
@@ -31,13 +28,13 @@ from jaxlamina.engine.prompt_batches import PromptBatches
 from jaxlamina.engine.request import Request
 from jaxlamina.engine.scheduled_step import OwnChunk, PromptSpan, RunTogether, ScheduledStep, in_place
 from jaxlamina.engine.scheduler import Scheduler
+from jaxlamina.engine.step_batches import StepBatches
 from jaxlamina.errors import UserError, contained
 from jaxlamina.kv import HostTier, PrefixCache, SlotAllocator
 from jaxlamina.kv.kept import KeptPrefixes
 from jaxlamina.run.executor import Executor, StepLogits
 from jaxlamina.sampling.params import SamplingParams
 from jaxlamina.sampling.sampler import Sampler
-from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes
 from jaxlamina.steps.step import PromptPart, Step
 
@@ -125,9 +122,18 @@ class Engine:
                 "take partition=heads and no prefill workers, or leave it out"
             )
         self.batching = PromptBatches(self.sizes, n_together)
+        self.batches = StepBatches(
+            buckets,
+            self.sizes,
+            self.drawing.newest,
+            n_slots=executor.n_slots,
+            max_model_len=max_model_len,
+            n_prefill_workers=self.capabilities.n_prefill_workers,
+            mixed=mixed_steps,
+        )
         self.chunk_size = chunk_size
         if chunk_size is not None:
-            chunk_size.padded = partial(self._chunk_tokens, max_model_len)
+            chunk_size.padded = self.batches.chunk_tokens
         self._keeping: Keeping | None = None
         self._ahead: LaunchedStep | None = None  # launched, and not read
         self._rows: tuple[Request, ...] = ()  # of the latest decode step
@@ -291,7 +297,7 @@ class Engine:
             step = self._ahead or self._launch()
             self._ahead = None
             if step is None:
-                if self.scheduler.awaits_workers:
+                if self.scheduler.own_pace.is_awaited:
                     self._take_computed(_WAIT_S)
                 return []
             if self.async_scheduling and not step.shapes_next:
@@ -389,18 +395,18 @@ class Engine:
             n_workers = self.capabilities.n_prefill_workers
             calls = self.batching.calls
             runs = step.runs(n_prefill_workers=n_workers, mixed=self.mixed_steps, calls=calls)
-            sizes = None if self.chunk_size is None else self._sizes_to_tell(step)
+            sizes = None if self.chunk_size is None else self.batches.sizes_to_tell(step)
             launched = LaunchedStep([rows for run in runs for rows in self._run(run)], sizes)
         for chunk in step.begun:  # behind what the same worker is to send
-            self.executor.begin_prompt(self._own_part(chunk))
+            self.executor.begin_prompt(self.batches.to_compute(chunk))
         return launched
 
     def _take_computed(self, wait_s: float = 0.0) -> None:
         """Tells the scheduler which prefill workers are done with their chunks; waits for one for so long at
         most."""
-        if self.scheduler.awaits_workers:
+        if self.scheduler.own_pace.is_awaited:
             for worker in self.executor.computed(wait_s):
-                self.scheduler.computed(worker)
+                self.scheduler.own_pace.computed(worker)
 
     def _move(self, step: ScheduledStep) -> None:
         for move in step.moves_out:
@@ -423,11 +429,11 @@ class Engine:
             return [self._run_computed(run.computed)]
         if run.size is not None:
             return [self._run_prompts(run.prompts, run.size)]
-        of_rows, of_prompts = self._sizes(run)
+        of_rows, of_prompts = self.batches.sizes_of(run)
         self._rows = rows = in_place(run.decodes, self._rows) if run.decodes else self._rows
-        batch = None if of_rows is None else self._decode_batch(rows, of_rows)
+        batch = None if of_rows is None else self.batches.rows(rows, of_rows)
         parts = [
-            PromptPart(self._prefill_batch([(request, span)], size), request.scores_prompt, request.worker)
+            PromptPart(self.batches.prompts([(request, span)], size), request.scores_prompt, request.worker)
             for (request, span), size in zip(run.prompts, of_prompts, strict=True)
         ]
         logits = self._timed(Step(batch, tuple(parts)))
@@ -441,7 +447,7 @@ class Engine:
 
     def _run_prompts(self, prompts: Sequence[PromptSpan], size: StepSizes) -> LaunchedRows:
         """Several in one call."""
-        [logits] = self._timed(Step(prompts=(PromptPart(self._prefill_batch(prompts, size)),))).prompts
+        [logits] = self._timed(Step(prompts=(PromptPart(self.batches.prompts(prompts, size)),))).prompts
         for request, span in prompts:
             self._count(request, span)
         return self._launched(self.drawing.draw([request for request, _ in prompts], logits))
@@ -451,74 +457,12 @@ class Engine:
         self.stats.launch_s += seconds
         return logits
 
-    def _sizes(self, run: RunTogether) -> tuple[StepSizes | None, list[StepSizes]]:
-        """What the rows, and each prompt, are padded to."""
-        rows = _rows_of(run.decodes) if run.decodes else None
-        prompts = [_prompt_of(*prompt) for prompt in run.prompts]
-        if prompts and self.capabilities.n_prefill_workers:
-            # What runs on which prefill worker at once has a program of its own: nothing is padded to
-            # another's.
-            return rows and self.buckets.fit(rows), [self.buckets.fit(prompt) for prompt in prompts]
-        if rows is None or not prompts:
-            return rows and self.sizes.fit(rows), [self.sizes.fit(prompt) for prompt in prompts]
-        [prompt] = prompts
-        rows = self.sizes.fit(replace(rows, alongside=prompt))
-        assert rows.alongside is not None
-        return rows, [rows.alongside]
-
-    def _chunk_tokens(self, most: int, n_tokens: int, n_stored: int) -> int:
-        """`CompiledSizes.chunk_tokens`, as far as a request can be that long."""
-        n_stored = min(n_stored, most - 2)
-        return self.sizes.chunk_tokens(min(n_tokens, most - n_stored), n_stored, mixed=self.mixed_steps)
-
-    def _sizes_to_tell(self, step: ScheduledStep) -> tuple[int, int, int, int] | None:
-        """`LaunchedStep.sizes` of rows with one prompt at most, between which no KV moves."""
-        if not step.decodes or len(step.prefills) > 1 or step.moves_out or step.moves_in or step.brought:
-            return None
-        rows = len(step.decodes), sum([len(request.slots) for request in step.decodes]) - len(step.decodes)
-        if not step.prefills:
-            return *rows, 0, 0
-        [(start, stop)] = step.spans
-        return *rows, self._chunk_tokens(self.admission.max_model_len, stop - start, start), start
-
-    def _decode_batch(self, requests: Sequence[Request], size: StepSizes) -> DecodeBatch:
-        known = [0 if request.n_in_flight else request.output_token_ids[-1] for request in requests]
-        slots = [request.slots.view() for request in requests]
-        batch = DecodeBatch.build(known, slots, size.buckets, self.executor.n_slots)
-        return batch._replace(tokens=self.drawing.newest(requests, batch.tokens))
-
     def _run_computed(self, chunk: OwnChunk) -> LaunchedRows:
         """Has attention workers take in what a prefill worker has computed at its own pace."""
-        part, (start, stop) = replace(self._own_part(chunk), ready=True), chunk.span
-        if chunk.first < start:  # what is stored already says where the others are best
-            batch, before = part.batch, chunk.request.slots.view()[None, :start]
-            part.batch.slots[:, : start - chunk.first] = self.executor.n_slots
-            part = replace(part, batch=batch._replace(slot_table=before, lengths=np.full(1, start, np.int32)))
-        [logits] = self.executor.run(Step(prompts=(part,))).prompts
+        start, stop = chunk.span
+        [logits] = self.executor.run(Step(prompts=(self.batches.to_take_in(chunk),))).prompts
         self.stats.n_prompt_tokens_own_pace += stop - start
         return self._prefilled(chunk.request, chunk.span, logits)
-
-    def _own_part(self, chunk: OwnChunk) -> PromptPart:
-        request, span = chunk.request, (chunk.first, chunk.span[1])
-        workers, of_all = (request.worker,), request.scores_prompt
-        wanted = StepSizes("prefill", 1, span[1] - span[0], 0, workers=workers, of_all=of_all, own_pace=True)
-        size = replace(self.sizes.fit(wanted), context=span[0])  # which the worker has by position
-        batch = self._prefill_batch([(request, span)], size)
-        return PromptPart(batch, request.scores_prompt, request.worker)
-
-    def _prefill_batch(self, prompts: Sequence[PromptSpan], size: StepSizes) -> PrefillBatch:
-        """Rows past the prompts are padding of one token, and store nothing."""
-        n_slots, n_padded = self.executor.n_slots, size.batch - len(prompts)
-        tokens = [request.all_token_ids()[start:stop] for request, (start, stop) in prompts]
-        slots = [request.slots.view()[start:stop] for request, (start, stop) in prompts]
-        earlier = [request.slots.view()[:start] for request, (start, _) in prompts]
-        return PrefillBatch.build(
-            tokens + [[0]] * n_padded,
-            slots + [np.full(1, n_slots, np.int32)] * n_padded,
-            size.buckets,
-            n_slots,
-            earlier + [np.empty(0, np.int32)] * n_padded if size.context else (),
-        )
 
     def _prefilled(self, request: Request, span: tuple[int, int], logits: jax.Array) -> LaunchedRows:
         """``logits`` after the last token of a prompt's ``span``, of a prompt that is scored after every
@@ -552,14 +496,3 @@ class Engine:
     def _launched(self, rows: LaunchedRows) -> LaunchedRows:
         rows.fetch()
         return rows
-
-
-def _rows_of(requests: Sequence[Request]) -> StepSizes:
-    """The numbers of a decode step of ``requests``, not padded."""
-    return StepSizes("decode", len(requests), 1, max(len(request.slots) for request in requests) - 1)
-
-
-def _prompt_of(request: Request, span: tuple[int, int]) -> StepSizes:
-    """Those of a prompt's ``span``."""
-    start, stop = span
-    return StepSizes("chunk" if start else "prefill", 1, stop - start, start, of_all=request.scores_prompt)

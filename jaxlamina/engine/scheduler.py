@@ -19,10 +19,10 @@ by one until it fits. A prompt of theirs that is being computed in chunks, and m
 interrupted for it.
 
 With prefill workers every prompt is computed by one of them, and each does one prompt or chunk a step, or one
-at its own pace (`own_pace_tokens`), which a step takes in once the worker is done. Until then the worker is
-asked for nothing else, whoever comes or gives way; what it computes for one who has given way is dropped.
-Whoever needs one is admitted as soon as one can begin with it, of several the one with the fewest prompt
-tokens to be computed.
+at its own pace (`jaxlamina.engine.own_pace`), which a step takes in once the worker is done. Until then the
+worker is asked for nothing else, whoever comes or gives way; what it computes for one who has given way is
+dropped. Whoever needs one is admitted as soon as one can begin with it, of several the one with the fewest
+prompt tokens to be computed.
 
 A request of several sequences starts as one, and is branched once its prompt is computed
 (`Scheduler.branch`): its slots then have several owners. From there on each sequence is a request of its own,
@@ -44,10 +44,11 @@ import numpy as np
 
 from jaxlamina.engine.chunk_size import ChunkSize
 from jaxlamina.engine.headroom import Headroom, most_wanted
+from jaxlamina.engine.own_pace import ChunksAtOwnPace
 from jaxlamina.engine.policies import Fifo, Policy, Turns
 from jaxlamina.engine.request import Request, RequestState
-from jaxlamina.engine.room import SCORED_CHUNK, Room, n_distinct, on_host
-from jaxlamina.engine.scheduled_step import OwnChunk, ScheduledStep
+from jaxlamina.engine.room import Room, n_distinct, on_host
+from jaxlamina.engine.scheduled_step import ScheduledStep
 from jaxlamina.errors import UserError
 from jaxlamina.kv import HostTier, Move, PrefixCache, SlotAllocator, SlotList, append_each, extend_each
 
@@ -105,13 +106,8 @@ class Scheduler:
         self.padded = padded
         self.headroom = Headroom(headroom)
         self.n_prefill_workers = n_prefill_workers
-        self.own_pace_tokens = own_pace_tokens
+        self.own_pace = ChunksAtOwnPace(own_pace_tokens)
         self.chunk_size = chunk_size
-        # By worker, what it computes at its own pace, or has computed.
-        self._at_work: dict[int, OwnChunk] = {}
-        self._done: set[int] = set()  # workers that have
-        # By worker, whose tokens it has computed last at its own pace, in which of its lives, and how many.
-        self._last_computed: dict[int, tuple[Request, int, int]] = {}
         self.room = Room(
             slots,
             prefix_cache,
@@ -169,7 +165,9 @@ class Scheduler:
             preempted, moves_out = self._displace()
         decodes = self.decoding()
         append_each([request.slots for request in decodes], self.slots.allocate(len(decodes)))
-        computed = self._take_computed()
+        computed = self.own_pace.take()
+        for chunk in computed:
+            self._computed_until(chunk.request, chunk.span[1])
         prefills: list[Request] = []
         moves_in: list[Move] = []
         begun = sorted(self._begun(), key=self._place)
@@ -178,12 +176,12 @@ class Scheduler:
             only_first = bool(preempted or (begun and not self.n_prefill_workers))
             prefills, resumed, moves_in = self._admit(most, only_first=only_first)
             decodes += resumed
-        busy = {request.worker for request in prefills} | self._at_work.keys()
+        busy = {request.worker for request in prefills} | self.own_pace.workers
         for request in begun:
             if request.worker not in busy:
                 busy.add(request.worker)
                 prefills.append(request)
-        at_own_pace = [r for r in prefills if self._first_at_own_pace(r) is not None]
+        at_own_pace = [r for r in prefills if self.own_pace.first(r) is not None]
         prefills = [request for request in prefills if request not in at_own_pace]
         return ScheduledStep(
             tuple(prefills),
@@ -195,7 +193,7 @@ class Scheduler:
             tuple(map(self._next_chunk, prefills)),
             self.room.take_brought(),
             tuple(computed),
-            tuple(map(self._begin_chunk, at_own_pace)),
+            tuple(map(self.own_pace.begin, at_own_pace)),
         )
 
     def _choose_chunk(self, decodes: Sequence[Request], begun: Sequence[Request]) -> int:
@@ -221,51 +219,6 @@ class Scheduler:
         request.n_computed = stop if stop < request.n_tokens else None
         if request.n_computed is None and self.prefix_cache is not None:
             self.prefix_cache.insert(request.all_token_ids(), request.slots.view())
-
-    # --- prompts at prefill workers' own pace ---
-
-    @property
-    def awaits_workers(self) -> bool:
-        """Whether a prefill worker computes something at its own pace that has not been said to be done."""
-        return bool(self._at_work.keys() - self._done)
-
-    def computed(self, worker: int) -> None:
-        """A prefill worker is done with its chunk: the next step takes it in."""
-        self._done.add(worker)
-
-    def _take_computed(self) -> list[OwnChunk]:
-        found: list[OwnChunk] = []
-        for worker in sorted(self._done):
-            chunk = self._at_work.pop(worker)
-            request, (_, stop) = chunk.request, chunk.span
-            if request.chunk is chunk:  # it has not ended, nor given way
-                request.chunk = None
-                self._computed_until(request, stop)
-                self._last_computed[worker] = request, request.n_preemptions, stop
-                found.append(chunk)
-        self._done.clear()
-        return found
-
-    def _first_at_own_pace(self, request: Request) -> int | None:
-        """From which position on its worker can compute the next chunk at its own pace: it has all tokens
-        before that. None: it cannot. Where a beginning is stored on attention workers alone, it computes that
-        again, if it is less than a chunk."""
-        start = request.n_computed
-        if not self.own_pace_tokens or start is None:
-            return None
-        if self._last_computed.get(request.worker) == (request, request.n_preemptions, start):
-            return start
-        is_short = start < self.own_pace_tokens and not request.scores_prompt
-        return 0 if start == 0 or is_short else None
-
-    def _begin_chunk(self, request: Request) -> OwnChunk:
-        start, first = request.n_computed, self._first_at_own_pace(request)
-        assert start is not None and first is not None
-        most = min(self.own_pace_tokens, SCORED_CHUNK) if request.scores_prompt else self.own_pace_tokens
-        self._last_computed.pop(request.worker, None)  # its memory holds something else from now on
-        chunk = OwnChunk(request, (start, min(request.n_tokens, first + most)), first)
-        request.chunk = self._at_work[request.worker] = chunk
-        return chunk
 
     def n_steps_alike(self) -> int:
         """How many further steps are sure to decode all running requests and do nothing else, unless somebody
@@ -480,7 +433,7 @@ class Scheduler:
         if not self.n_prefill_workers or unit[0].host_slots is not None:
             return 0
         outstanding = [0] * self.n_prefill_workers
-        busy = {request.worker for request in admitted} | self._at_work.keys()
+        busy = {request.worker for request in admitted} | self.own_pace.workers
         for request in self._begun():
             outstanding[request.worker] += request.n_tokens - (request.n_computed or 0)
             if not self._displaces(request):

@@ -1,22 +1,23 @@
 """The book of the memory pool: which attention worker has which token, and what each is told of a step.
 
 By heads every worker has every slot, so all are told the same. By requests or by tokens a slot is on one
-worker, and a step's rows are cut up (`jaxlamina.kv.placement`); each worker's part is padded to the largest,
-so that one bucket serves all. Knows slots and rows; no model, and of workers only that they copy and move
-slots when told to.
+worker, and a step's rows are cut up (`jaxlamina.kv.placement`); each worker's part is padded to the largest
+(`jaxlamina.kv.planned_rows`), so that one bucket serves all. Knows slots and rows; no model, and of workers
+only that they copy and move slots when told to (`jaxlamina.kv.kv_worker`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal
 
 import msgspec
 import numpy as np
-from jaxtyping import Int, Int32, UInt8, UInt64
+from jaxtyping import Int, UInt64
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted
+from jaxlamina.kv.kv_worker import KVWorker, marks_of_all
 from jaxlamina.kv.placement import (
     NO_SLOT,
     NOWHERE,
@@ -26,185 +27,22 @@ from jaxlamina.kv.placement import (
     RowsPlan,
     plan_rows,
 )
+from jaxlamina.kv.planned_rows import (
+    PlannedRows,
+    SegmentSlots,
+    batch_after_batch,
+    by_batch,
+    level,
+    one_after_another,
+    quarters,
+    segment_slots,
+    slots_in_plan,
+)
 from jaxlamina.kv.rows_apart import RowsApart
 from jaxlamina.kv.wishes import Wishes, place_stored
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.shape import StepShape
-
-
-@runtime_checkable
-class KVWorker(Protocol):
-    """One worker's KV by its own slots: what moves it. In this process (`jaxlamina.workers.kv_pools.KVPools`)
-    or in another."""
-
-    def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None: ...
-
-    def move_out(self, slots: Int[np.ndarray, " n"], host_slots: Int[np.ndarray, " n"]) -> None: ...
-
-    def move_in(self, host_slots: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None: ...
-
-    def forget_host(self, host_slots: Int[np.ndarray, " n"]) -> None:
-        """The host slots hold nothing any more."""
-
-    def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> Sequence[Any]:
-        """The KV of slots, or of host slots, which hold nothing then: an array of each pool's with a row a
-        slot."""
-
-    def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Any]) -> None:
-        """Stores what another worker's `take_rows` gave."""
-
-    def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
-        """Begins to keep KV in host memory, or goes on with what is there as ``name``: what its places are
-        known by, 0 for those with nothing."""
-
-    def keep(
-        self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
-    ) -> None:
-        """Keeps the KV of slots at places, to be known by marks."""
-
-    def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
-        """Copies what is kept at places into slots."""
-
-    def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
-        """What is kept at places: all of a token's KV in a row."""
-
-    def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
-        """Stores what another worker's `kept_rows` gave."""
-
-
-class LayersApart:
-    """A `KVWorker` of several that have the same slots, each of some layers in a row: stages of a
-    pipeline."""
-
-    def __init__(self, workers: Sequence[KVWorker], n_layers: Sequence[int]) -> None:
-        self._workers, self._n_layers = tuple(workers), tuple(n_layers)
-
-    def copy_slots(self, src: Int[np.ndarray, " n"], dst: Int[np.ndarray, " n"]) -> None:
-        for worker in self._workers:
-            worker.copy_slots(src, dst)
-
-    def move_out(self, slots: Int[np.ndarray, " n"], host_slots: Int[np.ndarray, " n"]) -> None:
-        for worker in self._workers:
-            worker.move_out(slots, host_slots)
-
-    def move_in(self, host_slots: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
-        for worker in self._workers:
-            worker.move_in(host_slots, slots)
-
-    def forget_host(self, host_slots: Int[np.ndarray, " n"]) -> None:
-        for worker in self._workers:
-            worker.forget_host(host_slots)
-
-    def take_rows(self, slots: Int[np.ndarray, " n"], *, host: bool) -> Sequence[Any]:
-        return [rows for worker in self._workers for rows in worker.take_rows(slots, host=host)]
-
-    def put_rows(self, slots: Int[np.ndarray, " n"], rows: Sequence[Any]) -> None:
-        of_a_layer, at = len(rows) // sum(self._n_layers), 0
-        for worker, n in zip(self._workers, self._n_layers, strict=True):
-            worker.put_rows(slots, rows[at : at + n * of_a_layer])
-            at += n * of_a_layer
-
-    def open_kept(self, name: str, wanted: KeptWanted) -> UInt64[np.ndarray, " places"]:
-        return _marks_of_all(
-            [worker.open_kept(f"{name}-stage{i}", wanted) for i, worker in enumerate(self._workers)]
-        )
-
-    def keep(
-        self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"], marks: UInt64[np.ndarray, " n"]
-    ) -> None:
-        for worker in self._workers:
-            worker.keep(slots, places, marks)
-
-    def bring(self, places: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"]) -> None:
-        for worker in self._workers:
-            worker.bring(places, slots)
-
-    def kept_rows(self, places: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n row_bytes"]:
-        return np.concatenate([worker.kept_rows(places) for worker in self._workers], axis=1)
-
-    def put_bytes(self, slots: Int[np.ndarray, " n"], rows: UInt8[np.ndarray, "n row_bytes"]) -> None:
-        of_a_layer, at = rows.shape[1] // sum(self._n_layers), 0
-        for worker, n in zip(self._workers, self._n_layers, strict=True):
-            worker.put_bytes(slots, rows[:, at : at + n * of_a_layer])
-            at += n * of_a_layer
-
-
-def _marks_of_all(each: Sequence[UInt64[np.ndarray, " places"]]) -> UInt64[np.ndarray, " places"]:
-    """Of workers that each keep a part of a token's KV: what all of them have."""
-    n = min(map(len, each))
-    first, *others = (marks[:n] for marks in each)
-    return np.where(np.all([first == marks for marks in others], axis=0), first, 0) if others else first
-
-
-class SegmentSlots(NamedTuple):
-    """The slots on one worker of a step's rows, or of a prompt's tokens: R rows with up to C stored tokens, M
-    new tokens."""
-
-    slot_table: Int32[Any, "R C"]
-    lengths: Int32[Any, " R"]
-    new_slots: Int32[Any, " M"]  # ≥ S for none
-    q_positions: dict[int, Int32[Any, "R T"]]  # by window, for tables that lost their positions
-
-    def part(self, j: int, n: int) -> SegmentSlots:
-        """The j-th of n equal parts of the rows and new tokens."""
-        if n == 1:
-            return self
-
-        def cut(x: Any) -> Any:
-            return x[j * (len(x) // n) : (j + 1) * (len(x) // n)]
-
-        queries = {window: cut(x) for window, x in self.q_positions.items()}
-        return SegmentSlots(cut(self.slot_table), cut(self.lengths), cut(self.new_slots), queries)
-
-
-class PlannedRows(NamedTuple):
-    """Rows or prompts as workers have them: their bucket, each worker's slots of each segment, and where the
-    model's programs find each segment's rows and tokens (nothing by heads). ``local``: the slots of each
-    segment of the KV that model ranks keep, in the batch's order; nothing where they keep none."""
-
-    shape: StepShape
-    slots: Sequence[tuple[SegmentSlots, ...]]
-    at: tuple[PlacedIndices, ...]
-    local: tuple[SegmentSlots, ...] = ()
-
-    def with_chunk(self, chunk: PlannedRows) -> PlannedRows:
-        """And a prompt alongside. Where model ranks keep a share, attention workers have to do with both or
-        with neither, so that such steps are few."""
-        rows = self
-        if self.local and self.at:
-            asks, stores = (any(getattr(x.shape, n) for x in (self, chunk)) for n in ("rows", "new"))
-            rows, chunk = rows._of_all(asks, stores), chunk._of_all(asks, stores)
-        slots = [own + more for own, more in zip(rows.slots, chunk.slots, strict=True)]
-        shape = msgspec.structs.replace(rows.shape, chunk=chunk.shape)
-        return PlannedRows(shape, slots, rows.at + chunk.at, rows.local + chunk.local)
-
-    def _of_all(self, asks: bool, stores: bool) -> PlannedRows:
-        """The same, but that attention workers are asked about all rows, or get all new tokens, of which they
-        keep none, if they have to do with none of them so far."""
-        shape, n_workers = self.shape, len(self.slots)
-        more_rows = asks and not shape.rows and shape.kind != "prefill"
-        more_new = stores and not shape.new
-        n_rows = shape.batch if more_rows else shape.rows
-        n_new = shape.batch * shape.tokens if more_new else shape.new
-
-        def widened(slots: SegmentSlots) -> SegmentSlots:
-            new_slots = np.full(n_new, NO_SLOT) if more_new else slots.new_slots
-            if not more_rows:
-                return _segment(slots.slot_table, slots.lengths, new_slots, slots.q_positions)
-            table = np.zeros((n_rows, shape.context), np.int32)
-            queries = {w: np.zeros((n_rows, shape.tokens), np.int32) for w in slots.q_positions}
-            return _segment(table, np.zeros(n_rows, np.int32), new_slots, queries)
-
-        def in_order(n: int) -> Int32[np.ndarray, "b n"]:
-            return np.tile(np.arange(n, dtype=np.int32), (n_workers, 1))
-
-        [at] = self.at
-        if more_rows:
-            at = at._replace(rows=in_order(n_rows), spread=in_order(shape.batch))
-        at = at._replace(new=in_order(n_new)) if more_new else at
-        shape = msgspec.structs.replace(shape, rows=n_rows, new=n_new)
-        return PlannedRows(shape, [(widened(slots),) for [slots] in self.slots], (at,), self.local)
 
 
 class PoolBook:
@@ -262,8 +100,8 @@ class PoolBook:
             context, n_batches = batch.slot_table.shape[1], n_batches if self._layout.has_pool else 1
             shape = StepShape(kind, b, t, context, q_first=q_first, n_batches=n_batches)
             known = batch.slot_table, batch.lengths, new_slots
-            table, lengths, new = (_batch_after_batch(x, n_batches) for x in known)
-            slots = (_segment(table, lengths, new.reshape(-1), {}),)
+            table, lengths, new = (batch_after_batch(x, n_batches) for x in known)
+            slots = (segment_slots(table, lengths, new.reshape(-1), {}),)
             of_rank = slots if self._layout.attends_locally else ()
             return PlannedRows(shape, [slots] * len(self._layout.workers), (), of_rank)
         if on_prefill_worker and not (computed or self.is_on_workers(batch)):  # type: ignore[arg-type]
@@ -276,7 +114,7 @@ class PoolBook:
             n_batches = 1
         plans = [
             plan
-            for table, lengths, positions, new in zip(*(_staggered(x, n_batches) for x in rows), strict=True)
+            for table, lengths, positions, new in zip(*(by_batch(x, n_batches) for x in rows), strict=True)
             for plan in plan_rows(self.placement, table, lengths, positions, new, self._windows)
         ]
         n = self.placement.n_workers
@@ -285,7 +123,7 @@ class PoolBook:
         n_workers = len(self._layout.workers)
         if self._layout.attends_locally:
             own = plans[n_workers::n]
-            local = (_of(_one_after_another(level(own, *whole, whole))),)
+            local = (slots_in_plan(one_after_another(level(own, *whole, whole))),)
             if kind == "decode":
                 n_local = int(local[0].lengths.sum())
                 self.wishes.seen(n_local, int(batch.lengths.sum()) - n_local)
@@ -294,9 +132,9 @@ class PoolBook:
         first = plans[0]
         sizes = first.slot_table.shape[1], len(first.rows), len(first.new)
         shape = StepShape(kind, b, t, *sizes, q_first, n_batches)
-        workers = [_one_after_another(plans[w::n_workers]) for w in range(n_workers)]
+        workers = [one_after_another(plans[w::n_workers]) for w in range(n_workers)]
         at = PlacedIndices(*(np.stack([getattr(p, f) for p in workers]) for f in PlacedIndices._fields))  # type: ignore[arg-type]
-        return PlannedRows(shape, [(_of(p),) for p in workers], (at,), local)
+        return PlannedRows(shape, [(slots_in_plan(p),) for p in workers], (at,), local)
 
     @property
     def has_few_shapes(self) -> bool:
@@ -329,7 +167,7 @@ class PoolBook:
         def slots(n_rows: int, context: int, n_new: int, n_tokens: int) -> SegmentSlots:
             queries = {window: np.zeros((n_rows, n_tokens), np.int32) for window in self._windows}
             empty = np.zeros((n_rows, context), np.int32), np.zeros(n_rows, np.int32)
-            return _segment(*empty, np.full(n_new, NO_SLOT), queries)
+            return segment_slots(*empty, np.full(n_new, NO_SLOT), queries)
 
         of_worker = tuple(
             slots(n_batches * s.rows, s.context, n_batches * s.new, s.tokens) for s in shape.segments
@@ -363,9 +201,9 @@ class PoolBook:
         stores = bool((keeper[real] < n_workers).any())
         asks = stores or n_local < n_all
         n_batches = n_batches if asks else 1
-        order = np.concatenate(_staggered(np.arange(b), n_batches))
+        order = np.concatenate(by_batch(np.arange(b), n_batches))
         segments = [
-            _segment(
+            segment_slots(
                 table[order] if n_batches > 1 else table,
                 counts[w][order],
                 np.where(keeper == w, self.placement.local[new], NO_SLOT)[order],
@@ -378,7 +216,7 @@ class PoolBook:
         shape = StepShape("decode", b, 1, c, rows, stored, q_first, n_batches)
         of_workers = [
             (
-                _segment(
+                segment_slots(
                     segment.slot_table if asks else np.zeros((0, c), np.int32),
                     segment.lengths if asks else np.zeros(0, np.int32),
                     segment.new_slots if stores else np.zeros(0, np.int32),
@@ -509,7 +347,7 @@ class PoolBook:
                 of_worker = wanted._replace(n_places=min(wanted.n_places, n))
             marks.append(worker.open_kept(name, of_worker))
         if self.placement is None:
-            names, marks = ["all"], [_marks_of_all(marks)]
+            names, marks = ["all"], [marks_of_all(marks)]
         found = KeptFound(tuple(names), tuple(map(len, marks)), wanted.identity, np.concatenate(marks))
         self._kept_bounds = np.cumsum([0, *found.capacities])
         return found
@@ -608,99 +446,5 @@ def _stored(batch: DecodeBatch | PrefillBatch) -> Int[np.ndarray, " n"]:
     return batch.slot_table[np.arange(batch.slot_table.shape[1]) < batch.lengths[:, None]]
 
 
-def _staggered(rows: np.ndarray, n: int) -> list[np.ndarray]:
-    return [rows[j::n] for j in range(n)]
-
-
-def _batch_after_batch(rows: np.ndarray, n: int) -> np.ndarray:
-    return np.concatenate(_staggered(rows, n)) if n > 1 else rows  # tables are large
-
-
-def _one_after_another(plans: Sequence[RowsPlan]) -> RowsPlan:
-    """One worker's parts of several staggered batches as one; each counts its rows from 0."""
-    fields = {
-        name: np.concatenate([getattr(p, name) for p in plans])
-        for name in RowsPlan._fields
-        if name != "q_positions"
-    }
-    queries = {w: np.concatenate([p.q_positions[w] for p in plans]) for w in plans[0].q_positions}
-    return RowsPlan(**fields, q_positions=queries)
-
-
-def level(
-    plans: Sequence[RowsPlan], b: int, c: int, n_new: int, sizes: tuple[int, int, int]
-) -> list[RowsPlan]:
-    """Workers' parts, all padded to the same ``sizes``: rows, stored tokens a row and new tokens.
-
-    ``b``, ``c``, ``n_new``: of the whole batch: its rows, width of its slot table (0: nothing is asked of
-    stored tokens), and new tokens. What is padded to all of the batch's rows, or to all of its new tokens, is
-    in its order.
-    """
-    r, width, new = sizes
-    return [_levelled(p, r, width, new, whole_rows=r == b, whole_new=new == n_new) for p in plans]
-
-
-def _levelled(p: RowsPlan, r: int, width: int, n_new: int, *, whole_rows: bool, whole_new: bool) -> RowsPlan:
-    n = len(p.rows)
-    if whole_rows:
-        here = np.flatnonzero(p.spread < n)
-        from_, to, rows, spread = p.spread[here], here, np.arange(r), np.arange(len(p.spread))
-    else:
-        from_ = to = np.arange(n)
-        rows, spread = _longer(p.rows, r, 0), np.where(p.spread >= n, r, p.spread)
-    table = np.zeros((r, width), np.int32)
-    table[to, : p.slot_table.shape[1]] = p.slot_table[from_]
-    lengths = np.zeros(r, np.int32)
-    lengths[to] = p.lengths[from_]
-    queries = {window: np.zeros((r, *x.shape[1:]), np.int32) for window, x in p.q_positions.items()}
-    for window, x in p.q_positions.items():
-        queries[window][to] = x[from_]
-    new, new_slots = _longer(p.new, n_new, 0), _longer(p.new_slots, n_new, NO_SLOT)
-    if whole_new:
-        kept = p.new_slots != NO_SLOT
-        new, new_slots = np.arange(n_new), np.full(n_new, NO_SLOT, np.int32)
-        new_slots[p.new[kept]] = p.new_slots[kept]
-    return RowsPlan(
-        rows.astype(np.int32),
-        spread.astype(np.int32),
-        table,
-        lengths,
-        queries,
-        new.astype(np.int32),
-        new_slots,
-    )
-
-
-def quarters(n: int, most: int, n_workers: int) -> int:
-    """The next quarter of ``most`` that holds ``n`` and a worker's even share; 0 for none. A program is
-    compiled for each size that occurs, so they are few: two workers' are a half, three quarters and all.
-
-    >>> [quarters(n, 64, 2) for n in (0, 1, 32, 33, 50)], quarters(1, 64, 3)
-    ([0, 32, 32, 48, 64], 32)
-    """
-    if not n:
-        return 0
-    step = -(-most // 4)
-    share = -(-most // n_workers)
-    return min(most, -(-max(n, share) // step) * step)
-
-
-def _longer(x: np.ndarray, n: int, fill: int) -> np.ndarray:
-    out = np.full((n, *x.shape[1:]), fill, np.int32)
-    out[: len(x)] = x
-    return out
-
-
 def _pairs(from_: np.ndarray, to: np.ndarray) -> list[tuple[int, int]]:
     return sorted(set(zip(from_.tolist(), to.tolist(), strict=True)))
-
-
-def _of(p: RowsPlan) -> SegmentSlots:
-    return _segment(p.slot_table, p.lengths, p.new_slots, p.q_positions)
-
-
-def _segment(
-    slot_table: np.ndarray, lengths: np.ndarray, new_slots: np.ndarray, q_positions: dict[int, np.ndarray]
-) -> SegmentSlots:
-    arrays = (np.asarray(x, np.int32) for x in (slot_table, lengths, new_slots))
-    return SegmentSlots(*arrays, {window: np.asarray(x, np.int32) for window, x in q_positions.items()})  # type: ignore[call-arg, arg-type]

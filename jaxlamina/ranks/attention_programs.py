@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32
 
-from jaxlamina.kv.pool_book import SegmentSlots
+from jaxlamina.kv.planned_rows import SegmentSlots
 from jaxlamina.ranks.stored import Asked, StoredKV, slots_like
 from jaxlamina.ranks.wires import (
     Format,

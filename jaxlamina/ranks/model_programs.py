@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
 from jaxlamina.kv.placement import PlacedIndices
-from jaxlamina.kv.pool_book import SegmentSlots
+from jaxlamina.kv.planned_rows import SegmentSlots
 from jaxlamina.ranks.cluster_layout import Tie, scope
 from jaxlamina.ranks.contexts import context_at, likes_of, not_had, recv_arrays, row_axis, send_arrays
 from jaxlamina.ranks.shards import EXCHANGES, ShardEnd, Shards

@@ -19,7 +19,7 @@ from jaxtyping import Shaped
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
 from jaxlamina.kv.placement import PlacedIndices
-from jaxlamina.kv.pool_book import SegmentSlots
+from jaxlamina.kv.planned_rows import SegmentSlots
 from jaxlamina.models.causal_lm import CausalLM
 from jaxlamina.ranks.apart import WHOLE, SharedOut, shared_out
 from jaxlamina.ranks.attention_programs import attention_workspace_bytes

@@ -21,7 +21,7 @@ from jaxlamina.workers.workspace import shapes
 
 
 class RankKV:
-    """A `jaxlamina.kv.pool_book.KVWorker`. ``like``: the pools' shapes, keys and values, whichever step has
+    """A `jaxlamina.kv.kv_worker.KVWorker`. ``like``: the pools' shapes, keys and values, whichever step has
     them."""
 
     def __init__(

@@ -10,11 +10,11 @@ from jaxtyping import Int, UInt8, UInt64
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
 from jaxlamina.kv.kept import KeptWanted
-from jaxlamina.kv.pool_book import SegmentSlots
+from jaxlamina.kv.planned_rows import SegmentSlots
 
 
 class RemoteWorker:
-    """A `jaxlamina.kv.pool_book.KVWorker` in another process. ``copy_at``: where what it keeps from
+    """A `jaxlamina.kv.kv_worker.KVWorker` in another process. ``copy_at``: where what it keeps from
     `open_kept` on is to have a copy."""
 
     def __init__(self, group: Group, rank: int) -> None:

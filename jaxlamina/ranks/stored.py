@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
-from jaxlamina.kv.pool_book import SegmentSlots
+from jaxlamina.kv.planned_rows import SegmentSlots
 from jaxlamina.ranks.cluster_layout import scope
 from jaxlamina.steps.layout import Layout
 from jaxlamina.steps.plans import PlannedBatch

@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxlamina.errors import UserError
 from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.kv_worker import KVWorker
 from jaxlamina.kv.placement import Held, checked_partition
-from jaxlamina.kv.pool_book import KVWorker, PoolBook
+from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.attention_programs import AttentionProgram, attention_workspace_bytes, step_inputs_of
 from jaxlamina.ranks.cluster_layout import wishes_of

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxlamina.kv.pool_book import PlannedRows, PoolBook
+from jaxlamina.kv.planned_rows import PlannedRows
+from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, with_chunk
 from jaxlamina.steps.shape import StepShape
 

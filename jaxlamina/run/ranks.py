@@ -1,24 +1,22 @@
 """Rank 0's executor: steps as whole programs over real ranks, with the same interface as `LocalExecutor`.
 
-Gives every step its bucket, has all ranks compile it before its first run and compares what they will
-exchange, tells the attention ranks which slots the step is about, and starts its own program. Knows the model
-and the memory pool's layout; what KV looks like is the attention ranks' affair, and how tensors travel the
-transport's.
+Gives every step its bucket, tells the attention ranks which slots the step is about, and starts its own
+program. Before a bucket's first step `jaxlamina.run.matched_programs` has all ranks compile it, and compares
+what they will exchange. With "auto" `jaxlamina.run.auto_staggering` finds as how many staggered batches rows
+go; where the share of attention on model ranks follows the load (`jaxlamina.run.attention_share`),
+`jaxlamina.run.balance` does. Knows the model and the memory pool's layout; what KV looks like is the
+attention ranks' affair, and how tensors travel the transport's.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -26,25 +24,27 @@ from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
 from jaxlamina.job.control import messages as m
 from jaxlamina.job.control.sockets import parse_address
-from jaxlamina.job.group import PREPARE_DEADLINE_S, Group
+from jaxlamina.job.group import Group
 from jaxlamina.kv.kept import KeptFound, KeptWanted
+from jaxlamina.kv.kv_worker import KVWorker, LayersApart
 from jaxlamina.kv.placement import AUTO, Held, checked_partition
-from jaxlamina.kv.pool_book import KVWorker, LayersApart, PoolBook
+from jaxlamina.kv.pool_book import PoolBook
 from jaxlamina.models.causal_lm import CausalLM
-from jaxlamina.process.compile_ahead import side_by_side
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.cluster_layout import layout_of, local_share_of, partition_of, q_first_of, wishes_of
 from jaxlamina.ranks.kv_copies import RankCopies, copies_at
 from jaxlamina.ranks.model_rank import told_replica
-from jaxlamina.ranks.model_side import ModelSide, OwnWeights, receiver, shards_of
+from jaxlamina.ranks.model_side import ModelSide, shards_of
 from jaxlamina.ranks.remote_worker import RemoteWorker, SlotTables
 from jaxlamina.ranks.shards import shard_like, shard_model
-from jaxlamina.run.balance import LINKS, MAY_PAY, Balance, Speeds
+from jaxlamina.run.attention_share import AttentionShare, speeds_of
+from jaxlamina.run.auto_staggering import AutoStaggering
+from jaxlamina.run.balance import Balance
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
+from jaxlamina.run.matched_programs import MatchedPrograms, Own
 from jaxlamina.run.modelled import ModelledSteps
 from jaxlamina.run.parts import Part, computed_part, mixed_part, prompts_part, rows_part
 from jaxlamina.run.set_up import (
-    KVRoom,
     SlotsWanted,
     WeightShares,
     allocate,
@@ -53,25 +53,19 @@ from jaxlamina.run.set_up import (
     setup_of,
     share_out,
 )
-from jaxlamina.run.staggering import Choice
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch, levelled
 from jaxlamina.steps.buckets import Cut
-from jaxlamina.steps.exchange import Exchange
-from jaxlamina.steps.plans import plan_of, why_not
+from jaxlamina.steps.plans import why_not
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import PromptPart, Step
-from jaxlamina.transports import Program
-from jaxlamina.transports.exchanges import first_difference
 from jaxlamina.workers.calibration import Calibration, channel_scales
-from jaxlamina.workers.capacity import is_accelerator, prompt_batch_tokens
+from jaxlamina.workers.capacity import prompt_batch_tokens
 from jaxlamina.workers.kv_pools import Slots, as_slots
 from jaxlamina.workers.model_worker import ModelFn, ModelWorker, Params
 from jaxlamina.workers.spec import bucket_cut, specs_of, windows_of
-from jaxlamina.workers.workspace import LargestStep, tree_bytes
+from jaxlamina.workers.workspace import LargestStep
 from splitter import SplitReport
 
-_SAY_EACH_S = 10.0
-_USUAL_BYTES_PER_S = 1e10  # at which a host reads KV, where it was not measured
 _log = logging.getLogger("uvicorn.error")  # the server's log
 _WHY_NO_SHARE = (
     "model workers that share out weights keep no KV; with partition='heads' each keeps half of its heads', "
@@ -79,32 +73,8 @@ _WHY_NO_SHARE = (
 )
 
 
-class Own(NamedTuple):
-    """What rank 0 runs of a step: a program with its weights, unless only prefill workers are in it, and then
-    one that takes in their logits, if they are."""
-
-    program: Program | None
-    weights: OwnWeights | None
-    receive: Program | None
-
-    def exchanges(self) -> tuple[Exchange, ...]:
-        return tuple(e for program in (self.program, self.receive) if program for e in program.exchanges())
-
-
 def _nothing(_: float) -> None:
     pass
-
-
-def _say_choice(
-    bucket: tuple[int, int], seconds: Mapping[int, float], verb: str = "go", of_what: str = "measured"
-) -> None:
-    times = ", ".join(f"{1000 * s:.2f} ms as {n}" for n, s in sorted(seconds.items()))
-    n = min(seconds, key=seconds.__getitem__)
-    as_what = "one batch" if n == 1 else f"{n} staggered batches"
-    _log.info("decode steps of batch %d, context %d %s as %s: %s: %s", *bucket, verb, as_what, of_what, times)
-
-
-_say_begun = partial(_say_choice, verb="begin", of_what="predicted")
 
 
 class RanksExecutor(Executor):
@@ -121,7 +91,7 @@ class RanksExecutor(Executor):
 
     Attributes for steps from now on: ``q_first``, whether q is sent before k and v are computed;
     ``mini_batches``, as the cluster's; ``n_batches``, as how many staggered batches a decode step of at least
-    as many rows runs (Lamina 2025 §4.3; "auto": see `Choice`); q goes with k and v there;
+    as many rows runs (Lamina 2025 §4.3; "auto": see `AutoStaggering`); q goes with k and v there;
     ``prefill_workers``, how many of the cluster's compute prompts. With none model ranks do.
 
     ``UserError`` for what cannot be; a rank that fails ends this process (`jaxlamina.job.group.Failing`).
@@ -177,11 +147,8 @@ class RanksExecutor(Executor):
         self.prefill_workers = cluster.prefill_workers
         self._own_pace_tokens = cluster.prefill_chunk if cluster.prefill_pace == "own" else 0
         self._at_work: dict[int, int] = {}  # by chunk, the worker's index
-        self.choice = Choice(
-            (1, cluster.usual_n_batches),
-            on_chosen=_say_choice,
-            predict=lambda bucket, n_rows: self._predicted_s(*bucket),
-            on_begun=_say_begun,
+        self._auto = AutoStaggering(
+            group, self.layout, self.model, self.specs, modelled, (1, cluster.usual_n_batches)
         )
         known = model, params, self.specs, calibration
         with jax.default_device(group.load_device):  # the whole model runs, so where all of it is
@@ -203,11 +170,11 @@ class RanksExecutor(Executor):
             n = self.n_batches
             numbers = (1, cluster.usual_n_batches) if isinstance(n, str) else (n,)
             known_slices = {} if modelled is None else {"predict": modelled.slices_s}
-            self.balance = Balance(self._speeds(room, heads), numbers, **known_slices)
-        following = None if self.balance is None else self._wanted_share
-        self._alone = False
-        self._said, self._say_after_s = (0, 0), 0.0  # of the share, to the log
-        self._begun: set[StepShape] = set()  # told of by `compile_later`
+            self.balance = Balance(
+                speeds_of(group, self._side, room, heads, modelled), numbers, **known_slices
+            )
+        self.attention_share = AttentionShare(self.layout, self.specs, self.balance, modelled)
+        following = None if self.balance is None else self.attention_share.wanted
         # Whether model ranks have room for all, and nothing is gained by attention workers.
         self._all_local = bool(follows_load and room.shared_host and room.each[-1] >= room.n_slots)
         self._epoch = group.epoch
@@ -225,40 +192,8 @@ class RanksExecutor(Executor):
         if self.prefill_workers and self._own_pace_tokens:
             set_up_prompts(group, largest.context, setup)
         self._copies = RankCopies(group.cluster, 0, parse_address(group.control.address)[0])
-        self._programs: dict[StepShape, Own] = {}
-        self._tracing = (
-            threading.Lock()
-        )  # the transport knows what it has sent in the program that is being traced
-        self._compiled: dict[Any, Any] = {}  # rank 0's programs, which several steps may have in common
+        self.matched = MatchedPrograms(group, self._side, self.programs)
         self._start = group.transport.bind(jax.device_put(np.zeros(1, np.int32), group.device))
-        self.prepare_s = 0.0  # spent on compiling, all ranks side by side
-
-    def _speeds(self, room: KVRoom, n_query_heads: Sequence[int]) -> Speeds:
-        """Attention's times as measured, or where they were not, as predicted, or where nothing is known, as
-        if memory were read at a rate that any host has: then only how the two pools' compare counts.
-        Exchanges' as predicted, or else as they were measured elsewhere."""
-        transport, n_layers = self.group.transport, len(self.specs)
-        predicted = None if self.modelled is None else self.modelled.speeds
-        how = "memory" if transport.by_memory else "nccl" if transport.name == "xla" else "mpi"
-        fixed_s, bytes_per_s = LINKS[how if is_accelerator(transport.device) else "cpu"]
-        row_bytes = sum(
-            n * (spec.head_dim * spec.dtype.itemsize + 4 * (spec.head_dim + 1))
-            for n, spec in zip(n_query_heads, self.specs, strict=True)
-        )
-        usual_s = sum(spec.slot_bytes for spec in self.specs) / _USUAL_BYTES_PER_S
-        measured = not room.shared_host and room.remote_token_s > 0
-        own_s = self._side.seconds_per_token() + room.local_token_s if measured else 0.0
-        if predicted is not None:
-            found = replace(predicted, shared_host=room.shared_host)
-            there_s = room.remote_token_s / len(self.group.workers)
-            return replace(found, local_s=own_s, remote_s=there_s) if own_s else found
-        return Speeds(
-            local_s=own_s or usual_s,
-            remote_s=(room.remote_token_s if own_s else usual_s) / len(self.group.workers),
-            exchange_s=n_layers * fixed_s,
-            row_s=row_bytes / bytes_per_s,
-            shared_host=room.shared_host,
-        )
 
     def _kv_workers(self, others: Sequence[int]) -> list[KVWorker]:
         """The attention workers, and last what model ranks keep, this one and ``others``: stages together, of
@@ -284,8 +219,8 @@ class RanksExecutor(Executor):
         or on prefill workers."""
         places_tokens = self.pool.placement is not None
         batches_prompts = not places_tokens and not self.prefill_workers
-        # By default as the exactness gate has shown it on GPUs: one model rank, there with one attention rank,
-        # and messages by memory.
+        # By default as the exactness gate has shown it on GPUs: messages by memory, one model rank (and there
+        # one attention rank).
         by_default = batches_prompts and self.group.transport.by_memory and not self.group.replicas
         return Capabilities(
             bucket_cut=self._bucket_cut,
@@ -316,8 +251,7 @@ class RanksExecutor(Executor):
     def put_weights(self, params: Params) -> None:
         self._check_current()
         self._shares.send(params, lambda rank: m.NewWeights())
-        with self._tracing:
-            self._side.put_weights(self._shares.of(params, 0))
+        self.matched.put_weights(self._shares.of(params, 0))
 
     def _run_part(self, step: Step) -> StepLogits:
         if step.decodes is None:
@@ -392,33 +326,8 @@ class RanksExecutor(Executor):
         """How many staggered batches a decode step of so many rows and earlier tokens a row may run as: one
         number, or those that are tried."""
         if self.n_batches == "auto":
-            return self.choice.possible(n_rows) if self._may_pay_to_stagger(n_rows, context) else (1,)
+            return self._auto.candidates(n_rows, context)
         return (self.n_batches if n_rows >= self.n_batches else 1,)
-
-    def _predicted_s(self, n_rows: int, context: int) -> Mapping[int, float] | None:
-        """Seconds of such a step by how many staggered batches, where the cost model knows them."""
-        if self.modelled is None:
-            return None
-        return self.modelled.by_n_batches(n_rows, context, self.choice.possible(n_rows))
-
-    def _may_pay_to_stagger(self, n_rows: int, context: int) -> bool:
-        """Over copies or stages of the model it may. Elsewhere, where steps are predicted, unless one batch
-        is predicted to be much faster. Else:
-
-        Staggered batches read all weights once each. On one model worker beside attention workers of its
-        kind that pays only where attention, and the exchanges, would be waited for as long: not where all the
-        KV that a step can read is less than half of the weights. Over MPI exchanges may take any time: a link
-        between hosts may be slow, and staggered batches use both of its directions at once."""
-        cluster = self.group.cluster
-        if self.layout.n_replicas > 1 or self.layout.stages:
-            return True
-        predicted = self._predicted_s(n_rows, context)
-        if predicted and len(predicted) > 1:
-            return min(s for n, s in predicted.items() if n > 1) < MAY_PAY * predicted[1]
-        if cluster.attention_platform != cluster.model_platform or self.group.transport.name == "mpi":
-            return True
-        kv_bytes = n_rows * context * sum(spec.slot_bytes for spec in self.specs) / len(self.group.workers)
-        return kv_bytes > tree_bytes(self.model.params) / 2
 
     def held(self) -> list[Held]:
         return self.pool.held()
@@ -428,73 +337,21 @@ class RanksExecutor(Executor):
         chosen, from what (``by``: "measurement", or before it "prediction", or None while candidates are
         tried out without one), and the seconds of a step by number of batches: measured medians, and those
         predicted. ``origin``: where predictions are from; None without any."""
-        found = self.choice.found().items() if self.n_batches == "auto" else ()
-        buckets = []
-        for (batch, context), (n, medians) in sorted(found):
-            predicted = self.choice.predicted((batch, context))
-            by = "measurement" if n is not None else "prediction" if predicted else None
-            if by == "prediction":
-                n = min(predicted, key=predicted.__getitem__)
-            times = {"step_s": medians, "predicted_s": dict(predicted)}
-            buckets.append({"batch": batch, "context": context, "n_batches": n, "by": by, **times})
+        chosen = self._auto.found() if self.n_batches == "auto" else []
         origin = None if self.modelled is None else self.modelled.origin
-        return {"n_batches": self.n_batches, "chosen": buckets, "origin": origin}
-
-    def _say_share(self, n_batches: int) -> None:
-        """To the log, when the share that is wanted has changed by a twentieth, or what steps go as; not more
-        often than each ten seconds."""
-        wishes, now = self.pool.wishes, time.monotonic()
-        assert self.balance is not None
-        n = wishes.n_local + wishes.n_remote
-        wanted = self._wanted_share(n)
-        said = round(20 * wanted), n_batches
-        if not n or said == self._said or now < self._say_after_s:
-            return
-        self._said, self._say_after_s = said, now + _SAY_EACH_S
-        speeds = self.balance.speeds
-        why = "both pools are one host's cores"
-        by = "measured" if self.balance.is_measured() or self.modelled is None else "predicted"
-        if not speeds.shared_host:
-            here_ns, there_ns = (1e9 * x for x in (speeds.local_s, speeds.remote_s))
-            exchange_us = 1e6 * speeds.exchange_s
-            why = (
-                f"a token's attention takes {here_ns:.0f} ns there and {there_ns:.0f} on attention workers, "
-                f"a step's exchanges {exchange_us:.0f} µs"
-            )
-        _log.info(
-            "attention: %.0f %% of %d tokens on model workers, %.0f %% wanted, %d batch(es), slices %s: %s",
-            100 * wishes.n_local / n, n, 100 * wanted, n_batches, by, why,
-        )  # fmt: skip
+        return {"n_batches": self.n_batches, "chosen": chosen, "origin": origin}
 
     def local_attention(self) -> dict[str, Any] | None:
         """How attention is shared between the pools; None where model ranks keep no KV. ``share``: of the
         tokens that the last decode step attended to, those on model ranks, and ``wanted`` what it is to be;
         by heads that is one number. With "auto" also the times that it is chosen by (`Balance.state`)."""
-        if not self.layout.attends_locally:
-            return None
-        if self.layout.by_heads:
-            n_heads = [spec.n_kv_heads for spec in self.specs]
-            share = sum(map(self.layout.local_heads, n_heads)) / max(1, sum(n_heads))
-            return {"partition": "heads", "share": share, "wanted": share}
-        wishes = self.pool.wishes
-        n = wishes.n_local + wishes.n_remote
-        found = {
-            "partition": self.layout.partition,
-            "share": wishes.n_local / n if n else None,
-            "wanted": None if wishes.share is None else wishes.share(n),
-            "n_local_tokens": int(wishes.n_local),
-            "n_remote_tokens": int(wishes.n_remote),
-        }
-        if self.balance is None:
-            return found
-        by = "measurement" if self.balance.is_measured() else None if self.modelled is None else "prediction"
-        return found | {"by": by} | self.balance.state()
+        return self.attention_share.state(self.pool.wishes)
 
     def _settled_n_batches(self, batch: DecodeBatch) -> int:
         """Staggered batches of a step whose time says nothing of them."""
         bucket = n_rows, _ = len(batch.tokens), batch.slot_table.shape[1]
         possible = self.candidates(*bucket)
-        return possible[0] if len(possible) == 1 else self.choice.settled(bucket, n_rows)
+        return possible[0] if len(possible) == 1 else self._auto.choice.settled(bucket, n_rows)
 
     def _rows(self, batch: DecodeBatch, n_batches: int | None = None) -> tuple[Part, Callable[[float], None]]:
         """A decode step as ``n_batches``, or as it is its turn, its rows padded to whole staggered batches or
@@ -509,8 +366,8 @@ class RanksExecutor(Executor):
             possible = self.candidates(*bucket)
             n_batches = possible[0]
             if len(possible) > 1:
-                n_batches = self.choice.next(bucket, n_rows)
-                on_done = partial(self.choice.took, bucket, n_batches)
+                n_batches = self._auto.choice.next(bucket, n_rows)
+                on_done = partial(self._auto.choice.took, bucket, n_batches)
         mini_batches = self.mini_batches if n_batches == 1 and n_rows >= self.mini_batches else 1
         n_parts = max(n_batches, mini_batches)
         batch = batch.padded(-(-n_rows // n_parts) * n_parts, self.n_slots)
@@ -519,7 +376,7 @@ class RanksExecutor(Executor):
         part = rows_part(self.pool, batch, q_first=q_first, **cut)
         if self.balance is not None:
             wishes, n = self.pool.wishes, part.shape.n_batches
-            self._say_share(n)
+            self.attention_share.say(wishes, n)
             return part, partial(self.balance.took, n_rows, n, wishes.n_local, wishes.n_remote)
         # Of what attention workers have nothing of there is nothing to stagger, and its time says nothing.
         return part, on_done if part.shape.n_batches == n_batches else _nothing
@@ -572,35 +429,13 @@ class RanksExecutor(Executor):
 
     def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any] | None:
         """In each number of staggered batches that is tried; the other ranks begin with theirs, too."""
-        few = self._alone and not behind
+        few = self.attention_share.is_alone and not behind
         ahead = [part.shape for part in self._parts_ahead(step, all_local=few)]
-        missing = [shape for shape in ahead if shape not in self._programs]
-        self._begun.update(missing)
-        if not missing:
-            return None
-        for shape in missing:
-            for rank in (*self.group.model_ranks_in(shape), *self.workers_in(shape)):
-                self.group.send(rank, m.PrepareLater(shape, self.group.transport.traceable, behind))
-
-        own = {rows: None for shape in missing if (rows := shape.part_of(0)) is not None}
-
-        def compile_one(rows: StepShape) -> None:
-            if rows not in self._compiled:
-                self._compiled[rows] = self._compile(rows, behind)
-
-        return lambda: side_by_side([partial(compile_one, rows) for rows in own])
+        return self.matched.compile_later(ahead, behind)
 
     def prepare(self, step: Step) -> bool:
         """Finds that the ranks' programs match; False while another rank is compiling its own."""
-        shapes = [part.shape for part in self._parts_ahead(step)]
-        return all(self._matched(shape, wait=False) for shape in shapes if shape in self._begun)
-
-    def _compile(self, rows: StepShape, behind: bool = False) -> tuple[Program, Any]:
-        if kept := self._side.kept(rows, behind):
-            return kept
-        with self._tracing:
-            compiles = self._side.compile_later(rows, behind)
-        return compiles()
+        return self.matched.are_ready(part.shape for part in self._parts_ahead(step))
 
     def _parts_ahead(self, step: Step, all_local: bool = False) -> list[Part]:
         """All that a step of such sizes may run as, on padding: where its tokens lie, and so whether
@@ -628,17 +463,11 @@ class RanksExecutor(Executor):
     def rehearse(self, step: Step) -> None:
         """In all the ways that `compile_later` has them."""
         for part in self._parts_ahead(step):
-            if part.shape in self._programs:
+            if part.shape in self.matched:
                 jax.block_until_ready(self._launch([part]))
 
     def stay_alone(self, alone: bool) -> bool:
-        """Only where the share follows the load."""
-        self._alone = alone and self.balance is not None
-        return self._alone
-
-    def _wanted_share(self, n_tokens: float) -> float:
-        assert self.balance is not None
-        return 1.0 if self._alone else self.balance.share(n_tokens)
+        return self.attention_share.stay_alone(alone)
 
     def rehearse_moves(self, n: int) -> None:
         self._check_current()
@@ -658,16 +487,12 @@ class RanksExecutor(Executor):
     def assume_stored(self, batch: DecodeBatch | PrefillBatch) -> None:
         self.pool.assume_stored(batch)
 
-    def exchanges(self, shape: StepShape) -> tuple[Exchange, ...]:
-        """What this rank's program of a prepared bucket exchanges, in order."""
-        return self._programs[shape].exchanges()
-
     def _launch(self, parts: Sequence[Part], on_done: Callable[[float], None] = _nothing) -> list[jax.Array]:
         """Each part's logits."""
         head, *beside = parts
         shape = msgspec.structs.replace(head.shape, prefills=tuple(part.shape for part in beside))
-        own = self._prepared(shape)
-        workers = self.workers_in(shape)
+        own = self.matched.of(shape)
+        workers = self.matched.workers_in(shape)
         ticket = self.group.begin_step(shape, workers)
         self.group.owed = f"step {self.group.n_steps} ({shape})"
         for rank, *of_parts in zip(workers, *(part.rows.slots for part in parts), strict=False):
@@ -705,66 +530,11 @@ class RanksExecutor(Executor):
             found += transport.unbind(own.receive(self._start))
         return found
 
-    def workers_in(self, shape: StepShape) -> tuple[int, ...]:
-        """The attention workers that take part in a step: all, or none where model ranks attend to all of
-        it."""
-        return self.group.workers if plan_of(self.layout, shape, len(self.specs)).pool else ()
-
     def _check_current(self) -> None:
         if self._epoch != self.group.epoch:
             raise UserError(
                 "the ranks hold another model's KV since this one was made: one model a group at a time"
             )
-
-    def _prepared(self, shape: StepShape) -> Own:
-        """A bucket's programs, compiled on all ranks and found to match before anyone runs it."""
-        found = self._matched(shape, wait=True)
-        assert found is not None
-        return found
-
-    def _matched(self, shape: StepShape, *, wait: bool) -> Own | None:
-        """None, unless told to ``wait``, while another rank is compiling its own."""
-        if shape in self._programs:
-            return self._programs[shape]
-        plan_of(self.layout, shape, len(self.specs))  # what cannot be is said before anybody else hears of it
-        began = time.perf_counter()
-        others = (*self.group.model_ranks_in(shape), *self.workers_in(shape))
-        for rank in others:
-            self.group.send(rank, m.Prepare(shape, self.group.transport.traceable, wait))
-        try:
-            own = self._own(shape)
-        # the others' answers are taken in whatever happens here, or they would be taken for the next ones
-        finally:
-            answers = [self.group.receive(rank, m.Prepared, PREPARE_DEADLINE_S) for rank in others]
-        lists = {0: own.exchanges()}
-        for rank, answer in zip(others, answers, strict=True):
-            if answer.exchanges is None:
-                return None
-            lists[rank] = answer.exchanges
-        self.programs.compiled(str(shape))
-        difference = first_difference(lists, self.group.cluster.describe)
-        if difference is not None:
-            raise UserError(f"the ranks' programs of {shape} do not match, so none is run: {difference}")
-        self._programs[shape] = own
-        self.prepare_s += time.perf_counter() - began
-        return own
-
-    def _own(self, shape: StepShape) -> Own:
-        """Compiled where no step before had the same."""
-        rows, program, weights, receive = shape.part_of(0), None, None, None
-        if rows is not None:
-            if rows not in self._compiled:
-                self._compiled[rows] = self._compile(rows)
-            program, weights = self._compiled[rows]
-        sources = tuple((part.rank, part.logits_of) for part in shape.parts if part.rank)
-        if sources:
-            if sources not in self._compiled:
-                n_words = self.model.split(1).traced.jaxpr.outvars[0].aval.shape[-1]
-                likes = [jax.ShapeDtypeStruct((*of, n_words), jnp.float32) for _, of in sources]
-                ranks = [rank for rank, _ in sources]
-                self._compiled[sources] = receiver(self.group.transport, likes, ranks)
-            receive = self._compiled[sources]
-        return Own(program, weights, receive)
 
 
 def _without_padding(logits: jax.Array, batch: DecodeBatch) -> jax.Array:

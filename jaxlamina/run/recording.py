@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxlamina.errors import UserError
@@ -18,7 +19,9 @@ from jaxlamina.profiling.collect import Recorder
 from jaxlamina.profiling.spans import Span
 from jaxlamina.profiling.timeline import Meeting, RankTrace, Timeline, timeline
 from jaxlamina.run.executor import StepLogits
-from jaxlamina.run.ranks import Own, RanksExecutor
+from jaxlamina.run.matched_programs import Own
+from jaxlamina.run.parts import Part
+from jaxlamina.run.ranks import RanksExecutor
 from jaxlamina.steps.batch import DecodeBatch
 from jaxlamina.steps.shape import StepShape
 from jaxlamina.steps.step import Step
@@ -59,10 +62,9 @@ class RecordingExecutor(RanksExecutor):
                     self._on_error(error)
         return super().run(step)
 
-    def _prepared(self, shape: StepShape) -> Own:
-        found = super()._prepared(shape)
-        self._latest = shape, found.program
-        return found
+    def _run(self, own: Own, head: Part) -> list[jax.Array]:
+        self._latest = head.shape, own.program
+        return super()._run(own, head)
 
     def record(self, batch: DecodeBatch, n_steps: int) -> Timeline:
         """Runs a decode step again and again, each once the last is done, and gives ``n_steps`` of them. Two
@@ -81,7 +83,7 @@ class RecordingExecutor(RanksExecutor):
         assert program is not None
         recorder = Recorder(self.group.transport)
         recorder.start(n_steps + 1)
-        others = (*self.group.model_ranks_in(shape), *self.workers_in(shape))
+        others = self.matched.others_in(shape)
         for rank in others:
             self.group.send(rank, m.Record(n_steps + 1))
         while not recorder.is_full:

@@ -1,7 +1,7 @@
 """The engine in a thread of its own, and requests from asyncio: token events as an async iterator.
 
-The thread alone touches the engine: it takes in what has come, runs one step, gives the step's events out,
-and so on. All bookkeeping of who waits for what is on the event loop's side. Knows `Engine`; nothing of HTTP.
+The thread alone runs the engine (`jaxlamina.server.engine_thread`). Here, on the event loop's side, is all
+bookkeeping of who waits for what, and of whether requests are taken. Knows `Engine`; nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -9,19 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import queue
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from jaxlamina.engine.engine import Engine, PauseMode, TokenEvent
 from jaxlamina.engine.live_request import LiveRequest
-from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.errors import UserError
 from jaxlamina.sampling.params import SamplingParams, seed_of
 from jaxlamina.sampling.structured import Matcher
+from jaxlamina.server.engine_thread import Abort, Add, Ask, BetweenSteps, EngineThread, Observer, Reply
 from jaxlamina.server.settings import GRAMMAR_TIMEOUT_S
 from jaxlamina.server.workshop import Busy, Workshop, in_thread
 
@@ -29,7 +25,6 @@ T = TypeVar("T")
 _log = logging.getLogger("uvicorn.error")
 _COMPILING_AT_ONCE = 2  # grammars
 _LOOK_S = 0.02  # whether requests have ended that a pause waits for
-_TOGETHER_S = 0.5  # that a step waits for requests which go on together
 NOTHING_WRITTEN: Mapping[int, Sequence[int]] = {}
 NONE: Mapping[int, int] = {}
 State = Literal["starting", "ready", "draining", "stopped", "failed"]
@@ -46,22 +41,6 @@ class Unavailable(Exception):
 
 class TooMany(Exception):
     """As many requests as are allowed at once are there."""
-
-
-class Ended(Exception):
-    """This request was ended by who operates the server."""
-
-
-class Observer(Protocol):
-    """Is told, by the engine's thread, what happens to requests. Seconds."""
-
-    def first_token(self, after_s: float) -> None: ...
-
-    def next_token(self, after_s: float) -> None: ...
-
-    def finished(self, output: RequestOutput, after_s: float, first_after_s: float) -> None: ...
-
-    def aborted(self) -> None: ...
 
 
 class Answers:
@@ -108,72 +87,6 @@ class Answers:
         self._queue.put_nowait(error)
 
 
-class _Reply(Generic[T]):
-    """A future of the event loop's that the engine's thread fills in."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: asyncio.Future[T] = loop.create_future()
-        self._loop = loop
-
-    def set(self, value: T) -> None:
-        _call(self._loop, self.give, value)
-
-    def fail(self, error: Exception) -> None:
-        _call(self._loop, self.give, error)
-
-    def give(self, value: Any) -> None:
-        if not self.future.done():
-            if isinstance(value, Exception):
-                self.future.set_exception(value)
-            else:
-                self.future.set_result(value)
-
-
-@dataclass(frozen=True)
-class _Add:
-    answers: Answers
-    jobs: Sequence[LiveRequest]
-    written: Sequence[Sequence[int]]
-    n_given: Mapping[int, int]
-    n_cached: Mapping[int, int]
-    priority: int
-    caller: int
-    is_together: bool
-    reply: _Reply[None]
-
-
-@dataclass(frozen=True)
-class _Abort:
-    answers: Answers
-
-
-@dataclass(frozen=True)
-class _Ask:
-    read: Callable[[Engine], Any]
-    reply: _Reply[Any]
-    may_fail: bool = True
-
-
-@dataclass(frozen=True)
-class _Call:
-    call: Callable[[], None]
-
-
-class _Stop:
-    pass
-
-
-@dataclass
-class _Running:
-    """What the thread knows of a request in the engine. Times are of `time.perf_counter`."""
-
-    answers: Answers
-    index: int
-    arrived: float
-    first: float | None = None
-    last: dict[int, float] = field(default_factory=dict)  # by continuation
-
-
 class AsyncEngine:
     """``prepare(stopped)`` runs in the thread before the first request is taken (see
     `jaxlamina.engine.warm_up`), ``before_step()`` before each step.
@@ -197,27 +110,23 @@ class AsyncEngine:
         self.reason = ""
         self.max_concurrent = max_concurrent
         self._engine = engine
-        self._observer = observer
-        self._prepare = prepare
-        self._before_step = before_step
+        self._thread = EngineThread(
+            engine,
+            observer,
+            prepare=prepare,
+            before_step=before_step,
+            ready=self._ready,
+            deliver=self._deliver,
+            end=self._end,
+        )
         self._grammar_timeout_s = grammar_timeout_s
         self._compiling = Workshop(_COMPILING_AT_ONCE)
         self._callers = itertools.count()
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Ask | _Call | _Stop] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._step_since: float | None = None
-        self._running: dict[str, _Running] = {}  # the thread's
-        self._n_together = 0  # that have come
-        self._expected = 0, 0.0  # how many are to come, and until when they are waited for
-        # The event loop's:
         self._loop: asyncio.AbstractEventLoop
         self._open: set[Answers] = set()
-        self._replies: set[_Reply[Any]] = set()
+        self._replies: set[Reply[Any]] = set()
         self._none_open: asyncio.Event
         self._begun: asyncio.Event
-
-    # --- the event loop's side ---
 
     def start(self) -> None:
         """Begins, from a coroutine: events go to its loop."""
@@ -225,7 +134,7 @@ class AsyncEngine:
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._begun = asyncio.Event()
-        self._thread.start()
+        self._thread.start(self._loop)
 
     async def started(self) -> bool:
         """Waits for the end of ``prepare``; whether requests are taken now."""
@@ -240,8 +149,7 @@ class AsyncEngine:
     @property
     def step_s(self) -> float:
         """For how long the engine has been in a step."""
-        since = self._step_since
-        return 0.0 if since is None else time.perf_counter() - since
+        return self._thread.step_s
 
     @property
     def is_paused(self) -> bool:
@@ -256,8 +164,7 @@ class AsyncEngine:
         """``n`` requests go on together after another process's end, and each says so. No step is begun
         before all of them are there, but for half a second at most: the first ones would have the others
         wait for a step of their own."""
-        if n > self._expected[0]:
-            self._expected = n, time.perf_counter() + _TOGETHER_S
+        self._thread.expect(n)
 
     async def submit(
         self,
@@ -287,7 +194,7 @@ class AsyncEngine:
         answers = Answers(self, prompts, counted)
         self._open.add(answers)
         self._none_open.clear()
-        reply: _Reply[None] = _Reply(self._loop)
+        reply: Reply[None] = Reply(self._loop)
         try:
             matcher = await self._compiled(params)
             jobs = await in_thread(self._jobs, prompts, params, matcher, seed)
@@ -295,7 +202,7 @@ class AsyncEngine:
             if answers not in self._open or self.state in ("stopped", "failed"):  # that ended meanwhile
                 raise Unavailable(self._why_not())
             await self._post(
-                _Add(
+                Add(
                     answers,
                     jobs,
                     again,
@@ -345,7 +252,7 @@ class AsyncEngine:
         holds then; `Unavailable`."""
         waits = mode == "wait"
         async with asyncio.timeout(deadline_s):
-            await self.ask(lambda engine: self._pause(engine, mode, clear_cache and not waits), deadline_s)
+            await self.ask(lambda _: self._thread.pause(mode, clear_cache and not waits), deadline_s)
             while waits and not await self.ask(lambda engine: engine.rests, deadline_s):
                 await asyncio.sleep(_LOOK_S)
             if waits and clear_cache:
@@ -360,14 +267,14 @@ class AsyncEngine:
         What else it raises is the caller's, and unless it ``may_fail`` the engine's end."""
         if self.state in ("stopped", "failed"):
             raise Unavailable(self._why_not())
-        reply: _Reply[T] = _Reply(self._loop)
+        reply: Reply[T] = Reply(self._loop)
         async with asyncio.timeout(deadline_s):
-            return await self._post(_Ask(read, reply, may_fail), reply)
+            return await self._post(Ask(read, reply, may_fail), reply)
 
     def between_steps(self, call: Callable[[], None]) -> None:
         """Has the engine's thread do so before its next step, from any thread. What it raises ends the
         engine."""
-        self._inbox.put(_Call(call))
+        self._thread.put(BetweenSteps(call))
 
     def fail(self, reason: str) -> None:
         """Whoever waits is told that nobody will be answered any more."""
@@ -389,17 +296,16 @@ class AsyncEngine:
 
     async def stop(self, deadline_s: float) -> bool:
         """Ends the thread; whether it did so in time (a program that compiles cannot be interrupted)."""
-        self._stopping.set()
-        self._inbox.put(_Stop())
+        self._thread.stop()
         await asyncio.to_thread(self._thread.join, deadline_s)
         if self.state != "failed":
             self._end("stopped", "the server has shut down")
-        return not self._thread.is_alive()
+        return not self._thread.is_alive
 
-    async def _post(self, message: _Add | _Ask, reply: _Reply[T]) -> T:
+    async def _post(self, message: Add | Ask, reply: Reply[T]) -> T:
         self._replies.add(reply)
         try:
-            self._inbox.put(message)
+            self._thread.put(message)
             return await reply.future
         finally:
             self._replies.discard(reply)
@@ -410,7 +316,7 @@ class AsyncEngine:
             if not self._open:
                 self._none_open.set()
             if not finished:
-                self._inbox.put(_Abort(answers))
+                self._thread.put(Abort(answers))
 
     def _end(self, state: State, reason: str) -> None:
         """Nobody will be answered any more: whoever waits hears so."""
@@ -438,122 +344,3 @@ class AsyncEngine:
     def _deliver(given: Sequence[tuple[Answers, int, TokenEvent]]) -> None:
         for answers, index, event in given:
             answers._give(index, event)
-
-    # --- the thread ---
-
-    def _run(self) -> None:
-        try:
-            self._prepare(self._stopping.is_set)
-            _call(self._loop, self._ready)
-            while self._take_in():
-                if not self._engine.rests:
-                    self._before_step()
-                    self._step_since = time.perf_counter()
-                    events = self._engine.step()
-                    self._step_since = None
-                    self._give_out(events)
-            if self._engine.idle:  # the end: no slot may be lost or shared by now
-                self._engine.check_integrity()
-        except BaseException as error:  # noqa: BLE001 (whatever it is, nobody is answered any more)
-            _log.error("the engine has failed", exc_info=True)
-            _call(self._loop, self._end, "failed", f"{type(error).__name__}: {error}")
-
-    def _take_in(self) -> bool:
-        """Does what has been asked for; waits where there is nothing else to do. False: it is over."""
-        while not self._stopping.is_set():
-            wait_s = None if self._engine.rests else self._awaits_s()
-            try:
-                message = self._inbox.get(block=wait_s != 0, timeout=wait_s)
-            except queue.Empty:
-                return True
-            if isinstance(message, _Add):
-                self._add(message)
-            elif isinstance(message, _Abort):
-                self._abort(message.answers)
-            elif isinstance(message, _Ask):
-                try:
-                    message.reply.set(message.read(self._engine))
-                except Exception as error:  # who asks is told
-                    message.reply.fail(error)
-                    if not message.may_fail:
-                        raise
-            elif isinstance(message, _Call):
-                message.call()
-        return False
-
-    def _awaits_s(self) -> float:
-        """How long a step waits for requests that come together (`expect`)."""
-        n, until_s = self._expected
-        return max(0.0, until_s - time.perf_counter()) if self._n_together < n else 0.0
-
-    def _add(self, message: _Add) -> None:
-        now = time.perf_counter()
-        self._n_together += message.is_together
-        try:
-            for index, job in enumerate(message.jobs):
-                how: Any = {"priority": message.priority, "caller": message.caller}
-                before: Any = {
-                    "written": message.written[index],
-                    "n_given": message.n_given.get(index, 0),
-                    "n_cached": message.n_cached.get(index),
-                }
-                self._engine.add_job(job, **before, **how)
-                self._running[job.request_id] = _Running(message.answers, index, now)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
-            self._abort(message.answers)
-            message.reply.fail(error)
-        else:
-            message.reply.set(None)
-
-    def _pause(self, engine: Engine, mode: PauseMode, clear_cache: bool) -> None:
-        given = []
-        for request_id in engine.pause(mode, clear_cache=clear_cache):
-            if (running := self._running.pop(request_id, None)) is not None:
-                error = Ended("this request was ended by a pause of the server: send it again")
-                event = TokenEvent(request_id, 0, "", None, error=error)
-                given.append((running.answers, running.index, event))
-                self._observer.aborted()
-        _call(self._loop, self._deliver, given)
-
-    def _abort(self, answers: Answers) -> None:
-        for request_id in [id_ for id_, running in self._running.items() if running.answers is answers]:
-            del self._running[request_id]
-            self._engine.abort(request_id)
-            self._observer.aborted()
-
-    def _give_out(self, events: Sequence[TokenEvent]) -> None:
-        now = time.perf_counter()
-        given = []
-        for event in events:
-            running = self._running.get(event.request_id)
-            if running is None:  # aborted while its step ran
-                continue
-            given.append((running.answers, running.index, event))
-            if event.output is not None or event.error is not None:
-                del self._running[event.request_id]
-            try:
-                self._observe(running, event, now)
-            except Exception:  # noqa: BLE001 (a count less)
-                _log.exception("request %s was not counted", event.request_id)
-        if given:
-            _call(self._loop, self._deliver, given)
-
-    def _observe(self, running: _Running, event: TokenEvent, now: float) -> None:
-        if event.error is not None:
-            self._observer.aborted()
-            return
-        if event.is_again:  # noted when it was written
-            running.first = running.first or now
-        elif running.first is None:
-            running.first = now
-            self._observer.first_token(now - running.arrived)
-        elif event.index in running.last:
-            self._observer.next_token(now - running.last[event.index])
-        running.last[event.index] = now
-        if event.output is not None:
-            self._observer.finished(event.output, now - running.arrived, running.first - running.arrived)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    if not loop.is_closed():  # a server that did not wait for this thread has nobody left to tell
-        loop.call_soon_threadsafe(function, *arguments)

@@ -23,7 +23,8 @@ from fastapi import FastAPI
 
 import jaxlamina
 from jaxlamina.engine.engine import Engine
-from jaxlamina.engine.warm_up import Behind, first_of, shapes, warm_up
+from jaxlamina.engine.sizes_to_compile import first_of, shapes
+from jaxlamina.engine.warm_up import Behind, warm_up
 from jaxlamina.errors import UserError
 from jaxlamina.process import garbage
 from jaxlamina.process.compile_ahead import n_compiling

@@ -12,9 +12,10 @@ from typing import Any
 from jaxlamina.engine.outputs import RequestOutput
 from jaxlamina.engine.policies import BATCH_PRIORITY
 from jaxlamina.sampling.params import SamplingParams
-from jaxlamina.server.async_engine import Answers, AsyncEngine, Ended, Prompt, TooMany, Unavailable
+from jaxlamina.server.async_engine import Answers, AsyncEngine, Prompt, TooMany, Unavailable
 from jaxlamina.server.chat import ChatForm
 from jaxlamina.server.completions import CompletionForm
+from jaxlamina.server.engine_thread import Ended
 from jaxlamina.server.errors import ApiError, of_failure, refused, unavailable
 from jaxlamina.server.followed import FollowedAnswer, text_of
 from jaxlamina.server.forms import Form, dump
