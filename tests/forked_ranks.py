@@ -102,6 +102,9 @@ class Forked:
             with suppress(ProcessLookupError):  # it ends just now
                 os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
