@@ -47,6 +47,20 @@ class OneJob:
         return False
 
 
+def followed(job):
+    """A request to its end."""
+
+    async def follow():
+        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
+        request = await requests.accept("/v1/completions", b"{}")
+        async with asyncio.timeout(10):
+            await request.over()
+        await job.client.aclose()
+        return request
+
+    return asyncio.run(follow())
+
+
 class BreakingJob(OneJob):
     """One that breaks off after so many tokens each time it is asked, and tells again what it has to."""
 
@@ -73,17 +87,8 @@ class BreakingJob(OneJob):
 
 def test_a_job_is_told_what_there_is_and_how_many_go_on():
     """What it does not tell again comes neither twice nor never."""
-
-    async def follow():
-        job = BreakingJob(2, 1, 1)
-        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
-        request = await requests.accept("/v1/completions", b"{}")
-        async with asyncio.timeout(10):
-            await request.over()
-        await job.client.aclose()
-        return request, job.follows
-
-    request, follows = asyncio.run(follow())
+    job = BreakingJob(2, 1, 1)
+    request, follows = followed(job), job.follows
     assert request.status == 200 and request.events == [piece.text for piece in PIECES]
     assert [dict(follow.written) for follow in follows] == [{}, {0: (0, 1)}, {0: (0, 1, 2)}]
     assert [dict(follow.n_given) for follow in follows] == [{}, {0: 2}, {0: 3}]
@@ -152,15 +157,7 @@ def test_an_event_without_memory_is_given_once(at, monkeypatch):
 
     monkeypatch.setattr(FollowedRequests, "_give", staticmethod(without_memory))
 
-    async def follow():
-        job = OneJob()
-        requests = FollowedRequests(job, Journal(None), MemoryReserve(2**20), recovery_s=10)
-        request = await requests.accept("/v1/completions", b"{}")
-        async with asyncio.timeout(10):
-            await request.over()
-        await job.client.aclose()
-        return request, job.n_asked
-
-    request, n_asked = asyncio.run(follow())
+    job = OneJob()
+    request, n_asked = followed(job), job.n_asked
     assert (request.status, n_asked) == (200, 2)
     assert request.events == [piece.text for piece in PIECES]

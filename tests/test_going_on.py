@@ -276,8 +276,7 @@ def test_no_step_is_begun_before_all_that_go_on_together_are_there(llm, n_expect
         assert await engine.started()
         all_answers = []
         for _ in range(n_come):
-            engine.expect(n_expected)
-            all_answers.append(await engine.submit([Prompt(PROMPT)], KINDS["greedy"]))
+            all_answers.append(await engine.submit([Prompt(PROMPT)], KINDS["greedy"], n_together=n_expected))
             await asyncio.sleep(0.02)
         async with asyncio.timeout(60):
             for answers in all_answers:

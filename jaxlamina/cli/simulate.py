@@ -25,7 +25,7 @@ from jaxlamina.options import (
 
 if TYPE_CHECKING:
     from jaxlamina.planner.costs import Deployment
-    from jaxlamina.planner.traces import AnsweredTrace, Trace
+    from jaxlamina.planner.traces import Trace
     from jaxlamina.simulator import Compared, Failure, SimulatedRun
 
 
@@ -104,6 +104,7 @@ def simulate(
     from jaxlamina import simulator
     from jaxlamina.console.progress import bar
     from jaxlamina.planner.failures import FailureRate
+    from jaxlamina.planner.traces import AnsweredTrace
 
     setup = _setup(
         model,
@@ -117,7 +118,8 @@ def simulate(
         link_gb_s,
         link_us,
     )
-    load, answered = _load(trace, hours, speedup)
+    load = _load(trace, hours, speedup)
+    answered = load if isinstance(load, AnsweredTrace) else None
     if prompt_batch_tokens is None:
         by_memory = memory is link_gb_s is link_us is None and partition == "heads" and setup.n_model == 1
         prompt_batch_tokens = PROMPT_BATCH_TOKENS if by_memory or not setup.is_split else 0
@@ -210,17 +212,16 @@ def _failure(text: str) -> Failure:
         raise UserError(f"--failure {text!r} must be seconds, pool, seconds, such as 3600,model,40") from None
 
 
-def _load(name: str, hours: float | None, speedup: float) -> tuple[Trace, AnsweredTrace | None]:
-    """What is to be served; and with what a server measured, where it is that load as it was."""
+def _load(name: str, hours: float | None, speedup: float) -> Trace:
+    """An `AnsweredTrace` where it is a load that a server has answered, as it was."""
     from jaxlamina.planner import traces
 
     if not (speedup > 0 and math.isfinite(speedup)):
         raise UserError(f"--speedup {speedup:g} must be above 0")
     found = traces.named(name)
-    if isinstance(found, traces.AnsweredTrace) and speedup == 1 and hours is None:
-        return found, found
-    found = traces.Trace((found.arrival_us / speedup).astype(int), found.n_prompt, found.n_output)
-    return (found if hours is None else traces.repeated(found, 3600 * hours)), None
+    if speedup != 1:
+        found = traces.Trace((found.arrival_us / speedup).astype(int), found.n_prompt, found.n_output)
+    return found if hours is None else traces.repeated(found, 3600 * hours)
 
 
 def _pools(setup: Deployment) -> str:

@@ -58,13 +58,19 @@ class AnsweredTrace(Trace):
 
     @property
     def tpot_s(self) -> Float[np.ndarray, " M"]:
-        """Seconds per token after the first, of requests with more than one."""
-        several = self.n_output > 1
-        return (self.e2el_s - self.ttft_s)[several] / (self.n_output[several] - 1)
+        return tpot_s(self.e2el_s - self.ttft_s, self.n_output)
 
     @property
     def output_per_s(self) -> float:
         return float(self.n_output.sum()) / self.seconds
+
+
+def tpot_s(
+    after_first_s: Float[np.ndarray, " R"], n_output: Int[np.ndarray, " R"]
+) -> Float[np.ndarray, " M"]:
+    """Seconds per token after the first, of requests with more than one."""
+    several = n_output > 1
+    return after_first_s[several] / (n_output[several] - 1)
 
 
 def load(name: str) -> Trace:

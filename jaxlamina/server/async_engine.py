@@ -160,12 +160,6 @@ class AsyncEngine:
         if self.state != "ready":
             raise Unavailable(self._why_not())
 
-    def expect(self, n: int) -> None:
-        """``n`` requests go on together after another process's end, and each says so. No step is begun
-        before all of them are there, but for half a second at most: the first ones would have the others
-        wait for a step of their own."""
-        self._thread.expect(n)
-
     async def submit(
         self,
         prompts: Sequence[Prompt],
@@ -177,7 +171,7 @@ class AsyncEngine:
         written: Mapping[int, Sequence[int]] = NOTHING_WRITTEN,
         n_given: Mapping[int, int] = NONE,
         n_cached: Mapping[int, int] = NONE,
-        is_together: bool = False,
+        n_together: int = 0,
     ) -> Answers:
         """Queues ``prompts`` together and returns once all are accepted. Together they are one caller among
         others.
@@ -186,7 +180,7 @@ class AsyncEngine:
         requests whose parameters have none, None: any. ``written``, ``n_given``, ``n_cached``: as of
         `Engine.add_job`, by prompt; the first is left out of those that begin anew. Raises `UserError` for
         what cannot be served (then none of them is), `Unavailable`, `TooMany`; anything else is a fault of
-        ours. ``is_together``: it is one of those of `expect`.
+        ours. ``n_together``: as of `EngineThread.expect`, 0 for who comes alone.
         """
         self.check_ready()
         if counted and self.n_open >= self.max_concurrent:
@@ -195,6 +189,7 @@ class AsyncEngine:
         self._open.add(answers)
         self._none_open.clear()
         reply: Reply[None] = Reply(self._loop)
+        self._thread.expect(n_together)
         try:
             matcher = await self._compiled(params)
             jobs = await in_thread(self._jobs, prompts, params, matcher, seed)
@@ -210,7 +205,7 @@ class AsyncEngine:
                     n_cached,
                     priority,
                     next(self._callers),
-                    is_together,
+                    n_together > 0,
                     reply,
                 ),
                 reply,

@@ -165,7 +165,9 @@ class EngineThread:
         return 0.0 if since is None else time.perf_counter() - since
 
     def expect(self, n: int) -> None:
-        """As `AsyncEngine.expect`."""
+        """``n`` requests go on together after another process's end, and each says so. No step is begun
+        before all of them are there, but for half a second at most: the first ones would have the others
+        wait for a step of their own."""
         if n > self._expected[0]:
             self._expected = n, time.perf_counter() + _TOGETHER_S
 

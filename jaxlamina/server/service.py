@@ -85,7 +85,6 @@ class Service:
 
     async def followed(self, body: Body, follow: Follow) -> FollowedAnswer:
         """The answer for a supervisor; accepted once this returns."""
-        self.engine.expect(follow.n_together)
         form, answers = await self._begin(body, counted=True, follow=follow)
         return FollowedAnswer(form, answers, _of, dict(follow.n_given), is_stream=bool(body.stream))
 
@@ -102,7 +101,7 @@ class Service:
                 form.identify(follow.key, follow.created)
                 before = {"written": dict(follow.written), "n_cached": dict(follow.n_cached)}
                 before |= {} if form.counts_events else {"n_given": dict(follow.n_given)}
-                how |= {"seed": follow.seed, "is_together": follow.n_together > 0, **before}
+                how |= {"seed": follow.seed, "n_together": follow.n_together, **before}
             return form, await self.engine.submit(prompts, params, **how)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this request's)
             raise _of(error) from None

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxlamina.planner.costs import Deployment, StepCost
+from jaxlamina.planner.traces import tpot_s
 
 SHARES = (50, 99)
 
@@ -60,9 +61,7 @@ class SimulatedRun:
 
     @property
     def tpot_s(self) -> Float[np.ndarray, " M"]:
-        """Seconds per token after the first, of requests with more than one."""
-        several = self.n_output > 1
-        return (self.end_s - self.first_s)[several] / (self.n_output[several] - 1)
+        return tpot_s(self.end_s - self.first_s, self.n_output)
 
     @property
     def seconds(self) -> float:

@@ -143,9 +143,9 @@ class FollowedRequests:
         self._job, self._journal, self._recovery_s = job, journal, recovery_s
         self._memory = memory
         self._all: dict[str, FollowedRequest] = {}
-        self._waiting: set[FollowedRequest] = set()  # their job went away, and they have no token since
-        self._suspects: set[FollowedRequest] = set()  # of those
-        self._tried: FollowedRequest | None = None  # the one of these that the job works at
+        # Their job went away, they have no token since, and it need not be because of them.
+        self._waiting: set[FollowedRequest] = set()
+        self._tried: FollowedRequest | None = None  # a suspect that the job works at
         # Of an earlier supervisor.
         self._before, self._model_before = list(journal.entries()), journal.model()
         self._ended_before: dict[str, Entry] = {}
@@ -261,15 +261,14 @@ class FollowedRequests:
 
     async def _turn(self, request: FollowedRequest) -> None:
         """Waits until the others have tokens again, and no other suspect is without."""
-        self._suspects.add(request)
+        self._waiting.discard(request)
         until = time.monotonic() + _ALONE_S  # some may wait for room in the job
-        while (self._tried or self._waiting - self._suspects) and time.monotonic() < until:
+        while (self._tried or self._waiting) and time.monotonic() < until:
             await asyncio.sleep(_LOOK_S)
         self._tried = request
 
     def _waits_no_more(self, request: FollowedRequest) -> None:
         self._waiting.discard(request)
-        self._suspects.discard(request)
         if self._tried is request:
             self._tried = None
 
@@ -283,7 +282,7 @@ class FollowedRequests:
             tuple((which, tuple(ids)) for (which, index), ids in request.tokens.items() if not index),
             tuple((which, n) for (which, index), n in request.n_given.items() if not index),
             tuple(request.n_cached.items()),
-            len(self._waiting - self._suspects) if request in self._waiting - self._suspects else 0,
+            len(self._waiting) if request in self._waiting else 0,
         )
         content = msgspec.json.encode(follow) + b"\n" + entry.body
         headers = {"content-type": "application/json"}
