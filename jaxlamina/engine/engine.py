@@ -123,7 +123,6 @@ class Engine:
             )
         self.batching = PromptBatches(self.sizes, n_together)
         self.batches = StepBatches(
-            buckets,
             self.sizes,
             self.drawing.newest,
             n_slots=executor.n_slots,

@@ -15,7 +15,7 @@ import numpy as np
 from jaxlamina.engine.request import Request
 from jaxlamina.engine.scheduled_step import OwnChunk, PromptSpan, RunTogether, ScheduledStep
 from jaxlamina.steps.batch import DecodeBatch, PrefillBatch
-from jaxlamina.steps.buckets import Buckets, CompiledSizes, StepSizes
+from jaxlamina.steps.buckets import CompiledSizes, StepSizes
 from jaxlamina.steps.step import PromptPart
 
 
@@ -26,7 +26,6 @@ class StepBatches:
 
     def __init__(
         self,
-        buckets: Buckets,
         sizes: CompiledSizes,
         newest: Callable[[Sequence[Request], np.ndarray], Any],
         *,
@@ -35,7 +34,7 @@ class StepBatches:
         n_prefill_workers: int,
         mixed: bool,
     ) -> None:
-        self._buckets, self._sizes, self._newest = buckets, sizes, newest
+        self._sizes, self._newest = sizes, newest
         self._n_slots, self._max_model_len = n_slots, max_model_len
         self._n_prefill_workers, self._mixed = n_prefill_workers, mixed
 
@@ -48,7 +47,8 @@ class StepBatches:
         if prompts and self._n_prefill_workers:
             # What runs on which prefill worker at once has a program of its own: nothing is padded to
             # another's.
-            return rows and self._buckets.fit(rows), [self._buckets.fit(prompt) for prompt in prompts]
+            fit = self._sizes.buckets.fit
+            return rows and fit(rows), [fit(prompt) for prompt in prompts]
         if rows is None or not prompts:
             return rows and self._sizes.fit(rows), [self._sizes.fit(prompt) for prompt in prompts]
         [prompt] = prompts
