@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,15 @@ import numpy as np
 import pytest
 from rank_jobs import run_job
 from split_examples import llama_params, scanned_llama, stacked
+from test_models import MODELS
 
+from jaxlamina import LLM, SamplingParams
+from jaxlamina.engine.warm_up import warm_up
+from jaxlamina.models import ModelConfig, random_params
 from jaxlamina.process import kept_programs
+from jaxlamina.run.unsplit import UnsplitExecutor
+from jaxlamina.steps.buckets import StepSizes
+from jaxlamina.weights.sources import InMemoryModel
 from pallas_kernels import use_backend
 from splitter import split, trace
 
@@ -129,6 +136,68 @@ def test_a_program_that_cannot_be_written_is_no_fault(folder: Path) -> None:
     folder.write_text("a file where the folder should be")
     kept("nowhere")
     assert folder.read_text().startswith("a file")
+
+
+WARM = (
+    StepSizes("decode", 4, 1, 64),
+    StepSizes("prefill", 1, 32, 0),
+    StepSizes("chunk", 1, 32, 64, of_all=True),
+)
+
+
+def warmed_up(options: dict[str, Any]) -> LLM:
+    # A model of its own, so that none of its programs is in JAX's cache.
+    config = ModelConfig.from_hf(MODELS["llama"] | {"max_position_embeddings": 64, "rms_norm_eps": 1.7e-5})
+    source = InMemoryModel(config, random_params(config, seed=3))
+    llm = LLM(source, split=False, max_num_seqs=4, max_model_len=64, **options)
+    beside = [replace(WARM[0], alongside=WARM[1])] if options.get("mixed_steps") else []
+    warm_up(llm.engine, [*WARM, *beside], lambda n: None, lambda: False, all_of_drawing=False)
+    return llm
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixed_steps": True, "kv_dtype": "int8-channel"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "kv_dtype": "int8"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_second_process_of_one_device_traces_no_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Whole steps: what is compiled ahead is kept, and taken by an executor that cannot trace any."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=n) for n in (None, 1)
+    ]
+    found, counts = [], []
+    for _ in range(2):
+        llm = warmed_up(options)
+        counts.append(dict(llm.engine.executor.programs.counts))
+        monkeypatch.setattr(UnsplitExecutor, "_program", None)  # from the first one's end on
+        outputs = llm.generate([{"prompt_token_ids": [3, 5, 7]}, {"prompt_token_ids": [9, 4]}], params)
+        found.append([(o.outputs[0].token_ids, o.prompt_logprobs) for o in outputs])
+    assert found[0] == found[1] and counts[0] == counts[1] and sum(counts[0].values()) >= len(WARM)
+    assert len([path for path in folder.rglob("*") if path.is_file()]) == sum(counts[0].values())
+
+
+def test_a_damaged_step_is_traced_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    x, found, traced = jnp.arange(4.0), [], []
+    for damaged in (False, True, False):
+        for path in folder.rglob("*"):
+            if path.is_file() and damaged:
+                path.write_bytes(b"no program")
+
+        def lower() -> jax.stages.Lowered:
+            traced.append(damaged)  # noqa: B023 (called within the loop)
+            return jax.jit(lambda x: x * float(zlib.crc32(b"is damaged"))).lower(x)
+
+        devices = jax.devices()[:1]
+        program = kept_programs.later(name("damaged"), lower, devices, None, lambda: found.append(1))
+        np.testing.assert_array_equal(program()(x), x * float(zlib.crc32(b"is damaged")))
+    assert traced == [False, True] and len(found) == 1
+    assert caplog.text.count("compiled again") == 1
 
 
 def test_programs_of_old_sources_are_dropped(folder: Path) -> None:

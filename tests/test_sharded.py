@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _CODE = """
 import json, sys
 from functools import partial
@@ -87,7 +89,30 @@ print(json.dumps({"one": one[0], "two": two[0], "kept": kept[0], "moved": moved[
 """
 
 
-def _two_devices(code: str) -> Any:
+_START = """
+import json
+from jaxlamina import LLM, SamplingParams
+from jaxlamina.engine.warm_up import warm_up
+from jaxlamina.models import ModelConfig, random_params
+from jaxlamina.process.jax_cache import keep_programs
+from jaxlamina.run.unsplit import UnsplitExecutor
+from jaxlamina.steps.buckets import StepSizes
+from jaxlamina.weights.sources import InMemoryModel
+from test_models import MODELS
+
+keep_programs()
+config = ModelConfig.from_hf(MODELS["llama"] | {"num_attention_heads": 4, "num_key_value_heads": 2})
+llm = LLM(InMemoryModel(config, random_params(config, seed=1)), split=False, tensor_parallel=2, max_num_seqs=2, max_model_len=64)
+n_traced, program = [], UnsplitExecutor._program
+UnsplitExecutor._program = lambda self, step: n_traced.append(1) or program(self, step)
+todo = [StepSizes("decode", 2, 1, 64), StepSizes("prefill", 1, 32, 0)]
+warm_up(llm.engine, todo, lambda n: None, lambda: False, all_of_drawing=False)
+outputs = llm.generate([[3, 5, 7, 9], [4, 8]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+print(json.dumps({"tokens": [o.token_ids for o in outputs], "n_traced": len(n_traced)}))
+"""
+
+
+def _two_devices(code: str, **environment: str) -> Any:
     """What the code prints last, as JSON, in a process with two devices."""
     here = str(Path(__file__).parent)
     both = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
@@ -95,7 +120,7 @@ def _two_devices(code: str) -> Any:
     paths = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | flags | {"PYTHONPATH": paths},
+        env=os.environ | flags | {"PYTHONPATH": paths} | environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -115,6 +140,12 @@ def test_an_engine_over_two_devices_writes_what_one_writes():
     more, split, int8 = found["said"]
     assert "needs as many devices, and there are 2" in more and "give split=False" in split
     assert "for one device" in int8 and found["n_moved"] > 0
+
+
+@pytest.mark.slow
+def test_a_second_start_over_two_devices_traces_no_step(tmp_path: Path):
+    first, second = (_two_devices(_START, JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert first["tokens"] == second["tokens"] and (first["n_traced"], second["n_traced"]) == (2, 0)
 
 
 def test_two_devices_give_what_one_gives():

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -83,6 +83,29 @@ def compiled(
     with compat.not_written_to_cache():
         found = lowered.compile(compiler_options=options)
     return found, not (_here.was_known and device.platform == "cpu")
+
+
+def later(
+    name: str | None,
+    lower: Callable[[], jax.stages.Lowered],
+    devices: Sequence[jax.Device],
+    options: Any,
+    on_found: Callable[[], object],
+) -> Callable[[], jax.stages.Compiled]:
+    """What gives a program for ``devices``, in any thread: the one that is kept under ``name``, after
+    ``on_found``; or else one that is lowered now, compiled then, and kept if it has a name."""
+    lowered = None if name is not None and _path(name).exists() else lower()
+
+    def program() -> jax.stages.Compiled:
+        if lowered is None and name is not None and (found := load(name, devices)):
+            on_found()
+            return found[0]
+        made, can_be_kept = compiled(lower() if lowered is None else lowered, devices[0], options)
+        if name is not None and can_be_kept:
+            save(name, made, None)
+        return made
+
+    return program
 
 
 def save(name: str, compiled: jax.stages.Compiled, note: Any) -> None:

@@ -196,10 +196,11 @@ class ExecutorMaker:
             kv["modelled"] = self.modelled
             return kind(fn, params, group=place.group, source=self.model, **kv)
         n_slots = options.kv_slots or partial(slots_that_fit, most=most, least=least)
+        name = self.model.name
         if place.sharing:
-            return ShardedExecutor(fn, params, devices=place.sharing, n_slots=n_slots, **kv)
+            return ShardedExecutor(fn, params, devices=place.sharing, n_slots=n_slots, name=name, **kv)
         if not options.split:
-            return UnsplitExecutor(fn, params, device=place.model_device, n_slots=n_slots, **kv)
+            return UnsplitExecutor(fn, params, device=place.model_device, n_slots=n_slots, name=name, **kv)
         return LocalExecutor(
             fn,
             params,

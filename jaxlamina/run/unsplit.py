@@ -5,7 +5,7 @@ Same kernels, same KV slots, same batches as split execution; what differs is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlamina.kv.kept import WHOLE, KeptFound, KeptWanted
+from jaxlamina.process import kept_programs
 from jaxlamina.process.compile_counts import Programs
 from jaxlamina.ranks.contexts import context_at
 from jaxlamina.run.executor import Capabilities, Executor, StepLogits
@@ -41,7 +42,8 @@ from splitter import SplitReport
 
 
 class UnsplitExecutor(Executor):
-    """Runs whole steps as single jitted calls; interface and KV options as ``LocalExecutor``."""
+    """Runs whole steps as single jitted calls; interface and KV options as ``LocalExecutor``. ``name``:
+    `CausalLM.name` of ``model``; with one, programs that are compiled ahead are kept on disk."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class UnsplitExecutor(Executor):
         n_host_slots: int | None = 0,
         calibration: Calibration | None = None,
         largest: LargestStep | None = None,
+        name: Hashable | None = None,
     ) -> None:
         self.programs = Programs()
         self._device = device
@@ -85,6 +88,9 @@ class UnsplitExecutor(Executor):
             n_host_slots=self.n_host_slots,
             sharding=self._pool_sharding,
         )
+        pools = jax.tree.map(lambda x: (x.shape, str(x.dtype)), (self.kv.k, self.kv.v))
+        weights = [(n, x.shape, str(x.dtype), str(x.sharding)) for n, x in sorted(self.params.items())]
+        self._made_of = None if name is None else (type(self).__name__, name, weights, self.specs, pools)
 
     # What differs where several devices share out the work (`jaxlamina.run.sharded`).
 
@@ -153,10 +159,17 @@ class UnsplitExecutor(Executor):
     def compile_later(self, step: Step, *, behind: bool = False) -> Callable[[], Any]:
         assert len(step.apart) == 1 or step.alongside is not None, "one program"
         sizes, options = _sizes(step), compiler_options(self.device, behind=behind)
-        lowered = self._program(step).lower(*self._inputs(step))
+        made_of = self._made_of and (self._made_of, self._device.id, sizes, options)
+        program = kept_programs.later(
+            made_of and kept_programs.name_of(self._device, made_of),
+            lambda: self._program(step).lower(*self._inputs(step)),
+            self._devices,
+            options,
+            lambda: self.programs.compiled(_label_of(step)),
+        )
 
         def run() -> None:
-            self._compiled[sizes] = lowered.compile(compiler_options=options)
+            self._compiled[sizes] = program()
 
         return run
 
@@ -215,7 +228,7 @@ class UnsplitExecutor(Executor):
         lengths: jax.Array,
         new_slots: jax.Array,
     ) -> tuple[list[Pool], list[Pool], jax.Array]:
-        self.programs.compiled(f"whole step, batch {len(tokens)}, context {slot_table.shape[1]}")
+        self.programs.compiled(_label(slot_table.shape))
         k_pools, v_pools = list(k_pools), list(v_pools)
         given = slot_table, lengths, new_slots
         attend = attend_in_pools(self._decode_kernel, self.specs, k_pools, v_pools, *given)
@@ -237,10 +250,8 @@ class UnsplitExecutor(Executor):
         lengths: jax.Array,
         of_all: bool = False,
     ) -> tuple[list[Pool], list[Pool], jax.Array]:
-        context = slot_table.shape[1]
-        after = f" after {context}" if context else ""
-        after += ", logits of all" if of_all else ""
-        self.programs.compiled(f"whole prefill {tokens.shape[0]} × {tokens.shape[1]} tokens{after}")
+        (n, n_tokens), context = tokens.shape, slot_table.shape[1]
+        self.programs.compiled(_label(None, (n, n_tokens, context), of_all))
         k_pools, v_pools = list(k_pools), list(v_pools)
         given = slots, slot_table, lengths
         attend = attend_in_pools(self._prompt_kernel, self.specs, k_pools, v_pools, *given)
@@ -259,10 +270,10 @@ class UnsplitExecutor(Executor):
         chunk: PrefillBatch,
     ) -> tuple[list[Pool], list[Pool], jax.Array, jax.Array]:
         """tokens, positions: as of `with_chunk`, a row each."""
-        n, n_tokens = len(batch.tokens), chunk.tokens.shape[1]
-        after = f" after {chunk.slot_table.shape[1]}" if chunk.has_earlier else ""
-        what = f"whole step, batch {n}, context {batch.slot_table.shape[1]}"
-        self.programs.compiled(f"{what}, with {n_tokens} tokens{after}")
+        n = len(batch.tokens)
+        self.programs.compiled(
+            _label(batch.slot_table.shape, (*chunk.tokens.shape, chunk.slot_table.shape[1]))
+        )
         pools = list(k_pools), list(v_pools)
         rows_given = batch.slot_table, batch.lengths, batch.new_slots
         of_rows = attend_in_pools(self._decode_kernel, self.specs, *pools, *rows_given)
@@ -301,6 +312,27 @@ class UnsplitExecutor(Executor):
 def _filled_beside_rows(*args: Any) -> Filled | None:
     tokens, _, batch, chunk = args[3:]
     return Filled.of(tokens, chunk.logits_at, len(batch.tokens))
+
+
+def _label(
+    rows: tuple[int, ...] | None, prompts: tuple[int, int, int] | None = None, of_all: bool = False
+) -> str:
+    """What a program is for. ``rows``: how many, and their context; ``prompts``: how many, the tokens of each
+    and those before."""
+    said = [] if rows is None else [f"whole step, batch {rows[0]}, context {rows[1]}"]
+    if prompts is not None:
+        n, n_tokens, context = prompts
+        what = f"whole prefill {n} × {n_tokens}" if rows is None else f"with {n_tokens}"
+        said.append(f"{what} tokens{f' after {context}' * bool(context)}")
+    return ", ".join(said + ["logits of all"] * of_all)
+
+
+def _label_of(step: Step) -> str:
+    rows = None if step.decodes is None else step.decodes.slot_table.shape
+    if not step.prompts:
+        return _label(rows)
+    part = step.prompts[0]
+    return _label(rows, (*part.batch.tokens.shape, part.batch.slot_table.shape[1]), part.scored)
 
 
 def _sizes(step: Step) -> tuple[Any, ...]:
