@@ -141,6 +141,7 @@ class SupervisedJob:
         self._leaving = Leaving()
         self._is_changing = False
         self._planned = ""  # why the one that runs is ended, where somebody asked for it
+        self.planned: set[int] = set()  # numbers of starts that were ended so
         self._before: tuple[str, ...] | None = None  # the command until then, while the new one is not ready
         self._command, self._folder = tuple(command), folder
         self._stuck_after_s, self._step_s, self._start_s = stuck_after_s, step_s, start_s
@@ -249,6 +250,7 @@ class SupervisedJob:
             if not stop_first:
                 await self._make_ready(new, deadline_s)
             self._before, self._command, self._planned = self._command, new, why
+            self.planned.add(n)
             self._running.process.kill()
             await self.ready(deadline_s, after=n)
             if self._command != new:
