@@ -356,6 +356,23 @@ def test_a_request_that_goes_on_is_not_why_the_job_ends(tiny):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+def test_newcomers_after_a_fault_cut_off_nobody(tiny):
+    """Where as many run as may at once: whoever comes while the job starts, is asked of it first."""
+    body = LONG | {"stream": True, "max_tokens": 480}
+    with supervised(tiny, "--max-concurrent-requests", "2") as server:
+        streams = [Asked(server.port, "/v1/completions", body) for _ in range(2)]
+        wait_until(lambda: all(len(stream.events) > 5 for stream in streams))
+        os.kill(find("server", server.process.pid), signal.SIGKILL)
+        newcomers = [Asked(server.port, "/v1/completions", body) for _ in range(2)]
+        for asked in (*streams, *newcomers):
+            asked.join(100)
+        for stream in streams:
+            assert stream.ends and len(stream.events) == 482
+        assert all(asked.status == 429 or asked.ends for asked in newcomers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_requests_of_a_killed_supervisor_are_finished_without_their_clients(tiny, tmp_path):
     options = ("--journal", str(tmp_path))
     with supervised(tiny, *options) as server:
