@@ -423,6 +423,7 @@ def test_a_job_of_so_many_workers():
     assert more.words[-2:] == ("--", "serve")
     assert more.words[3:9] == ("--set", 'dop="1,2"', "--set", 'dop="1,3"', "--set", "prefill_workers=1")
     assert job.after(Change("restart")) is job
+    assert job.after(Change("scale", attention=-2)).workers == Workers(1, 0, 0)
     of_starter = replace(job, has_starter=True)
     assert of_starter.after(Change("restart", stop_first=True)) is of_starter
     for change, says in (
@@ -431,7 +432,7 @@ def test_a_job_of_so_many_workers():
     ):
         with pytest.raises(ValueError, match=says):
             of_starter.after(change)
-    for change in (Change("scale", attention=-2), Change("scale", model=-1), Change("scale", prefill=-1)):
+    for change in (Change("scale", attention=-3), Change("scale", model=-1), Change("scale", prefill=-1)):
         with pytest.raises(ValueError, match="is no job"):
             job.after(change)
     assert job.on_each_host("a.module", "kept_kv_folder=/dev/shm/x") == (

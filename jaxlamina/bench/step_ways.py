@@ -139,8 +139,8 @@ def layouts(
     executor has none for it either. Where they may keep some, a few new tokens stay there whatever the share.
     """
     if cluster.n_attention == 0:
-        asked = {"--shares": options.local_attention, "--mini-batches": options.mini_batches}
-        check_unsplit(cluster, asked | {"--staggered": options.staggered})
+        of_split = {"--shares": options.local_attention, "--mini-batches": options.mini_batches}
+        check_unsplit(cluster, of_split | {"--staggered": options.staggered})
         yield f"unsplit over {cluster.n_ranks} rank{'s'[: cluster.n_ranks > 1]}", {}
         return
     if not options.local_attention:

@@ -307,9 +307,9 @@ class Cluster(ModelOptions):
 
     @property
     def local_share(self) -> float | Literal["auto"]:
-        """``local_attention``, or where it is "auto": 1 without attention workers; 0 where model workers cannot
-        keep any KV, or where it does not follow the load: with messages in parts, which are of all tokens, and
-        on shards of the model, unless heads are asked for by name."""
+        """``local_attention``, or where it is "auto": 1 without attention workers; 0 where model workers
+        cannot keep any KV, or where it does not follow the load: with messages in parts, which are of all
+        tokens, and on shards of the model, unless heads are asked for by name."""
         if self.n_attention == 0:
             return 1.0
         if self.local_attention != "auto":

@@ -33,8 +33,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Pools:
-    """DOP (a, b) (Lamina 2025, §4): n_model compute-pool ranks and n_attention memory-pool ranks. With none of
-    these the compute-pool ranks keep all KV: the unsplit model.
+    """DOP (a, b) (Lamina 2025, §4): n_model compute-pool ranks and n_attention memory-pool ranks. With none
+    of these the compute-pool ranks keep all KV: the unsplit model.
 
     n_replicas: how many copies of the model the compute pool holds; each is sharded over n_model / n_replicas
     ranks. n_prefill: ranks that compute prompts and nothing else (§5); DOP does not count them.

@@ -104,11 +104,11 @@ def checked_partition(
     if share := share_by_heads(local_share, n_workers, n_kv_heads, n_ranks):
         bad = [k for k in n_kv_heads if local_heads(k, n_workers, share, n_ranks) is None]
         if bad and n_workers == 0:
-            able = max(n for n in range(1, n_ranks) if all(k % n == 0 for k in n_kv_heads))
+            divides = max(n for n in range(1, n_ranks) if all(k % n == 0 for k in n_kv_heads))
             raise UserError(
                 f"without attention workers each of {n_ranks} model workers keeps as many of a layer's "
-                f"{bad[0]} KV heads, which {n_ranks} does not divide: take dop=({able}, 0) "
-                f"with tensor_parallel={able}, or attention workers"
+                f"{bad[0]} KV heads, which {n_ranks} does not divide: take "
+                f"dop=({divides}, 0) with tensor_parallel={divides}, or attention workers"
             )
         if bad and n_ranks > 1:
             able = [b for b in range(1, bad[0]) if local_heads(bad[0], b, 0.5, n_ranks) is not None]
