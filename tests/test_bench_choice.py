@@ -150,6 +150,23 @@ def test_what_cannot_be_asked_is_refused_in_a_line() -> None:
     assert "tpot=" in refused("choice", "--devices", "h200=2", "--slos", "fast")
 
 
+def test_of_tensor_parallelism_both_ways_are_shown_and_the_faster_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(cases, words, **how):
+        for one in cases[0].candidates:
+            for i, way in enumerate(choice_bench.jobs_of(one.setup, on_gpus=False)):
+                one.ways_ms[way] = 20.0 - 5 * i
+        return choice_bench.ChoiceReport(list(cases))
+
+    monkeypatch.setattr(choice_bench, "measure", measured)
+    record, shown = bench("choice", "--devices", "h200=2", "--config", "llama-3-8b", "--split-plans", "0")
+    alone, shared = sorted(record["cases"][0]["candidates"], key=lambda one: len(one["ways_ms"]))
+    assert alone["ways_ms"] == {"unsplit": 20.0} and alone["measured_ms"] == 20.0
+    assert shared["ways_ms"] == {"unsplit, 2 devices by weights": 20.0, "unsplit over 2 ranks": 15.0}
+    assert shared["measured_ms"] == 15.0 and "unsplit over 2 ranks" in shown
+
+
 def test_a_case_of_one_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(cases, words, **how):
         return choice_bench.ChoiceReport(list(cases), dict(how["left_out"]))
