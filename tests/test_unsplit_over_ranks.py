@@ -3,13 +3,17 @@ model in one process."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_jobs import check_greedy, run_job
+from test_predicted import TERMS
 
 from jaxlamina.errors import UserError
 from jaxlamina.job.cluster import Cluster
+from jaxlamina.planner.calibration import DeviceCalibration
+from jaxlamina.planner.costs import LinkTerms
 from jaxlamina.ranks.cluster_layout import layout_of, local_share_of, partition_of
 
 LLAMA = "llama"
@@ -40,30 +44,46 @@ def test_tokens_are_those_of_the_unsplit_model(transport: str, dop: Any, how: An
     assert small["same"] and small["n_preemptions"] and small["n_moved_in_tokens"], small
 
 
-def test_three_shards_meet_in_collectives_of_all_ranks() -> None:
+def test_three_shards_meet_in_collectives_of_all_ranks_and_steps_have_a_price(tmp_path: Path) -> None:
     three = [LLAMA, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}]
     how = {"tensor_parallel": 3, "local_attention": "auto"}
-    check_greedy(run_job("xla", (3, 0), [("greedy", {"model": three})], **how)[0])
+    known = DeviceCalibration(TERMS, {"gloo": LinkTerms(1e-4, 1e9, True)}, "a CPU", {}, "2026-11-27")
+    known.save(tmp_path / "cpu.json")
+    scenario = "greedy", {"model": three, "calibration": str(tmp_path / "cpu.json")}
+    [found] = run_job("xla", (3, 0), [scenario], **how)
+    check_greedy(found)
+    assert found["staggering"]["origin"] == known.origin, found["staggering"]
 
 
-@pytest.mark.parametrize(("dop", "how"), [((1, 0), {}), pytest.param((2, 0), SHARDS, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize(("dop", "how"), [((1, 0), {}), ((2, 0), SHARDS)])
 def test_all_else_that_ranks_do(dop: Any, how: Any) -> None:
-    """Samples and beams, copies and moves of KV, int8, programs compiled ahead, scored prompts, other weights, a
-    prompt in a decode step, several prompts in one call, and `bench step`."""
+    """Samples and beams, copies and moves of KV, int8, programs compiled ahead, scored prompts, other
+    weights, a prompt in a decode step, and several prompts in one call."""
     scenarios: list[tuple[str, dict[str, Any]]] = [
         *((name, {"model": LLAMA}) for name in ("branches", "moves", "warmed", "scored", "short_prompts")),
         ("greedy", {"model": LLAMA, "n_tokens": 24, "kv_dtype": "int8-channel"}),
         ("updated", {"model": LLAMA}),
         ("with_chunk", {"model": LLAMA, "partition": "heads"}),
-        ("step_bench", {"model": LLAMA, "prefill": 8}),
     ]
-    *found, updated, mixed, bench = run_job("xla", dop, scenarios, local_attention="auto", **how)
+    *found, updated, mixed = run_job("xla", dop, scenarios, local_attention="auto", **how)
     assert all(one["same"] for one in found), found
     warmed = found[2]
     assert not warmed["more"] and warmed["ahead"] == warmed["n_todo"] and warmed["all_by_others"], warmed
     assert updated["same_before"] and updated["same_after"] and updated["differ"], updated
     assert mixed["difference"] < 1e-5 and mixed["tokens"][0] == mixed["tokens"][1], mixed
-    name = f"unsplit over {dop[0]} rank{'s' if dop[0] > 1 else ''}"
+
+
+@pytest.mark.parametrize(
+    ("dop", "how", "name"),
+    [
+        ((1, 0), {}, "unsplit over 1 rank"),
+        pytest.param((2, 0), SHARDS, "unsplit over 2 ranks", marks=SLOW),
+    ],
+)
+def test_bench_step_has_a_way_for_it(dop: Any, how: Any, name: str) -> None:
+    scenario = "step_bench", {"model": LLAMA, "prefill": 8}
+    [bench] = run_job("xla", dop, [scenario], local_attention="auto", **how)
     more = ("", ", with 8 alongside", ", then 8")
     assert [*bench["ways"]] == [way + words for way in ("unsplit", name) for words in more]
     assert bench["difference"] < 1e-5, bench
