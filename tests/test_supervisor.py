@@ -292,7 +292,7 @@ def test_a_socket_in_place_of_a_port(tiny, tmp_path):
         server.wait_for("ready: ")
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://job") as client:
             assert client.post("/v1/completions", json=LONG, timeout=60).status_code == 200
-            change = {"instruction": "scale", "attention": -1}  # this host asks, and may
+            change = {"instruction": "scale", "attention": -2}  # this host asks, and may
             assert "is no job" in client.post("/v1/fault_tolerance/apply", json=change).text
             below = children(server.process.pid)
             with client.stream(

@@ -56,7 +56,7 @@ def pretended(n: int) -> dict[str, str]:
     return {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
 
 
-class Ended(NamedTuple):
+class EndedJob(NamedTuple):
     """What a job wrote; ``code``: None of one that was too late, and was ended."""
 
     code: int | None
@@ -64,7 +64,7 @@ class Ended(NamedTuple):
     err: str
 
 
-def run_at_once(jobs: Sequence[ComparedJob], within_s: float) -> Generator[Ended]:
+def run_at_once(jobs: Sequence[ComparedJob], within_s: float) -> Generator[EndedJob]:
     """Starts all; gives each as it ended, in their order. Closed before that, it ends the others."""
     until = time.monotonic() + within_s
     started: list[subprocess.Popen[str]] = []
@@ -73,9 +73,9 @@ def run_at_once(jobs: Sequence[ComparedJob], within_s: float) -> Generator[Ended
         for process in started:
             try:
                 out, err = process.communicate(timeout=max(0.0, until - time.monotonic()))
-                yield Ended(process.returncode, out, err)
+                yield EndedJob(process.returncode, out, err)
             except subprocess.TimeoutExpired:
-                yield Ended(None, "", end(process))
+                yield EndedJob(None, "", end(process))
     finally:
         for process in started:
             end(process)
