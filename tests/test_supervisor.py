@@ -292,7 +292,7 @@ def test_a_socket_in_place_of_a_port(tiny, tmp_path):
         server.wait_for("ready: ")
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://job") as client:
             assert client.post("/v1/completions", json=LONG, timeout=60).status_code == 200
-            change = {"instruction": "scale", "attention": -1}  # this host asks, and may
+            change = {"instruction": "scale", "attention": -2}  # this host asks, and may
             assert "is no job" in client.post("/v1/fault_tolerance/apply", json=change).text
             below = children(server.process.pid)
             with client.stream(
@@ -440,6 +440,7 @@ def test_a_job_of_so_many_workers():
     assert more.words[-2:] == ("--", "serve")
     assert more.words[3:9] == ("--set", 'dop="1,2"', "--set", 'dop="1,3"', "--set", "prefill_workers=1")
     assert job.after(Change("restart")) is job
+    assert job.after(Change("scale", attention=-2)).workers == Workers(1, 0, 0)
     of_starter = replace(job, has_starter=True)
     assert of_starter.after(Change("restart", stop_first=True)) is of_starter
     for change, says in (
@@ -448,7 +449,7 @@ def test_a_job_of_so_many_workers():
     ):
         with pytest.raises(ValueError, match=says):
             of_starter.after(change)
-    for change in (Change("scale", attention=-2), Change("scale", model=-1), Change("scale", prefill=-1)):
+    for change in (Change("scale", attention=-3), Change("scale", model=-1), Change("scale", prefill=-1)):
         with pytest.raises(ValueError, match="is no job"):
             job.after(change)
     assert job.on_each_host("a.module", "kept_kv_folder=/dev/shm/x") == (
