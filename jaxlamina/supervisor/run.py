@@ -43,6 +43,7 @@ from jaxlamina.supervisor.settings import Supervision
 
 _JOURNAL = "journal.sqlite"
 _REMOVE_S = 20.0  # for ranks on all hosts to begin, and to remove a folder
+_FILES_EACH = 2  # of a request: its client's connection, and one to the job
 _RESERVE_BYTES = 24 * 2**20
 _LEAST_RESERVE = 0.1  # of it, without which Python can break anywhere
 _RESERVE_LOOK_S = 0.5
@@ -139,7 +140,7 @@ class _Supervisor:
         config = uvicorn.Config(
             app,
             log_level=settings.uvicorn_log_level,
-            http=protocol(settings.max_connections, settings.client_timeout),
+            http=protocol(settings.max_connections, settings.client_timeout, files_each=_FILES_EACH),
             timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )
