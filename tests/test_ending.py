@@ -194,6 +194,7 @@ SUPERVISOR = """
 import asyncio, os, subprocess, sys
 from pathlib import Path
 from jaxlamina.supervisor import leaving
+from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.child import SupervisedJob
 
 held, polled, is_gone = set(), subprocess.Popen.poll, leaving._is_gone
@@ -206,7 +207,7 @@ async def spare_of(job):
 
 async def main():
     times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
-    job = SupervisedJob([sys.executable, *sys.argv[2:]], Path(sys.argv[1]), n_spare=1, **times)
+    job = SupervisedJob(JobCommand((sys.executable, *sys.argv[2:])), Path(sys.argv[1]), n_spare=1, **times)
     running = asyncio.create_task(job.run())
     first = await job.ready(20)
     await asyncio.wait_for(spare_of(job), 20)

@@ -13,12 +13,25 @@ from test_ending import SERVER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nobody says so elsewhere")
 
+# With two attention workers it is not ready for as long as a file is there, and ends if another one is.
+PROGRAM = f"""
+import os, pathlib, sys, time
+here = pathlib.Path(sys.argv[-1]).parents[1]
+while 'dop="1,2"' in sys.argv and (here / "hold").exists():
+    time.sleep(0.01)
+if 'dop="1,2"' in sys.argv and (here / "broken").exists():
+    sys.exit(1)
+{SERVER}
+"""
 # `python` is a link: without it nothing can be started.
 SUPERVISOR = """
-import asyncio, logging, os, subprocess, sys
+import asyncio, json, logging, os, subprocess, sys
 from pathlib import Path
+from jaxlamina.server.errors import ApiError
 from jaxlamina.supervisor import leaving
+from jaxlamina.supervisor.changes import JobCommand, Workers
 from jaxlamina.supervisor.child import Cause, GivenUp, NotChanged, SupervisedJob
+from jaxlamina.supervisor.operating import Operating
 
 logging.basicConfig(format="log: %(message)s", stream=sys.stdout, level=logging.INFO)
 logging.getLogger("httpx").setLevel(logging.ERROR)
@@ -33,7 +46,8 @@ async def until(holds):
 
 async def main(n_spare):
     times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
-    job = SupervisedJob([str(python), "-c", sys.argv[2]], folder, n_spare=n_spare, **times)
+    command = JobCommand((str(python), "-c", sys.argv[2], "--", "serve"), Workers(1, 1, 0))
+    job = SupervisedJob(command, folder, n_spare=n_spare, **times)
     running = asyncio.create_task(job.run())
     await scenario(job, running)
     job.end()
@@ -46,7 +60,7 @@ async def main(n_spare):
 def supervise(tmp_path, scenario, *, n_spare=0):
     """The lines of a supervisor that runs ``scenario(job, running)``."""
     program = f"{SUPERVISOR}\nasync def scenario(job, running):\n{textwrap.indent(textwrap.dedent(scenario), '    ')}"
-    words = [sys.executable, "-c", f"{program}\nasyncio.run(main({n_spare}))", str(tmp_path), SERVER]
+    words = [sys.executable, "-c", f"{program}\nasyncio.run(main({n_spare}))", str(tmp_path), PROGRAM]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=100, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1] == "ended", done.stdout + done.stderr
@@ -173,7 +187,7 @@ def test_a_signal_during_a_change_leaves_the_job_to_finish(tmp_path):
     """The new one is ended with it."""
     scenario = """
         first = await job.ready(20)
-        changing = asyncio.create_task(job.change(job._command, "", stop_first=False, deadline_s=20))
+        changing = asyncio.create_task(job.change(job.command, "", stop_first=False, deadline_s=20))
         await until(lambda: job._spare is not None)
         new = job._spare
         first.process.send_signal = lambda number: None  # it takes its time
@@ -186,3 +200,32 @@ def test_a_signal_during_a_change_leaves_the_job_to_finish(tmp_path):
         print(first.exit_code(), new.exit_code())
     """
     assert supervise(tmp_path, scenario)[-2:] == ["the server is shutting down", "None None"]
+
+
+@pytest.mark.parametrize(("comes", "workers"), [(True, 2), (False, 1)])
+def test_a_change_that_is_late_is_under_way_and_known_when_it_is_over(tmp_path, comes, workers):
+    """Whether the changed job comes, or the one before it again; later changes begin there."""
+    (tmp_path / "hold").touch()
+    scenario = f"""
+        operating, n = Operating(job), (await job.ready(20)).n
+
+        async def scale(timeout_s):
+            change = dict(instruction="scale", attention=1, stop_first=True, timeout=timeout_s)
+            return await operating.apply(json.dumps(change).encode())
+
+        try:
+            await scale(1)
+        except ApiError as error:
+            print(error.status, error.code, "still under way" in str(error))
+        hold = folder.parent / "hold"
+        if not {comes}:
+            hold.with_name("broken").touch()
+        hold.unlink()
+        await job.ready(20, after=n)
+        print(operating.status()["workers"]["attention"])
+        hold.with_name("broken").unlink(missing_ok=True)
+        print((await scale(20))["job"], [word for word in job._running.command if "dop" in word][-1])
+    """
+    lines = [line for line in supervise(tmp_path, scenario) if not line.startswith("log: ")]
+    more = workers + 1
+    assert lines == ["503 still_changing True", f"{workers}", f'DOP (1, {more}) dop="1,{more}"']

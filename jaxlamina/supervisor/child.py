@@ -11,7 +11,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ import httpx
 from jaxlamina.exit_codes import FAILED
 from jaxlamina.process.parents import take_orphans
 from jaxlamina.server.pieces import STEP_SECONDS
+from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.leaving import Leaving
 from jaxlamina.supervisor.retrying import MOST_FAILED_STARTS, Retrying
 from jaxlamina.supervisor.running import NOT_STARTED, Running, why_not_started
@@ -58,7 +59,8 @@ class _Health(NamedTuple):
 
 
 class SupervisedJob:
-    """``command`` with a socket's path after it serves there.
+    """``command`` with a socket's path after it serves there. It changes with the job: the start that runs,
+    or is to be ready next, is of it.
 
     A start that is not ready when it ends is a failed one: the first ends the job, with ``code``; later ones
     are tried again, after a pause, for ``recovery_s`` and five times at least. A server that was ready is
@@ -70,7 +72,7 @@ class SupervisedJob:
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: JobCommand,
         folder: Path,
         *,
         stuck_after_s: float,
@@ -85,8 +87,8 @@ class SupervisedJob:
         self._leaving = Leaving()
         self._is_changing = False
         self._planned = ""  # why the one that runs is ended, where somebody asked for it
-        self._before: tuple[str, ...] | None = None  # the command until then, while the new one is not ready
-        self._command, self._folder = tuple(command), folder
+        self._before: JobCommand | None = None  # the command until then, while the new one is not ready
+        self.command, self._folder = command, folder
         self._stuck_after_s, self._step_s, self._start_s = stuck_after_s, step_s, start_s
         self._retrying, self._end_s = Retrying(recovery_s), end_s
         self._secret = secrets.token_hex(16)
@@ -159,7 +161,7 @@ class SupervisedJob:
                 cause, self._planned = Cause("planned", self._planned), ""
             undone = None if was_ready else self._before
             if undone is not None:
-                self._command, self._before = undone, None
+                self.command, self._before = undone, None
             pause_s = self._retrying.ended(ended_at, was_ready=was_ready, is_first=undone is not None)
             if pause_s is None:
                 n_failed = self._retrying.n_failed
@@ -189,15 +191,15 @@ class SupervisedJob:
             return Cause("start", f"it could not be started: {why_not_started(error)}"), FAILED
         return (Cause("planned", "it is to end"), 0) if running is None else await self._watch(running)
 
-    async def change(self, command: Sequence[str], why: str, *, stop_first: bool, deadline_s: float) -> None:
-        """Another start in place of the one that runs, of ``command``: made ready beside it, or with
-        ``stop_first`` after its end, where there is no room for both. `NotChanged`; `GivenUp`, `TimeoutError`
-        where the end has come before."""
+    async def change(self, new: JobCommand, why: str, *, stop_first: bool, deadline_s: float) -> None:
+        """Another start in place of the one that runs, of the command ``new``: made ready beside it, or with
+        ``stop_first`` after its end, where there is no room for both. `NotChanged`; `GivenUp`; `TimeoutError`
+        where it is under way still: ``command`` says later what came of it."""
         if self._is_changing:
             raise NotChanged("the job is being changed already")
         if self.state != "ready":
             raise NotChanged(f"the job is {self.state}: try again once it is ready")
-        new, self._is_changing = tuple(command), True
+        self._is_changing = True
         try:
             assert self._running is not None
             n = self._running.n
@@ -205,17 +207,15 @@ class SupervisedJob:
             if not stop_first:
                 await self._make_ready(new, deadline_s)
                 self._check_does_not_end()  # what the job finishes is not to be cut off
-            self._before, self._command, self._planned = self._command, new, why
+            self._before, self.command, self._planned = self.command, new, why
             self._running.process.kill()
             await self.ready(deadline_s, after=n)
-            if self._command != new:
+            if self.command != new:
                 raise NotChanged("the new job was not ready when it ended; the one before it runs again")
         finally:
             await self._has_changed()
 
-    async def update(
-        self, ask: Callable[[Running], Awaitable[Sequence[str] | None]], deadline_s: float
-    ) -> None:
+    async def update(self, ask: Callable[[Running], Awaitable[JobCommand | None]], deadline_s: float) -> None:
         """``ask`` changes the job that runs, and says by which command it starts so; None: it has not
         changed. Later starts are of that command, and a spare of the one before is ended. ``deadline_s``: for
         a job that takes requests. `NotChanged`, `GivenUp`, `TimeoutError`, and what ``ask`` raises."""
@@ -229,7 +229,7 @@ class SupervisedJob:
                 return
             if self._running is not running:
                 raise NotChanged("the job ended right after its change, and was started again without it")
-            self._command = tuple(new)
+            self.command = new
             await self._end_spare()
         finally:
             await self._has_changed()
@@ -246,7 +246,7 @@ class SupervisedJob:
             self._is_changing = False
             self._changed.notify_all()
 
-    async def _make_ready(self, command: tuple[str, ...], deadline_s: float) -> None:
+    async def _make_ready(self, command: JobCommand, deadline_s: float) -> None:
         """A spare of ``command``, which stands by."""
         await self._leaving.gone()
         self._check_does_not_end()
@@ -296,7 +296,7 @@ class SupervisedJob:
         are free. What is being made ready for a change is none yet. None: it has been asked to end meanwhile.
         One of `NOT_STARTED` where there is neither."""
         spare, self._spare = self._spare, None
-        if spare is None or spare.exit_code() is not None or spare.command != self._command:
+        if spare is None or spare.exit_code() is not None or spare.command != self.command.words:
             await self._leaving.gone()
             if self.ends():
                 return None
@@ -352,10 +352,10 @@ class SupervisedJob:
         if self._n_spare:
             _log.error("no more spares are started: %d in a row did not stand by", n_failed)
 
-    def _start(self, *, is_spare: bool = False, command: tuple[str, ...] | None = None) -> Running:
+    def _start(self, *, is_spare: bool = False, command: JobCommand | None = None) -> Running:
         """One of `NOT_STARTED` where the system does not let it."""
         self.n_starts += 1
-        words = command or self._command
+        words = (command or self.command).words
         return Running(self.n_starts, words, self._folder, self._secret, is_spare=is_spare)
 
     async def _watch(self, running: Running) -> tuple[Cause, int]:

@@ -120,7 +120,7 @@ class _Supervisor:
         self._on_ready, self._start_s = on_ready, supervision.start_timeout
         self._memory, self._has_journal = memory, supervision.journal is not None
         self._job = SupervisedJob(
-            command.words,
+            command,
             folder,
             stuck_after_s=supervision.stuck_after,
             step_s=supervision.step_timeout,
@@ -131,7 +131,7 @@ class _Supervisor:
         )
         self._requests = FollowedRequests(self._job, journal, memory, recovery_s=supervision.recovery_timeout)
         keys = ApiKeys(settings.api_key, settings.api_key_file)
-        operating = Operating(self._job, command)
+        operating = Operating(self._job)
         is_unix = settings.uds is not None
         front = Front(self._job, self._requests, journal, memory, operating, keys, of_this_host=is_unix)
         limit = settings.max_body_bytes
