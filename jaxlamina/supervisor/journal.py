@@ -42,16 +42,18 @@ CREATE TABLE IF NOT EXISTS tokens (key TEXT NOT NULL, which INTEGER NOT NULL, id
 CREATE INDEX IF NOT EXISTS of_request ON tokens (key);
 CREATE TABLE IF NOT EXISTS cached (key TEXT NOT NULL, which INTEGER NOT NULL, n INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS cached_of_request ON cached (key);
+CREATE TABLE IF NOT EXISTS errors (key TEXT PRIMARY KEY, status INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS model (said TEXT NOT NULL);
 """
-_OF_REQUESTS = ("tokens", "cached")
+_OF_REQUESTS = ("tokens", "cached", "errors")
 _log = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
 class Entry:
     """A request as it came, and what it ``wrote``: tokens of each of its prompts' first sequence.
-    ``n_cached``: tokens of each prompt whose KV was there when it was first computed."""
+    ``n_cached``: tokens of each prompt whose KV was there when it was first computed. ``error``: the status
+    and the content that it ended with, where these are not of an answer."""
 
     key: str
     path: str
@@ -61,6 +63,7 @@ class Entry:
     wrote: dict[int, list[int]] = field(default_factory=dict)
     n_cached: dict[int, int] = field(default_factory=dict)
     has_ended: bool = False
+    error: tuple[int, bytes] | None = None
 
 
 class _Group(NamedTuple):
@@ -139,9 +142,10 @@ class Journal:
         with self._noting() as unwritten:
             unwritten.cached(key, which, n)
 
-    def ended(self, key: str) -> None:
+    def ended(self, key: str, error: tuple[int, bytes] | None = None) -> None:
+        """``error``: as of `Entry`."""
         with self._noting() as unwritten:
-            unwritten.ended(key, time.time())
+            unwritten.ended(key, time.time(), error)
 
     def forget(self, key: str) -> None:
         """Nobody will ask for it."""
@@ -158,9 +162,11 @@ class Journal:
         cached: defaultdict[str, dict[int, int]] = defaultdict(dict)
         for key, which, n in self._database.execute("SELECT key, which, n FROM cached"):
             cached[key].setdefault(which, n)
+        rows = self._database.execute("SELECT key, status, content FROM errors")
+        errors = {key: (status, content) for key, status, content in rows}
         found = "SELECT key, path, body, created, seed, ended IS NOT NULL FROM requests ORDER BY rowid"
         return [
-            Entry(key, path, body, created, seed, wrote[key], cached[key], bool(has_ended))
+            Entry(key, path, body, created, seed, wrote[key], cached[key], bool(has_ended), errors.get(key))
             for key, path, body, created, seed, has_ended in self._database.execute(found)
         ]
 
@@ -273,3 +279,5 @@ def _write_request(database: sqlite3.Connection, key: str, unwritten: Unwritten)
         database.execute("INSERT INTO cached VALUES (?, ?, ?)", (key, which, n))
     if unwritten.ended_at is not None:
         database.execute("UPDATE requests SET ended = ? WHERE key = ?", (unwritten.ended_at, key))
+    if unwritten.error is not None:
+        database.execute("INSERT OR REPLACE INTO errors VALUES (?, ?, ?)", (key, *unwritten.error))

@@ -27,6 +27,7 @@ class Unwritten:
     tokens: dict[int, array[int]] = field(default_factory=dict)  # of each prompt
     cached: list[tuple[int, int]] = field(default_factory=list)
     ended_at: float | None = None
+    error: tuple[int, bytes] | None = None  # that it ended with
 
     @property
     def is_nowhere(self) -> bool:
@@ -37,7 +38,8 @@ class Unwritten:
     def n_bytes(self) -> int:
         of_body = 0 if self.row is None else len(self.row[2])
         of_tokens = _TOKEN_BYTES * sum(map(len, self.tokens.values()))
-        return _EACH_BYTES + of_body + of_tokens + _CACHED_BYTES * len(self.cached)
+        of_error = 0 if self.error is None else len(self.error[1])
+        return _EACH_BYTES + of_body + of_tokens + _CACHED_BYTES * len(self.cached) + of_error
 
     def then(self, later: Unwritten) -> Unwritten | None:
         """Both in one; None: nothing of them has to be written any more."""
@@ -47,7 +49,7 @@ class Unwritten:
         for which, ids in later.tokens.items():
             self.tokens.setdefault(which, array("i")).extend(ids)
         self.cached += later.cached
-        self.ended_at = self.ended_at or later.ended_at
+        self.ended_at, self.error = self.ended_at or later.ended_at, self.error or later.error
         return self
 
 
@@ -84,9 +86,10 @@ class UnwrittenRequests:
             self._at(key).cached.append((which, n))
             self.n_bytes += _CACHED_BYTES
 
-    def ended(self, key: str, at: float) -> None:
+    def ended(self, key: str, at: float, error: tuple[int, bytes] | None = None) -> None:
         if not self._without.get(key):
-            self._at(key).ended_at = at
+            self._at(key).ended_at, self._at(key).error = at, error
+            self.n_bytes += 0 if error is None else len(error[1])
 
     def forget(self, key: str) -> None:
         had, is_nowhere = self._take(key), self._without.pop(key, False)
