@@ -139,6 +139,39 @@ def test_what_does_not_end_is_killed_after_its_time():
         assert ending.began(child.pid) is None
 
 
+NO_FILES = """
+import asyncio, os, resource, subprocess
+from jaxlamina.supervisor.leaving import Leaving
+
+child = subprocess.Popen(["sleep", "600"])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+async def main():
+    leaving, files = Leaving(), []
+    try:
+        while True:
+            files.append(os.open("/dev/null", 0))
+    except OSError:
+        ending = asyncio.create_task(leaving.end_all(lambda: [], 0.0))
+        await asyncio.sleep(0.1)
+    print(child.poll(), ending.done(), flush=True)
+    while files:
+        os.close(files.pop())
+    await ending
+    await leaving.gone()
+    print(child.poll() is not None, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_what_nobody_says_to_be_gone_is_waited_for():
+    """Here no file can be opened, so that /proc says nothing."""
+    words = [sys.executable, "-c", NO_FILES]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.splitlines() == ["None False", "True"], done.stderr
+
+
 # Answers /health at once, as a spare when it is its turn.
 SERVER = """
 import http.server, os, pathlib, socketserver, sys, time
@@ -161,6 +194,7 @@ SUPERVISOR = """
 import asyncio, os, subprocess, sys
 from pathlib import Path
 from jaxlamina.supervisor import leaving
+from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.child import SupervisedJob
 
 held, polled, is_gone = set(), subprocess.Popen.poll, leaving._is_gone
@@ -173,7 +207,7 @@ async def spare_of(job):
 
 async def main():
     times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
-    job = SupervisedJob([sys.executable, *sys.argv[2:]], Path(sys.argv[1]), n_spare=1, **times)
+    job = SupervisedJob(JobCommand((sys.executable, *sys.argv[2:])), Path(sys.argv[1]), n_spare=1, **times)
     running = asyncio.create_task(job.run())
     first = await job.ready(20)
     await asyncio.wait_for(spare_of(job), 20)

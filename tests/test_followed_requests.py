@@ -297,3 +297,32 @@ def test_what_an_earlier_supervisor_left_is_to_come(tmp_path):
         journal.close()
 
     asyncio.run(follow())
+
+
+def test_an_error_is_not_asked_for_again_by_the_next_supervisor(tmp_path):
+    """An answer is, for its events."""
+    keys = []
+
+    async def of_supervisor(job):
+        journal = Journal(tmp_path / "journal")
+        requests = FollowedRequests(job, journal, MemoryReserve(2**20), recovery_s=10)
+        requests.take_up("a model")
+        for key in keys or [None, None]:
+            request = requests.find(key) if key else await requests.accept("/v1/completions", b"{}")
+            async with asyncio.timeout(10):
+                await request.over()
+            yield request
+        await requests.settle()
+        await job.client.aclose()
+        journal.close()
+
+    async def follow():
+        ended = [request async for request in of_supervisor(BreakingJob(9, 400))]
+        assert [request.status for request in ended] == [200, 400]
+        keys.extend(request.key for request in ended)
+        job = OneJob()
+        again = [request async for request in of_supervisor(job)]
+        assert [(r.status, r.content) for r in again] == [(r.status, r.content) for r in ended]
+        assert again[0].events == ended[0].events and job.n_asked == 1
+
+    asyncio.run(follow())

@@ -22,6 +22,7 @@ from checkpoint_examples import LLAMA, byte_tokenizer, tiny_words_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import ROOT, WORDS_TEMPLATE, environment, serving
+from supervised import wait_until
 
 from jaxlamina import LLM, SamplingParams, UserError
 from jaxlamina.models import ModelConfig, random_params
@@ -29,6 +30,7 @@ from jaxlamina.sampling.params import StructuredOutputs
 from jaxlamina.server.async_engine import AsyncEngine, Prompt, TooMany
 from jaxlamina.server.metrics import Metrics
 from jaxlamina.server.pieces import SECRET, Opening, Piece
+from jaxlamina.supervisor import journal as journal_module
 from jaxlamina.supervisor.journal import Entry, Journal
 from jaxlamina.text.tokenizer import Tokenizer
 from jaxlamina.weights.sources import InMemoryModel
@@ -238,16 +240,56 @@ def test_a_full_disk_loses_nothing_of_a_journal(tmp_path):
     journal.close()
 
 
-def test_a_journal_without_memory_tries_again(tmp_path):
-    """Its thread goes on."""
-    journal, failed = Journal(tmp_path / "journal.sqlite"), []
+def test_a_full_disk_costs_nobody_time_or_memory(tmp_path, monkeypatch):
+    """What is forgotten meanwhile takes no memory, and when there is room again the rest is written."""
+    monkeypatch.setattr(journal_module, "_ACCEPT_S", 600)
+    path = tmp_path / "journal.sqlite"
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = Journal(path)
 
-    def write(database):
+    async def accept(*keys):
+        async with asyncio.timeout(60):
+            for key in keys:
+                await journal.accept(Entry(key, "/", bytes(10**6), 0, 0))
+
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+        asyncio.run(accept("a", "b", "c", "d"))
+        held = journal._unwritten.n_bytes
+        for key in "abc":
+            journal.wrote(key, 0, 7)
+            journal.ended(key)
+            journal.forget(key)
+        wait_until(
+            lambda: journal._unwritten.n_bytes < 2 * 10**6 < held
+        )  # but for one that is tried just then
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        wait_until(lambda: not journal._unwritten)
+        n_failures = journal.n_failures
+        asyncio.run(accept("e"))
+        assert journal.n_failures == n_failures
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+        journal.close()
+    journal = Journal(path)
+    assert [entry.key for entry in journal.entries()] == ["d", "e"]
+    journal.close()
+
+
+def test_a_journal_without_memory_tries_again(tmp_path, monkeypatch):
+    """Its thread goes on."""
+    failed, write = [], journal_module._write_request
+
+    def without_memory(*of_it):
         if not failed:
             failed.append(1)
             raise MemoryError
+        write(*of_it)
 
-    journal._put(write)
+    monkeypatch.setattr(journal_module, "_write_request", without_memory)
+    journal = Journal(tmp_path / "journal.sqlite")
     asyncio.run(journal.accept(Entry("a", "/", b"", 0, 0)))
     journal.close()
     assert failed and journal.n_failures == 1

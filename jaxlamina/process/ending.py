@@ -37,6 +37,19 @@ def began(pid: int) -> int | None:
     return None if found is None else found.began
 
 
+def is_gone(pid: int, since: int | None) -> bool:
+    """Whether the process that began at ``since`` (None: of any) is not there any more, by what /proc says.
+    Where it cannot be read, as without files or memory, the process may be there."""
+    try:
+        Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except (OSError, MemoryError):
+        return False
+    now = began(pid)
+    return None not in (since, now) and now != since
+
+
 def exit_code(pid: int, since: int | None) -> int | None:
     """The code, as of `subprocess.Popen`, of the process that began at ``since``, once none of its threads
     runs a program any more; None: one does, or nobody says."""

@@ -21,10 +21,11 @@ _CHECKS = 4  # of a connection within its timeout
 _Protocol: Any = AutoHTTPProtocol
 
 
-def protocol(most: int, timeout_s: float) -> type[asyncio.Protocol]:
-    """For `uvicorn.Config`: at most ``most`` connections, or as many as the process may have files;
-    ``timeout_s`` as `Settings.client_timeout`."""
-    bound = min(most, _file_limit(most + _OTHER_FILES) - _OTHER_FILES)
+def protocol(most: int, timeout_s: float, *, files_each: int = 1) -> type[asyncio.Protocol]:
+    """For `uvicorn.Config`: at most ``most`` connections, or as many as the process may have files for, where
+    a request takes ``files_each``; ``timeout_s`` as `Settings.client_timeout`."""
+    files = _file_limit(most * files_each + _OTHER_FILES) - _OTHER_FILES
+    bound = min(most, files // files_each)
     limits = {"most": max(1, bound), "timeout_s": timeout_s}
     return type("Connection", (_Connection,), limits)
 

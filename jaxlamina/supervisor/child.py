@@ -8,32 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import signal
-import subprocess
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
 from jaxlamina.exit_codes import FAILED
-from jaxlamina.process import ending
-from jaxlamina.process.parents import end_with_parent, take_orphans
-from jaxlamina.server.pieces import (
-    HEADER,
-    SECRET,
-    STANDBY,
-    STANDS_BY,
-    STEP_SECONDS,
-    TAKES_OVER,
-)
+from jaxlamina.process.parents import take_orphans
+from jaxlamina.server.pieces import STEP_SECONDS
+from jaxlamina.supervisor.changes import JobCommand
 from jaxlamina.supervisor.leaving import Leaving
 from jaxlamina.supervisor.retrying import MOST_FAILED_STARTS, Retrying
+from jaxlamina.supervisor.running import NOT_STARTED, Running, why_not_started
 
 _LOOK_S = 0.02
 _PROBE_S = 1.0  # between two looks at /health
@@ -43,9 +34,8 @@ _log = logging.getLogger("uvicorn.error")
 
 
 class Cause(NamedTuple):
-    """Why a start of the job ended: a word (killed, exit, failed, silent, step, start,
-    planned), and what was
-    seen."""
+    """Why a start of the job ended: a word (killed, exit, failed, silent, step, start, planned), and what was
+    seen. ``start``: it was not ready in time, or could not be started at all."""
 
     kind: str
     text: str
@@ -59,51 +49,6 @@ class NotChanged(Exception):
     """The job is what it was; why."""
 
 
-class Running:
-    """One start of the job. ``client`` reaches its server; ``n``: which start it is; ``command``: without the
-    socket; ``is_spare``: it waits for another's end."""
-
-    def __init__(
-        self,
-        n: int,
-        command: tuple[str, ...],
-        process: subprocess.Popen[bytes],
-        socket: Path,
-        headers: Mapping[str, str],
-    ) -> None:
-        self.n, self.command, self.process, self.socket = n, command, process, socket
-        self.began, self._since = time.monotonic(), ending.began(process.pid)
-        self.is_spare = False
-        # A step may take long; what ends a job that is silent is its probe.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self.client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=limits),
-            base_url="http://job",
-            headers=headers,
-            timeout=httpx.Timeout(None, connect=5.0),
-        )
-
-    def exit_code(self) -> int | None:
-        """None: it runs. One that does not may be there still."""
-        return ending.code_of(self.process, self._since)
-
-    @property
-    def stands_by(self) -> bool:
-        """Whether it could take over at once."""
-        return Path(f"{self.socket}{STANDS_BY}").exists()
-
-    def take_over(self) -> None:
-        """It is its turn."""
-        self.is_spare, self.began = False, time.monotonic()
-        Path(f"{self.socket}{TAKES_OVER}").touch()
-
-    async def forget(self) -> None:
-        """It is over."""
-        await self.client.aclose()
-        for of_it in ("", STANDS_BY, TAKES_OVER):
-            Path(f"{self.socket}{of_it}").unlink(missing_ok=True)
-
-
 class _Health(NamedTuple):
     """Whether a server takes requests, for how long it has been in a step, and why its engine has failed, if
     it has."""
@@ -114,7 +59,8 @@ class _Health(NamedTuple):
 
 
 class SupervisedJob:
-    """``command`` with a socket's path after it serves there.
+    """``command`` with a socket's path after it serves there. It changes with the job: the start that runs,
+    or is to be ready next, is of it.
 
     A start that is not ready when it ends is a failed one: the first ends the job, with ``code``; later ones
     are tried again, after a pause, for ``recovery_s`` and five times at least. A server that was ready is
@@ -126,7 +72,7 @@ class SupervisedJob:
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: JobCommand,
         folder: Path,
         *,
         stuck_after_s: float,
@@ -142,15 +88,14 @@ class SupervisedJob:
         self._is_changing = False
         self._planned = ""  # why the one that runs is ended, where somebody asked for it
         self.planned: set[int] = set()  # numbers of starts that were ended so
-        self._before: tuple[str, ...] | None = None  # the command until then, while the new one is not ready
-        self._command, self._folder = tuple(command), folder
+        self._before: JobCommand | None = None  # the command until then, while the new one is not ready
+        self.command, self._folder = command, folder
         self._stuck_after_s, self._step_s, self._start_s = stuck_after_s, step_s, start_s
         self._retrying, self._end_s = Retrying(recovery_s), end_s
         self._secret = secrets.token_hex(16)
-        self._headers = {HEADER: self._secret}
         self._running: Running | None = None
         self._is_ready = False
-        self._is_ending = False
+        self._ending = asyncio.Event()
         self._changed = asyncio.Condition()
         self.was_ready = False
         self.is_paused = False  # and is to be after a start, too
@@ -164,7 +109,7 @@ class SupervisedJob:
     def state(self) -> str:
         if self.given_up:
             return "failed"
-        if self._is_ending:
+        if self.ends():
             return "draining"
         return "ready" if self._is_ready else "recovering" if self.was_ready else "starting"
 
@@ -193,27 +138,31 @@ class SupervisedJob:
         keeping = asyncio.create_task(self._keep_spare())
         try:
             await self._run()
+        except Exception as error:  # noqa: BLE001 (a fault of ours: nobody may wait for what does not come)
+            _log.error("the supervisor cannot go on", exc_info=error)
+            await self._give_up(f"internal error of the supervisor ({type(error).__name__}: {error})", FAILED)
         finally:
             keeping.cancel()
-            if self._spare is not None:
-                await self._end(self._spare)
+            for left in (self._running, self._spare):
+                if left is not None:
+                    await self._end(left)
             await self._leaving.gone()
 
     async def _run(self) -> None:
         code = 0
         while not self.ends():
-            running = await self._next()
-            cause, code = await self._watch(running)
+            cause, code = await self._once()
             was_ready, ended_at = self._is_ready, time.monotonic()
             await self._set_ready(False)
-            await self._end(running)
+            if self._running is not None:
+                await self._end(self._running)
             if self.ends():
                 break
             if self._planned:
                 cause, self._planned = Cause("planned", self._planned), ""
             undone = None if was_ready else self._before
             if undone is not None:
-                self._command, self._before = undone, None
+                self.command, self._before = undone, None
             pause_s = self._retrying.ended(ended_at, was_ready=was_ready, is_first=undone is not None)
             if pause_s is None:
                 n_failed = self._retrying.n_failed
@@ -231,36 +180,44 @@ class SupervisedJob:
                 f" in {pause_s:g} s" if pause_s else "",
             )
             code = 0
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause_s)
         await self._give_up("the server has shut down", code)
 
-    async def change(self, command: Sequence[str], why: str, *, stop_first: bool, deadline_s: float) -> None:
-        """Another start in place of the one that runs, of ``command``: made ready beside it, or with
-        ``stop_first`` after its end, where there is no room for both. `NotChanged`; `GivenUp`, `TimeoutError`
-        where the end has come before."""
+    async def _once(self) -> tuple[Cause, int]:
+        """The next start of the job, to its end: why it has ended, and its exit code."""
+        try:
+            running = await self._next()
+        except NOT_STARTED as error:
+            return Cause("start", f"it could not be started: {why_not_started(error)}"), FAILED
+        return (Cause("planned", "it is to end"), 0) if running is None else await self._watch(running)
+
+    async def change(self, new: JobCommand, why: str, *, stop_first: bool, deadline_s: float) -> None:
+        """Another start in place of the one that runs, of the command ``new``: made ready beside it, or with
+        ``stop_first`` after its end, where there is no room for both. `NotChanged`; `GivenUp`; `TimeoutError`
+        where it is under way still: ``command`` says later what came of it."""
         if self._is_changing:
             raise NotChanged("the job is being changed already")
         if self.state != "ready":
             raise NotChanged(f"the job is {self.state}: try again once it is ready")
-        new, self._is_changing = tuple(command), True
+        self._is_changing = True
         try:
             assert self._running is not None
             n = self._running.n
             await self._end_spare()
             if not stop_first:
                 await self._make_ready(new, deadline_s)
-            self._before, self._command, self._planned = self._command, new, why
+                self._check_does_not_end()  # what the job finishes is not to be cut off
+            self._before, self.command, self._planned = self.command, new, why
             self.planned.add(n)
             self._running.process.kill()
             await self.ready(deadline_s, after=n)
-            if self._command != new:
+            if self.command != new:
                 raise NotChanged("the new job was not ready when it ended; the one before it runs again")
         finally:
             await self._has_changed()
 
-    async def update(
-        self, ask: Callable[[Running], Awaitable[Sequence[str] | None]], deadline_s: float
-    ) -> None:
+    async def update(self, ask: Callable[[Running], Awaitable[JobCommand | None]], deadline_s: float) -> None:
         """``ask`` changes the job that runs, and says by which command it starts so; None: it has not
         changed. Later starts are of that command, and a spare of the one before is ended. ``deadline_s``: for
         a job that takes requests. `NotChanged`, `GivenUp`, `TimeoutError`, and what ``ask`` raises."""
@@ -274,7 +231,7 @@ class SupervisedJob:
                 return
             if self._running is not running:
                 raise NotChanged("the job ended right after its change, and was started again without it")
-            self._command = tuple(new)
+            self.command = new
             await self._end_spare()
         finally:
             await self._has_changed()
@@ -291,10 +248,15 @@ class SupervisedJob:
             self._is_changing = False
             self._changed.notify_all()
 
-    async def _make_ready(self, command: tuple[str, ...], deadline_s: float) -> None:
+    async def _make_ready(self, command: JobCommand, deadline_s: float) -> None:
         """A spare of ``command``, which stands by."""
         await self._leaving.gone()
-        new = self._spare = self._start(is_spare=True, command=command)
+        self._check_does_not_end()
+        try:
+            new = self._spare = self._start(is_spare=True, command=command)
+        except NOT_STARTED as error:
+            why = f"the new job could not be started: {why_not_started(error)}"
+            raise NotChanged(f"{why}; the one before it runs on") from None
         until = time.monotonic() + deadline_s
         while not new.stands_by:
             await asyncio.sleep(_LOOK_S)
@@ -310,31 +272,40 @@ class SupervisedJob:
                 await self._end(new)
             raise NotChanged("the job ended meanwhile, and was started again")
 
+    def _check_does_not_end(self) -> None:
+        if self.given_up:
+            raise GivenUp(self.given_up)
+        if self.ends():
+            raise NotChanged("the server is shutting down")
+
     def ends(self) -> bool:
         """Whether it was asked to."""
-        return self._is_ending
+        return self._ending.is_set()
 
     def end(self) -> None:
         """Asks the job to finish what it does; again: at once."""
         if self._running is not None:
-            self._running.process.send_signal(signal.SIGKILL if self._is_ending else signal.SIGTERM)
-        self._is_ending = True
+            self._running.process.send_signal(signal.SIGKILL if self.ends() else signal.SIGTERM)
+        self._ending.set()
 
     def kill(self) -> None:
         """For a job that answers nothing any more."""
         if self._running is not None:
             self._running.process.kill()
 
-    async def _next(self) -> Running:
+    async def _next(self) -> Running | None:
         """The spare, however far it is, at once; or a new start, when the memory and ports of what ran before
-        are free. What is being made ready for a change is none yet."""
+        are free. What is being made ready for a change is none yet. None: it has been asked to end meanwhile.
+        One of `NOT_STARTED` where there is neither."""
         spare, self._spare = self._spare, None
-        if spare is None or spare.exit_code() is not None or spare.command != self._command:
+        if spare is None or spare.exit_code() is not None or spare.command != self.command.words:
             await self._leaving.gone()
+            if self.ends():
+                return None
             self._running = self._start()
         else:
-            spare.take_over()
             self._running = spare
+            spare.take_over()
         return self._running
 
     async def _end(self, running: Running) -> None:
@@ -353,12 +324,18 @@ class SupervisedJob:
         while self._n_spare and n_failed < MOST_FAILED_STARTS:
             async with self._changed:
                 await self._changed.wait_for(
-                    lambda: self._is_ready and not self._is_ending and not self._is_changing
+                    lambda: self._is_ready and not self.ends() and not self._is_changing
                 )
             if self._leaving:  # its memory is the spare's
                 await self._leaving.gone()
                 continue
-            self._spare = spare = self._start(is_spare=True)
+            try:
+                self._spare = spare = self._start(is_spare=True)
+            except NOT_STARTED as error:
+                n_failed += 1
+                _log.error("a spare could not be started: %s", why_not_started(error))
+                await asyncio.sleep(2.0 ** (n_failed - 1))
+                continue
             stood_by = False
             while spare.is_spare and spare.process.poll() is None:
                 await asyncio.sleep(_LOOK_S)
@@ -375,22 +352,13 @@ class SupervisedJob:
                 await self._end(spare)
                 await asyncio.sleep(2.0 ** (n_failed - 1))
         if self._n_spare:
-            _log.error("no more spares are started: %d have ended before they stood by", n_failed)
+            _log.error("no more spares are started: %d in a row did not stand by", n_failed)
 
-    def _start(self, *, is_spare: bool = False, command: tuple[str, ...] | None = None) -> Running:
+    def _start(self, *, is_spare: bool = False, command: JobCommand | None = None) -> Running:
+        """One of `NOT_STARTED` where the system does not let it."""
         self.n_starts += 1
-        command = command or self._command
-        socket = self._folder / f"{self.n_starts}.sock"
-        process = subprocess.Popen(
-            [*command, str(socket)],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {SECRET: self._secret} | ({STANDBY: "1"} if is_spare else {}),
-            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
-            preexec_fn=partial(end_with_parent, signal.SIGKILL),  # noqa: PLW1509 (from the main thread)
-        )
-        running = Running(self.n_starts, command, process, socket, self._headers)
-        running.is_spare = is_spare
-        return running
+        words = (command or self.command).words
+        return Running(self.n_starts, words, self._folder, self._secret, is_spare=is_spare)
 
     async def _watch(self, running: Running) -> tuple[Cause, int]:
         """Until the process is over; why it is, and its exit code."""

@@ -2,31 +2,36 @@
 its own end.
 
 A thread writes. Whoever accepts a request waits until it is on the disk; tokens are written in groups, and
-nobody waits for them: those that are missing are computed again. A disk that is full costs no request: they
-go on without, and what could not be written is tried again.
+nobody waits for them: those that are missing are computed again. A disk that is full costs no request, and
+nobody's time: requests go on without, and what could not be written is tried again, as far as it is still of
+use and there is room for it (`unwritten`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
+import math
 import sqlite3
 import threading
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxlamina.errors import UserError
+from jaxlamina.supervisor.unwritten import Unwritten, UnwrittenRequests
 
 KEEP_S = 600.0
 """For so long a request that has ended can be asked for."""
 _GROUP_S = 0.02  # tokens of so long are one commit
 _AGAIN_S = 1.0  # after a disk would not take them
+_TRIED = 100  # requests that are tried then
+_SAY_AGAIN_S = 60.0  # that it takes nothing
 _ACCEPT_S = 5.0
 _CLOSE_S = 5.0
 _TABLES = """
@@ -37,16 +42,18 @@ CREATE TABLE IF NOT EXISTS tokens (key TEXT NOT NULL, which INTEGER NOT NULL, id
 CREATE INDEX IF NOT EXISTS of_request ON tokens (key);
 CREATE TABLE IF NOT EXISTS cached (key TEXT NOT NULL, which INTEGER NOT NULL, n INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS cached_of_request ON cached (key);
+CREATE TABLE IF NOT EXISTS errors (key TEXT PRIMARY KEY, status INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS model (said TEXT NOT NULL);
 """
-_OF_REQUESTS = ("tokens", "cached")
+_OF_REQUESTS = ("tokens", "cached", "errors")
 _log = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
 class Entry:
     """A request as it came, and what it ``wrote``: tokens of each of its prompts' first sequence.
-    ``n_cached``: tokens of each prompt whose KV was there when it was first computed."""
+    ``n_cached``: tokens of each prompt whose KV was there when it was first computed. ``error``: the status
+    and the content that it ended with, where these are not of an answer."""
 
     key: str
     path: str
@@ -56,9 +63,14 @@ class Entry:
     wrote: dict[int, list[int]] = field(default_factory=dict)
     n_cached: dict[int, int] = field(default_factory=dict)
     has_ended: bool = False
+    error: tuple[int, bytes] | None = None
 
 
-_Write = Callable[[sqlite3.Connection], object]
+class _Group(NamedTuple):
+    """What is one commit. ``model``: where that is news."""
+
+    model: str | None
+    requests: dict[str, Unwritten]
 
 
 class Journal:
@@ -67,11 +79,14 @@ class Journal:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._queue: queue.SimpleQueue[tuple[_Write, Callable[[], object] | None] | None] = (
-            queue.SimpleQueue()
-        )
-        self._tokens: defaultdict[tuple[str, int], list[int]] = defaultdict(list)  # not queued yet
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # it guards these four
+        self._unwritten = UnwrittenRequests()
+        self._model: str | None = None  # not written yet
+        self._accepting: dict[
+            str, Callable[[], object]
+        ] = {}  # wakes who waits for a request to be on the disk
+        self._is_over = False
+        self._said_at = -math.inf
         self.n_failures = 0  # of commits
         if path is None:
             return
@@ -102,55 +117,40 @@ class Journal:
         return database
 
     async def accept(self, entry: Entry) -> None:
-        """Returns once the request is on the disk; or without, where the disk does not take it in time."""
+        """Returns once the request is on the disk; or without, where the disk takes nothing or is late."""
         if self._path is None:
             return
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        row = (entry.key, entry.path, entry.body, entry.created, entry.seed)
-        self._put(
-            lambda database: database.execute(
-                "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, NULL)", row
-            ),
-            lambda: loop.call_soon_threadsafe(done.set),
-        )
-        with suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), _ACCEPT_S)
+        with self._changed:
+            self._unwritten.begin((entry.key, entry.path, entry.body, entry.created, entry.seed))
+            self._changed.notify()
+            if self._unwritten.fails:
+                return
+            self._accepting[entry.key] = lambda: loop.call_soon_threadsafe(done.set)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), _ACCEPT_S)
+        finally:
+            with self._changed:
+                self._accepting.pop(entry.key, None)
 
     def wrote(self, key: str, which: int, token: int) -> None:
-        if self._path is None:
-            return
-        with self._lock:
-            tokens = self._tokens[key, which]
-            tokens.append(token)
-            if len(tokens) > 1:
-                return
-        taken: list[int] = []
-
-        def add(database: sqlite3.Connection) -> None:
-            if not taken:  # else it is tried again
-                with self._lock:
-                    taken.extend(self._tokens.pop((key, which)))
-            row = (key, which, array("i", taken).tobytes())
-            database.execute("INSERT INTO tokens VALUES (?, ?, ?)", row)
-
-        self._put(add)
+        with self._noting() as unwritten:
+            unwritten.wrote(key, which, token)
 
     def cached(self, key: str, which: int, n: int) -> None:
-        self._put(lambda database: database.execute("INSERT INTO cached VALUES (?, ?, ?)", (key, which, n)))
+        with self._noting() as unwritten:
+            unwritten.cached(key, which, n)
 
-    def ended(self, key: str) -> None:
-        at = time.time()
-        self._put(lambda database: database.execute("UPDATE requests SET ended = ? WHERE key = ?", (at, key)))
+    def ended(self, key: str, error: tuple[int, bytes] | None = None) -> None:
+        """``error``: as of `Entry`."""
+        with self._noting() as unwritten:
+            unwritten.ended(key, time.time(), error)
 
     def forget(self, key: str) -> None:
         """Nobody will ask for it."""
-
-        def delete(database: sqlite3.Connection) -> None:
-            for table in _OF_REQUESTS:
-                database.execute(f"DELETE FROM {table} WHERE key = ?", (key,))
-            database.execute("DELETE FROM requests WHERE key = ?", (key,))
-
-        self._put(delete)
+        with self._noting() as unwritten:
+            unwritten.forget(key)
 
     def entries(self) -> Iterable[Entry]:
         """All that were there at the start; before anything is written."""
@@ -162,9 +162,11 @@ class Journal:
         cached: defaultdict[str, dict[int, int]] = defaultdict(dict)
         for key, which, n in self._database.execute("SELECT key, which, n FROM cached"):
             cached[key].setdefault(which, n)
+        rows = self._database.execute("SELECT key, status, content FROM errors")
+        errors = {key: (status, content) for key, status, content in rows}
         found = "SELECT key, path, body, created, seed, ended IS NOT NULL FROM requests ORDER BY rowid"
         return [
-            Entry(key, path, body, created, seed, wrote[key], cached[key], bool(has_ended))
+            Entry(key, path, body, created, seed, wrote[key], cached[key], bool(has_ended), errors.get(key))
             for key, path, body, created, seed, has_ended in self._database.execute(found)
         ]
 
@@ -175,56 +177,107 @@ class Journal:
 
     def be_of(self, said: str) -> None:
         """Its requests are of this model from now on."""
-        self._put(lambda database: database.execute("DELETE FROM model"))
-        self._put(lambda database: database.execute("INSERT INTO model VALUES (?)", (said,)))
+        with self._noting():
+            self._model = said
 
     def close(self) -> None:
         """All that can be written is."""
         if self._path is not None:
-            self._queue.put(None)
+            with self._changed:
+                self._is_over = True
+                self._changed.notify()
             self._thread.join(_CLOSE_S)
 
-    def _put(self, write: _Write, on_done: Callable[[], object] | None = None) -> None:
-        if self._path is not None:
-            self._queue.put((write, on_done))
+    @contextmanager
+    def _noting(self) -> Iterator[UnwrittenRequests]:
+        if self._path is None:
+            yield UnwrittenRequests()
+            return
+        with self._changed:
+            was_idle = not self._has_some()
+            yield self._unwritten
+            if was_idle:  # else the thread is at it, or looks soon
+                self._changed.notify()
+
+    def _has_some(self) -> bool:
+        return bool(self._unwritten) or self._model is not None
 
     # --- the thread ---
 
     def _write(self) -> None:
-        is_over = False
-        while not is_over:
-            group = [self._queue.get()]
-            until = time.monotonic() + _GROUP_S
-            # Who accepts a request waits; who writes a token does not.
-            while group[-1] is not None and group[-1][1] is None and (left := until - time.monotonic()) > 0:
-                with suppress(queue.Empty):
-                    group.append(self._queue.get(timeout=left))
-            is_over = group[-1] is None
-            writes = [item for item in group if item is not None]
-            while not self._committed([write for write, _ in writes]):
-                if is_over:
-                    return
-                time.sleep(_AGAIN_S)
-            for _, on_done in writes:
-                if on_done is not None:
-                    with suppress(RuntimeError):  # its loop is over
-                        on_done()
-        self._database.close()
+        while (found := self._next()) is not None:
+            group, is_last_try = found
+            is_written = self._committed(group)
+            self._has_tried(group, is_written)
+            if is_last_try and not is_written:
+                break
+        with suppress(sqlite3.Error):
+            self._database.close()
 
-    def _committed(self, writes: Iterable[_Write]) -> bool:
+    def _next(self) -> tuple[_Group, bool] | None:
+        """What is to be written, waited for; and whether it is tried for the last time, since the journal is
+        closed. None: that was all."""
+        with self._changed:
+            while True:
+                if not self._has_some():
+                    self._unwritten.fails = False
+                self._changed.wait_for(lambda: self._is_over or self._has_some())
+                fails = self._unwritten.fails
+                if fails:
+                    self._changed.wait_for(lambda: self._is_over, _AGAIN_S)
+                else:  # who accepts a request waits; who writes a token does not
+                    self._changed.wait_for(lambda: self._is_over or self._accepting, _GROUP_S)
+                if self._has_some():  # it may be forgotten meanwhile
+                    group = _Group(self._model, self._unwritten.take(_TRIED if fails else None))
+                    self._model = None
+                    return group, self._is_over
+                if self._is_over:
+                    return None
+
+    def _committed(self, group: _Group) -> bool:
         try:
-            for write in writes:
-                write(self._database)
+            if group.model is not None:
+                self._database.execute("DELETE FROM model")
+                self._database.execute("INSERT INTO model VALUES (?)", (group.model,))
+            for key, unwritten in group.requests.items():
+                _write_request(self._database, key, unwritten)
             self._database.commit()
         except (sqlite3.Error, MemoryError) as error:  # SQLite's own "no memory" is Python's
             with suppress(sqlite3.Error, MemoryError):
                 self._database.rollback()
             self.n_failures += 1
-            if self.n_failures == 1:
-                _log.error(
-                    "the journal %s takes nothing more: %s; requests go on without",
-                    self._path,
-                    error or type(error).__name__,
-                )
+            if time.monotonic() - self._said_at > _SAY_AGAIN_S:
+                self._said_at = time.monotonic()
+                why = error or type(error).__name__
+                _log.error("the journal %s takes nothing more: %s; requests go on without", self._path, why)
             return False
         return True
+
+    def _has_tried(self, group: _Group, is_written: bool) -> None:
+        with self._changed:
+            self._unwritten.fails = not is_written
+            if not is_written:
+                self._unwritten.put_back(group.requests)
+                self._model = self._model or group.model
+            # Nobody waits for a disk that takes nothing.
+            keys = [key for key in self._accepting if not is_written or key in group.requests]
+            over = [self._accepting.pop(key) for key in keys]
+        for wake in over:
+            with suppress(RuntimeError):  # its loop is over
+                wake()
+
+
+def _write_request(database: sqlite3.Connection, key: str, unwritten: Unwritten) -> None:
+    if unwritten.is_forgotten:
+        for table in (*_OF_REQUESTS, "requests"):
+            database.execute(f"DELETE FROM {table} WHERE key = ?", (key,))
+    if unwritten.row is not None:
+        database.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, NULL)", unwritten.row)
+    for which, ids in unwritten.tokens.items():
+        database.execute("INSERT INTO tokens VALUES (?, ?, ?)", (key, which, ids.tobytes()))
+    for which, n in unwritten.cached:
+        database.execute("INSERT INTO cached VALUES (?, ?, ?)", (key, which, n))
+    if unwritten.ended_at is not None:
+        database.execute("UPDATE requests SET ended = ? WHERE key = ?", (unwritten.ended_at, key))
+    if unwritten.error is not None:
+        database.execute("INSERT OR REPLACE INTO errors VALUES (?, ?, ?)", (key, *unwritten.error))

@@ -36,16 +36,25 @@ class Leaving:
         """Until nothing below this process runs ``but`` those, which may change meanwhile, and what is below
         them. The others are killed after ``end_s``."""
         kill_at = time.monotonic() + end_s
-        while left := [pid for pid in _below(but()) if not self._leaves(pid)]:
+        while (left := self._left(but())) != []:
             now = time.monotonic()
             if now > kill_at + _MOST_S:
-                _log.error("processes of the job do not end: %s", left)
+                _log.error(
+                    "processes of the job do not end: %s", "nobody says which" if left is None else left
+                )
                 return
-            for pid in left:
+            for pid in left or ():
                 with suppress(ProcessLookupError, PermissionError):
                     if now >= kill_at:
                         os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(_LOOK_S)
+
+    def _left(self, but: Collection[int]) -> list[int] | None:
+        """Those that run; None: the system says nothing, as without files, so that some may."""
+        try:
+            return [pid for pid in _below(but) if not self._leaves(pid)]
+        except (OSError, MemoryError):
+            return None
 
     def _leaves(self, pid: int) -> bool:
         began = ending.began(pid)
@@ -73,7 +82,7 @@ def _is_gone(pid: int, began: int | None) -> bool:
     if began is not None and ending.began(pid) == began:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
-    return began is None or ending.began(pid) != began
+    return ending.is_gone(pid, began)
 
 
 def _below(but: Collection[int]) -> set[int]:

@@ -1,7 +1,7 @@
 """What operators ask of a supervised job: how it is, and changes of it.
 
-Knows the job, its server's paths and its command. The names of its questions are vLLM's and SGLang's
-(fault_tolerance: status, apply; pause, resume, update_weights).
+Knows the job and its server's paths; what runs the job says (`SupervisedJob.command`). The names of its
+questions are vLLM's and SGLang's (fault_tolerance: status, apply; pause, resume, update_weights).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _changes = msgspec.json.Decoder(Change)
 
 
 class Operating:
-    """``command``: the job's."""
+    """Of one job."""
 
-    def __init__(self, job: SupervisedJob, command: JobCommand) -> None:
-        self._job, self._command = job, command
+    def __init__(self, job: SupervisedJob) -> None:
+        self._job = job
 
     def status(self) -> dict[str, Any]:
-        job, workers = self._job, self._command.workers
+        job, workers = self._job, self._job.command.workers
         return {
             "status": job.state,
             "job": "one process" if workers is None else str(workers),
@@ -59,24 +59,22 @@ class Operating:
             raise unavailable("the job ended while it answered; whether it was done is not known") from None
 
     async def _update_weights(self, url: str, body: bytes) -> tuple[int, bytes]:
-        found, new = (0, b""), self._command
+        found = (0, b"")
 
-        async def ask(running: Running) -> tuple[str, ...] | None:
-            nonlocal found, new
+        async def ask(running: Running) -> JobCommand | None:
+            nonlocal found
             found = await _post(running, url, body)
             if found[0] != 200:
                 return None
             said = msgspec.json.decode(found[1])
-            new = self._command.of_model(said["model"], said["revision"])
-            return new.words
+            return self._job.command.of_model(said["model"], said["revision"])
 
         await self._job.update(ask, _PASS_ON_S)
-        self._command = new
         return found
 
     async def apply(self, body: bytes) -> dict[str, Any]:
         """A `Change`, as JSON; returns once the changed job answers. `ApiError` where it does not, and what
-        runs then."""
+        runs then, or that it is not known yet."""
         try:
             change = _changes.decode(body)
         except msgspec.MsgspecError as error:
@@ -84,18 +82,23 @@ class Operating:
         if (why := change.why_not()) is not None:
             raise ApiError(400, why)
         try:
-            new = self._command.after(change)
+            old = self._job.command
+            new = old.after(change)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        why = "restarted, as asked" if new.workers == self._command.workers else f"scaled to {new.workers}"
+        why = "restarted, as asked" if new.workers == old.workers else f"scaled to {new.workers}"
         try:
-            await self._job.change(new.words, why, stop_first=change.stop_first, deadline_s=change.timeout)
+            await self._job.change(new, why, stop_first=change.stop_first, deadline_s=change.timeout)
         except NotChanged as error:
             raise ApiError(409, str(error), code="not_changed") from None
-        except (GivenUp, TimeoutError) as error:
-            reason = str(error) or f"the job was not ready within {change.timeout:g} s"
-            raise ApiError(503, reason, type="service_unavailable", code="not_changed") from None
-        self._command = new
+        except GivenUp as error:
+            raise unavailable(str(error)) from None
+        except TimeoutError:
+            reason = (
+                f"the job was not ready within {change.timeout:g} s, and the change is still under way: "
+                f"/v1/fault_tolerance/status says later what runs"
+            )
+            raise ApiError(503, reason, type="service_unavailable", code="still_changing") from None
         return self.status()
 
 

@@ -91,6 +91,11 @@ class FollowedRequest:
         return "running" if self.is_open else "waiting"
 
     @property
+    def error(self) -> tuple[int, bytes] | None:
+        """As of `Entry`: the request's own, and not that there was no job for it."""
+        return (self.status, self.content) if self.status not in (0, 200, 503) else None
+
+    @property
     def was_taken(self) -> bool:
         """Whether a job has accepted it, this one's or an earlier supervisor's."""
         return self.is_stream is not None or self.is_of_before
@@ -176,6 +181,7 @@ class FollowedRequests:
         self._journal.be_of(model)
         if self._model_before in (model, None):
             self._ended_before = {entry.key: entry for entry in entries if entry.has_ended}
+            asyncio.get_running_loop().call_later(KEEP_S, self._forget_before)
             for entry in left:
                 self._waiting.add(self._begin(entry, is_of_before=True))
             return len(left), 0
@@ -186,7 +192,7 @@ class FollowedRequests:
             )
             request.fail(ApiError(410, reason, code="other_model"))
             self._has_ended(request)
-            self._journal.ended(entry.key)
+            self._journal.ended(entry.key, request.error)
         return 0, len(left)
 
     async def accept(self, path: str, body: bytes) -> FollowedRequest:
@@ -196,11 +202,21 @@ class FollowedRequests:
         return self._begin(entry)
 
     def find(self, key: str) -> FollowedRequest | None:
-        """One that runs or has ended lately; what an earlier supervisor has seen ended is made again of its
-        tokens."""
-        if key in self._ended_before:
-            return self._begin(self._ended_before.pop(key), is_of_before=True)
+        """One that runs or has ended lately; an answer that an earlier supervisor has seen ended is made
+        again of its tokens, an error is what it was."""
+        if (entry := self._ended_before.pop(key, None)) is not None:
+            if entry.error is None:
+                return self._begin(entry, is_of_before=True)
+            request = self._all[key] = FollowedRequest(entry, is_of_before=True)
+            request.end(*entry.error)
+            self._has_ended(request)
         return self._all.get(key)
+
+    def _forget_before(self) -> None:
+        """Those that had ended before this supervisor began, and that nobody has asked for."""
+        for key in self._ended_before:
+            self._journal.forget(key)
+        self._ended_before = {}
 
     def is_to_come(self, key: str) -> bool:
         """Whether it is one of an earlier supervisor, which goes on once a job is ready."""
@@ -302,7 +318,7 @@ class FollowedRequests:
             request.fail(ApiError(500, f"internal error ({type(error).__name__})", type="internal_error"))
         self._waits_no_more(request)
         self._has_ended(request)
-        self._journal.ended(request.key)
+        self._journal.ended(request.key, request.error)
 
     async def _turn(self, request: FollowedRequest) -> None:
         """Waits until the others have tokens again, and no other suspect is without. Some may wait for room

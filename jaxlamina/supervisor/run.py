@@ -43,6 +43,7 @@ from jaxlamina.supervisor.settings import Supervision
 
 _JOURNAL = "journal.sqlite"
 _REMOVE_S = 20.0  # for ranks on all hosts to begin, and to remove a folder
+_FILES_EACH = 2  # of a request: its client's connection, and one to the job
 _RESERVE_BYTES = 24 * 2**20
 _LEAST_RESERVE = 0.1  # of it, without which Python can break anywhere
 _RESERVE_LOOK_S = 0.5
@@ -119,7 +120,7 @@ class _Supervisor:
         self._on_ready, self._start_s = on_ready, supervision.start_timeout
         self._memory, self._has_journal = memory, supervision.journal is not None
         self._job = SupervisedJob(
-            command.words,
+            command,
             folder,
             stuck_after_s=supervision.stuck_after,
             step_s=supervision.step_timeout,
@@ -130,7 +131,7 @@ class _Supervisor:
         )
         self._requests = FollowedRequests(self._job, journal, memory, recovery_s=supervision.recovery_timeout)
         keys = ApiKeys(settings.api_key, settings.api_key_file)
-        operating = Operating(self._job, command)
+        operating = Operating(self._job)
         is_unix = settings.uds is not None
         front = Front(self._job, self._requests, journal, memory, operating, keys, of_this_host=is_unix)
         limit = settings.max_body_bytes
@@ -139,7 +140,7 @@ class _Supervisor:
         config = uvicorn.Config(
             app,
             log_level=settings.uvicorn_log_level,
-            http=protocol(settings.max_connections, settings.client_timeout),
+            http=protocol(settings.max_connections, settings.client_timeout, files_each=_FILES_EACH),
             timeout_graceful_shutdown=CONNECTIONS_END_S,
             ws="none",
         )

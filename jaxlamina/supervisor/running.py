@@ -1,0 +1,78 @@
+"""One start of the job: its process, its socket, and the client that reaches its server there.
+
+Knows one process; nothing of those before and after it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from jaxlamina.process import ending
+from jaxlamina.process.parents import end_with_parent
+from jaxlamina.server.pieces import HEADER, SECRET, STANDBY, STANDS_BY, TAKES_OVER
+
+NOT_STARTED = (OSError, MemoryError, subprocess.SubprocessError)
+"""Where the system does not let a process begin, or take over: it has no room for it, or no more files."""
+
+
+def why_not_started(error: BaseException) -> str:
+    """Of one of `NOT_STARTED`."""
+    return str(error) or type(error).__name__
+
+
+class Running:
+    """Starts ``command`` with the path of a socket in ``folder`` after it, and ``secret`` as what its
+    supervisor says. One of `NOT_STARTED` where that cannot be.
+
+    ``client`` reaches its server; ``n``: which start it is; ``command``: without the socket; ``is_spare``: it
+    waits for another's end."""
+
+    def __init__(
+        self, n: int, command: tuple[str, ...], folder: Path, secret: str, *, is_spare: bool = False
+    ) -> None:
+        self.n, self.command, self.is_spare = n, command, is_spare
+        self.socket = folder / f"{n}.sock"
+        # A step may take long; what ends a job that is silent is its probe.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self.client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=str(self.socket), limits=limits),
+            base_url="http://job",
+            headers={HEADER: secret},
+            timeout=httpx.Timeout(None, connect=5.0),
+        )
+        # Last: what fails before it leaves no process behind.
+        self.process = subprocess.Popen(
+            [*command, str(self.socket)],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {SECRET: secret} | ({STANDBY: "1"} if is_spare else {}),
+            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),  # noqa: PLW1509 (from the main thread)
+        )
+        self.began, self._since = time.monotonic(), ending.began(self.process.pid)
+
+    def exit_code(self) -> int | None:
+        """None: it runs. One that does not may be there still."""
+        return ending.code_of(self.process, self._since)
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether it could take over at once."""
+        return Path(f"{self.socket}{STANDS_BY}").exists()
+
+    def take_over(self) -> None:
+        """It is its turn. `OSError` where it cannot be told."""
+        self.is_spare, self.began = False, time.monotonic()
+        Path(f"{self.socket}{TAKES_OVER}").touch()
+
+    async def forget(self) -> None:
+        """It is over."""
+        await self.client.aclose()
+        for of_it in ("", STANDS_BY, TAKES_OVER):
+            Path(f"{self.socket}{of_it}").unlink(missing_ok=True)

@@ -1,0 +1,231 @@
+"""A job below a supervisor, where the system does not let it start, or it is to end just then. Real processes of a
+few lines; a supervisor in a process of its own, since it ends all others that are below it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from serving import ROOT
+from test_ending import SERVER
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nobody says so elsewhere")
+
+# With two attention workers it is not ready for as long as a file is there, and ends if another one is.
+PROGRAM = f"""
+import os, pathlib, sys, time
+here = pathlib.Path(sys.argv[-1]).parents[1]
+while 'dop="1,2"' in sys.argv and (here / "hold").exists():
+    time.sleep(0.01)
+if 'dop="1,2"' in sys.argv and (here / "broken").exists():
+    sys.exit(1)
+{SERVER}
+"""
+# `python` is a link: without it nothing can be started.
+SUPERVISOR = """
+import asyncio, json, logging, os, subprocess, sys
+from pathlib import Path
+from jaxlamina.server.errors import ApiError
+from jaxlamina.supervisor import leaving
+from jaxlamina.supervisor.changes import JobCommand, Workers
+from jaxlamina.supervisor.child import Cause, GivenUp, NotChanged, SupervisedJob
+from jaxlamina.supervisor.operating import Operating
+
+logging.basicConfig(format="log: %(message)s", stream=sys.stdout, level=logging.INFO)
+logging.getLogger("httpx").setLevel(logging.ERROR)
+folder, python = Path(sys.argv[1]) / "sockets", Path(sys.argv[1]) / "python"
+folder.mkdir()
+python.symlink_to(sys.executable)
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+async def main(n_spare):
+    times = dict(stuck_after_s=30, step_s=30, start_s=30, recovery_s=30)
+    command = JobCommand((str(python), "-c", sys.argv[2], "--", "serve"), Workers(1, 1, 0))
+    job = SupervisedJob(command, folder, n_spare=n_spare, **times)
+    running = asyncio.create_task(job.run())
+    await scenario(job, running)
+    job.end()
+    job.end()
+    await running
+    print("ended", flush=True)
+"""
+
+
+def supervise(tmp_path, scenario, *, n_spare=0):
+    """The lines of a supervisor that runs ``scenario(job, running)``."""
+    program = f"{SUPERVISOR}\nasync def scenario(job, running):\n{textwrap.indent(textwrap.dedent(scenario), '    ')}"
+    words = [sys.executable, "-c", f"{program}\nasyncio.run(main({n_spare}))", str(tmp_path), PROGRAM]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[-1] == "ended", done.stdout + done.stderr
+    return lines[:-1]
+
+
+def test_a_start_that_the_system_refuses_is_a_failed_one(tmp_path):
+    """It is tried again after a pause, and whoever waits gets the job."""
+    scenario = """
+        first = await job.ready(20)
+        python.unlink()
+        first.process.kill()
+        waiting = asyncio.create_task(job.ready(20, after=first.n))
+        await until(lambda: len(job.causes) == 2)
+        python.symlink_to(sys.executable)
+        second = await waiting
+        print(second.n, [cause.kind for cause in job.causes], job.state)
+    """
+    *lines, said = supervise(tmp_path, scenario)
+    assert said == "3 ['killed', 'start'] ready"
+    assert any("could not be started: [Errno 2]" in line and "again in 1 s" in line for line in lines), lines
+
+
+def test_a_first_start_that_the_system_refuses_is_given_up(tmp_path):
+    scenario = """
+        python.unlink()
+        try:
+            await job.ready(20)
+        except GivenUp as error:
+            print("given up:", error, job.code)
+    """
+    said = supervise(tmp_path, scenario)[-1]
+    assert said.startswith("given up: the job ended: it could not be started: [Errno 2]"), said
+    assert said.endswith(" 3")
+
+
+def test_a_spare_that_cannot_be_told_is_a_failed_start(tmp_path):
+    """It is ended, and another one is started."""
+    scenario = """
+        first = await job.ready(20)
+        await until(lambda: job.spare_state == "standing by")
+        spare, away = job._spare, folder.with_name("away")
+        folder.rename(away)
+        first.process.kill()
+        await until(lambda: len(job.causes) == 2)
+        away.rename(folder)
+        third = await job.ready(20, after=spare.n)
+        print(third.n, [cause.kind for cause in job.causes], spare.process.poll() is not None)
+    """
+    assert supervise(tmp_path, scenario, n_spare=1)[-1] == "3 ['killed', 'start'] True"
+
+
+def test_a_spare_that_the_system_refuses_is_said_and_tried_again(tmp_path):
+    scenario = """
+        await until(lambda: job._running is not None)
+        python.unlink()
+        await until(lambda: job.n_starts == 2)
+        print(job.spare_state)
+        python.symlink_to(sys.executable)
+        await until(lambda: job.spare_state == "standing by")
+        print(job.n_starts)
+    """
+    lines = supervise(tmp_path, scenario, n_spare=1)
+    assert [line for line in lines if not line.startswith("log: ")] == ["none", "3"]
+    assert any("a spare could not be started: [Errno 2]" in line for line in lines), lines
+
+
+def test_a_fault_of_the_supervisors_own_is_said_to_whoever_waits(tmp_path):
+    """And nothing is left of the job."""
+    scenario = """
+        first = await job.ready(20)
+
+        async def broken(running):
+            raise RuntimeError("broken")
+
+        job._health = broken
+        try:
+            await job.ready(20, after=first.n)
+        except GivenUp as error:
+            print(error)
+        await running
+        print(job.state, job.code, first.process.poll() is not None)
+    """
+    lines = supervise(tmp_path, scenario)
+    assert "internal error of the supervisor (RuntimeError: broken)" in lines
+    assert lines[-1] == "failed 3 True"
+
+
+def test_a_signal_while_a_start_waits_for_memory_ends_all(tmp_path):
+    """What is killed stays for as long as it is held."""
+    scenario = """
+        held, polled, is_gone = set(), subprocess.Popen.poll, leaving._is_gone
+        subprocess.Popen.poll = lambda self: None if self.pid in held else polled(self)
+        leaving._is_gone = lambda pid, began: pid not in held and is_gone(pid, began)
+        first = await job.ready(20)
+        held.add(first.process.pid)
+        first.process.kill()
+        await until(lambda: job.causes)
+        await asyncio.sleep(0.1)
+        print(bool(job._leaving))
+        job.end()
+        held.clear()
+        await asyncio.wait_for(running, 20)
+        print(job.n_starts, job.code, job.given_up)
+    """
+    assert supervise(tmp_path, scenario)[-2:] == ["True", "1 0 the server has shut down"]
+
+
+def test_a_signal_while_a_start_is_put_off_ends_all_at_once(tmp_path):
+    scenario = """
+        first = await job.ready(20)
+        job._retrying.ended = lambda *of_it, was_ready, is_first: 0 if was_ready else 600
+        python.unlink()
+        first.process.kill()
+        await until(lambda: len(job.causes) == 2)
+        job.end()
+        await asyncio.wait_for(running, 20)
+        print(job.n_starts, job.given_up)
+    """
+    assert supervise(tmp_path, scenario)[-1] == "2 the server has shut down"
+
+
+def test_a_signal_during_a_change_leaves_the_job_to_finish(tmp_path):
+    """The new one is ended with it."""
+    scenario = """
+        first = await job.ready(20)
+        changing = asyncio.create_task(job.change(job.command, "", stop_first=False, deadline_s=20))
+        await until(lambda: job._spare is not None)
+        new = job._spare
+        first.process.send_signal = lambda number: None  # it takes its time
+        job.end()
+        del first.process.send_signal
+        try:
+            await changing
+        except NotChanged as error:
+            print(error)
+        print(first.exit_code(), new.exit_code())
+    """
+    assert supervise(tmp_path, scenario)[-2:] == ["the server is shutting down", "None None"]
+
+
+@pytest.mark.parametrize(("comes", "workers"), [(True, 2), (False, 1)])
+def test_a_change_that_is_late_is_under_way_and_known_when_it_is_over(tmp_path, comes, workers):
+    """Whether the changed job comes, or the one before it again; later changes begin there."""
+    (tmp_path / "hold").touch()
+    scenario = f"""
+        operating, n = Operating(job), (await job.ready(20)).n
+
+        async def scale(timeout_s):
+            change = dict(instruction="scale", attention=1, stop_first=True, timeout=timeout_s)
+            return await operating.apply(json.dumps(change).encode())
+
+        try:
+            await scale(1)
+        except ApiError as error:
+            print(error.status, error.code, "still under way" in str(error))
+        hold = folder.parent / "hold"
+        if not {comes}:
+            hold.with_name("broken").touch()
+        hold.unlink()
+        await job.ready(20, after=n)
+        print(operating.status()["workers"]["attention"])
+        hold.with_name("broken").unlink(missing_ok=True)
+        print((await scale(20))["job"], [word for word in job._running.command if "dop" in word][-1])
+    """
+    lines = [line for line in supervise(tmp_path, scenario) if not line.startswith("log: ")]
+    more = workers + 1
+    assert lines == ["503 still_changing True", f"{workers}", f'DOP (1, {more}) dop="1,{more}"']
